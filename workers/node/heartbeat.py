@@ -55,9 +55,8 @@ class HeartbeatServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._connections: set[socket.socket] = set()
-        self._sent: dict[socket.socket, tuple[GpuReading, ...]] = {}
-        """By connection, the last readings of the GPUs that were sent."""
+        self._connections: dict[socket.socket, tuple[GpuReading, ...] | None] = {}
+        """With the last readings of the GPUs that were sent on each."""
         self._unauthenticated: dict[socket.socket, bytes] = {}  # what they have sent so far; the oldest first
         self._thread = threading.Thread(target=self._serve, name="heartbeat", daemon=True)
         self._thread.start()
@@ -153,7 +152,7 @@ class HeartbeatServer:
         line, newline, _ = said.partition(b"\n")
         if newline and hmac.compare_digest(line, self.secret.encode()):
             del self._unauthenticated[connection]
-            self._connections.add(connection)
+            self._connections[connection] = None
             self._answer(connection)
         elif newline or not received or len(said) > len(self.secret):
             self._drop(connection)
@@ -178,8 +177,8 @@ class HeartbeatServer:
 
     def _answer(self, connection: socket.socket) -> None:
         state, gpus = self.state, self._gpus
-        if gpus is not None and self._sent.get(connection) is not gpus:
-            self._sent[connection] = gpus
+        if gpus is not None and self._connections[connection] is not gpus:
+            self._connections[connection] = gpus
             state = replace(state, gpus=gpus)
         line = json.dumps(to_json(state)) + "\n"
         try:
@@ -189,7 +188,6 @@ class HeartbeatServer:
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._unauthenticated.pop(connection, None)
-        self._sent.pop(connection, None)
         connection.close()

@@ -78,6 +78,7 @@ def test_what_was_not_given_back_in_the_end_is_given_back_later(planes, job):
         assert await two.leases.claim("job_gone") is None
         await one.leases.look()
         assert await two.leases.claim("job_gone") is not None
+        assert one.leases.of(job) is not None and await two.leases.claim(job) is None, "and nothing else"
 
     story(body)
 
