@@ -266,6 +266,7 @@ def test_where_a_rank_stands_is_said_in_words(watch, status, words):
 
 @pytest.mark.parametrize(("phase", "stopped", "kind"), [
     ("checkpoint", False, "not_saved"), ("checkpoint", True, "hung"), ("restoring", False, "hung"),
+    ("snapshot", False, "hung"),
 ])  # fmt: skip
 def test_who_only_waits_for_storage_is_not_at_fault(watch, phase, stopped, kind):
     waiting = agent()

@@ -269,6 +269,7 @@ def rewritten(path: Path, **changes: object) -> None:
         {"files": []}, {"spec": []}, {"numbers": []}, {"step": "10"}, {"generation": None}, {"files": {"data": "5"}},
         {"loss_scale": 1.0}, {"loss_scale": [1.0]}, {"loss_scale": [1, 2]}, {"loss_scale": [1.0, float("inf")]},
         {"unknown": 1}, {"block_bytes": 0}, {"block_bytes": "4"}, {"blocks": []}, {"blocks": {"other": [1]}},
+        {"blocks": {"data": []}},
     ],
 )  # fmt: skip
 def test_a_manifest_without_a_checksum_has_fields_of_the_right_types_or_is_none(tmp_path, changes):

@@ -71,7 +71,9 @@ def test_a_folder_with_anything_else_in_it_is_never_cleared(tmp_path, name):
 def test_a_manifest_that_names_files_elsewhere_is_none(tmp_path, name):
     source = made(tmp_path / "a")
     manifest = verify(source)
-    files_of(source).write_whole(source / MANIFEST, json.dumps({**asdict(manifest), "files": {name: 1}}).encode())
+    files_of(source).write_whole(
+        source / MANIFEST, json.dumps({**asdict(manifest), "files": {name: 1}, "blocks": None}).encode()
+    )
     with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is not a manifest"):
         copy(source, tmp_path / "b" / "c")
     assert not (tmp_path / "b").exists()

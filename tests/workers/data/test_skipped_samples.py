@@ -1,5 +1,7 @@
 """What is skipped is used by no step, and nothing else changes."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,9 @@ def test_places_hold_all_other_samples_in_their_order(ranges, count):
     used = [sample for sample in range(1000) if sample not in unused][:count]
     skipped = SkippedSamples.of(ranges)
     assert [skipped.sample(place) for place in range(count)] == used
-    assert [sample for each in skipped.samples(range(count)) for sample in each] == used
+    samples = skipped.samples(range(count))
+    assert [sample for each in samples for sample in each] == used
+    assert all(a.stop < b.start for a, b in pairwise(samples)), "neighbours are one range"
 
 
 @given(RANGES, st.integers(0, 50))
