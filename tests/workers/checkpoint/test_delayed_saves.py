@@ -147,6 +147,27 @@ def test_who_leaves_does_not_wait_for_a_store_that_does_not_take_a_manifest(rank
     assert second[0] is None
 
 
+def test_a_save_that_was_left_behind_deletes_nothing_and_says_nothing_of_its_step(trainer, monkeypatch):
+    """Its ranks may have begun anew, and be saving what it would count as old."""
+    asked, answers, seal, pruned = threading.Event(), threading.Event(), checkpointer.catalog.seal, []
+
+    def slow_seal(*what):
+        asked.set()
+        assert answers.wait(60)
+        seal(*what)
+
+    monkeypatch.setattr(checkpointer.catalog, "seal", slow_seal)
+    monkeypatch.setattr(checkpointer.pruning, "prune", lambda *what: pruned.append(what) or [])
+    train(trainer, 2)
+    checkpoints = trainer.state.checkpoints
+    under_way = checkpoints._under_way
+    assert asked.wait(60)
+    checkpoints._leave_behind()
+    answers.set()
+    assert under_way.result() is None and saved(trainer) == [2]
+    assert (pruned, checkpoints._sealed) == ([], 0)
+
+
 @pytest.fixture
 def silent_store(monkeypatch) -> Iterator[threading.Event]:
     """Says which checkpoints there are only once it is set."""
