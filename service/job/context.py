@@ -119,10 +119,9 @@ class JobContext:
         return (await self.record.job()).wanted_replicas or self.submitted.layout.data
 
     def failures(self, lives: Sequence[Generation], incident: Incident | None = None) -> list[PastFailure]:
-        """The failures that the job has survived: `lives` are its generations; `incident` caused the launch that is to
-        be retried, and has no row yet."""
-        counting = [life for life in lives if life.started_at > self.retried_at]
-        known = [*past_failures(counting), *self.failed_launches]
-        if incident is not None and incident.failure not in known:
+        """The failures that the job has survived, oldest first: `lives` are its generations; `incident` caused the
+        launch that is to be retried, and has no row yet."""
+        known = past_failures([life for life in lives if life.started_at > self.retried_at])
+        if incident is not None and incident.failure not in (*known, *self.failed_launches):
             known.append(incident.failure)
-        return known
+        return [*known, *self.failed_launches]

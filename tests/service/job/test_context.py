@@ -46,7 +46,9 @@ def test_what_made_a_launch_necessary_that_failed_counts_once(store, cluster, su
     killed = PastFailure("killed", 6.0)
     incident = Incident(Death(0, "killed"), killed, RecoveryTimeline(6.0))
     assert at(*context.failures(LIVES, incident))[-1] == ("killed", 6.0)
-    context.failed_launches.append(killed)
+    context.failed_launches.append(PastFailure("agent_lost", 7.0))
+    assert at(*context.failures(LIVES, incident))[-2:] == [("killed", 6.0), ("agent_lost", 7.0)], "the newest is last"
+    context.failed_launches = [killed]
     assert at(*context.failures(LIVES, incident))[-2:] == [("exception", 4.5), ("killed", 6.0)]
 
 

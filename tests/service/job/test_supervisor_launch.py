@@ -1,14 +1,17 @@
 """A supervisor's job that cannot be launched, is given up, or is cancelled."""
 
+import asyncio
 import itertools
 import time
 
 import pytest
 
 from service.cluster.placement_groups import NotPlaced
-from service.job.context import DEFAULT_MEMORY_SECONDS
+from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from service.job.launch import LaunchFailed
+from service.job.supervisor import Supervisor
 from service.recovery import budgets
+from service.recovery.decisions import Death
 from service.store import failed_jobs, jobs
 from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP, story
 from tests.service.support.waiting import reached
@@ -70,13 +73,17 @@ def test_launch_that_fails_counts_from_the_last_one_that_did_not(two_replicas, c
         await job.start()
         await job.watched(1)
         await job.commit(1)
+        assert job.log.count("held_back") == 1
+        again = itertools.count()
+        cluster.agents.on_start = lambda agent: agent.refuse("snapshot_steps", "broken") if not next(again) else None
         job.ranks[0].refuse("snapshot_steps", "broken")
         job.ranks[2].die()
         await job.watched(2)
         await job.finish()
 
     story(body)
-    assert job.log.count("rank_lost") == 4
+    assert job.log.count("rank_lost") == 5
+    assert job.log.count("held_back") == 2, "the second of either time, though there was a step in between"
     assert job.row.state == "SUCCEEDED"
 
 
@@ -103,6 +110,10 @@ def test_agents_that_do_not_answer_before_a_launch_are_lost_and_why_is_said_once
         await job.watched(1)
         death, lost = await job.supervisor._launch_failure(LaunchFailed({1: "it is gone", 3: "no answer"}))
         assert (death.sentence, lost) == ("rank 1 could not be launched (it is gone)", (1, 3))
+        cluster.nodes.lost.add(job.supervisor._gang.nodes[1])
+        _, lost = await job.supervisor._launch_failure(LaunchFailed({3: "no answer"}))
+        assert lost == (0, 1, 2, 3), "all are on that node"
+        cluster.nodes.lost.clear()
         await job.finish()
 
     story(body)
@@ -325,3 +336,20 @@ def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, cluster
     story(body)
     assert job.log[-2:] == ["CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
+
+
+def test_while_a_job_tries_to_leave_the_next_try_waits_until_it_has_tried_for_long_enough(store, submit, cluster):
+    context, waits = JobContext.of(store, cluster, submit()), []
+    supervisor = Supervisor(context)
+
+    async def wait(seconds, *signals):
+        waits.append((seconds, *signals))
+
+    async def body():
+        await supervisor._hold_back(2.0, Death(0, "killed"))
+        context.leaving.set()
+        await supervisor._hold_back(4.0, Death(0, "killed"))
+
+    supervisor._wait = wait
+    asyncio.run(body())
+    assert waits == [(2.0, context.cancelled, context.leaving), (4.0, context.cancelled, context.overdue)]
