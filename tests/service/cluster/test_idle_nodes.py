@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from service.cluster.agent_client import AgentFailed
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.idle_nodes import REST_SECONDS, IdleNodes
 from service.cluster.node_shapes import NodeShape
@@ -69,10 +70,17 @@ def test_node_with_memory_that_a_job_needs_stays_until_it_does_not(look, cluster
 
 
 def test_node_that_does_not_say_what_is_in_its_memory_stays_until_it_does(look, cluster):
+    async def fail():
+        raise AgentFailed("its folder cannot be listed")
+
+    daemon = cluster.daemons._daemon("small")
     cluster.daemons.silent.add("small")
     assert look(0.0, LATER) == set()
     cluster.daemons.silent.clear()
-    assert look(2 * LATER) == {"small"}
+    daemon.jobs, answers = fail, daemon.jobs
+    assert look(2 * LATER) == set()
+    daemon.jobs = answers
+    assert look(3 * LATER) == {"small"}
 
 
 def test_without_declared_shapes_nothing_is_looked_at(cluster):

@@ -162,8 +162,14 @@ def test_rank_that_lost_a_peer_is_not_the_culprit(two_replicas, cluster):
     assert lost["node"] == job.ranks[2].node, "so that a node where ranks keep failing can be left out"
 
 
-def test_lost_agent_is_replaced_in_its_own_place(two_replicas, cluster):
-    job = two_replicas(cluster)
+def test_lost_agent_is_replaced_in_its_own_place(two_replicas, cluster, monkeypatch):
+    job, counted, replace_lost = two_replicas(cluster), [], supervisor.replace_lost
+
+    async def note_and_replace(context, lost, generation, failures):
+        counted.extend(failure.kind for failure in failures)
+        return await replace_lost(context, lost, generation, failures)
+
+    monkeypatch.setattr(supervisor, "replace_lost", note_and_replace)
 
     async def body():
         await job.start()
@@ -180,6 +186,7 @@ def test_lost_agent_is_replaced_in_its_own_place(two_replicas, cluster):
     story(body)
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert job.recoveries == [(2, "agent_lost", "memory and snapshot", 1)]
+    assert counted == ["agent_lost"], "its node is judged by this failure too"
     assert cluster.nothing_held
 
 

@@ -1,11 +1,14 @@
-"""The squared norm of a gradient as a GPU sums it up, in rows of its own length."""
+"""The squared norm of a gradient: each parameter counts once, and a GPU sums up rows of its own length."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from workers.parallel.data import gradient_norm
+from workers.parallel.data.flat import FlatParameters
+from workers.parallel.tensor.shards import NamedShard, ParameterShard
 
 
 @pytest.mark.parametrize("length", [64, gradient_norm._LONG_ROW, 3 * gradient_norm._LONG_ROW + 640])
@@ -14,3 +17,14 @@ def test_long_rows_and_what_is_left_of_them_give_every_elements_square(length: i
     square = gradient_norm._square_by_long_rows(part)
     assert square.dtype == torch.float64 and square.shape == ()
     torch.testing.assert_close(square, part.double().square().sum(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(("tensor_index", "square"), [(0, 100.0 + 9 * 200.0), (1, 100.0)])
+def test_what_every_tensor_rank_has_is_counted_by_the_first(tensor_index: int, square: float) -> None:
+    sizes = {"split": (100, ParameterShard((8, 4), 0, std=0.02)), "whole": (200, ParameterShard((4,), std=0.02))}
+    shards = [NamedShard(name, nn.Parameter(torch.zeros(size)), shard, False) for name, (size, shard) in sizes.items()]
+    flat = FlatParameters(shards, 1, torch.device("cpu"))
+    for slot, value in zip(flat.slots, (1.0, 3.0), strict=True):
+        flat.gradients[slot.start : slot.end] = value
+    norm = gradient_norm.CountedNorm(flat, [(0, flat.size)], tensor_index)
+    assert norm.square([flat.gradients]).item() == pytest.approx(square)

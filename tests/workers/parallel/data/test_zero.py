@@ -60,16 +60,17 @@ def test_statistics_tell_each_ranks_own_time_whether_anything_changed_and_whethe
     engine = Engine(job, lone_rank(job, 1))
     engine.initialise(1)
 
-    def statistics(loss: float):
+    def statistics(loss: float, tokens: float = 64.0):
         engine.comm.step.begin(1)
         engine.reduction.begin(1, 8)
         engine.flat.gradients.zero_()  # nothing comes from the other replica, which is not there
-        agreed_loss = Loss(torch.tensor([loss], dtype=torch.float64), torch.tensor(64.0, dtype=torch.float64), 1.0)
+        agreed_loss = Loss(torch.tensor([loss], dtype=torch.float64), torch.tensor(tokens, dtype=torch.float64), 1.0)
         return engine.optimizer.step(1e-3, agreed_loss, memory_bytes=10**9)
 
     good, bad = statistics(128.0), statistics(float("nan"))
     assert (good.loss, good.updated, good.asked_to_end) == (2.0, True, False)
     assert not bad.updated
+    assert statistics(0.0, tokens=0.0).loss == 0.0, "no token has a target"
     assert good.own_seconds[0] == 0.0 < good.own_seconds[1] < 1e6, "not its memory"
     engine.optimizer.limits = (1.9, 100.0)
     assert not statistics(128.0).updated
