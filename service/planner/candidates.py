@@ -16,6 +16,7 @@ from typing import NamedTuple
 from service.planner.hardware import Cluster
 from workers.config import JobSpec, ParallelConfig
 from workers.parallel.pipeline.stages import even_counts
+from workers.spec.batch_rules import smallest_batch
 from workers.spec.divisors import divisors
 from workers.spec.rules import broken_keys
 
@@ -117,11 +118,11 @@ def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
     """Tensor, pipeline and data sizes that there is room for and that the rules about single sizes allow; a tensor
     group is always within one node."""
     batch, layers, complete = job.train.global_batch_size, job.model.layers, is_complete(job, cluster)
-    fewest, allowed = _replicas(job)
+    fewest, allowed = replicas_allowed(job)
     for tensor in _tensor_sizes(job, cluster.gpus_per_node):
         groups = cluster.nodes * (cluster.gpus_per_node // tensor)
         for pipeline in range(1, layers + 1) if complete else _pipeline_sizes(layers):
-            if pipeline > min(groups, 1 if job.train.cuda_graphs else MOST_STAGES):
+            if pipeline > min(groups, most_stages(job)):
                 break
             most = min(groups // pipeline, allowed)
             for data in range(fewest, most + 1) if complete else _data_sizes(fewest, most, batch, pipeline):
@@ -134,13 +135,20 @@ def _tensor_sizes(job: JobSpec, most: int) -> list[int]:
     return [size for size, keys in broken.items() if keys <= broken[1]]
 
 
-def _replicas(job: JobSpec) -> tuple[int, int]:
-    """Fewest and most replicas that the batch, `elastic` and `train.cuda_graphs` allow."""
-    batch, elastic = job.train.global_batch_size, job.elastic
-    most = batch
-    if job.train.cuda_graphs and job.train.deterministic == "layout":  # three micro-batches, if there are replicas
-        size = min(micro_batch_sizes(job, batch))
-        most = max(1, (batch - 1) // (2 * size))
+def most_stages(job: JobSpec) -> int:
+    """Most pipeline stages that are looked at."""
+    return 1 if job.train.cuda_graphs else MOST_STAGES
+
+
+def replicas_allowed(job: JobSpec) -> tuple[int, int]:
+    """Fewest and most replicas that the batch, where a ramp begins, and `elastic`, `train.deterministic` and
+    `train.cuda_graphs` allow."""
+    train, elastic, (_, smallest) = job.train, job.elastic, smallest_batch(job)
+    size, most = min(micro_batch_sizes(job, train.global_batch_size)), smallest
+    if train.deterministic == "elastic":  # micro-batches are not split between replicas
+        most = -(-smallest // size)
+    elif train.cuda_graphs:  # three micro-batches, if there are replicas
+        most = min(most, max(1, (train.global_batch_size - 1) // (2 * size)))
     return elastic.min_data or 1, min(most, elastic.max_data or most)
 
 

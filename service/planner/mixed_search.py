@@ -17,11 +17,12 @@ from itertools import count, pairwise, permutations, product
 from service.planner.bounds import SLACK, Bounds
 from service.planner.candidates import (
     COMPLETE,
-    MOST_STAGES,
     RECOMPUTE,
     Candidate,
     micro_batch_sizes,
+    most_stages,
     rank_totals,
+    replicas_allowed,
     schedules,
 )
 from service.planner.hardware import Cluster
@@ -212,7 +213,8 @@ def _is_complete(job: JobSpec, parts: Sequence[Cluster]) -> bool:
 
 def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
     """Every order of two or three parts, with every size of the axes that there is room for."""
-    complete = _is_complete(job, parts)
+    complete, (fewest, allowed) = _is_complete(job, parts), replicas_allowed(job)
+    batch, longest = job.train.global_batch_size, min(job.model.layers, most_stages(job))
     for kinds in range(2, min(MOST_IN_A_PIPELINE, len(parts)) + 1):
         for order in permutations(range(len(parts)), kinds):
             chosen = [parts[part] for part in order]
@@ -220,9 +222,9 @@ def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
                 if job.model.heads % tensor or job.model.ffn_size % tensor:
                     continue
                 groups = [part.nodes * (part.gpus_per_node // tensor) for part in chosen]
-                for data in _data_sizes(min(groups), job.train.global_batch_size, complete):
+                for data in _data_sizes(fewest, min(*groups, allowed), batch, complete):
                     for stages in product(*(_stage_counts(most // data, complete) for most in groups)):
-                        if sum(stages) <= min(job.model.layers, MOST_STAGES):
+                        if sum(stages) <= longest:
                             yield _Frame(order, stages, tensor, data)
 
 
@@ -241,10 +243,11 @@ def _layouts(job: JobSpec, frame: _Frame, complete: bool) -> Iterator[_Mixed]:
                 yield _Mixed(frame, shape._replace(schedule=schedule, virtual_stages=chunks, recompute=dropped))
 
 
-def _data_sizes(most: int, batch: int, complete: bool) -> list[int]:
+def _data_sizes(fewest: int, most: int, batch: int, complete: bool) -> list[int]:
     """Numbers of replicas; on large clusters only those that divide the batch, and the largest."""
-    most = min(most, batch)
-    return list(range(1, most + 1)) if complete else sorted({most, *(size for size in divisors(batch) if size <= most)})
+    if complete or most < fewest:
+        return list(range(fewest, most + 1))
+    return sorted({most, *(size for size in divisors(batch) if fewest <= size <= most)})
 
 
 def _stage_counts(most: int, complete: bool) -> list[int]:

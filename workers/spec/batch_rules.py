@@ -12,7 +12,7 @@ from workers.spec.problems import Problem
 MOST_INCREMENTS = 10_000
 
 
-def _smallest_batch(spec: JobSpec) -> tuple[str, int]:
+def smallest_batch(spec: JobSpec) -> tuple[str, int]:
     """The path of the field that sets the smallest global batch of the job, and that batch size."""
     train = spec.train
     if train.batch_ramp is not None and train.batch_ramp.start < train.global_batch_size:
@@ -21,7 +21,7 @@ def _smallest_batch(spec: JobSpec) -> tuple[str, int]:
 
 
 def _every_replica_has_samples(spec: JobSpec) -> Iterator[Problem]:
-    data, (path, smallest) = spec.layout.data, _smallest_batch(spec)
+    data, (path, smallest) = spec.layout.data, smallest_batch(spec)
     if smallest < data:
         yield Problem(
             path, f"a batch of {smallest} has no samples for some of parallel.data ({data}) replicas", str(data)
@@ -29,7 +29,7 @@ def _every_replica_has_samples(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _every_replica_has_whole_micro_batches(spec: JobSpec) -> Iterator[Problem]:
-    layout, size, (path, smallest) = spec.layout, spec.train.micro_batch_size, _smallest_batch(spec)
+    layout, size, (path, smallest) = spec.layout, spec.train.micro_batch_size, smallest_batch(spec)
     if spec.train.deterministic != "elastic" or smallest < layout.data:
         return
     unit, what = layout.micro_batch_unit * size, "micro-batches"
@@ -140,7 +140,7 @@ def _sizes_that_may_not_fit(spec: JobSpec) -> range:
     first, last = spec.layout.data + 1, spec.elastic.max_data or spec.layout.data
     if spec.train.deterministic == "layout" and _interleaving_unit(spec) > 1:
         return range(first, last + 1)
-    return range(max(first, min(last, _smallest_batch(spec)[1] + 1)), last + 1)
+    return range(max(first, min(last, smallest_batch(spec)[1] + 1)), last + 1)
 
 
 BATCH_RULES = (

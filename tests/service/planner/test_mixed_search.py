@@ -24,7 +24,7 @@ from service.planner.step_time import StepModel
 from service.planner.what_if import what_ifs
 from tests.service.support.planned import job
 from workers.accounting.flops import rank_parameters
-from workers.config import JobSpec
+from workers.config import ElasticConfig, JobSpec
 from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
 
@@ -128,15 +128,31 @@ def test_sizes_that_are_looked_at():
     """Small clusters: all; large ones: all replicas that divide the batch, and all or half of a kind's nodes."""
     assert mixed_search._stage_counts(5, True) == [1, 2, 3, 4, 5] and mixed_search._stage_counts(5, False) == [2, 5]
     assert mixed_search._stage_counts(1, False) == [1]
-    assert mixed_search._data_sizes(5, 12, True) == [1, 2, 3, 4, 5]
-    assert mixed_search._data_sizes(5, 12, False) == [1, 2, 3, 4, 5] and mixed_search._data_sizes(9, 8, False)[-1] == 8
-    assert mixed_search._data_sizes(7, 12, False) == [1, 2, 3, 4, 6, 7]
+    assert mixed_search._data_sizes(1, 5, 12, True) == mixed_search._data_sizes(1, 5, 12, False) == [1, 2, 3, 4, 5]
+    assert mixed_search._data_sizes(2, 7, 12, False) == [2, 3, 4, 6, 7]
+    assert mixed_search._data_sizes(6, 5, 12, False) == mixed_search._data_sizes(6, 5, 12, True) == []
     parts = [nodes("v100-32gb", 1, 2), nodes("a100-80gb", 1, 2), nodes("h100-80gb", 1, 2)]
     frames = {(each.order, each.stages, each.tensor, each.data) for each in mixed_search._frames(job(3), parts)}
     assert ((2, 0, 1), (1, 1, 1), 1, 1) in frames and ((2, 0, 1), (2, 1, 1), 1, 1) not in frames, "three layers"
     assert {((0, 1), (1, 1), 1, 2), ((1, 0), (1, 1), 2, 1)} <= frames
     for order, stages, tensor, data in frames:
         assert all(count * data * tensor <= parts[part].gpus for part, count in zip(order, stages, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("train", "elastic", "sizes"),
+    [
+        ({}, {"min_data": 3, "max_data": 3}, {3}),
+        ({"batch_ramp": {"start": 3, "increment": 1, "samples": 100}}, {}, {1, 2, 3}),
+        ({"deterministic": "elastic", "micro_batch_size": 13}, {}, {1, 2, 4, 5}),
+        ({"cuda_graphs": True}, {}, set()),
+    ],
+)
+def test_large_searches_over_several_kinds_look_at_the_replicas_that_the_rules_allow(train, elastic, sizes):
+    spec = job(70, train={"global_batch_size": 64, **train}).model_copy(update={"elastic": ElasticConfig(**elastic)})
+    parts = [nodes("h100-80gb", 2, 8), nodes("a100-80gb", 2, 8)]
+    assert not mixed_search._is_complete(spec, parts)
+    assert {each.data for each in mixed_search._frames(spec, parts) if each.tensor == 1} == sizes
 
 
 def test_memory_is_held_against_each_stages_own_device():

@@ -354,6 +354,19 @@ def test_large_searches_look_at_the_most_replicas_that_elastic_allows(elastic):
 
 
 @pytest.mark.parametrize(
+    ("train", "most"),
+    [
+        ({"batch_ramp": {"start": 24, "increment": 8, "samples": 1000}}, 24),
+        ({"deterministic": "elastic", "micro_batch_size": 5}, 103),
+    ],
+)
+def test_large_searches_look_at_the_most_replicas_that_the_batches_allow(train, most):
+    """Those of a ramp begin smaller, and for elastic sums micro-batches are not split between replicas."""
+    found = {each.data for each in candidates(job(24, train={"global_batch_size": 512, **train}), a100s(32))}
+    assert max(found) == most
+
+
+@pytest.mark.parametrize(
     ("train", "most"), [({}, 255), ({"micro_batch_size": 3}, 85), ({"deterministic": "elastic"}, 256)]
 )
 def test_layouts_for_cuda_graphs_have_enough_micro_batches_in_large_searches_too(train, most):
