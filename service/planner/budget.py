@@ -92,12 +92,15 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
     """What each part is, and what would help: of the changes that the job's rules and sizes leave possible."""
     spec, layout, micro_batch = model.spec, model.spec.layout, model.spec.train.micro_batch_size
     replicas = f"{layout.data} replicas" if layout.data > 1 else "one replica"
-    larger = "a larger micro-batch" if 2 * micro_batch <= -(-spec.train.global_batch_size // layout.data) else ""
+    has_room = 2 * micro_batch <= -(-spec.train.global_batch_size // layout.data)
+    is_allowed = has_room and _breaks_nothing(spec, "train", micro_batch_size=2 * micro_batch)
+    larger = "a larger micro-batch" if is_allowed else ""
     smaller = "a smaller micro-batch" if micro_batch > 1 else ""
     narrower = "a smaller tensor size" if layout.tensor > 1 else ""
     has_layers = spec.model.layers > layout.pipeline * layout.virtual_stages
     fewer = "fewer replicas" if layout.data > 1 else ""
-    compiled = "train.compile: true" if _may_be_compiled(spec) else ""
+    may_compile = not spec.train.compile and _breaks_nothing(spec, "train", compile=True)
+    compiled = "train.compile: true" if may_compile else ""
     products, less = _either(larger, narrower), _either(smaller, "more stages" if has_layers else "")
     without = "less recomputation, where memory allows"
     full = "parallel.recompute: full beside them" if layout.recompute != "full" else ""
@@ -134,18 +137,21 @@ def _either(*ways: str) -> str:
     return f"{', '.join(others)}, or {last}" if others else last
 
 
-def _may_be_compiled(spec: JobSpec) -> bool:
-    compiled = spec.model_copy(update={"train": spec.train.model_copy(update={"compile": True})})
-    return not spec.train.compile and not broken_keys(compiled) - broken_keys(spec)
+def _breaks_nothing(spec: JobSpec, section: str, **values: object) -> bool:
+    """Whether a change breaks no rule that the job does not break."""
+    other = spec.model_copy(update={section: getattr(spec, section).model_copy(update=values)})
+    return not broken_keys(other) - broken_keys(spec)
 
 
-def _bubble(model: StepModel, more: str) -> tuple[str, str]:
-    """`more`: what gives each replica more micro-batches."""
+def _bubble(model: StepModel, ways: str) -> tuple[str, str]:
+    """`ways`: what gives each replica more micro-batches."""
     layout, work = model.spec.layout, model.pipeline().rank_work()
     what = f"ranks wait for other stages ({layout.schedule}, pipeline {layout.pipeline}"
-    helps = f"more micro-batches: {more}"
+    helps = f"more micro-batches: {ways}"
     if not layout.schedule.startswith("zb"):
-        helps += "; a zero-bubble schedule, or more virtual stages"
+        more = {"schedule": "interleaved", "virtual_stages": layout.virtual_stages + 1, "stage_layers": None}
+        chunks = "more virtual stages" if _breaks_nothing(model.spec, "parallel", **more) else ""
+        helps += f"; {_either('a zero-bubble schedule', chunks)}"
     most = max(work) * len(work) / sum(work) - 1
     if most < WORTH_SAYING:
         return f"{what})", helps

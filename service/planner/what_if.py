@@ -54,12 +54,10 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     train, parallel = document["train"], document["parallel"]
 
     def of(section: str, **values: Any) -> tuple[str, dict[str, Any]]:
-        others_stages = {"stage_layers": None} if values.keys() & {"pipeline", "virtual_stages"} else {}
+        if parallel["stage_layers"] is not None and _chunks(parallel) != _chunks(parallel | values):
+            values["stage_layers"] = None  # its layers are those of other stages
         words = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in values.items())
-        return words, {
-            **document,
-            section: document[section] | others_stages | values,
-        }
+        return words, {**document, section: document[section] | values}
 
     micro = train["micro_batch_size"]
     if 2 * micro <= -(-train["global_batch_size"] // parallel["data"]):
@@ -79,6 +77,11 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         yield of("parallel", stage_layers=counts)
     if parallel["data"] > 1:
         yield of("parallel", zero=1 - min(1, parallel["zero"]))
+
+
+def _chunks(parallel: dict[str, Any]) -> tuple[int, int, bool]:
+    """The same for layouts that have the same virtual stages on the same ranks."""
+    return parallel["pipeline"], parallel["virtual_stages"], parallel["schedule"] == "zb-v"
 
 
 def _lists(spec: JobSpec) -> Iterator[list[int] | None]:

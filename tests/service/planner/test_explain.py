@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import yaml
 
 from service.planner.budget import sentences
 from service.planner.drift import GROUPS
@@ -17,7 +18,7 @@ from service.planner.memory import fits, usable_bytes
 from service.planner.pictures import picture
 from service.planner.pipeline import WEIGHT
 from service.planner.request import together
-from service.planner.search import plan_of
+from service.planner.search import evaluate, plan_of
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
 from service.planner.what_if import _lists, what_ifs
@@ -118,6 +119,27 @@ def test_one_change_does_what_a_plan_with_it_says():
     assert fast == sorted(fast)
 
 
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [({"schedule": "1f1b"}, (5, 9)), ({"schedule": "interleaved", "virtual_stages": 2}, (4, 3, 3, 4))],
+)
+def test_the_words_of_a_change_are_all_that_changes(layout, counts):
+    """A list of stages is not dropped in silence, nor where the same stages stay."""
+    spec = job({"pipeline": 2, "data": 2, "stage_layers": counts, **layout})
+    changes = what_ifs(spec, CLUSTERS["a100"])
+    for each in changes:
+        values = yaml.safe_load(f"{{{each.change}}}")
+        section = "train" if "micro_batch_size" in values else "parallel"
+        document = spec.model_dump(mode="json")
+        other = JobSpec.model_validate({**document, section: document[section] | values})
+        (plan,) = evaluate(other, CLUSTERS["a100"]).plans
+        assert (each.seconds, each.memory) == (plan.time.seconds, plan.memory.total), each.change
+    dropped = {each.change.split(",")[0] for each in changes if "stage_layers: null" in each.change}
+    assert (
+        "data: 4" in dropped and ("schedule: zb-v" in dropped) and ("schedule: gpipe" in dropped) == (len(counts) > 2)
+    )
+
+
 def test_a_micro_batch_is_not_advised_that_is_larger_than_what_a_replica_has():
     specs = (job({"data": 2}, micro_batch_size=size) for size in (16, 32))
     changes = [{each.change for each in what_ifs(spec, CLUSTERS["a100"])} for spec in specs]
@@ -186,6 +208,27 @@ def test_advice_is_of_what_the_job_may_still_change():
     for useless in ("train.compile", "smaller tensor", "smaller micro-batch", "fewer replicas", "zero"):
         assert useless not in said, said
     assert "a larger micro-batch" in said
+
+
+@pytest.mark.parametrize(("layers", "batch", "is_advised"), [(8, 64, True), (8, 66, False), (7, 64, False)])
+def test_more_virtual_stages_are_advised_only_where_there_are_layers_and_groups_of_micro_batches(
+    layers, batch, is_advised
+):
+    spec = job({"pipeline": 4}, global_batch_size=batch)
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"layers": layers})})
+    shares = explain(plan_of(spec, CLUSTERS["a100"]), CLUSTERS["a100"]).shares
+    (help,) = [share.help for share in shares if share.name == "bubble"]
+    assert "; a zero-bubble schedule" in help and ("more virtual stages" in help) == is_advised
+
+
+def test_a_larger_micro_batch_is_advised_only_if_groups_of_them_stay_whole():
+    layout = {"pipeline": 4, "schedule": "interleaved", "virtual_stages": 2}
+    specs = [job(layout, micro_batch_size=2, global_batch_size=batch) for batch in (64, 40)]
+    helps = [
+        {each.name: each.help for each in explain(plan_of(spec, CLUSTERS["a100"]), CLUSTERS["a100"]).shares}
+        for spec in specs
+    ]
+    assert ["larger micro-batch" in help["products"] for help in helps] == [True, False]
 
 
 def test_stages_that_may_be_on_any_nodes_have_the_memory_of_those_with_least():
