@@ -88,11 +88,13 @@ def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
 
 
 def _sizes(request: PlanRequest) -> list[dict[str, Any]]:
-    cluster, engine = request.cluster, engine_on(request.cluster.machine)
-    if request.is_auto and cluster.others:
-        plans = best_by_nodes(request.job, cluster)
+    job, cluster = request.job, request.cluster
+    if not request.is_auto:
+        plans = elastic_sizes(job, cluster)
+    elif cluster.others:
+        plans = best_by_nodes(job, cluster)
     else:
-        plans = (best_by_size if request.is_auto else elastic_sizes)(request.job, cluster, engine)
+        plans = best_by_size(job, cluster, engine_on(cluster.machine))
     return [each.to_json() for each in plans]
 
 

@@ -398,12 +398,12 @@ def known_as(ray_type: str, memory_bytes: float | None) -> str | None:
 
 
 def parts_of(spec: JobSpec, cluster: Cluster) -> tuple[Cluster, ...]:
-    """The nodes that each pipeline stage of a job is on; if its layout does not say so and there are several kinds, the
-    slowest of them. Raises UnknownMachine if the layout asks for nodes that are not there."""
+    """The nodes that each pipeline stage of a job is on; if its layout does not say so and there are several kinds,
+    those of the lowest peak rate. Raises UnknownMachine if the layout asks for nodes that are not there."""
     types = spec.layout.stage_accelerators
     if types is None or not cluster.machine.has_gpus:
-        slowest = min(cluster.parts, key=_peak) if cluster.others else cluster
-        return (slowest,) * spec.layout.pipeline
+        weakest = min(cluster.parts, key=_peak) if cluster.others else cluster
+        return (weakest,) * spec.layout.pipeline
     known = {type: part for type in set(types) for part in cluster.parts if _has(part, type)}
     if missing := [type for type in types if type not in known]:
         there = ", ".join(part.type or ray_type(part.machine.accelerator.name) for part in cluster.parts)

@@ -16,7 +16,6 @@ from service.planner.refinement import dependence_of
 from service.planner.request import NONE_MEASURED, Machines, cluster_of_nodes, too_large
 from service.planner.search import plan_of
 from service.planner.sizes import elastic_sizes
-from service.planner.software import engine_on
 from service.planner.step_time import threads_in
 from workers.config import JobSpec, ParallelConfig
 from workers.errors import MantaError
@@ -109,7 +108,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
 
 def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
     """The layouts that the job continues in as it loses GPUs; empty if its size is fixed."""
-    plans = elastic_sizes(spec, cluster, engine_on(cluster.machine))
+    plans = elastic_sizes(spec, cluster)
     return [each.to_json() for each in plans] if len(plans) > 1 else []
 
 

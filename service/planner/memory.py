@@ -6,6 +6,7 @@ The arithmetic is that of `workers/accounting/device_bytes.py`, which is checked
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -269,7 +270,9 @@ def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     fit = Fit(*tightest(spec, cluster))
     if fit.fits:
         return fit
-    widest, broken = max(part.gpus_per_node for part in cluster.parts), broken_keys(spec)
+    is_placed, broken = spec.layout.stage_accelerators is not None, broken_keys(spec)
+    widths = [part.gpus_per_node for part in (parts_of(spec, cluster) if is_placed else cluster.parts)]
+    widest = min(widths) if is_placed else max(widths)
     for change, other in _changes(spec, fit.usable, cluster.machine):
         if other.layout.tensor > widest or broken_keys(other) - broken:
             continue
@@ -281,6 +284,13 @@ def fits(spec: JobSpec, cluster: Cluster) -> Fit:
 def _on_more(spec: JobSpec, cluster: Cluster) -> str:
     """How many places a layout needs, where that is more than the cluster has."""
     layout, places = spec.layout, "GPUs" if cluster.machine.has_gpus else "slots"
+    if layout.stage_accelerators is not None:
+        stages = Counter(parts_of(spec, cluster))
+        room = {part: part.nodes * (part.gpus_per_node // layout.tensor) for part in stages}
+        replicas = layout.data * layout.context
+        more = [part for part, count in stages.items() if count * replicas > room[part]]
+        needed = (f"{stages[part] * replicas * layout.tensor} {part.type}" for part in more)
+        return f", on {' and '.join(needed)} {places}" if more else ""
     groups = sum(part.nodes * (part.gpus_per_node // layout.tensor) for part in cluster.parts)
     return "" if layout.world_size <= groups * layout.tensor else f", on {layout.world_size} {places}"
 

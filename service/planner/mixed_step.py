@@ -91,4 +91,7 @@ def step_model(spec: JobSpec, cluster: Cluster, software: Software | None = None
     part, *others = parts_of(spec, cluster)
     if any(other is not part for other in others):
         return MixedStepModel(spec, cluster)
+    if cluster.others and spec.layout.stage_accelerators is None:  # it may run on any of them
+        models = (StepModel(spec, each, software or engine_on(each.machine)) for each in cluster.parts)
+        return max(models, key=lambda model: model.time().seconds)
     return StepModel(spec, part, software or engine_on(part.machine))

@@ -95,7 +95,7 @@ def _best_of(job: JobSpec, parts: Sequence[Cluster], known: Sequence[Plan]) -> I
         yield SizedPlan(sum(part.gpus for part in parts), plan, cluster, nodes)
 
 
-def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[SizedPlan, ...]:
+def elastic_sizes(spec: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
     """The layouts that a job with a fixed layout continues in as it loses GPUs, according to its section `elastic`:
     most ranks first, at most `MOST_SIZES`. They need not fit."""
     shapes, sizes = shapes_of(spec), sizes_of(spec)
@@ -108,7 +108,7 @@ def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[
         if at is None:
             break
         chosen = resized(shapes[at], replicas[at])
-        plans.append(SizedPlan(left, plan_of(chosen, cluster, software), cluster))
+        plans.append(SizedPlan(left, plan_of(chosen, cluster), cluster))
         left = chosen.layout.world_size - 1
     return tuple(plans)
 

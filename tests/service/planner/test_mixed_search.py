@@ -19,6 +19,7 @@ from service.planner.mixed_search import best_layouts
 from service.planner.mixed_step import MixedStepModel, step_model
 from service.planner.request import together
 from service.planner.search import evaluate, plan_of, search
+from service.planner.sizes import elastic_sizes
 from service.planner.software import MANTA
 from service.planner.step_time import StepModel
 from service.planner.what_if import what_ifs
@@ -41,6 +42,10 @@ def nodes(name: str, count: int, gpus: int, memory: float | None = None) -> Clus
 
 def placed(spec: JobSpec, **layout: object) -> JobSpec:
     return spec.model_copy(update={"parallel": spec.layout.model_copy(update=layout)})
+
+
+def lone_nodes(name: str) -> Cluster:
+    return nodes(name, 1, 8)
 
 
 MIXED = together([nodes("v100-32gb", 1, 4), nodes("a100-80gb", 1, 4)])
@@ -304,6 +309,34 @@ def test_a_layout_that_does_not_say_where_it_is_goes_by_the_worst_and_has_the_ro
         "needs 10 GPUs in groups of 2 on one node; 1 node with A100 of 4 and 1 node with V100 of 4 have room for 4 "
         "such groups, not 5"
     )
+
+
+def test_a_layout_on_any_nodes_takes_as_long_as_on_the_kind_where_it_takes_longest():
+    """Not the one of the lowest peak: an L40S has more 16-bit FLOP/s than an A100, and less than half its memory's
+    bandwidth. Sizes of a job are planned likewise, whatever the first kind's engine is."""
+    first = nodes("h100-80gb", 1, 8)
+    cluster = together(
+        [replace(first, machine=measured(first.machine, GPU)), *map(lone_nodes, ("a100-80gb", "l40s-48gb"))]
+    )
+    spec = job(12, 2048, 16, data=8, train={"global_batch_size": 64})
+    seconds = step_model(spec, cluster).time().seconds
+    assert (
+        seconds
+        == step_model(spec, lone_nodes("l40s-48gb")).time().seconds
+        > step_model(spec, lone_nodes("a100-80gb")).time().seconds
+    )
+    (only,) = elastic_sizes(spec, cluster)
+    assert only.plan.time.seconds == seconds
+
+
+def test_advice_for_placed_stages_counts_the_gpus_of_each_kind():
+    """More tensor ranks than the narrowest nodes have are none."""
+    base = job(8, 8192, 64, model={"sequence_length": 4096}, train={
+        "global_batch_size": 8, "head_tokens": 1024, "optimizer": {"offload": True}})  # fmt: skip
+    spec = placed(base, pipeline=2, data=2, stage_accelerators=("A100", "V100"), recompute="full", offload_layers=4)
+    for width, advised in ((2, "parallel.tensor: 2, on 4 A100 GPUs"), (1, None)):
+        cluster = together([nodes("a100-40gb", 2 // width, width), nodes("v100-16gb", 4, 8)])
+        assert fits(spec, cluster).change == advised
 
 
 def test_stages_on_gpus_that_a_cluster_of_one_kind_has_not_are_refused():

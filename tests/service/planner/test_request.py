@@ -17,7 +17,6 @@ from service.planner.memory import fits
 from service.planner.mixed_step import step_model
 from service.planner.request import PlanRequest, cluster_of_nodes, for_job, read_request
 from service.planner.sizes import elastic_sizes
-from service.planner.software import engine_on
 from tests.service.support.planned import a100s, job
 from workers.config import ElasticConfig, ResourcesConfig
 from workers.spec.problems import SpecError
@@ -353,7 +352,7 @@ def test_answers_for_unequal_nodes_are_of_all_of_them():
 
 
 def elastic_plans(wanted):
-    return elastic_sizes(wanted.job, wanted.cluster, engine_on(wanted.cluster.machine))
+    return elastic_sizes(wanted.job, wanted.cluster)
 
 
 def test_groups_that_are_null_say_nothing():

@@ -70,7 +70,7 @@ def test_an_elastic_job_goes_on_with_fewer_replicas_and_then_in_smaller_shapes()
     elastic = {"min_data": 2, "max_data": 3, "reshape": True}
     spec = job(4, tensor=2, pipeline=2, data=2, train={"global_batch_size": 12})
     spec = spec.model_copy(update={"elastic": ElasticConfig(**elastic)})
-    sizes = elastic_sizes(spec, a100s(2), MANTA)
+    sizes = elastic_sizes(spec, a100s(2))
     assert [(each.gpus, each.up_to, shape(each.plan.spec)) for each in sizes] == [
         (12, 12, (2, 2, 3)),
         (8, 11, (2, 2, 2)),
@@ -83,7 +83,7 @@ def test_an_elastic_job_goes_on_with_fewer_replicas_and_then_in_smaller_shapes()
 
 def test_a_job_of_one_size_has_that():
     spec = job(4, tensor=2, data=2)
-    (only,) = elastic_sizes(spec, a100s(), MANTA)
+    (only,) = elastic_sizes(spec, a100s())
     assert (only.gpus, only.up_to) == (4, 4)
-    (none,) = elastic_sizes(spec, small_memory(a100s(), 1e-9), MANTA)
+    (none,) = elastic_sizes(spec, small_memory(a100s(), 1e-9))
     assert (only.to_json()["fits"], none.to_json()["fits"]) == (True, False)
