@@ -45,6 +45,10 @@ NANOTRON = replace(MANTA, name="nanotron", overlaps_tensor=0.0, blocks_on_messag
 DEEPSPEED_2022 = replace(MEGATRON_DEEPSPEED_2021, name="megatron-deepspeed-2022", shards_optimizer=True)
 DEEPSPEED_2022_FP16 = replace(DEEPSPEED_2022, gradient_bytes=2, accumulation_bytes=8.0)
 """Gradients are added to themselves in 16 bits."""
+MEGATRON_2023 = replace(MEGATRON_2022, name="megatron-2023", forwards_inside=True, shards_optimizer=True)
+"""Of early 2023: sharded optimizers, but messages and sums of gradients that nothing hides."""
+FUSED_ZERO_1 = replace(NANOTRON, name="torch-zero-1", gradient_bytes=2, accumulation_bytes=6.0)
+"""Engines with ZeRO 1, fused kernels and sums of gradients in 16 bits that overlap with backward."""
 MEGATRON_2021_OVERLAPPING = replace(MEGATRON_2021, overlaps_gradients=True)
 """With torch's DistributedDataParallel, as one of its scripts asks for without a pipeline."""
 
@@ -103,6 +107,39 @@ TABLES = {
     "mosaicml": Table(
         "mosaicml/llm-foundry, scripts/train/benchmarking/README.md: all of its rows", "tokens/s", MANTA, sharded=True
     ),
+    "layouts": Table(
+        "JohannesHa/COLM-submission-efficient-parallelization-layouts, data/ (arXiv:2311.05610): runs with "
+        "FlashAttention-2 and a fused RMS norm that ended; batches of four million tokens and 128,000 words, by which "
+        "the sheets' MFU comes out",
+        "s",
+        FUSED_ZERO_1,
+    ),
+    "megascale": Table(
+        "arXiv:2402.15627, table 2: its rows of Megatron-LM (commit 285068c8); no micro-batches or recomputation are "
+        "said",
+        "s",
+        MEGATRON_2023,
+    ),
+    "internevo": Table(
+        "InternLM/InternEvo, doc/en/train_performance.md: rows with zero1=-1; model: configs/7B_sft.py",
+        "tokens/s",
+        FUSED_ZERO_1,
+    ),
+    "flash_attention": Table(
+        "Dao-AILab/flash-attention, training/README.md (FlashAttention of 2022); micro-batches: its configurations",
+        "tokens/s",
+        FUSED_ZERO_1,
+    ),
+    "flash_attention_2": Table(
+        "arXiv:2307.08691, table 1: its rows of FlashAttention-2; batches: the same configurations",
+        "model TFLOP/s",
+        FUSED_ZERO_1,
+    ),
+    "neox": Table(
+        "EleutherAI/gpt-neox, configs/20B.yml; 117 TFLOP/s: arXiv:2204.06745, section 2.3",
+        "hardware TFLOP/s",
+        DEEPSPEED_2022_FP16,
+    ),
 }
 """By the name of the file. Rates are of one GPU."""
 
@@ -159,6 +196,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "zb-14.6b": _gpt(46, 5120, 40, **_DROPOUT),
     "zb-28.3b": _gpt(62, 6144, 48, **_DROPOUT),
     "nanotron-1b": _llama(24, 2048, 32, 32, 8192, 50272) | {"tie_embeddings": True},
+    "aa-llama-13b": _llama(40, 5120, 40, 40, 13824, 128000),
+    "aa-llama-30b": _llama(60, 6656, 52, 52, 17920, 128000),
+    "aa-llama-65b": _llama(80, 8192, 64, 64, 22016, 128000),
+    "megascale-175b": _gpt(96, 12288, 128, 64000),
+    "internlm-7b": _llama(32, 4096, 32, 32, 11008, 103168),
+    "neox-20b": _gpt(44, 6144, 64, 50432, tie_embeddings=False),
+    "flash-125m": _gpt(12, 768, 12, 50264),
+    "flash-355m": _gpt(24, 1024, 16, 50264),
+    "flash-760m": _gpt(24, 1536, 16, 50264),
+    "flash-1.3b": _gpt(24, 2048, 16, 50264),
+    "flash-2.7b": _gpt(32, 2560, 20, 50264),
     "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000),
     "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000),
     "llama2-70b": _llama(80, 8192, 64, 8, 28672, 32000),
@@ -186,6 +234,8 @@ def model_of(name: str) -> dict[str, Any]:
 
 def machine(name: str) -> Machine:
     """The machine of a line."""
+    if name == "a100-40gb-hdr":  # four adapters of 200 Gb/s a node
+        return replace(machine_of("a100-40gb"), adapters=4)
     if name == "a100-80gb-opa":  # Jean Zay: four adapters of 100 Gb/s a node
         return replace(machine_of("a100-80gb"), adapters=4, adapter_bandwidth=12.5e9, numa_nodes=0)
     if name == "h100-96gb-500w":  # Grand Teton with HBM2e
@@ -214,6 +264,7 @@ def case_of(line: dict[str, str]) -> str:
     axes = "x".join(line[axis] for axis in ("tensor", "pipeline", "data"))
     chunks = f" {line['schedule']} {line['chunks']}".rstrip() if line["schedule"] not in ("", "1f1b") else ""
     more = "" if line["recompute"] in ("", "none") else f", {line['recompute']} recomputation"
+    more += ", sequence parallel" if line.get("sequence_parallel") == "1" else ""
     sequences = f"{line['micro_batch'] or '?'} of {line['batch']} x {line['sequence']}"
     return f"{line['model']}, {line['accelerator']} {axes}{chunks}, {sequences}, {line['precision']}{more}"
 
@@ -290,6 +341,8 @@ def _spec(line: dict[str, str], engine: Software, forward_chunks: int) -> JobSpe
     if engine.name.startswith(("megatron-2021", "megatron-deepspeed")):
         layout["sequence_parallel"] = False
     layout |= {"forward_chunks": forward_chunks}
+    if line.get("sequence_parallel"):
+        layout["sequence_parallel"] = line["sequence_parallel"] == "1" and line["tensor"] != "1"
     if engine is MEGATRON_CORE:
         layout["gather"] = "beside_forward"
     return JobSpec.model_validate(
@@ -303,7 +356,7 @@ def _spec(line: dict[str, str], engine: Software, forward_chunks: int) -> JobSpe
                 "precision": "bf16" if precision == "fp8" else precision,
                 "fp8": "tensorwise" if precision == "fp8" else "off",
                 "compile": bool(compiled),
-                "attention": "explicit" if line["model"].startswith("bloom") else "auto",
+                "attention": "explicit" if line["model"].startswith(("bloom", "neox")) else "auto",
             },
             "parallel": layout,
         }
