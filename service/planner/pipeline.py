@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from service.planner.shared_cores import Pass, SharedCores, simulate
 from workers.parallel.pipeline.schedules import compute_of_rank, forward_only
+from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import place, virtual_stage
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
@@ -116,8 +117,12 @@ class Pipeline:
         """Every pass of every rank, with its begin and end."""
         spans: list[tuple[int, int, float, float]] = []
         self.simulated_seconds(micro_batches, spans)
-        ranks = self._orders(micro_batches)
-        return [Bar(rank, *ranks[rank][at], begin, end) for rank, at, begin, end in sorted(spans)]
+        ranks, held = self._orders(micro_batches), self._held()
+        bars = []
+        for rank, at, begin, end in sorted(spans):
+            kind, micro_batch, chunk = ranks[rank][at]
+            bars.append(Bar(rank, _PASSES[kind], held[rank][chunk], micro_batch, begin, end))
+        return bars
 
     def simulated_seconds(self, micro_batches: int, spans: list[tuple[int, int, float, float]] | None = None) -> float:
         """The same as `seconds`, with every micro-batch simulated. `spans`: receives rank, number of the pass on it,
@@ -141,21 +146,21 @@ class Pipeline:
     def _advance(
         self,
         clocks: _Clocks,
-        ranks: Sequence[Sequence[tuple[int, int, int]]],
+        ranks: Sequence[Sequence[Action]],
         ends: Sequence[int],
         spans: list[tuple[int, int, float, float]] | None = None,
     ) -> float:
         """Let each rank do its passes up to number `ends`, as far as their inputs are there. Returns when the last of
         them is done."""
-        table, now, reached = self._table(clocks.done), clocks.now, clocks.reached
+        tables, now, reached = self._tables(clocks.done), clocks.now, clocks.reached
         waiting = True
         while waiting:
             waiting = False
             for rank, passes in enumerate(ranks):
-                at, clock, end = reached[rank], now[rank], ends[rank]
+                at, clock, end, rows = reached[rank], now[rank], ends[rank], tables[rank]
                 while at < end:
-                    kind, index, micro_batch = passes[at]
-                    needed, delay, arriving, seconds, done, leaving = table[kind][index]
+                    kind, micro_batch, chunk = passes[at]
+                    needed, delay, arriving, seconds, done, leaving = rows[kind][chunk]
                     begin = clock
                     if needed is not None:
                         ready = needed[micro_batch]
@@ -176,8 +181,8 @@ class Pipeline:
                 reached[rank], now[rank] = at, clock
         return max(now)
 
-    def _table(self, done: Sequence[Sequence[list[float]]]) -> list[list[_Row]]:
-        """What the simulation reads for each kind of pass on each virtual stage. `done`: as in `_Clocks`."""
+    def _tables(self, done: Sequence[Sequence[list[float]]]) -> list[dict[str, list[_Row]]]:
+        """What the simulation reads for each kind of pass on each chunk of each rank. `done`: as in `_Clocks`."""
         none, (arriving, leaving) = [0.0] * len(self.times), self._occupied()
         # A message that does not block delays only who waits for it.
         delays = [none, none] if self.blocking else arriving
@@ -189,12 +194,15 @@ class Pipeline:
             needed = done[way][source] if 0 <= source < len(self.times) else None
             return needed, delays[way][index], arriving[way][index], seconds, done[way][index], leaving[way][index]
 
-        stages = list(enumerate(self.times))
+        times = self.times
         return [
-            [row(0, index, each.forward) for index, each in stages],
-            [row(1, index, each.backward) for index, each in stages],
-            [row(1, index, each.backward_input) for index, each in stages],
-            [(None, 0.0, 0.0, each.backward_weight, None, 0.0) for each in self.times],
+            {
+                "forward": [row(0, index, times[index].forward) for index in held],
+                "backward": [row(1, index, times[index].backward) for index in held],
+                "backward_input": [row(1, index, times[index].backward_input) for index in held],
+                "backward_weight": [(None, 0.0, 0.0, times[index].backward_weight, None, 0.0) for index in held],
+            }
+            for held in self._held()
         ]
 
     def _on_shared_cores(
@@ -207,7 +215,8 @@ class Pipeline:
         def key(way: int, index: int, micro_batch: int) -> int:
             return (way * count + index) * micro_batches + micro_batch
 
-        def of(kind: int, index: int, micro_batch: int) -> Pass:
+        def of(held: Sequence[int], action: Action) -> Pass:
+            kind, micro_batch, index = _PASSES[action.kind], action.micro_batch, held[action.chunk]
             times = self.times[index]
             if kind == WEIGHT:
                 return times.backward_weight, (), ()
@@ -218,7 +227,7 @@ class Pipeline:
             return seconds + arriving[way][index] + leaving[way][index], needed, (key(way, index, micro_batch),)
 
         ranks = self._orders(micro_batches)
-        each_rank = [[of(*each) for each in passes] for passes in ranks]
+        each_rank = [[of(held, each) for each in passes] for held, passes in zip(self._held(), ranks, strict=True)]
         return simulate(each_rank, 2 * count * micro_batches, cores, spans)
 
     def work(self, micro_batches: int) -> float:
@@ -244,7 +253,12 @@ class Pipeline:
             total[rank] += each
         return total
 
-    def _orders(self, micro_batches: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    def _held(self) -> list[list[int]]:
+        """The virtual stages of each rank, by chunk."""
+        shape, chunks = (self.kind, self.stages, self.virtual_stages), range(self.virtual_stages)
+        return [[virtual_stage(*shape, rank, chunk) for chunk in chunks] for rank in range(self.stages)]
+
+    def _orders(self, micro_batches: int) -> tuple[list[Action], ...]:
         return _orders(self.kind, self.stages, self.virtual_stages, micro_batches, self.trains)
 
     def _occupied(self) -> tuple[list[list[float]], list[list[float]]]:
@@ -291,15 +305,9 @@ def _alike(kind: str, stages: int, virtual_stages: int, fewer: int, more: int, t
 
 
 @lru_cache(maxsize=64)
-def _orders(
-    kind: str, stages: int, virtual_stages: int, micro_batches: int, trains: bool
-) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """The passes of each rank in order: kind, virtual stage, micro-batch."""
-    evaluated = [] if trains else forward_only(kind, stages, virtual_stages, micro_batches)
-    ranks = []
-    for rank in range(stages):
-        index = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
-        actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches) if trains else evaluated[rank]
-        passes = [(_PASSES[kind], index[chunk], at) for kind, at, chunk in actions if kind in _PASSES]
-        ranks.append(tuple(passes))
-    return tuple(ranks)
+def _orders(kind: str, stages: int, virtual_stages: int, micro_batches: int, trains: bool) -> tuple[list[Action], ...]:
+    """The passes of each rank in order."""
+    if trains:
+        return tuple(compute_of_rank(kind, rank, stages, virtual_stages, micro_batches) for rank in range(stages))
+    evaluated = forward_only(kind, stages, virtual_stages, micro_batches)
+    return tuple([each for each in actions if each.kind in _PASSES] for actions in evaluated)
