@@ -13,6 +13,7 @@ from service.planner.pipeline import ROUNDING
 from service.planner.step_time import StepModel, StepTime
 from workers.accounting.flops import step_flops
 from workers.config import JobSpec
+from workers.spec.divisors import divisors
 from workers.spec.rules import broken_keys
 
 WORTH_SAYING = 0.04
@@ -92,8 +93,9 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
     """What each part is, and what would help: of the changes that the job's rules and sizes leave possible."""
     spec, layout, micro_batch = model.spec, model.spec.layout, model.spec.train.micro_batch_size
     replicas = f"{layout.data} replicas" if layout.data > 1 else "one replica"
-    has_room = 2 * micro_batch <= -(-spec.train.global_batch_size // layout.data)
-    is_allowed = has_room and _breaks_nothing(spec, "train", micro_batch_size=2 * micro_batch)
+    # One that does not divide a replica's samples leaves a micro-batch incomplete, which takes as long as the others.
+    sizes = (size for size in divisors(-(-spec.train.global_batch_size // layout.data)) if size > micro_batch)
+    is_allowed = any(_breaks_nothing(spec, "train", micro_batch_size=size) for size in sizes)
     larger = "a larger micro-batch" if is_allowed else ""
     smaller = "a smaller micro-batch" if micro_batch > 1 else ""
     narrower = "a smaller tensor size" if layout.tensor > 1 else ""

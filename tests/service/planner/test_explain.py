@@ -221,14 +221,24 @@ def test_more_virtual_stages_are_advised_only_where_there_are_layers_and_groups_
     assert "; a zero-bubble schedule" in help and ("more virtual stages" in help) == is_advised
 
 
-def test_a_larger_micro_batch_is_advised_only_if_groups_of_them_stay_whole():
-    layout = {"pipeline": 4, "schedule": "interleaved", "virtual_stages": 2}
-    specs = [job(layout, micro_batch_size=2, global_batch_size=batch) for batch in (64, 40)]
-    helps = [
-        {each.name: each.help for each in explain(plan_of(spec, CLUSTERS["a100"]), CLUSTERS["a100"]).shares}
-        for spec in specs
-    ]
-    assert ["larger micro-batch" in help["products"] for help in helps] == [True, False]
+@pytest.mark.parametrize(
+    ("layout", "batch", "size", "is_advised"),
+    [
+        ({"pipeline": 4, "schedule": "interleaved", "virtual_stages": 2}, 64, 4, True),
+        ({"pipeline": 4, "schedule": "interleaved", "virtual_stages": 2}, 16, 4, False),
+        ({"data": 2}, 26, 1, True),
+        ({"data": 2}, 26, 13, False),
+        ({"data": 2}, 52, 13, True),
+        ({}, 8, 6, True),
+    ],
+)
+def test_a_larger_micro_batch_is_advised_only_if_there_is_one_that_divides_what_a_replica_has(
+    layout, batch, size, is_advised
+):
+    spec = job(layout, micro_batch_size=size, global_batch_size=batch)
+    shares = explain(plan_of(spec, CLUSTERS["a100"]), CLUSTERS["a100"]).shares
+    (help,) = [share.help for share in shares if share.name == "products"]
+    assert ("larger micro-batch" in help) == is_advised
 
 
 def test_stages_that_may_be_on_any_nodes_have_the_memory_of_those_with_least():
