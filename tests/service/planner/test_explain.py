@@ -140,6 +140,21 @@ def test_the_words_of_a_change_are_all_that_changes(layout, counts):
     )
 
 
+@pytest.mark.parametrize(
+    ("counts", "lists"),
+    [
+        ((5, 9), {"null", "[4, 10]", "[6, 8]"}),
+        ((4, 3, 3, 4), {"null", "[3, 4, 3, 4]", "[5, 3, 3, 3]", "[4, 4, 3, 3]", "[3, 3, 3, 5]"}),
+        (None, {"[2, 4, 4, 4]", "[4, 3, 4, 3]", "[4, 4, 4, 2]", "[3, 3, 4, 4]"}),
+        ((1, 13), {"null", "[2, 12]"}),
+    ],
+)
+def test_lists_that_are_offered_move_one_layer_between_an_end_and_the_emptiest_or_fullest_of_the_others(counts, lists):
+    spec = job({"pipeline": len(counts or range(4)), "stage_layers": counts})
+    changes = (each.change.partition("stage_layers: ") for each in what_ifs(spec, CLUSTERS["a100"]))
+    assert {value for others, name, value in changes if name and not others} == lists
+
+
 def test_a_micro_batch_is_not_advised_that_is_larger_than_what_a_replica_has():
     specs = (job({"data": 2}, micro_batch_size=size) for size in (16, 32))
     changes = [{each.change for each in what_ifs(spec, CLUSTERS["a100"])} for spec in specs]
