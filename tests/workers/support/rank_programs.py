@@ -15,9 +15,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from plain_gpt import PlainGPT, PlainStage
-from rank_processes import join_default_group
 from reported import events_of, rows_of
 
 from workers import run, standalone
@@ -31,7 +28,6 @@ from workers.engine import Engine
 from workers.learning_rate import learning_rate
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.recompute import policy
-from workers.parallel.tensor.cross_entropy import cross_entropy_and_log_z, vocabulary_parallel_cross_entropy
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
@@ -78,7 +74,8 @@ def light(weights: Weights) -> dict[str, Any]:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Torch's, within the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -113,7 +110,7 @@ def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], wi
     rate unless the job has more than one step."""
     results = []
     for document, start, batches in zip(jobs, weights, windows, strict=True):
-        with _default_dtype(dtype):
+        with default_dtype(dtype):
             results.append(_run_steps(comm, parse_job_spec(document), start, batches, dtype))
     return results
 
@@ -166,7 +163,7 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
 
 def evaluate(comm: Comm, document: dict[str, Any], weights: Weights, windows: torch.Tensor) -> float:
     """Mean loss of a global batch in fp64, forward alone."""
-    with _default_dtype(torch.float64):
+    with default_dtype(torch.float64):
         spec = parse_job_spec(document)
         engine, _ = _loaded(comm, spec, weights, torch.float64)
         losses_m, tokens = engine.pipeline.evaluate(micro_batches(spec, comm.index("data"), windows))
@@ -258,32 +255,6 @@ def run_as_launched(comm: Comm, command: list[str], port: int) -> int:
         mock.patch.object(standalone, "usable_cores", lambda: comm.size("world")),
     ):
         return run.main(command)
-
-
-def cross_entropy(comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[Any, Any]:
-    """Loss of each token, and this rank's gradient of the losses weighted 1, 2, 3, ..., for logits [n, v padded]."""
-    mine = _columns(comm, logits)
-    losses = vocabulary_parallel_cross_entropy(mine, targets, vocabulary, comm)
-    losses.backward(torch.arange(1, len(targets) + 1, dtype=logits.dtype))
-    return losses.detach(), mine.grad
-
-
-def cross_entropy_with_squares(
-    comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, weight: float
-) -> tuple[Any, Any, Any]:
-    """Loss and squared log Z of each token, and this rank's gradient of both, the squares times `weight`, both weighted
-    1, 2, 3, ..., for logits [n, v padded]."""
-    mine = _columns(comm, logits)
-    losses, squares = cross_entropy_and_log_z(mine, targets, vocabulary, comm)
-    (losses + weight * squares).backward(torch.arange(1, len(targets) + 1, dtype=losses.dtype))
-    return losses.detach(), squares.detach(), mine.grad
-
-
-def _columns(comm: Comm, logits: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the logits."""
-    columns = logits.shape[1] // comm.size("tensor")
-    start = comm.index("tensor") * columns
-    return logits[:, start : start + columns].clone().requires_grad_()
 
 
 def initial_parameters(comm: Comm, document: dict[str, Any]) -> list[Placed]:
@@ -424,57 +395,6 @@ def broken_off(comm: Comm, document: dict[str, Any], weights: Weights, windows: 
         (rectangle.name, rectangle.offsets, rectangle.view(engine.flat.parameters).clone()) for rectangle in everything
     ]
     return Steps([statistics.loss], [statistics.grad_norm], [], parameters)
-
-
-def torch_pipeline(
-    comm: Comm, port: int, kind: str, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[torch.Tensor]
-) -> list[tuple[float, Weights]]:
-    """For each job: its plain model run by torch.distributed.pipelining in fp64 over the ranks of the pipeline: (sum of
-    the losses, gradients of that sum), this rank's parts of both."""
-    join_default_group(comm, port)
-    with _default_dtype(torch.float64):
-        return [
-            _torch_pipeline(comm, kind, parse_job_spec(document), start, tokens)
-            for document, start, tokens in zip(jobs, weights, windows, strict=True)
-        ]
-
-
-def _torch_pipeline(
-    comm: Comm, kind: str, spec: JobSpec, weights: Weights, windows: torch.Tensor
-) -> tuple[float, Weights]:
-    from torch.distributed import pipelining  # two seconds, which the other programs need not wait
-
-    rank, ranks, chunks = comm.index("pipeline"), comm.size("pipeline"), spec.layout.virtual_stages
-    numbers = [chunk * ranks + rank for chunk in range(chunks)]
-    if kind == "ZBVZeroBubble":
-        numbers[1] = 2 * ranks - 1 - rank
-    count, layers = ranks * chunks, spec.model.layers
-    whole = PlainGPT(spec).load(weights)
-    stages = [
-        pipelining.PipelineStage(
-            PlainStage(whole, range(number * layers // count, (number + 1) * layers // count)),
-            number,
-            count,
-            torch.device("cpu"),
-        )
-        for number in numbers
-    ]
-
-    def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-    # Scaling would divide the gradients of all micro-batches so far, once a step.
-    schedule = pipelining.schedules.get_schedule_class(kind)(
-        stages if chunks > 1 else stages[0], spec.micro_batches, loss_fn=sum_of_losses, scale_grads=False
-    )
-    losses: list[torch.Tensor] = []
-    inputs = [windows[:, :-1]] if 0 in numbers else []
-    if count - 1 in numbers:
-        schedule.step(*inputs, target=windows[:, 1:], losses=losses, return_outputs=False)
-    else:
-        schedule.step(*inputs, return_outputs=False)
-    gradients = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
-    return sum(loss.item() for loss in losses), gradients
 
 
 def hang(comm: Comm) -> None:

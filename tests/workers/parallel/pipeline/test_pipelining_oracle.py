@@ -8,7 +8,8 @@ import pytest
 import torch
 from engine_specs import document
 from plain_gpt import random_weights
-from rank_programs import assemble, run_steps, torch_pipeline
+from rank_programs import assemble, run_steps
+from torch_pipeline_programs import torch_pipeline
 
 from workers.spec.reading import parse_job_spec
 

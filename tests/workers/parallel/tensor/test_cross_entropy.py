@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from cross_entropy_programs import cross_entropy, cross_entropy_with_squares
 from engine_specs import layout_of
-from rank_programs import cross_entropy, cross_entropy_with_squares
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
