@@ -1,12 +1,9 @@
 """The `manta` command against a real server: output for people and programs, exit codes, never a traceback."""
 
 import json
-import threading
-from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from api.cli import checkpoints as checkpoint_commands
@@ -35,27 +32,6 @@ submit_commands.register(app)
 
 
 @pytest.fixture
-def manta(service, tmp_path):
-    """Runs a command; checks its exit code and that nobody sees a traceback."""
-    environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path), "COLUMNS": "200"}
-
-    def run(*arguments, code=0, input=None, **changes):
-        result = CliRunner().invoke(app, [*map(str, arguments)], env={**environment, **changes}, input=input)
-        assert result.exit_code == code, result.output
-        assert "Traceback" not in result.output
-        return result
-
-    return run
-
-
-@pytest.fixture
-def spec_file(tmp_path, document):
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
-
-
-@pytest.fixture
 def job(service):
     """A job of which everything is known."""
     job_id = service.submit()["id"]
@@ -80,110 +56,6 @@ def job(service):
         line = {"time": rank, "rank": rank, "generation": 1, "stream": "stdout", "text": f"[hello] from {rank}"}
         log_file(folder, rank).write_text(json.dumps(line) + "\n")
     return job_id
-
-
-def test_submit_prints_the_id_and_nothing_else(manta, service, spec_file):
-    job_id = manta("submit", spec_file).stdout.strip()
-    assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
-    assert json.loads(manta("submit", spec_file, "--json").stdout)["state"] == "QUEUED"
-
-
-def test_submit_with_labels_adds_them_to_those_of_the_file(manta, service, tmp_path, document):
-    file = tmp_path / "labelled.yaml"
-    file.write_text(yaml.safe_dump({**document, "labels": {"team": "vision", "a": "old"}}))
-    job = json.loads(manta("submit", file, "--label", "a=b", "--label", "empty=", "--json").stdout)
-    assert job["labels"] == {"team": "vision", "a": "b", "empty": ""}
-    assert [job["id"]] == [each["id"] for each in json.loads(manta("ps", "--label", "a=b", "--json").stdout)["items"]]
-    assert "--label KEY=VALUE" in manta("submit", file, "--label", "a", code=2).stderr
-    assert "labels" in manta("submit", file, "--label", "-=b", code=2).stderr
-
-
-def test_submit_resolves_relative_paths_against_the_specs_folder(manta, service, spec_file, document):
-    document["data"] = {"source": "text", "paths": ["corpus.txt"]}
-    spec_file.write_text(yaml.safe_dump(document))
-    job = json.loads(manta("submit", spec_file, "--json").stdout)
-    assert job["spec"]["data"]["paths"] == [str(spec_file.parent / "corpus.txt")]
-
-
-def test_submit_with_other_values_than_those_of_the_file(manta, spec_file, tmp_path, document, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    document["data"] = {"source": "text", "paths": ["words.txt"]}
-    (folder / "job.yaml").write_text(yaml.safe_dump(document))
-
-    def submitted(*changes, **options):
-        words = [word for change in changes for word in ("--set", change)]
-        return manta("submit", folder / "job.yaml", "--json", *words, **options)
-
-    spec = json.loads(submitted("train.steps=7", "train.optimizer.learning_rate=1e-3").stdout)["spec"]
-    assert (spec["train"]["steps"], spec["train"]["optimizer"]["learning_rate"]) == (7, 0.001)
-    assert spec["data"]["paths"] == [str(folder / "words.txt")]
-    spec = json.loads(submitted("data.paths=[elsewhere/words.txt]").stdout)["spec"]
-    assert spec["data"]["paths"] == [str(folder / "words.txt")], "as whoever types it sees it"
-    assert submitted("train.stepps=3", code=2).stderr == "train.stepps: unknown key (try: steps)\n"
-    assert submitted("train.steps", code=2).stderr.endswith("is not KEY=VALUE (try: train.steps=100)\n")
-    assert "train.steps: must be an integer" in submitted("train.steps=many", code=2).stderr
-    assert "cluster.nodes" in manta("plan", spec_file, "--set", "cluster.nodes=0", code=2).stderr
-
-
-def test_labels_of_a_file_that_are_none_are_said_to_be(manta, spec_file, document):
-    spec_file.write_text(yaml.safe_dump({**document, "labels": ["a"]}))
-    assert "labels: must be a mapping, not a list" in manta("submit", spec_file, "--label", "a=b", code=2).stderr
-
-
-def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
-    shown = manta("submit", spec_file, "--dry-run").stdout
-    assert "2x2x1" in shown and "4 ranks" in shown
-    assert "planned: " in shown and "tokens/s" in shown
-    assert json.loads(manta("submit", spec_file, "--dry-run", "--json").stdout)["layout"]["world_size"] == 4
-    assert json.loads(manta("ps", "--json").stdout)["items"] == []
-
-
-def test_a_dry_run_of_a_job_whose_data_is_not_there_is_no_success(manta, spec_file, document):
-    document["data"] = {"source": "text", "paths": ["corpus.txt"]}
-    spec_file.write_text(yaml.safe_dump(document))
-    answer = manta("submit", spec_file, "--dry-run", code=main.EXIT_FAILED)
-    assert "4 ranks" in answer.stdout and str(spec_file.parent / "corpus.txt") in answer.stderr
-    for_programs = manta("submit", spec_file, "--dry-run", "--json", code=main.EXIT_FAILED)
-    assert "corpus.txt" in json.loads(for_programs.stdout)["data_problem"]
-    assert manta("submit", spec_file).stdout.startswith("job_"), "it may be there by then"
-
-
-def test_a_spec_may_come_from_standard_input(manta, spec_file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    document = yaml.safe_load(Path(spec_file).read_text()) | {"data": {"source": "text", "paths": ["words.txt"]}}
-    sent = json.loads(manta("submit", "-", "--json", input=yaml.safe_dump(document)).stdout)
-    stored = json.loads(manta("status", sent["id"], "--json").stdout)["spec"]
-    assert stored["data"]["paths"] == [str(tmp_path / "words.txt")], "relative paths start where the command runs"
-    assert "standard input is not valid YAML" in manta("submit", "-", input="a: [", code=2).stderr
-    assert "standard input is empty" in manta("submit", "-", input="", code=2).stderr
-
-
-@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 1)])
-def test_following_a_submission_ends_as_the_job_does(manta, service, spec_file, state, code):
-    def live():
-        while not service.control.asked:
-            threading.Event().wait(0.01)
-        job_id = service.control.asked[0][1]
-        service.move(job_id, "STARTING", "RUNNING", *(["CANCELLING"] if state == "CANCELLED" else []), state)
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    shown = manta("submit", spec_file, "--follow", code=code)
-    thread.join()
-    assert state in shown.output
-
-
-def test_whoever_stops_following_is_told_that_the_job_goes_on(manta, service, spec_file, monkeypatch):
-    def stopped_by_hand(client, job_id, console):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(submit_commands, "follow_progress", stopped_by_hand)
-    shown = manta("submit", spec_file, "--follow", code=main.EXIT_INTERRUPTED).output
-    [(_, job_id)] = service.control.asked
-    assert f"{job_id} continues to run; `manta status {job_id}` shows it, `manta cancel {job_id}` stops it" in shown
-    assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
 
 
 @pytest.mark.parametrize(
@@ -337,35 +209,6 @@ def test_retry(manta, service, job):
     assert manta("retry", job).stdout == f"{job} is QUEUED\n"
     service.move(job, "STARTING", "FAILED")
     assert json.loads(manta("retry", job, "--json").stdout)["state"] == "QUEUED"
-
-
-def test_a_wrong_spec_is_a_list_of_what_is_wrong_and_how_to_mend_it(manta, spec_file, document):
-    document["train"]["stepps"] = document["train"].pop("steps")
-    document["model"]["layers"] = "four"
-    spec_file.write_text(yaml.safe_dump(document))
-    lines = manta("submit", spec_file, code=2).stderr.splitlines()
-    assert "train.stepps: unknown key (try: steps)" in lines
-    assert any(line.startswith("model.layers: must be an integer") for line in lines)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"a: [",
-        b"\xff\xfe\x00",
-        b"",
-        b"- a\n- b",
-        b"name: 2024-01-01\n",
-        b"x: .nan",
-        b"1: 2",
-        b"a: &a [*a]",
-        b"2020-01-01: x",
-    ],
-)
-def test_a_file_that_is_no_spec_is_a_sentence(manta, tmp_path, content):
-    path = tmp_path / "odd.yaml"
-    path.write_bytes(content)
-    assert manta("submit", path, code=2).stderr.strip()
 
 
 def test_bad_input_is_a_sentence_and_exit_code_two(manta, tmp_path):
