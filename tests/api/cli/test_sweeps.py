@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from api.cli import compare, submit
 from api.cli.main import app
@@ -17,19 +16,11 @@ compare.register(app)
 
 
 @pytest.fixture
-def manta(service, tmp_path, document):
-    """Runs a command on a file of a job; checks its exit code."""
+def manta(manta, tmp_path, document):
+    """Runs a command on a file of a job."""
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(document))
-
-    def run(*arguments, code=0):
-        words = [str(file) if each == "FILE" else str(each) for each in arguments]
-        environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path), "COLUMNS": "200"}
-        result = CliRunner().invoke(app, words, env=environment)
-        assert result.exit_code == code, result.output
-        return result
-
-    return run
+    return lambda *arguments, code=0: manta(*(file if each == "FILE" else each for each in arguments), code=code)
 
 
 RATES = ("--sweep", "train.optimizer.learning_rate=1e-3,3e-4", "--sweep", "parallel.tensor=1,2")

@@ -1,7 +1,6 @@
 """`manta track`: a job's metrics in other people's tools."""
 
 import pytest
-from typer.testing import CliRunner
 
 from api.cli import track
 from api.cli.main import app
@@ -10,14 +9,9 @@ track.register(app)
 
 
 @pytest.fixture
-def manta(service, tmp_path):
-    def run(*words, code=0):
-        environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path), "COLUMNS": "200"}
-        result = CliRunner().invoke(app, ["track", *map(str, words)], env=environment)
-        assert result.exit_code == code, result.output
-        return result.output
-
-    return run
+def manta(manta):
+    """What `manta track` prints."""
+    return lambda *words, code=0: manta("track", *words, code=code).output
 
 
 def test_a_job_that_is_over_is_written_to_its_last_step(service, manta, tmp_path):
