@@ -82,7 +82,8 @@ def append_with_change(session: Session, request: Request, target: str, status: 
 
 
 def _may_change(scope: Scope) -> bool:
-    """Requests of the dashboard's own pages change nothing; what they ask of the API is audited there."""
+    """Whether a request may change something. Those for the dashboard's own pages do not; their calls of the API are
+    audited like all others."""
     return (
         scope["type"] == "http" and scope["method"] not in _SAFE and not scope["path"].startswith(f"{DASHBOARD_PATH}/")
     )

@@ -73,7 +73,7 @@ def refusal(method: str, path: str, headers: Mapping[str, str], own_names: Colle
 
 
 def _is_ours(host: str, own_names: Collection[str]) -> bool:
-    """An address cannot be another site's name."""
+    """Whether `host` is one of our names or any IP address, which cannot be another site's name."""
     name = _name_in(host)
     try:
         ipaddress.ip_address(name)

@@ -157,7 +157,7 @@ class LogLine:
 
     @property
     def level(self) -> Level | None:
-        """The level that the line states."""
+        """The level that the line states; None if it states none."""
         return level_of(self.text)
 
 

@@ -71,7 +71,7 @@ class Calibrated:
 
     @property
     def warning(self) -> str | None:
-        """Why these constants may be wrong."""
+        """Why these constants may be wrong; None if nothing suggests that."""
         disturbances = []
         if self.other_cores is not None and self.other_cores > OTHER_CORES:
             disturbances.append(f"others kept {self.other_cores:.1f} of its cores busy meanwhile")
@@ -81,7 +81,7 @@ class Calibrated:
 
     @property
     def links_note(self) -> str | None:
-        """A note about the links between its GPUs, if they were not measured."""
+        """A note about the links between its GPUs if they were not measured this time; otherwise None."""
         if self.links_problem is None:
             return None
         then = "plans go by what is assumed of it" if self.links is None else "what was measured before stays"

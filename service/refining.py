@@ -34,7 +34,7 @@ class SeenJobs:
         return refined(machine, self.by_type.get(type_of(machine), ()))
 
     def of_type(self, name: str, folder: Path) -> Machine | None:
-        """A machine of that type if jobs have refined it; `folder`: of the calibrations."""
+        """A machine of that type if jobs have refined it, otherwise None; `folder`: of the calibrations."""
         try:
             machine = machine_of_type(folder, name)
         except BadCalibration:

@@ -72,7 +72,7 @@ def _ended_from_within(status: int) -> bool:
 
 
 def _is_said_to_serve(pid: int, service_file: Path) -> bool:
-    """A service that ends regularly removes its file."""
+    """Whether `service_file` still names `pid`: a service that ends regularly removes its file."""
     try:
         return int(json.loads(service_file.read_text())["pid"]) == pid
     except (OSError, ValueError, TypeError, KeyError):

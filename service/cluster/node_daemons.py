@@ -89,7 +89,7 @@ class NodeDaemons:
 
     async def watched(self, node: str) -> NodeClient | None:
         """Like `of`, for a caller that only checks the node: a node that comes and goes, and has neither ranks nor a
-        daemon, is at rest."""
+        daemon, is at rest: None."""
         may_rest = node in await self._nodes.that_come_and_go() and node in await self._nodes.unused()
         return await self._of(node, may_rest=may_rest)
 

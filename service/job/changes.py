@@ -81,7 +81,7 @@ Change = Move | Shrink | Grow | PlaceAgain | Stay
 
 
 def standby_of(change: Change) -> AgentSet | None:
-    """Agents that were started for the change; they must be ended if it is not made."""
+    """Agents that were started for the change, and must be ended if it is not made; None if it needs none."""
     return change.standby if isinstance(change, Move | Grow) else None
 
 

@@ -162,7 +162,8 @@ class Gang:
         return fresh is not None
 
     async def place_replicas(self, generation: int, replicas: Sequence[int], avoid: Collection[str]) -> bool:
-        """New places and agents for whole replicas of the layout, which have given up their own (`give_up`)."""
+        """Get new places and agents for whole replicas, which have given up their own (`give_up`); False if there is no
+        room."""
         standby = await self.start_standby(generation, self.layout, replicas, avoid)
         if standby is not None:
             self.swap(replicas, standby)

@@ -43,8 +43,8 @@ async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
 
 
 def newer_gang(known: int, about: Mapping[str, AgentDescription]) -> NewerGang | None:
-    """The newest gang among agents with these descriptions, by name, if its generation is above `known`. It does not
-    contain ranks that do not answer."""
+    """The newest gang among agents with these descriptions, by name; None if its generation is not above `known`. It
+    does not contain ranks that do not answer."""
     newest = max((each.generation for each in about.values()), default=0)
     members = {name: each for name, each in about.items() if each.generation == newest and each.rank is not None}
     if newest <= known or not members:

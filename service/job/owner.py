@@ -114,7 +114,8 @@ class JobOwner:
 
     async def _leave_alone(self, state: JobState, problem: str) -> bool:
         """Another release made the job or its agents, and this one does not understand them: its ranks continue as they
-        are, until a release that does takes over. Only its end, and a pause, are handled."""
+        are, until a release that does takes over. Only its end and a pause are handled; returns whether that happened,
+        so that the job needs no owner any more."""
         if state == JobState.PAUSING:  # only its state in memory can be kept
             await self._cluster.end_job(self.id, keep_snapshots=True)
             if await self._record.pause():

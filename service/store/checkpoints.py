@@ -82,7 +82,7 @@ def newest_id(session: Session, job_id: str) -> str | None:
 
 
 def find(session: Session, job_id: str, generation: int, step: int) -> Checkpoint | None:
-    """The checkpoint of `step` by `generation`."""
+    """The checkpoint of `step` by `generation`; None if there is none."""
     query = select(Checkpoint).where(
         Checkpoint.job_id == job_id, Checkpoint.generation == generation, Checkpoint.step == step
     )

@@ -71,7 +71,8 @@ def create(
 
 
 def made_before(session: Session, idempotency_key: str | None, digest: str | None, project: str) -> Job | None:
-    """The job of `project` that the same request created before; see `create`. Raises IdempotencyConflict."""
+    """The job of `project` that the same request created before, None if there is none; see `create`. Raises
+    IdempotencyConflict."""
     bound = bound_key(project, idempotency_key)
     if bound is None:
         return None

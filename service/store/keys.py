@@ -62,7 +62,7 @@ def identity_of(key: ApiKey) -> Identity:
 
 
 def by_digest(session: Session, digest: str) -> ApiKey | None:
-    """The key with this digest, valid or not."""
+    """The key with this digest, valid or not; None if there is none."""
     return session.scalars(select(ApiKey).where(ApiKey.digest == digest)).one_or_none()
 
 

@@ -48,14 +48,15 @@ def is_kept(session: Session, job_id: str, generation: int) -> bool:
 
 
 def of_layout(session: Session, job_id: str, parallel: dict[str, Any], on: list[Any]) -> dict[str, Any] | None:
-    """The plan of an earlier generation in the same layout `on` the same kind of nodes, if there is one."""
+    """The plan of an earlier generation in the same layout `on` the same kind of nodes; None if there is none."""
     kept = (row.data.get(PLAN) for row in _generations(session, job_id))
     alike = (plan for plan in kept if plan and (plan["parallel"], plan.get("on")) == (parallel, on))
     return next((plan for plan in alike if plan["planned"] is not None), None)
 
 
 def newest(session: Session, job_id: str) -> KeptPlan | None:
-    """The plan of the newest generation that has one, with its measured steps. Raises JobNotFound."""
+    """The plan of the newest generation that has one, with its measured steps; None if none has. Raises
+    JobNotFound."""
     job = jobs.get(session, job_id)
     row = next((each for each in _generations(session, job_id) if each.data.get(PLAN)), None)
     if row is None:

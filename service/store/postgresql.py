@@ -105,7 +105,7 @@ class PostgresDatabase:
             raise StoreUnusable(self.location, ValueError(problem))
 
     def advice(self, error: Exception) -> str | None:
-        """Advice for `error`."""
+        """What to do about `error`; None if unknown."""
         text = str(getattr(error, "orig", None) or error)
         if f'database "{self._name}" does not exist' in text:
             return f"make it: createdb {self._name}"
@@ -186,7 +186,8 @@ class PostgresDatabase:
 
 
 def unsuitable(version: int, encoding: str) -> str | None:
-    """Why a server of this version (such as 150004 for 15.4), or a database of this encoding, is unsuitable."""
+    """Why a server of this version (such as 150004 for 15.4), or a database of this encoding, is unsuitable; None if
+    both are suitable."""
     if version < OLDEST_SERVER * 10_000:
         number = f"{version // 10_000}.{version % 10_000}" if version >= 100_000 else f"{version // 10_000}"
         return f"its server is PostgreSQL {number}, and Manta needs {OLDEST_SERVER} or later"

@@ -90,7 +90,7 @@ class SqliteDatabase:
         transaction.commit()
 
     def is_conflict(self, error: BaseException) -> bool:
-        """Never: there is one writer at a time."""
+        """Always False: there is one writer at a time."""
         return False
 
     def close(self) -> None:

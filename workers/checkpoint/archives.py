@@ -67,7 +67,7 @@ class _Beginning:
         self._folder = name.removesuffix(b"data.pkl")
 
     def elements(self) -> Elements | None:
-        """The tensor's elements, if all that describes them is there."""
+        """The tensor's elements; None if some of their description is missing."""
         pickled, order = self._begin("data.pkl"), self._begin("byteorder")
         if pickled is None:
             return None

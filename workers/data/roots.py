@@ -26,7 +26,7 @@ class DataRoots:
 
     @property
     def names(self) -> list[str] | None:
-        """The folders, in the form sent to nodes."""
+        """The folders, in the form sent to nodes; None: any."""
         return None if self.folders is None else [str(folder) for folder in self.folders]
 
     def problems(self, spec: JobSpec) -> list[Problem]:
@@ -61,7 +61,7 @@ class DataRoots:
             check_weights(spec)
 
     def problem_of_data(self, spec: JobSpec) -> str | None:
-        """What `check` finds wrong, in a sentence."""
+        """The problem that `check` finds, in a sentence; None if it finds none."""
         try:
             self.check(spec)
         except DataError as error:

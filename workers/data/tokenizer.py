@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int | None:
-        """Id of the token that follows each document."""
+        """Id of the token that follows each document; None if there is none."""
 
     @property
     def cuts_are_exact(self) -> bool:
@@ -121,7 +121,7 @@ class FileTokenizer:
 
     @property
     def cuts_are_exact(self) -> bool:
-        """Tested, since a file may hold any rule."""
+        """See `Tokenizer`. Tested on sample texts, since a tokenizer's file may contain any rule."""
         if self._exact is None:
             self._exact = all(self._survives_cuts(text) for text in _WHOLE_TEXTS)
         return self._exact

@@ -28,7 +28,7 @@ class TextTokens(Protocol):
 
     @property
     def end(self) -> int | None:
-        """The token that ends a document."""
+        """The token that ends a document; None if there is none."""
         ...
 
     def encode(self, text: str) -> list[int]:

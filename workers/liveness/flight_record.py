@@ -56,7 +56,7 @@ class FlightSequence:
 
     @property
     def open(self) -> FlightOperation | None:
-        """The first unfinished operation."""
+        """The first unfinished operation; None if all are finished."""
         return next((each for each in self.operations if not each.over), None)
 
 

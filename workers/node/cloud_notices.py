@@ -61,19 +61,19 @@ class MetadataSource:
         return self.cloud
 
     def notice(self, now: datetime) -> Notice | None:
-        """What the cloud announces at `now`, by this machine's clock. Raises MetadataUnavailable."""
+        """The cloud's notice at `now`, by this machine's clock; None if there is none. Raises MetadataUnavailable."""
         return _ASK[self.cloud](_Service(self.url), now)
 
 
 def aws_spot_notice(document: Any, now: datetime) -> Notice | None:
-    """From `spot/instance-action`."""
+    """The notice in `spot/instance-action`."""
     at = datetime.fromisoformat(document["time"])
     action = document["action"]
     return Notice(f"spot {action} {document['time']}", _until(at, now), f"AWS takes the spot instance back ({action})")
 
 
 def aws_maintenance_notice(document: Any, now: datetime) -> Notice | None:
-    """From `events/maintenance/scheduled`: the next event that is near."""
+    """The most urgent event in `events/maintenance/scheduled` that is near; None if there is none."""
     coming = []
     for event in document:
         at = parsedate_to_datetime(event["NotBefore"])
@@ -84,7 +84,7 @@ def aws_maintenance_notice(document: Any, now: datetime) -> Notice | None:
 
 
 def gcp_notice(preempted: str, maintenance: str) -> Notice | None:
-    """From `instance/preempted` and `instance/maintenance-event`."""
+    """The notice in `instance/preempted` and `instance/maintenance-event`; None if there is none."""
     if preempted.strip() == "TRUE":
         return Notice("preempted", GCP_PREEMPTED_SECONDS, "Google Cloud preempts the machine")
     if maintenance.strip() == "TERMINATE_ON_HOST_MAINTENANCE":
@@ -93,7 +93,8 @@ def gcp_notice(preempted: str, maintenance: str) -> Notice | None:
 
 
 def azure_notice(document: Any, name: str, now: datetime) -> Notice | None:
-    """From `scheduledevents`: the next event that ends the machine called `name`; a freeze of some seconds does not."""
+    """The most urgent event in `scheduledevents` that ends the machine called `name`, which a freeze of some seconds
+    does not; None if there is none."""
     coming = []
     for event in document["Events"]:
         kind = event["EventType"]

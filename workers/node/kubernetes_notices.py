@@ -66,7 +66,7 @@ class KubernetesSource:
         return cls(further)
 
     def notice(self, now: datetime) -> Notice | None:
-        """What the node's taints and conditions say. Raises SourceUnavailable."""
+        """The notice in the node's taints and conditions; None if there is none. Raises SourceUnavailable."""
         pod = read_pod()
         if pod is None:
             raise SourceUnavailable(
@@ -116,7 +116,7 @@ class KubernetesSource:
 
 
 def node_notice(document: Any, taints: Mapping[str, float | None]) -> Notice | None:
-    """From a Node object: the most urgent notice in it, where `taints` are those that end a node."""
+    """The most urgent notice in a Node object, where `taints` are those that end a node; None if there is none."""
     coming = []
     for taint in document["spec"].get("taints") or ():
         key = taint["key"]

@@ -40,5 +40,5 @@ class NoticeSource(Protocol):
 
 
 def most_urgent(notices: list[Notice]) -> Notice | None:
-    """The notice that leaves the least time; one that does not mention a time leaves the most."""
+    """The notice that leaves the least time, where one without a time leaves the most; None if there are no notices."""
     return min(notices, key=lambda notice: (notice.seconds is None, notice.seconds or 0.0), default=None)

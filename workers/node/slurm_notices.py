@@ -33,7 +33,7 @@ class SlurmSource:
         return cls(seconds)
 
     def notice(self, now: datetime) -> Notice | None:
-        """A notice if the job reaches its time limit soon. Raises SourceUnavailable."""
+        """A notice if the job reaches its time limit soon, otherwise None. Raises SourceUnavailable."""
         end = read_slurm_job_end()
         if end is None:
             raise SourceUnavailable("SLURM_JOB_END_TIME is not set: Ray was not started in a Slurm job on this machine")

@@ -217,7 +217,7 @@ class SnapshotFile:
         return seal
 
     def step(self, slot: int) -> int | None:
-        """The step that is complete in `slot`."""
+        """The step that is complete in `slot`; None if none is."""
         return _step_of(self._marker(slot))
 
     def oldest(self, spared: int | None = None) -> int:

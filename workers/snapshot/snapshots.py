@@ -281,7 +281,7 @@ class Snapshots:
 
     @property
     def held_step(self) -> int | None:
-        """The step whose snapshot is protected."""
+        """The step whose snapshot is protected; None if none is."""
         return None if self._spared is None else self._file.step(self._spared)
 
     @property

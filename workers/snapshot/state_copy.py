@@ -50,7 +50,7 @@ class StateCopier:
 
     @property
     def under_way(self) -> Future[Done] | None:
-        """The copy that was begun and not finished."""
+        """The copy that was begun and not finished; None if there is none."""
         return self._copying
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class LocalFiles:
         return bytes_in(_path(folder))
 
     def newest(self, folder: Place) -> float | None:
-        """Folders count as well."""
+        """See `Files`; folders count as well."""
         if not self.is_there(folder):
             return None
         inside = (

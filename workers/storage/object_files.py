@@ -106,7 +106,7 @@ class ObjectFiles:
         return sum(int(each["size"]) for each in sizes.values())
 
     def newest(self, folder: Place) -> float | None:
-        """By the store's clock."""
+        """See `Files`; by the store's clock."""
         try:
             details = self._asked(folder, self._store.find, _key(folder), detail=True)
         except FileNotFoundError:

@@ -33,8 +33,8 @@ class TraceOrders:
         return (number, rank) in self._late
 
     def due(self, generation: int, step: int) -> TraceOrder | None:
-        """The order, of those of this generation, whose recording may begin with `step`: of several the first. Orders
-        of generations before are forgotten."""
+        """The first order of this generation whose recording may begin with `step`; None if there is none. Orders of
+        earlier generations are forgotten."""
         if not self._waiting:
             return None
         with self._lock:
@@ -45,7 +45,7 @@ class TraceOrders:
         return min(ready, key=lambda each: each.number, default=None)
 
     def take(self, generation: int, number: int) -> TraceOrder | None:
-        """The recording of that trace begins: its order, where this rank has one."""
+        """The recording of that trace begins; returns its order, None if this rank has none."""
         with self._lock:
             self._begun.add((generation, number))
             return self._waiting.pop(number, None)

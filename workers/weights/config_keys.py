@@ -59,7 +59,7 @@ class Keys:
         return value
 
     def inner(self, key: str) -> Keys | None:
-        """The object at `key`. Raises WeightsError if it is not an object."""
+        """The object at `key`; None if there is none. Raises WeightsError if it is not an object."""
         value = self.get(key)
         if value is None:
             return None

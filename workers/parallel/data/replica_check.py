@@ -84,7 +84,7 @@ class ReplicaCheck:
             self._weights = multipliers(self.flat.parameters.device)
         world = self.comm.size("world")
         named = torch.zeros(2, world, dtype=torch.int64, device=self.flat.parameters.device)
-        sound = self._own_part_is_sound(kept)
+        sound = self._own_verdict(kept)
         if sound == UNSOUND:
             named[0, self.comm.rank] = 1
         for odd, certain in (self._of_replicas(sound), self._of_group("tensor"), self._of_group("embedding")):
@@ -125,9 +125,9 @@ class ReplicaCheck:
             by_certainty[certain] |= odd
         return (by_certainty[True], True) if by_certainty[True] else (by_certainty[False], False)
 
-    def _own_part_is_sound(self, kept: Sequence[torch.Tensor] | None) -> int:
-        """Whether this rank's own part of the parameters still equals its state, and the other copy that was kept of
-        it."""
+    def _own_verdict(self, kept: Sequence[torch.Tensor] | None) -> int:
+        """SOUND if this rank's own part of the parameters still equals its state and, if there is one, the other copy
+        of it that was kept; UNSOUND if not; UNKNOWN if there is nothing to compare it with."""
         published = [self.flat.parameters[start:end] for start, end in self.optimizer.held]
         if any(not same_bits(a, b) for a, b in zip(published, self.optimizer.parameters, strict=True)):
             return UNSOUND

@@ -258,6 +258,6 @@ def test_a_rank_knows_by_its_state_that_its_parameters_have_changed(corpus):
     """In fp32 too, where without it they are the state themselves."""
     engine = one_step(True, "fp32", {"data": 2}, one_pass=False)
     check = ReplicaCheck(engine.optimizer, engine.comm)
-    assert check._own_part_is_sound(None) == SOUND
+    assert check._own_verdict(None) == SOUND
     engine.flat.parameters.view(torch.uint8)[4 * engine.optimizer.held[0][0]] ^= 1
-    assert check._own_part_is_sound(None) == UNSOUND
+    assert check._own_verdict(None) == UNSOUND

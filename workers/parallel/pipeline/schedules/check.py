@@ -148,7 +148,7 @@ class _Pipeline:
             raise ScheduleError(f"deadlock: {'; '.join(stuck)}")
 
     def _act(self, rank: int, action: Action, finished: set[tuple[str, tuple[int, int], int]]) -> bool:
-        """Do `action` unless its input is missing. `finished`: direction, destination, micro-batch."""
+        """Do `action`; False if its input is missing. `finished`: direction, destination, micro-batch."""
         here = (rank, action.chunk)
         if action.kind in ("forward", "backward", "backward_input"):
             way = "forward" if action.kind == "forward" else "backward"
