@@ -1,8 +1,8 @@
-"""Runs the engine inside of Ray Train: each worker of a TorchTrainer is one rank of the job.
+"""Runs the engine inside Ray Train: each worker of a TorchTrainer is one rank of the job.
 
-Ray Train recovers in its own way: when a worker dies, all of them end and start again from the checkpoint that was
-reported last. What Manta's service does instead (snapshots, ranks replaced in place) has no part in this. Checkpoints
-lie in the run's folder under the names and in the format of every other one of Manta's, so both can read them.
+Recovery is Ray Train's: when a worker dies, all of them end and start again from the last reported checkpoint; the
+mechanisms of Manta's service (snapshots, replacing single ranks) are not used. Checkpoints are in the run's folder,
+with Manta's usual names and format, so that both can read them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from workers.trainer import Trainer
 from workers.weights.submitted import with_shape_of_weights
 
 METRICS_FOLDER = "metrics"
-"""In the run's folder: a file for each checkpoint, with the rows of the steps since the one before."""
+"""Folder in the run's folder, with a file for each checkpoint: the rows of the steps since the previous one."""
 
 _SHOWN_BY_REPORTS = ("checkpoint_saving", "checkpoint_saved")
 
@@ -67,11 +67,10 @@ def torch_trainer(
 ) -> ray.train.torch.TorchTrainer:
     """A TorchTrainer that trains `job`, a JobSpec as a mapping, with one worker for each rank of its layout.
 
-    `scaling_config`: in place of one CPU (or, as `resources.accelerator` has it, one GPU) a worker;
-    `report_every_steps`: as for `train`; `run_options`: fields of Ray Train's RunConfig, such as `name`,
-    `storage_path`, `callbacks`. Unless these say otherwise, as many failures are survived as `recovery.max_restarts`
-    allows, and `checkpoint.keep` checkpoints stay. Relative paths start at the current folder. Raises SpecError,
-    RayTrainError.
+    `scaling_config`: by default one CPU for each worker, or one GPU, depending on `resources.accelerator`;
+    `report_every_steps`: see `train`; `run_options`: fields of Ray Train's RunConfig, such as `name`, `storage_path`,
+    `callbacks`. By default `recovery.max_restarts` failures are tolerated and `checkpoint.keep` checkpoints kept.
+    Relative paths are resolved against the current folder. Raises SpecError, RayTrainError.
     """
     spec = _checked(job)
     scaling = scaling_config or ray.train.ScalingConfig(num_workers=spec.layout.world_size, use_gpu=_wants_gpus(spec))
@@ -89,17 +88,17 @@ def torch_trainer(
 
 
 def train_loop(config: Mapping[str, Any]) -> None:
-    """What `torch_trainer` has each worker run: `train` with `config`'s job and report_every_steps."""
+    """The function that each worker of `torch_trainer` runs: `train` with `config`'s job and report_every_steps."""
     train(config["job"], config["report_every_steps"])
 
 
 def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[[Row], object] | None = None) -> None:
-    """Train `job`, a JobSpec as a mapping, as the rank that this Ray Train worker is; for a training function.
+    """Train `job`, a JobSpec as a mapping, as this Ray Train worker's rank; to be called in a training function.
 
-    Each checkpoint that is due is reported to Ray Train with the last step's row of metrics, once it is whole; rows
-    alone are reported every `report_every_steps` steps too (0: never). Ray Train takes a report every two seconds and
-    has the workers wait for that, so more of them cost time. `on_row` is called on rank 0 with each step's row.
-    Raises SpecError, RayTrainError, and what training raises.
+    Each due checkpoint is reported to Ray Train when it is complete, with the last step's row of metrics; rows alone
+    are reported every `report_every_steps` steps (0: never). Workers wait for each report, of which Ray Train takes one
+    every two seconds. `on_row` is called on rank 0 with each step's row. Raises SpecError, RayTrainError, and the
+    errors of `Trainer.train`.
     """
     spec = _checked(job)
     context, reported = ray.train.get_context(), ray.train.get_checkpoint()
@@ -113,7 +112,7 @@ def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[
             checkpoints=str(folder),
             corpus_record=folder / CORPUS_RECORD,
             token_cache=read_token_cache(),
-            deletes_old_checkpoints=False,  # Ray Train does, of those that were reported to it
+            deletes_old_checkpoints=False,  # Ray Train deletes the reported ones
         )
         trainer = Trainer(spec, comm, rows, peak_of_rank(comm.device, spec), places)
         restore_newest(trainer, folder)
@@ -131,8 +130,8 @@ def _next_stop(spec: JobSpec, step: int, report_every_steps: int) -> int:
 
 
 def _report(trainer: Trainer, folder: Place, rows: _Rows) -> None:
-    """Tell Ray Train about the step that is done, on all ranks: with its checkpoint, which is whole, where it has one.
-    One that could not be saved is none: Ray Train would delete an older one for it."""
+    """Report the completed step to Ray Train, on all ranks, with its checkpoint if it is complete: for one that could
+    not be saved Ray Train would delete an older one."""
     step, saved = trainer.step, trainer.state.checkpoints
     if trainer.comm.rank != 0:
         ray.train.report({"step": step})
@@ -144,18 +143,18 @@ def _report(trainer: Trainer, folder: Place, rows: _Rows) -> None:
         filesystem = ray.train.get_context().get_storage().storage_filesystem
         path = place.key if isinstance(place, ObjectPath) else str(place)
         checkpoint = ray.train.Checkpoint(path, filesystem)
-    # It lies where Ray Train would copy it to.
+    # It is already where Ray Train would copy it.
     ray.train.report(row, checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
 
 
 class _Rows(Reporter):
-    """What a rank has to say, as it says it: rows are kept until the next checkpoint."""
+    """Keeps a rank's rows until the next checkpoint, and prints its events."""
 
     def __init__(self, on_row: Callable[[Row], object] | None):
         super().__init__(lambda messages: None)
         self._on_row, self._rows = on_row, list[Row]()
         self.newest: Row = {}
-        """Of the last step."""
+        """The row of the last step."""
 
     def metrics(self, row: Row) -> None:
         self.newest = row
@@ -168,8 +167,8 @@ class _Rows(Reporter):
             print(message, flush=True)
 
     def save(self, folder: Place, step: int) -> None:
-        """Write the rows since the last time, up to those of `step`, as lines of JSON. A run that does these steps
-        again writes the same file again."""
+        """Write the rows since the last call, up to that of `step`, as lines of JSON. A run that repeats these steps
+        overwrites the file."""
         lines = [json.dumps(spell(row), allow_nan=False) + "\n" for row in self._rows]
         files_of(folder).make_folder(folder)
         files_of(folder).write_whole(folder / f"step-{step:08d}.jsonl", "".join(lines).encode())
@@ -178,7 +177,7 @@ class _Rows(Reporter):
 
 @dataclass(frozen=True)
 class _Meeting:
-    """What rank 0 tells the others, through Ray."""
+    """What rank 0 broadcasts to the others through Ray."""
 
     host: str
     port: int
@@ -186,20 +185,20 @@ class _Meeting:
     secret: str
     generation: int
     threads: int
-    """With how many each worker computes."""
+    """CPU threads of each worker."""
 
 
 @contextlib.contextmanager
 def _connected(
     spec: JobSpec, rank: int, folder: Place, reported: ray.train.Checkpoint | None
 ) -> Iterator[tuple[Comm, int]]:
-    """This rank's communication with all others, and with how many threads all of them compute: with one where the job
-    does not say, as Ray Train gives a worker one CPU. Each start of the workers is a generation of its own."""
+    """This rank's communication with all others, and the number of threads of each rank: one if the job sets none,
+    since Ray Train gives a worker one CPU. Each start of the workers is a new generation."""
     ask_for_none()
     details, store = None, None
     if rank == 0:
         if reported is not None:
-            pruning.remove_newer(folder, place_of(reported.path).name)  # of which Ray Train does not know
+            pruning.remove_newer(folder, place_of(reported.path).name)  # which Ray Train does not know
         store = dist.TCPStore(ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
         secret, generation = secrets.token_hex(SECRET_LENGTH // 2), next_generation(folder)
         begun_with = threads_begun_with(folder) if spec.resources.threads == "auto" else None
@@ -209,7 +208,7 @@ def _connected(
     comm.generation = meeting.generation
     if spec.layout.world_size > 1:
         if comm.device.type == "cuda" and dist.is_initialized():
-            dist.destroy_process_group()  # TorchTrainer's, in whose place the engine makes its own
+            dist.destroy_process_group()  # TorchTrainer's: the engine creates its own
         store = store or dist.TCPStore(meeting.host, meeting.port, is_master=False)
         comm.connect(store, meeting.generation, meeting.host, meeting.secret)
     try:
@@ -219,8 +218,7 @@ def _connected(
 
 
 def _checked(job: Mapping[str, Any]) -> JobSpec:
-    """The JobSpec, of which Ray Train's way of recovering can keep what it promises. Raises SpecError,
-    RayTrainError."""
+    """The JobSpec, if all it asks for is possible with Ray Train's recovery. Raises SpecError, RayTrainError."""
     spec = parse_job_spec(with_shape_of_weights(job))
     if spec.recovery.rolls_back:
         raise RayTrainError(
@@ -231,7 +229,7 @@ def _checked(job: Mapping[str, Any]) -> JobSpec:
 
 
 def _device(spec: JobSpec) -> torch.device:
-    """The device that Ray Train gives this worker. Raises RayTrainError where the job insists on another."""
+    """The device that Ray Train gives this worker. Raises RayTrainError if the job requires another."""
     wanted = spec.resources.accelerator
     device = torch.device("cpu") if wanted == "cpu" else ray.train.torch.get_device()
     if wanted == "gpu" and device.type != "cuda":
@@ -241,7 +239,7 @@ def _device(spec: JobSpec) -> torch.device:
 
 
 def _wants_gpus(spec: JobSpec) -> bool:
-    """Whether the workers are to have a GPU each: as `resources.accelerator` says, or where the cluster has any."""
+    """Whether each worker gets a GPU: as `resources.accelerator` says; with auto, if the cluster has any."""
     if spec.resources.accelerator != "auto":
         return spec.resources.accelerator == "gpu"
     if not ray.is_initialized():
@@ -258,7 +256,7 @@ def _check_workers(spec: JobSpec, workers: int | tuple[int, int]) -> None:
 
 
 def _run_folder() -> Place:
-    """The run's folder on its storage. Raises RayTrainError where that is no place for checkpoints."""
+    """The run's folder on its storage. Raises RayTrainError if checkpoints cannot be stored there."""
     storage = ray.train.get_context().get_storage()
     kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path
     if kind not in ("local", "s3"):
