@@ -22,7 +22,10 @@ def request_pause(session: Session, job_id: str) -> Job:
     job, target = _asked(session, job_id, "pause")
     if target == job.state:
         return job
-    return jobs.transition(session, job_id, target, "paused_by_user", "paused by the user")
+    message = "paused by the user"
+    if target == JobState.PAUSING:
+        message += f": its state is being saved, for which `manta cancel {job_id}` does not wait"
+    return jobs.transition(session, job_id, target, "paused_by_user", message)
 
 
 def request_resume(session: Session, job_id: str) -> Job:

@@ -50,6 +50,9 @@ def unreadable(file: Place, error: OSError, at: int = 0) -> CheckpointError:
             files_of(file).check_folder(file.parent)
         except NotADirectoryError:
             pass  # a file in the place of the folder is an answer too
+        except FileNotFoundError:
+            why = "it is not there (newer ones may have replaced it, or its folder was moved or is not mounted)"
+            return UnreadableCheckpoint(f"the checkpoint at {file.parent} cannot be read: {why}")
         except OSError as gone:
             return UnreadableCheckpoint(f"the checkpoint at {file.parent} cannot be read: {gone.strerror or gone}")
         return damaged(file, "is missing")

@@ -22,8 +22,10 @@ def test_a_job_in_the_queue_is_paused_at_once_and_goes_back_there(store, submit)
 @pytest.mark.parametrize("state", ["STARTING", "RUNNING", "RECOVERING", "RESIZING"])
 def test_a_job_that_may_hold_places_is_pausing_and_says_so_once(store, started, state):
     move(store, started, *{"STARTING": [], "RESIZING": ["RUNNING", "RESIZING"]}.get(state, [state]))
+    saves = f"its state is being saved, for which `manta cancel {started.id}` does not wait"
     for _ in range(2):
-        assert store.write(lambda s: pauses.request_pause(s, started.id)).state == "PAUSING"
+        pausing = store.write(lambda s: pauses.request_pause(s, started.id))
+        assert (pausing.state, pausing.message) == ("PAUSING", f"paused by the user: {saves}")
     with store.read() as session:
         said = [event.data["to"] for event in events.page(session, started.id).items if event.type == "state_changed"]
     assert said.count("PAUSING") == 1

@@ -136,7 +136,7 @@ def test_what_is_not_there_is_missing(tmp_path):
 
 
 def test_file_whose_folder_is_not_there_is_no_damage(tmp_path):
-    path, what = tmp_path / "none" / "data", f"the checkpoint at {tmp_path}/none cannot be read: No such file"
+    path, what = tmp_path / "none" / "data", f"the checkpoint at {tmp_path}/none cannot be read: it is not there"
     with pytest.raises(UnreadableCheckpoint, match=what), checked(path, FileSums(1, None, 1)):
         pass
 
