@@ -88,10 +88,9 @@ def _place(text: str) -> Place:
 
 
 def _step(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"the first step is 1, not {number}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a step, of which the first is 1, not {text!r}")
+    return int(text)
 
 
 def _check_world(spec: JobSpec, launcher: Launcher | None) -> None:

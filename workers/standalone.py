@@ -23,6 +23,7 @@ from workers.metrics_file import MetricsFile
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.settings import Launcher, read_token_cache
+from workers.storage.files import files_of
 from workers.storage.places import Place
 from workers.system import gpu
 from workers.system.cores import usable_cores
@@ -67,6 +68,8 @@ def train(
         last = min(spec.train.steps, stop_after_step or spec.train.steps)
         if comm.rank == 0 and trainer.step >= last:
             print(f"there is nothing left to train: step {trainer.step} is done, and the last one is {last}")
+        elif comm.rank == 0 and checkpoints is not None:
+            refuse_unwritable(checkpoints)
         if trace is not None:
             trace.begin(trainer, last)
         trainer.train(stop_after_step)
@@ -155,6 +158,18 @@ def restore_newest(trainer: Trainer, checkpoints: Place | None) -> None:
             print(f"skipped: {reason}", file=sys.stderr)
     if path is None:
         trainer.restore(Resume())
+
+
+def refuse_unwritable(checkpoints: Place) -> None:
+    """Before steps are trained that nothing could save. Raises CheckpointError."""
+    files, probe = files_of(checkpoints), checkpoints / f".probe-{secrets.token_hex(8)}"
+    try:
+        files.make_folder(checkpoints)
+        files.write_whole(probe, b"manta")
+        files.remove(probe)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"--checkpoints: {checkpoints} cannot be written ({reason})") from error
 
 
 def pick_device(spec: JobSpec, local_rank: int) -> torch.device:

@@ -23,7 +23,7 @@ from their_models import saved
 from workers import run, standalone
 from workers.checkpoint.catalog import seal, whole_checkpoints
 from workers.config import ParallelConfig
-from workers.errors import MantaError
+from workers.errors import CheckpointError, MantaError
 from workers.metrics_file import MetricsFile
 from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
@@ -91,6 +91,14 @@ def test_a_file_that_holds_no_spec_is_named_once_and_no_class_is(tmp_path, capsy
     assert capsys.readouterr().err == f"{file}: is not text in UTF-8: see byte 7\n"
 
 
+def test_checkpoints_that_cannot_be_written_are_said_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"^--checkpoints: .*file/below cannot be written \(Not a directory\)$"):
+        standalone.refuse_unwritable(tmp_path / "file" / "below")
+    standalone.refuse_unwritable(tmp_path / "new" / "folder")
+    assert [*(tmp_path / "new" / "folder").iterdir()] == [], "nothing stays of trying"
+
+
 def test_torch_is_loaded_only_for_a_job_that_is_valid():
     """Its import takes seconds."""
     loaded = [sys.executable, "-c", "import sys, workers.run; print(*sys.modules)"]
@@ -156,11 +164,11 @@ def test_a_trace_that_could_not_be_kept_is_refused_before_anything_is_trained(tm
         TraceFile(tmp_path / name)
 
 
-@pytest.mark.parametrize("step", ["0", "-3"])
+@pytest.mark.parametrize("step", ["0", "-3", "x"])
 def test_no_run_stops_before_its_first_step(config, capsys, step):
     with pytest.raises(SystemExit):
         run.main([str(config), "--stop-after-step", step])
-    assert f"the first step is 1, not {step}" in capsys.readouterr().err
+    assert f"must be a step, of which the first is 1, not '{step}'" in capsys.readouterr().err
 
 
 def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
