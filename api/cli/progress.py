@@ -29,10 +29,12 @@ class JobReader(Protocol):
 
 
 def duration(seconds: float | None) -> str:
-    """`seconds` as text, such as 1h02m, 3m05s, 12s; - if unknown."""
+    """`seconds` as text, such as 1h02m, 3m05s, 12s, <1s; - if unknown."""
     if seconds is None:
         return "-"
     whole = round(seconds)
+    if whole == 0 < seconds:
+        return "<1s"
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"

@@ -17,8 +17,8 @@ from service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
 from service.planner.software import engine_on
 
 ASSUMED = (
-    "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured: times compare "
-    "layouts, and may be far from what a clock will show"
+    "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured (`manta calibrate` "
+    "there measures it): times compare layouts, and may be far from what a clock will show"
 )
 
 LINKS_ASSUMED = (

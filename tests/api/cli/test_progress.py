@@ -51,7 +51,8 @@ def test_a_loss_that_is_no_number_is_shown_as_such():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0.4, "0s"), (59.4, "59s"), (60, "1m00s"), (3599.9, "1h00m"), (7260, "2h01m")]
+    ("seconds", "text"),
+    [(None, "-"), (0.0, "0s"), (0.4, "<1s"), (59.4, "59s"), (60, "1m00s"), (3599.9, "1h00m"), (7260, "2h01m")],
 )
 def test_durations_are_for_people(seconds, text):
     assert duration(seconds) == text
