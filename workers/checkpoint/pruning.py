@@ -29,7 +29,7 @@ def to_prune(
     earlier = [each for each in listed if each.generation < began]
     whole = [each for each in own if each.condition is Condition.WHOLE]
     to_delete = whole[:-keep]
-    if undoes and whole:
+    if undoes:
         safe = [each for each in whole if each.step <= whole[-1].step - undoes]
         successors = [each for each in to_delete if each not in safe]
         to_delete = [each for each in to_delete if each not in (*safe[-1:], *successors[:1])]

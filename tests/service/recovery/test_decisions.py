@@ -153,6 +153,8 @@ def test_what_keeps_happening_without_progress_is_held_back():
     assert judge(KILLED, [failure(KILLED)] * 3).wait_seconds == 0
     again = decide(KILLED, failure(KILLED, progressed=False), [failure(KILLED)], 20, 0.0)
     assert again == Restart("rank 1 was killed by SIGKILL", FIRST_WAIT_SECONDS)
+    idle = failure(KILLED, progressed=False)
+    assert isinstance(decide(KILLED, idle, [idle] * 3, 3, 0.0), GiveUp), "and counts"
 
 
 def test_a_fault_happened_when_its_agent_saw_it_but_never_in_the_future():

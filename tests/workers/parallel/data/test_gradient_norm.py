@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from workers.parallel.data import gradient_norm
+from workers.parallel.data.elastic_sums import ElasticNorm
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.tensor.shards import NamedShard, ParameterShard
 
@@ -26,5 +29,7 @@ def test_what_every_tensor_rank_has_is_counted_by_the_first(tensor_index: int, s
     flat = FlatParameters(shards, 1, torch.device("cpu"))
     for slot, value in zip(flat.slots, (1.0, 3.0), strict=True):
         flat.gradients[slot.start : slot.end] = value
-    norm = gradient_norm.CountedNorm(flat, [(0, flat.size)], tensor_index)
-    assert norm.square([flat.gradients]).item() == pytest.approx(square)
+    reduction = SimpleNamespace(flat=flat, gather=lambda parts, into, row: into.copy_(torch.cat(parts)))
+    counted = gradient_norm.CountedNorm(flat, [(0, flat.size)], tensor_index)
+    for norm in (counted, ElasticNorm(reduction, tensor_index)):
+        assert norm.square([flat.gradients]).item() == pytest.approx(square)
