@@ -117,8 +117,7 @@ def decide(
     if len(counted) >= max_restarts:
         kinds = f" ({count_by_kind(counted)})" if counted else ""
         recently = f" in {window_seconds:g} s" if counted and window_seconds else ""
-        tail = f"\n{culprit.traceback}" if culprit.traceback else ""
-        message = f"restarted {len(counted)} times{recently}{kinds}; last: {culprit.sentence}{tail}"
+        message = f"restarted {len(counted)} times{recently}{kinds}; last: {culprit.sentence}\n{culprit.traceback}"
         return GiveUp("restarts_exhausted", message.strip())
     return Restart(culprit.sentence, wait_seconds(history, failure))
 
