@@ -9,6 +9,7 @@ of the tensor-parallel size t.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,9 @@ BLOCK_ROWS = 256
 """Fewest rows of 16-bit logits that are converted at once: on a CPU they stay in its caches."""
 BLOCK_ELEMENTS = 2**24
 """Elements of a block on a GPU, 64 MB in fp32: otherwise a step would have thousands of small kernels."""
+FP16_BITS = 14
+"""Probabilities in fp16 are stored times 2^14, which uses its range: most are below 2^-14 if the vocabulary is large,
+and would lose digits there before the loss scale lifts them."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,9 @@ def _unscaled_probabilities(
     that."""
     if logits_nv.dtype == largest_n.dtype:
         return own_n / sums_n
-    kernels.exponentials(logits_nv, sums_n.log() + largest_n)
-    return torch.ones_like(sums_n)
+    bits = FP16_BITS if logits_nv.dtype == torch.float16 else 0
+    kernels.exponentials(logits_nv, sums_n.log() + largest_n - bits * math.log(2.0))
+    return torch.full_like(sums_n, 2.0**-bits)
 
 
 def _sums_by_blocks(logits_nv: torch.Tensor, less_n: torch.Tensor) -> torch.Tensor:

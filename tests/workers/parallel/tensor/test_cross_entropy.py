@@ -78,6 +78,20 @@ def test_every_row_of_16_bit_logits_is_processed(made, dtype, rounding, rows):
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1.01 * rounding, atol=2.0**-24)
 
 
+@pytest.mark.parametrize("loss_scale", [2.0**-3, 1.0, 2.0**10])
+def test_small_probabilities_in_fp16_lose_no_digits_before_the_loss_scale(loss_scale):
+    """The smallest number with all digits is 2^-14; of a large vocabulary most probabilities are below."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(8, 4096, generator=generator).mul_(3.0).half()
+    targets = torch.randint(4096, (8,), generator=generator)
+    exact = logits.double().requires_grad_()
+    (F.cross_entropy(exact, targets, reduction="sum") * loss_scale).backward()
+    leaf = logits.clone().requires_grad_()
+    alone = Comm(RankGrid(layout_of()), 0, torch.device("cpu"))
+    (vocabulary_parallel_cross_entropy(leaf.clone(), targets, 4096, alone).sum() * loss_scale).backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2.02 * 2.0**-11, atol=2.0**-24)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_logits_are_summed_over_ranks_whose_own_largest_ones_differ(ranks, dtype):
     tensor, vocabulary = 2, 12
