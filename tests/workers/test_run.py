@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,8 +23,6 @@ from workers import run, standalone
 from workers.checkpoint.catalog import seal, whole_checkpoints
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError, MantaError
-from workers.metrics_file import MetricsFile
-from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
 from workers.system import gpu
 from workers.threads import OF_COMPUTATION
@@ -355,25 +352,6 @@ def test_more_processes_than_the_layout_has_ranks_are_refused_as_well():
     run._check_world(spec(parallel={"data": 2}), launcher)
 
 
-ROW = {"step": 2, "loss": float("nan"), "grad_norm": 0.5, "tokens_per_second": 100.0, "mfu_causal": 0.25}
-
-
-def test_the_metrics_file_is_json_line_by_line_and_at_once(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("of a run before")
-    rows = ({**ROW, "step": 1}, {**ROW, "validation_loss": 1.5})
-    with MetricsFile(path, 9) as sink:
-        sink.write([Message(Metrics(rows), 1.0), Message(Event("spike", "too high"), 1.0), Message(Finished(2), 1.0)])
-        assert [(row["step"], row["loss"]) for row in rows_of(path)] == [(1, "nan"), (2, "nan")]
-        file = sink._file
-    assert file.closed
-    assert capsys.readouterr().out.splitlines() == [
-        "step 1/9  loss nan  grad norm 0.500  100 tokens/s  mfu_causal 25.0%",
-        "step 2/9  loss nan  grad norm 0.500  100 tokens/s  mfu_causal 25.0%  validation loss 1.5000",
-        "too high",
-    ]
-
-
 def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(tmp_path / "checkpoints")]
@@ -388,42 +366,6 @@ def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path, capsys)
     assert run.main([*config, "--metrics", str(path)]) == 0
     assert path.read_bytes() == whole
     assert capsys.readouterr().out == "there is nothing left to train: step 4 is done, and the last one is 4\n"
-
-
-@pytest.mark.parametrize(("name", "why"), [("no/metrics.jsonl", "No such file or directory"), (".", "Is a directory")])
-def test_a_file_of_metrics_that_cannot_be_made_is_named(tmp_path, name, why):
-    path = tmp_path / name
-    with pytest.raises(MantaError) as caught, MetricsFile(path, 9):
-        pass
-    assert str(caught.value) == f"--metrics: {path} cannot be written ({why})"
-
-
-def test_a_full_disk_keeps_metrics_from_their_file_and_ends_neither_words_nor_training(capsys):
-    sentence = "--metrics: /dev/full cannot be written (No space left on device)"
-    with pytest.raises(MantaError, match=re.escape(sentence)), MetricsFile(Path("/dev/full"), 9) as sink:
-        sink.write([Message(Metrics((ROW,)), 1.0)])
-        sink.write([Message(Metrics(({**ROW, "step": 3},)), 1.0)])
-    said = capsys.readouterr()
-    assert [line.split()[1] for line in said.out.splitlines()] == ["2/9", "3/9"]
-    assert said.err == f"{sentence}; training goes on\n"
-
-
-def test_metrics_are_written_on_when_nobody_reads_the_words_any_more(tmp_path, monkeypatch):
-    reads, writes = os.pipe()
-    os.close(reads)
-    path = tmp_path / "metrics.jsonl"
-    with os.fdopen(writes, "w") as pipe, MetricsFile(path, 9) as sink:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        sink.write([Message(Metrics((ROW,)), 1.0)])
-        sink.write([Message(Event("spike", "too high"), 1.0), Message(Metrics(({**ROW, "step": 3},)), 1.0)])
-        monkeypatch.undo()
-    assert [row["step"] for row in rows_of(path)] == [2, 3]
-
-
-def test_without_a_file_there_are_still_words(capsys):
-    with MetricsFile(None, 9) as sink:
-        sink.write([Message(Metrics((ROW,)), 1.0)])
-    assert "step 2/9" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_without_another_one_nothing_begins_anew(tmp_path, capsys):
