@@ -117,13 +117,13 @@ class Housekeeping:
             listed = asyncio.Event()
             group.create_task(self._release_leftovers(scheduler, listed))
             group.create_task(self._admit(scheduler, care, listed))
-            group.create_task(self._let_go_of_memory())
+            group.create_task(self._remove_expired_snapshots())
             group.create_task(IdleNodes(self._cluster, self.needing_memory).run())
             if self._retention is not None:
                 group.create_task(self._retention.run(store, self.let_go))
 
     async def _have_nodes_swept(self) -> None:
-        """The control plane that did it before may have died in the middle of it."""
+        """Have all nodes remove leftovers again: the last control plane may have died before they had done so."""
         if not self._leases.alone:
             try:
                 self._cluster.nodes.unswept.update(await self._cluster.nodes.living())
@@ -175,14 +175,14 @@ class Housekeeping:
 
     async def _release_without_owner(self, job_id: str, is_deleted: bool, keeps: bool) -> None:
         async with self._leases.borrowed(job_id) as lease:
-            if lease is not None and (is_deleted or not await self._runs_in_spite_of_that(job_id, lease)):
+            if lease is not None and (is_deleted or not await self._still_runs(job_id, lease)):
                 # A job that waits, is paused, or may be retried continues from its snapshots.
                 await self._cluster.release(job_id, keep_snapshots=keeps)
                 log.warning("released what was left of %s", job_id)
 
-    async def _runs_in_spite_of_that(self, job_id: str, lease: HeldLease) -> bool:
-        """Whether a job that holds nothing according to the database runs nevertheless, and is taken over: the database
-        is a backup."""
+    async def _still_runs(self, job_id: str, lease: HeldLease) -> bool:
+        """Whether a job that holds nothing according to the database runs nevertheless, and is taken over now: the
+        database is an older backup."""
         job = await self._store.read_async(lambda session: jobs.get(session, job_id))
         try:
             return await catch_up(JobRecord(self._store.fenced(lease), job_id), self._cluster, job)
@@ -215,7 +215,7 @@ class Housekeeping:
                 raise ClusterUnavailable(busy)
             await self._cluster.end_job(job_id)
 
-    async def _let_go_of_memory(self) -> None:
+    async def _remove_expired_snapshots(self) -> None:
         """Remove the snapshots of failed jobs that were kept for long enough."""
         seen = SeenExpired(MEMORY_CONFIRMED_SECONDS)
         while True:
@@ -224,13 +224,13 @@ class Housekeeping:
                 for job_id in seen.confirmed(expired, time.monotonic()):
                     async with self._leases.borrowed(job_id) as lease:
                         if lease is not None:
-                            await self._let_go_of_memory_of(job_id, self._store.fenced(lease))
+                            await self._remove_snapshots_of(job_id, self._store.fenced(lease))
             except Exception:  # the rest is found by the next search
                 log.exception("could not remove snapshots that were kept for long enough")
             await asyncio.sleep(MEMORY_SECONDS)
 
-    async def _let_go_of_memory_of(self, job_id: str, store: Store) -> None:
-        # The row comes first: from then on a retry, which may come at any moment, asks for a checkpoint.
+    async def _remove_snapshots_of(self, job_id: str, store: Store) -> None:
+        # The row is written first: from then on a retry, which may come at any moment, resumes from a checkpoint.
         if await store.write_async(partial(failed_jobs.let_memory_go, job_id=job_id, now=time.time())):
             await self._cluster.end_job(job_id)
 

@@ -229,7 +229,7 @@ def test_snapshots_whose_time_is_over_are_looked_for_again_after_a_failure(kept,
     monkeypatch.setattr(keeping._store, "read_async", look)
 
     async def body():
-        task = asyncio.create_task(keeping._let_go_of_memory())
+        task = asyncio.create_task(keeping._remove_expired_snapshots())
         await asyncio.wait_for(looked.wait(), 20)
         task.cancel()
 
