@@ -30,15 +30,15 @@ class CommandReader:
         save_and_end: Callable[[int], None],
         arm: Callable[[Fault], None],
         trace: Callable[[TraceOrder], None],
-        tell_flight: Callable[[], None],
+        send_flight_record: Callable[[], None],
         orphaned: Callable[[], object] = exit_orphaned,
     ):
         """All are called on the reader's thread: `end` with a generation that is over, as far as the agent knows, and
         whether only after the present step; `save_and_end` with a generation whose ranks should do that; `arm` with a
-        fault; `trace` with a request to record steps; `tell_flight` when the flight record is requested; `orphaned`
-        when the agent has disconnected."""
+        fault; `trace` with a request to record steps; `send_flight_record` when that is requested; `orphaned` when the
+        agent has disconnected."""
         self._control, self._end, self._save_and_end = control, end, save_and_end
-        self._arm, self._trace, self._tell_flight, self._orphaned = arm, trace, tell_flight, orphaned
+        self._arm, self._trace, self._send_flight_record, self._orphaned = arm, trace, send_flight_record, orphaned
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
@@ -69,4 +69,4 @@ class CommandReader:
             case Trace(order):
                 self._trace(order)
             case TellFlight():
-                self._tell_flight()
+                self._send_flight_record()

@@ -137,7 +137,7 @@ class TrainerProcess:
         self._faults = Faults(self._strike)
         self._trace_orders = TraceOrders()
         self._commands = CommandReader(
-            *(control, self._end, self._save_and_end, self._arm, self._trace_orders.ask, self._tell_flight),
+            *(control, self._end, self._save_and_end, self._arm, self._trace_orders.ask, self._send_flight_record),
             orphaned,
         )
 
@@ -307,7 +307,7 @@ class TrainerProcess:
         self._faults.arm([fault])
         self._watch_for_faults()
 
-    def _tell_flight(self) -> None:
+    def _send_flight_record(self) -> None:
         """On a separate thread: commands that may release this rank must not wait for NCCL's recorder."""
 
         def tell() -> None:
@@ -321,25 +321,28 @@ class TrainerProcess:
             self._comm.step.on_phase = self._faults.reached
 
     def _strike(self, fault: Fault, step: int) -> None:
-        """Report it, before anything that the reporter has not sent yet, and carry it out."""
-        last_words = Event(FAULT_STRUCK, f"{fault.kind} in {fault.phase}", step, {"fault": fault.id})
-        self._send([Report(last_words, self.order.generation, self.order.rank, time.time())])
-        if fault.kind in ("kill", "stop"):
-            signal_self(signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP, fault.delay)
-        elif fault.kind == "hang":
-            hang(fault.hold_gil)
-        elif fault.kind == "oom":
-            run_out_of_memory()
-        elif fault.kind == "exception":
-            raise InjectedError(f"fault {fault.id} was asked for")
-        elif fault.kind == "slow":
-            self._faults.slow_down(fault.seconds)
-        elif fault.kind == "node":
-            kill_node()
-        elif fault.kind == "store" and self.order.store_port is not None:
-            kill_store(self.order.store_port)
-        elif fault.kind == "partition" and self._comm is not None:
-            self._comm.cut(fault.seconds)
+        """Report it, before anything that the reporter has not sent yet, and carry it out. Raises InjectedError."""
+        report = Event(FAULT_STRUCK, f"{fault.kind} in {fault.phase}", step, {"fault": fault.id})
+        self._send([Report(report, self.order.generation, self.order.rank, time.time())])
+        match fault.kind:
+            case "kill":
+                signal_self(signal.SIGKILL, fault.delay)
+            case "stop":
+                signal_self(signal.SIGSTOP, fault.delay)
+            case "hang":
+                hang(fault.hold_gil)
+            case "oom":
+                run_out_of_memory()
+            case "exception":
+                raise InjectedError(f"fault {fault.id} was asked for")
+            case "slow":
+                self._faults.slow_down(fault.seconds)
+            case "node":
+                kill_node()
+            case "store" if self.order.store_port is not None:
+                kill_store(self.order.store_port)
+            case "partition" if self._comm is not None:
+                self._comm.cut(fault.seconds)
 
 
 def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
