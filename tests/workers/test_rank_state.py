@@ -64,6 +64,18 @@ class Rank:
         return [row["step"] for row in rows_of(self._messages)]
 
 
+def test_a_rank_that_is_a_step_ahead_goes_back_to_the_one_that_all_have(tmp_path):
+    rank = Rank(tmp_path)
+    rank.trainer.restore(Resume())
+    rank.train(1)
+    common = [each.clone() for each in rank.trainer.engine.state()]
+    rank.train(1)
+    rank.trainer.restore(Resume("snapshot", 1))
+    assert rank.trainer.step == 1
+    assert all(torch.equal(now, then) for now, then in zip(rank.trainer.engine.state(), common, strict=True))
+    rank.end()
+
+
 def test_snapshots_in_memory_that_is_not_pinned_are_an_event(tmp_path, monkeypatch):
     monkeypatch.setattr(Snapshots, "pin_error", 2)
     rank = Rank(tmp_path)

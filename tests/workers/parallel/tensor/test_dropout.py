@@ -57,6 +57,11 @@ def test_keys_are_the_hash_written_out():
         assert start.tolist() == keys, "keys are not changed"
 
 
+def test_keys_of_samples_are_those_that_jobs_were_started_with():
+    """A job that is resumed by another version of this code must go on with the same masks."""
+    assert sample_keys(1234, [0, 1, 2**40], CPU).tolist() == [810834308, 601016350, -1664425319]
+
+
 def test_an_element_is_kept_where_its_hash_is_not_below_the_rate():
     row_key, rate = 987654321, 0.3
     expected = [signed(mixed((row_key + c * 0x9E3779B9) % 2**32)) + 2**31 >= rate * 2**32 for c in range(500)]
