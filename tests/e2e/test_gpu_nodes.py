@@ -133,9 +133,8 @@ def test_job_without_gpus_elsewhere_waits_for_some_though_there_are_slots(manta,
         node.kill(job, held_there)
     waiting = manta.until_state(job, "QUEUED")
     assert (here, waiting.reason) == ([], "insufficient_gpus")
-    manta.until(
-        "why", lambda: "needs 4 GPUs in groups of 2 on one node, 2 of 2" in (manta.client.job(job).message or "")
-    )
+    why = "needs 4 GPUs in groups of 2 on one node, of which there are 2"
+    manta.until("why", lambda: why in (manta.client.job(job).message or ""))
     two.start_again()
     manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == clean
