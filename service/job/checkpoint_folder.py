@@ -27,13 +27,13 @@ class FolderReader:
         While an earlier listing, which may lack what was saved since, has not ended, calls wait for it only until
         `seconds` after its beginning: a job that recovers again and again does not wait that long each time."""
         while True:
-            is_new = self._under_way is None or self._under_way.done()
-            if self._under_way is None or is_new:
+            reading = self._under_way
+            if is_new := reading is None or reading.done():
                 self._began = time.monotonic()
-                self._under_way = in_daemon_thread("checkpoint folder", lambda: list_checkpoints(folder))
+                reading = self._under_way = in_daemon_thread("checkpoint folder", lambda: list_checkpoints(folder))
             try:
                 async with asyncio.timeout(self._began + seconds - time.monotonic()):
-                    listing = await asyncio.wrap_future(self._under_way)
+                    listing = await asyncio.wrap_future(reading)
             except TimeoutError:
                 return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {seconds:g} s")
             if is_new:
