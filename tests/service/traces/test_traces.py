@@ -111,9 +111,13 @@ def test_control_plane_that_takes_a_job_over_sends_what_another_may_not_have_sen
 
 def test_job_does_not_notice_that_there_is_no_collector(start, cluster, submit, collector, monkeypatch, caplog):
     monkeypatch.setattr(traces, "FLUSH_SECONDS", 0.1)
+    asked = []
+    first_step = Traces.first_step
+    monkeypatch.setattr(Traces, "first_step", lambda *args: (first_step(*args), asked.append(args[2])))
     collector.close()
     plane, job = begun(start, cluster, submit, collector.url)
     kill_and_recover(plane, cluster, job)
+    seen(plane, lambda: asked == [1, 2])  # a moment after the state; what ends in between, the next service sends
     plane.stop()
     plane._traces._thread.join(20)
     assert not plane._traces._thread.is_alive()
