@@ -7,6 +7,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Epsilon = Annotated[float, Field(ge=1e-30, strict=True, allow_inf_nan=False)]
+"""A number that prevents a division by zero: the computation is in fp32, where anything much smaller is 0."""
 NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, strict=True, allow_inf_nan=False)]
 StrictBool = Annotated[bool, Field(strict=True)]

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from workers.config.fields import (
     ENTRYPOINT,
+    Epsilon,
     Experts,
     FixedMapping,
     Fraction,
@@ -100,8 +101,8 @@ class ModelConfig(Section):
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
     """Activation function of gpt's MLP. gelu: exact, with erf; gelu_tanh: its tanh approximation, which GPT-2 uses
     (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2). llama and qwen use SwiGLU."""
-    norm_epsilon: PositiveFloat = 1.0e-5
-    """Added to the variance or mean square in norms."""
+    norm_epsilon: Epsilon = 1.0e-5
+    """Added to the variance or mean square in norms; at least 1e-30."""
     rope: RopeConfig | None = None
     """Rotary positions of llama and qwen; default: theta 10000, no scaling. gpt has learned positions."""
     sliding_window: Length | None = None

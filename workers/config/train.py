@@ -9,6 +9,7 @@ from pydantic import Field
 from workers.config.fields import (
     Batch,
     Count,
+    Epsilon,
     Fraction,
     MayBeOff,
     NonNegativeFloat,
@@ -53,8 +54,8 @@ class OptimizerConfig(Section):
     """Decay rate of the first moment."""
     beta2: Fraction = 0.95
     """Decay rate of the second moment."""
-    epsilon: PositiveFloat = 1.0e-8
-    """Added to the square root of the second moment."""
+    epsilon: Epsilon = 1.0e-8
+    """Added to the square root of the second moment; at least 1e-30."""
     clip_norm: NonNegativeFloat = 1.0
     """Maximum global gradient norm (L2); larger gradients are scaled down to it. 0 disables clipping."""
     offload: StrictBool = False

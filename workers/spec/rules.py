@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import LEAST_WINDOW, JobSpec
+from workers.config import LEAST_WINDOW, JobSpec, ModelConfig, RopeScaling
 from workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
 from workers.spec.chat_rules import CHAT_RULES
 from workers.spec.cuda_graph_rules import cuda_graphs_fit
@@ -85,18 +85,35 @@ def _positions_fit(spec: JobSpec) -> Iterator[Problem]:
     if model.head_size % 2:
         problem = f"rotary positions need an even head size, but it is {model.head_size}"
         yield Problem("model.head_dim", problem, str(model.head_size + 1))
-    scaling = rope.scaling if rope is not None else None
-    if scaling is None or scaling.type == "linear":
+    if rope is not None and rope.scaling is not None:
+        yield from _scaling_fits(model, rope.scaling)
+
+
+_SCALING_KEYS = {
+    "llama3": ("low_frequency_factor", "high_frequency_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+}
+"""Keys of model.rope.scaling that only one type uses."""
+
+
+def _scaling_fits(model: ModelConfig, scaling: RopeScaling) -> Iterator[Problem]:
+    for owner, keys in _SCALING_KEYS.items():
+        for key in keys if owner != scaling.type else ():
+            default = RopeScaling.model_fields[key].default
+            if getattr(scaling, key) != default:
+                problem = f"has no effect: only {owner} uses it, and the type is {scaling.type}"
+                yield Problem(f"model.rope.scaling.{key}", problem, "null" if default is None else str(default))
+    if scaling.type == "linear":
         return
     if scaling.original_length is None:
         problem = f"{scaling.type} needs the sequence length that the model was pretrained with"
         nearest = max(1, round(model.sequence_length / scaling.factor))
         yield Problem("model.rope.scaling.original_length", problem, str(nearest))
-    if scaling.low_frequency_factor >= scaling.high_frequency_factor:
+    if scaling.type == "llama3" and scaling.low_frequency_factor >= scaling.high_frequency_factor:
         problem = f"must be below high_frequency_factor ({scaling.high_frequency_factor})"
         path = "model.rope.scaling.low_frequency_factor"
         yield Problem(path, problem, str(scaling.high_frequency_factor / 4))
-    if scaling.beta_slow >= scaling.beta_fast:
+    if scaling.type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
         problem = f"must be below beta_fast ({scaling.beta_fast})"
         yield Problem("model.rope.scaling.beta_slow", problem, str(scaling.beta_fast / 32))
 

@@ -57,6 +57,31 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "model.rope.scaling.beta_slow", "must be below beta_fast (0.5)", "0.015625",
     ),
     (
+        "a key of yarn for llama3",
+        {
+            "model": {
+                "family": "llama",
+                "rope": {"scaling": {"type": "llama3", "factor": 8.0, "original_length": 2, "beta_fast": 0.5}},
+            }
+        },
+        "model.rope.scaling.beta_fast", "has no effect: only yarn uses it, and the type is llama3", "32.0",
+    ),
+    (
+        "attention of yarn for linear",
+        {
+            "model": {
+                "family": "llama",
+                "rope": {"scaling": {"type": "linear", "factor": 8.0, "attention_factor": 1.0}},
+            }
+        },
+        "model.rope.scaling.attention_factor", "has no effect: only yarn uses it, and the type is linear", "null",
+    ),
+    (
+        "an epsilon that is 0 in fp32",
+        {"train": {"optimizer": {"epsilon": 1e-50}}},
+        "train.optimizer.epsilon", "must be at least 1e-30, not 1e-50", "1e-30",
+    ),
+    (
         "documents without an end",
         {"data": {"documents": "apart"}},
         "data.end_of_document", "documents apart requires a token that ends each document", "<|endoftext|>",
