@@ -327,8 +327,8 @@ class RankState:
                 self.checkpoints.finish()
         self.comm.barrier()
         if self.checkpoints is not None and self.checkpoints.failure is not None:
-            reason = f"the last checkpoint, of step {self.step}, could not be saved: {self.checkpoints.failure}"
-            raise CheckpointNotSaved(f"{reason}; it is tried again, make it possible meanwhile")
+            failure = self.checkpoints.failure
+            raise CheckpointNotSaved(f"the last checkpoint, of step {self.step}, could not be saved: {failure}")
 
     def save_before_end(self) -> None:
         """All ranks end after this step, and it is unknown when and where the job continues: return once the state is

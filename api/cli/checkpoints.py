@@ -30,7 +30,7 @@ from api.cli.main import (
     fail,
     show,
 )
-from api.cli.render import size
+from api.cli.render import counted, size
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.schemas import Checkpoint, Items
 from service.ids import is_job_id
@@ -238,4 +238,5 @@ def _say(place: Place, manifest: Manifest, as_json: bool, what: str) -> None:
         about = {"path": str(place), "step": manifest.step, "generation": manifest.generation, "bytes": manifest.bytes}
         typer.echo(json.dumps({**about, "job": manifest.job}))
     else:
-        typer.echo(f"{place} {what}: step {manifest.step}, {len(manifest.files)} files, {size(manifest.bytes)}")
+        files = counted(len(manifest.files), "file")
+        typer.echo(f"{place} {what}: step {manifest.step}, {files}, {size(manifest.bytes)}")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from api.cli.main import EXIT_BAD_INPUT, fail
-from api.cli.render import size
+from api.cli.render import counted, size
 from workers.errors import MantaError
 from workers.storage.places import Place
 
@@ -57,7 +57,7 @@ def export_weights(
     if as_json:
         typer.echo(json.dumps(done.to_json(target)))
     else:
-        what = f"{done.files} files, {size(done.bytes)}, {done.dtype}"
+        what = f"{counted(done.files, 'file')}, {size(done.bytes)}, {done.dtype}"
         typer.echo(f"{target} has the weights of {checkpoint}: step {done.manifest.step}, {what}")
 
 

@@ -197,7 +197,7 @@ class Checkpointer:
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._report("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
-        then = if_it_fails or ("training continues" if step < self.spec.train.steps else "it is tried again")
+        then = if_it_fails or ("training continues" if step < self.spec.train.steps else "the job is not done")
         self._save = save = Save(step, path, self.comm.generation, self.comm.shared_work, loss_scale, numbers, then)
         self._under_way = self._writer.submit(self._write, save, self._begin_parts(save))
 

@@ -303,7 +303,8 @@ class _Progress:
         self._before = sum(result.bytes for result in done.values())
         self._began = self._reported_at = time.monotonic()
         again = f", of which {len(done)} shards are done already" if done else ""
-        message = f"tokenizes {len(files)} files ({self._all / 1e6:.1f} MB) of {self._where}{again}"
+        count = f"{len(files)} file{'' if len(files) == 1 else 's'}"
+        message = f"tokenizes {count} ({self._all / 1e6:.1f} MB) of {self._where}{again}"
         watcher.tell("data_preparing", message, {"files": len(files), "bytes": self._all})
 
     def note(self, counts: Counts) -> None:

@@ -67,7 +67,7 @@ def test_a_job_in_place_of_a_command_lists_its_checkpoints(manta, job):
 
 def test_the_newest_complete_one_of_a_job_is_meant_or_that_of_a_step(manta, job, folder):
     newest = checkpoint_path(folder, 20, 2)
-    assert manta("checkpoints", "verify", job).replace("\n", "") == (f"{newest} is intact: step 20, 1 files, 20 B")
+    assert manta("checkpoints", "verify", job).replace("\n", "") == (f"{newest} is intact: step 20, 1 file, 20 B")
     assert json.loads(manta("checkpoints", "verify", job, "--step", 10, "--json")) == {
         "path": str(checkpoint_path(folder, 10, 1)), "step": 10, "generation": 1, "bytes": 10, "job": "j",
     }  # fmt: skip
