@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from service.store import Store, deletion
 from workers.errors import MantaError
+from workers.node.folders import shares
 from workers.paths import Paths
 from workers.storage.files import files_of
 from workers.storage.local_files import bytes_in
@@ -98,7 +99,7 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     """Remove the folders of a job: checkpoints, logs and everything else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
     checkpoints, kept_logs = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
-    elsewhere = _remove_elsewhere(job_id, folder, checkpoints, kept_logs)
+    elsewhere = _remove_elsewhere(paths, job_id, folder, checkpoints, kept_logs)
     if not os.path.lexists(folder):
         return elsewhere
     try:
@@ -113,8 +114,11 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     return removed
 
 
-def _remove_elsewhere(job_id: str, folder: Path, checkpoints: Place, logs: Place | None) -> RemovedFiles:
+def _remove_elsewhere(paths: Paths, job_id: str, folder: Path, checkpoints: Place, logs: Place | None) -> RemovedFiles:
     """Remove the job's folders that are not in its own, which contain nothing but its checkpoints and logs."""
+    root = paths.checkpoint_root
+    if isinstance(root, Path) and checkpoints.parent != folder and not shares(root, paths.installation):
+        raise FilesNotRemoved(job_id, checkpoints, OSError(f"{root} is not mounted here, or cannot be written"))
     removed = RemovedFiles(
         checkpoints=_count(job_id, checkpoints) if checkpoints.parent != folder else 0,
         logs=0 if logs is None else _count(job_id, logs),

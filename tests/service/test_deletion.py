@@ -9,6 +9,7 @@ from service.deletion import FilesNotRemoved, RemovedFiles, delete_job, remove_f
 from service.states import JobState
 from service.store import JobNotFound, events, jobs, leases
 from service.store.tables import Metric
+from workers.node.folders import mark
 from workers.paths import Paths
 from workers.storage.local_files import LocalFiles
 
@@ -73,6 +74,22 @@ def test_checkpoints_elsewhere_that_stay_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalFiles, "remove_folder", lambda self, folder: None)
     with pytest.raises(FilesNotRemoved, match=rf"{tmp_path}/shared/job-1 cannot be removed \(something in it stays\)"):
         remove_files(paths, "job-1")
+
+
+def test_checkpoints_whose_folder_is_not_mounted_keep_the_job(tmp_path):
+    paths = Paths.of(tmp_path / "home", tmp_path / "shared", "ours")
+    mark(tmp_path / "shared", "ours")
+    paths.checkpoint_folder("job-1").mkdir(parents=True)
+    paths.log_folder("job-1").mkdir(parents=True)
+    (tmp_path / "shared").rename(tmp_path / "unmounted")
+    (tmp_path / "shared").mkdir()
+    with pytest.raises(FilesNotRemoved, match=rf"{tmp_path}/shared is not mounted here"):
+        remove_files(paths, "job-1")
+    assert paths.log_folder("job-1").exists()
+    (tmp_path / "shared").rmdir()
+    (tmp_path / "unmounted").rename(tmp_path / "shared")
+    remove_files(paths, "job-1")
+    assert not paths.job_folder("job-1").exists() and not (tmp_path / "shared" / "job-1").exists()
 
 
 def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, job, tmp_path):
