@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+from unittest import TestCase
 
 import pytest
 from hypothesis import settings
@@ -29,7 +31,14 @@ def is_property(item: pytest.Item) -> bool:
 
 def draw_more(items: Iterable[pytest.Item]) -> None:
     """Have each of these tests of properties draw TIMES_IN_SOAK as many."""
-    functions = {id(item.obj): item.obj for item in items}  # type: ignore[attr-defined]
-    for function in functions.values():
-        own = function._hypothesis_internal_use_settings
-        function._hypothesis_internal_use_settings = settings(own, max_examples=TIMES_IN_SOAK * own.max_examples)
+    holders = [_holder_of_settings(item.obj) for item in items]  # type: ignore[attr-defined]
+    for holder, name in {(id(holder), name): (holder, name) for holder, name in holders}.values():
+        own = getattr(holder, name)
+        setattr(holder, name, settings(own, max_examples=TIMES_IN_SOAK * own.max_examples))
+
+
+def _holder_of_settings(test: Any) -> tuple[Any, str]:
+    """The object that has the settings of a property as an attribute, and its name: the test case of a state machine,
+    otherwise the test itself."""
+    case = getattr(test, "__self__", None)
+    return (type(case), "settings") if isinstance(case, TestCase) else (test, "_hypothesis_internal_use_settings")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.support import examples
 
@@ -45,6 +46,26 @@ def test_examples_are_the_same_each_time_and_as_many_as_a_test_says():
 def test_with_soak_they_are_others_and_more():
     first, again = drawn(True, max_examples=7, database=None)
     assert first != again and len(first) == 7 * examples.TIMES_IN_SOAK
+
+
+def test_with_soak_a_state_machine_runs_more_often_too():
+    examples.begin(True)
+    runs = []
+
+    class Machine(RuleBasedStateMachine):
+        @initialize()
+        def begin(self):
+            runs.append(self)
+
+        @rule(number=st.integers())
+        def go_on(self, number):
+            pass
+
+    case = Machine.TestCase
+    case.settings = settings(max_examples=7, stateful_step_count=2, database=None)
+    examples.draw_more([SimpleNamespace(obj=case().runTest), SimpleNamespace(obj=case().runTest)])
+    case().runTest()
+    assert len(runs) == 7 * examples.TIMES_IN_SOAK
 
 
 def test_a_continuous_integration_changes_neither():
