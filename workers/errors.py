@@ -19,6 +19,11 @@ class DataNotStored(DataError):
     """What is made of the corpus cannot be stored now; the message names the folder. It may be possible later."""
 
 
+class DataUnreadable(DataError):
+    """The corpus, or what was made of it, cannot be read now, for its disk or mount does not work; the message names
+    the path and the node. Nothing is known about its content, and it may be readable later."""
+
+
 class WeightsError(DataError):
     """A folder of weights cannot be used; the message names the file, and the tensor or key."""
 

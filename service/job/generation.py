@@ -31,7 +31,7 @@ LAST_REPORTS_TURN_SECONDS = 0.5
 # Kinds of failure whose message is a complete sentence, without the name of an exception.
 SENTENCE_KINDS = frozenset(
     {"no_shared_memory", "bad_data", "bad_checkpoint", "unreadable_checkpoint", "not_saved", "not_finite", "spike"}
-    | {"device_lost"}
+    | {"device_lost", "unreadable_data"}
 )
 
 Question = Callable[[AgentClient], Awaitable[object]]

@@ -45,7 +45,7 @@ from service.job.record import NODES_TO_BE_LEFT
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
 from service.job.time_to_rest import time_to_rest
-from service.recovery.decisions import NOT_SAVED, UNREADABLE, Death, GiveUp, decide, failure_of
+from service.recovery.decisions import NOT_SAVED, UNREADABLE, UNREADABLE_DATA, Death, GiveUp, decide, failure_of
 from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
@@ -320,6 +320,9 @@ class Supervisor:
             await self._record.note_held(hold_sentence(job.id, *about))
         elif culprit.kind == NOT_SAVED and decision.wait_seconds:
             until = f"held until this is possible: {culprit.message}. `manta cancel {job.id}` ends it"
+            await self._record.note_held(until)
+        elif culprit.kind == UNREADABLE_DATA and decision.wait_seconds:
+            until = f"held until its data can be read: {culprit.message}. `manta cancel {job.id}` ends it"
             await self._record.note_held(until)
         if decision.wait_seconds:
             await self._hold_back(decision.wait_seconds, culprit)

@@ -14,6 +14,7 @@ HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite"
 # Kinds of failure that are waited out: the system may later provide what it does not provide now.
 UNREADABLE = "unreadable_checkpoint"
 NOT_SAVED = "not_saved"
+UNREADABLE_DATA = "unreadable_data"
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,10 @@ class Death:
 
     rank: int
     kind: str
-    """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint, unreadable_checkpoint, not_saved, not_finite,
-    spike, corrupt, device_lost (reported by the trainer), killed (a signal, or an exit without a report), hung or
-    straggler (ended by its agent for that reason), agent_lost (its agent or node is gone) or stopped (by us)."""
+    """exception, peer_lost, no_shared_memory, bad_data, unreadable_data, bad_checkpoint, unreadable_checkpoint,
+    not_saved, not_finite, spike, corrupt, device_lost (reported by the trainer), killed (a signal, or an exit without a
+    report), hung or straggler (ended by its agent for that reason), agent_lost (its agent or node is gone) or stopped
+    (by us)."""
     step: int | None = None
     """Step that was being computed, if known."""
     exception: str | None = None
@@ -123,10 +125,11 @@ def decide(
 
 
 def _is_waited_out(failure: PastFailure) -> bool:
-    """Whether a failure is of the storage alone: a checkpoint that cannot be read at the moment, a last one that cannot
-    be saved in a generation that had nothing else left to do, or tokens that cannot be stored before the first step.
-    One that had trained first does count, since without snapshots its steps are repeated each time."""
-    return failure.kind == UNREADABLE or (failure.kind == NOT_SAVED and not failure.progressed)
+    """Whether a failure is of the storage alone: a checkpoint or data that cannot be read at the moment, a last
+    checkpoint that cannot be saved in a generation that had nothing else left to do, or tokens that cannot be stored
+    before the first step. What could not be stored after training does count, since without snapshots its steps are
+    repeated each time."""
+    return failure.kind in (UNREADABLE, UNREADABLE_DATA) or (failure.kind == NOT_SAVED and not failure.progressed)
 
 
 def failure_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> PastFailure:

@@ -26,6 +26,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from workers.config import CHATML, DataConfig
+from workers.data.read_errors import read_error
 from workers.data.render_bounds import MOST_CHARACTERS, TooMuch, bounded
 from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
 from workers.errors import DataError
@@ -185,7 +186,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise DataError(f"cannot be read: {path} ({error.strerror})") from error
+        raise read_error(path, error) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON ({_one_line(error)})") from error
     if not isinstance(content, dict):
@@ -197,7 +198,7 @@ def _text(path: Path) -> str:
     try:
         content = path.open("rb").read(MOST_BYTES + 1)
     except OSError as error:
-        raise DataError(f"the chat template cannot be read: {path} ({error.strerror})") from error
+        raise read_error(path, error, f"the chat template cannot be read: {path} ({error.strerror})") from error
     if len(content) > MOST_BYTES:
         raise DataError(f"{path} is not a chat template: it has more than {MOST_BYTES} bytes")
     try:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from workers.data.corpus_record import ADVICE, HEAD_BYTES, head_digest
+from workers.data.read_errors import read_error
 from workers.data.sources import CorpusFile
 from workers.errors import DataError
 
@@ -27,7 +28,7 @@ class ByteCorpus:
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as int64. Raises IndexError outside the corpus, DataError if a file was
-        removed, truncated or replaced since the job began."""
+        removed, truncated or replaced since the job began, DataUnreadable if its disk or mount does not work."""
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a corpus of {len(self)}")
         parts = []
@@ -35,7 +36,11 @@ class ByteCorpus:
         while length > 0:
             file = self._files[index]
             offset = start - (self._ends[index] - file.size)
-            part = os.pread(self._descriptor(index), min(length, file.size - offset), offset)
+            descriptor = self._descriptor(index)
+            try:
+                part = os.pread(descriptor, min(length, file.size - offset), offset)
+            except OSError as error:
+                raise read_error(file.path, error) from error
             if len(part) != min(length, file.size - offset):
                 raise DataError(
                     f"{file.path} became shorter while the job was running ({file.size} bytes at its start)"
@@ -56,7 +61,7 @@ class ByteCorpus:
             descriptor = os.open(file.path, os.O_RDONLY)
             head = os.pread(descriptor, min(HEAD_BYTES, file.size), 0)
         except OSError as error:
-            raise DataError(f"cannot be read: {file.path} ({error.strerror})") from error
+            raise read_error(file.path, error) from error
         if file.head is not None and head_digest(head) != file.head:
             os.close(descriptor)
             raise DataError(f"{file.path} is not what it was when the job began: {ADVICE}")

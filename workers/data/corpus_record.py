@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workers.data.read_errors import read_error
 from workers.data.sources import CorpusFile
 from workers.errors import DataError
 from workers.storage.files import files_of
@@ -116,4 +117,4 @@ def _head_of(file: CorpusFile) -> str:
         with Path(file.path).open("rb") as content:
             return head_digest(content.read(min(HEAD_BYTES, file.size)))
     except OSError as error:
-        raise DataError(f"cannot be read: {file.path} ({error.strerror})") from error
+        raise read_error(file.path, error) from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from workers.config import DataConfig
 from workers.data.lines import kind_of, lines_of, object_in
+from workers.data.read_errors import read_error
 from workers.data.shards import PIECE_BYTES, Section, pieces_of
 from workers.data.sources import is_compressed, kind_of_file
 from workers.errors import DataError
@@ -125,7 +126,7 @@ def _content(section: Section) -> bytes:
             file.seek(section.start)
             content = file.read(section.stop - section.start)
     except OSError as error:
-        raise DataError(f"cannot be read: {section.path} ({error.strerror})") from error
+        raise read_error(section.path, error) from error
     if len(content) < section.stop - section.start:
         raise DataError(f"{section.path} became shorter while it was being tokenized")
     return content
@@ -153,7 +154,7 @@ def _lines_before(section: Section) -> int:
                     count += block.count(b"\n")
                     left -= len(block)
         except OSError as error:
-            raise DataError(f"cannot be read: {section.path} ({error.strerror})") from error
+            raise read_error(section.path, error) from error
     return count
 
 

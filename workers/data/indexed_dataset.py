@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from workers.data.read_errors import read_error
 from workers.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -88,7 +89,7 @@ def _check_size(prefix: str | Path, dtype: np.dtype, tokens: int) -> None:
     try:
         size = Path(path).stat().st_size
     except OSError as error:
-        raise DataError(f"cannot be read: {path} ({error.strerror})") from error
+        raise read_error(path, error) from error
     needed = tokens * dtype.itemsize
     if size != needed:
         kind = "cut short" if size < needed else "longer than its index says"
@@ -136,7 +137,7 @@ class IndexedTokens:
                 with Path(f"{prefix}.bin").open("rb") as file:
                     self._memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
             except OSError as error:
-                raise DataError(f"cannot be read: {prefix}.bin ({error.strerror})") from error
+                raise read_error(f"{prefix}.bin", error) from error
         self._tokens = np.frombuffer(self._memory or b"", self._dtype)
 
     def __len__(self) -> int:
@@ -177,4 +178,4 @@ def _content(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot be read: {path} ({error.strerror})") from error
+        raise read_error(path, error) from error

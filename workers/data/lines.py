@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from workers.data.read_errors import read_error
 from workers.data.shards import Section
 from workers.errors import DataError
 
@@ -30,7 +31,7 @@ def lines_of(section: Section) -> Iterator[bytes]:
                 file.seek(section.start)
                 yield from _lines(_part(file, section))
     except OSError as error:
-        raise DataError(f"cannot be read: {section.path} ({error.strerror or error})") from error
+        raise read_error(section.path, error) from error
 
 
 def object_in(line: bytes, key: str, where: str) -> dict[str, Any]:

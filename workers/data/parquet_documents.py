@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from workers.data.read_errors import read_error
 from workers.data.shards import Section
 from workers.errors import DataError
 
@@ -43,7 +44,7 @@ def rows_of(section: Section, column: str, more: Sequence[str] = ()) -> Iterator
         try:
             batch = next(batches, None)
         except (OSError, ValueError) as error:  # Arrow's errors are among these
-            raise DataError(f"{section.path} cannot be read after row {row}: {_first_line(error)}") from error
+            raise _error(section.path, f"cannot be read after row {row}", error) from error
         if batch is None:
             return
         for values in zip(*batch.columns, strict=True):
@@ -67,7 +68,12 @@ def _opened(path: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a parquet file that can be read: {_first_line(error)}") from error
+        raise _error(path, "is not a parquet file that can be read", error) from error
+
+
+def _error(path: str, what: str, error: OSError | ValueError) -> DataError:
+    message = f"{path} {what}: {_first_line(error)}"
+    return read_error(path, error, message) if isinstance(error, OSError) else DataError(message)
 
 
 def _first_line(error: Exception) -> str:

@@ -23,6 +23,7 @@ from workers.data.corpus import ByteCorpus
 from workers.data.corpus_record import as_recorded, as_recorded_tokens, with_heads
 from workers.data.indexed_dataset import IndexedTokens
 from workers.data.packed_conversations import Marks, PackedConversations
+from workers.data.read_errors import is_of_the_storage, read_error
 from workers.data.sources import (
     CorpusFile,
     check_vocabulary,
@@ -130,8 +131,19 @@ def open_corpus(
     """The corpus of `spec`, tokenized first if necessary. `cache`: folder for tokens; `record`: file that records the
     corpus as it was when the job began; `records`: whether this process writes it; `data`: another corpus, such as a
     validation set, which is tokenized like the job's corpus. Raises DataError if the corpus is unsuitable or has
-    changed."""
+    changed, DataUnreadable if its disk or mount does not work."""
     data = data or spec.data
+    try:
+        return _open(spec, cache, record, records, watcher, data)
+    except OSError as error:
+        if not is_of_the_storage(error):
+            raise
+        raise read_error(error.filename or in_words(data), error) from error
+
+
+def _open(
+    spec: JobSpec, cache: Path | None, record: Place | None, records: bool, watcher: Watcher, data: DataConfig
+) -> Corpus:
     parts = parts_of(data)
     files = [corpus_files(part) for part in parts]
     if not data.is_read_in_place:

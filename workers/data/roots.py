@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.config import DataConfig, JobSpec
+from workers.data.read_errors import is_of_the_storage
 from workers.data.sources import CorpusFile, check_data, corpus_files
 from workers.data.tokenizer import BESIDE_TOKENIZER, tokenizer_path
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
-from workers.errors import DataError
+from workers.errors import DataError, DataUnreadable
 from workers.spec.problems import Problem
 from workers.weights.folder import INDEX, check_weights, weight_files
 
@@ -61,11 +62,17 @@ class DataRoots:
             check_weights(spec)
 
     def problem_of_data(self, spec: JobSpec) -> str | None:
-        """The problem that `check` finds, in a sentence; None if it finds none."""
+        """The problem that `check` finds, in a sentence; None if it finds none, or if that is not known since a disk or
+        mount does not work now: the ranks wait for it."""
         try:
             self.check(spec)
+        except DataUnreadable:
+            return None
         except DataError as error:
             return str(error)
+        except OSError as error:
+            if not is_of_the_storage(error):
+                raise
         return None
 
     def _check_links(self, paths: Iterable[str]) -> None:

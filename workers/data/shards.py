@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.config import DataConfig
+from workers.data.read_errors import read_error
 from workers.data.sources import CorpusFile, is_compressed, kind_of_file
 
 SHARD_BYTES = 2 * 2**20
@@ -95,6 +96,13 @@ def _between(file: CorpusFile, target: int, cut: re.Pattern[bytes]) -> Iterator[
 
 
 def _cut_after(file: CorpusFile, position: int, cut: re.Pattern[bytes]) -> int:
+    try:
+        return _cut_in(file, position, cut)
+    except OSError as error:
+        raise read_error(file.path, error) from error
+
+
+def _cut_in(file: CorpusFile, position: int, cut: re.Pattern[bytes]) -> int:
     with Path(file.path).open("rb") as content:
         while position < file.size:
             content.seek(position - _CONTEXT)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.config import DataConfig, JobSpec, ValidationSet
+from workers.data.read_errors import read_error
 from workers.errors import DataError
 
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text", ".log", ".csv", ".json", ".jsonl", ".html", ".xml"})
@@ -39,12 +40,13 @@ class CorpusFile:
 def corpus_files(data: DataConfig) -> list[CorpusFile]:
     """The files of the corpus in order, empty ones left out.
 
-    Raises DataError, naming the path, when one is missing or unreadable, or when there is no text at all.
+    Raises DataError, naming the path, when one is missing or unreadable, or when there is no text at all;
+    DataUnreadable when its disk or mount does not work.
     """
     try:
         return _corpus_files(data)
     except OSError as error:  # a name that is too long, a folder without permission, a circular link
-        raise DataError(f"cannot be read: {error.filename or ', '.join(data.paths)} ({error.strerror})") from error
+        raise read_error(error.filename or ", ".join(data.paths), error) from error
 
 
 def parts_of(data: DataConfig) -> list[DataConfig]:
@@ -223,9 +225,10 @@ def _files_below(
 
 def _readable(path: Path) -> CorpusFile:
     if not os.access(path, os.R_OK):
+        path.stat()  # it does not say whether it is for lack of permission
         raise DataError(f"cannot be read: {path} (permission denied)")
     return CorpusFile(str(path), path.stat().st_size)
 
 
 def _raise_unreadable(error: OSError) -> None:
-    raise DataError(f"cannot be read: {error.filename} ({error.strerror})") from error
+    raise read_error(error.filename, error) from error

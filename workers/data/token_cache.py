@@ -29,6 +29,7 @@ import numpy as np
 from workers.config import DataConfig
 from workers.data import token_process
 from workers.data.indexed_dataset import IndexedTokens, boundaries, write_index
+from workers.data.read_errors import is_of_the_storage, read_error
 from workers.data.shards import Shard, shards_of
 from workers.data.sources import CorpusFile, in_words
 from workers.data.token_process import Order, ShardResult
@@ -112,7 +113,7 @@ def dtype_for(vocabulary: int) -> str:
 @contextmanager
 def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
     """Create `folder` and hold its lock, waiting while another process holds it. Raises DataNotStored if the folder
-    cannot be created, DataError if its file system has no locks."""
+    cannot be created or does not work now, DataError if its file system has no locks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -130,7 +131,8 @@ def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
 
 
 def _wait_for(descriptor: int, folder: Path, watcher: Watcher) -> None:
-    """Acquire the lock of `folder`. Raises DataError if its file system has no locks."""
+    """Acquire the lock of `folder`. Raises DataError if its file system has no locks, DataNotStored if it does not work
+    now."""
     is_reported = False
     while True:
         try:
@@ -143,6 +145,8 @@ def _wait_for(descriptor: int, folder: Path, watcher: Watcher) -> None:
             watcher.alive()
             time.sleep(WAIT_SECONDS)
         except OSError as error:
+            if is_of_the_storage(error):
+                raise DataNotStored(f"the tokens cannot be kept in {folder} ({error.strerror})") from error
             where = "set MANTA_TOKEN_CACHE to a folder on a file system that has locks"
             raise DataError(f"{folder} cannot be locked ({error.strerror}): {where}") from error
         else:
@@ -327,4 +331,4 @@ def _changed_at(file: CorpusFile) -> int:
     try:
         return Path(file.path).stat().st_mtime_ns
     except OSError as error:
-        raise DataError(f"cannot be read: {file.path} ({error.strerror})") from error
+        raise read_error(file.path, error) from error

@@ -28,7 +28,7 @@ from workers.data.documents import Text, raw_pieces_of, texts_of
 from workers.data.shards import Section
 from workers.data.sources import is_compressed, kind_of_file
 from workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
-from workers.errors import DataError
+from workers.errors import DataError, DataUnreadable
 from workers.system.parent_death import ParentDeathSignal
 
 if TYPE_CHECKING:
@@ -100,6 +100,9 @@ def main(parent: int, requests: IO[str], answers: IO[str]) -> int:
             asked = json.loads(line)
             sections = [Section(**section) for section in asked["sections"]]
             answer(asdict(writer.write(int(asked["shard"]), sections)))
+    except DataUnreadable as error:
+        answer({"unreadable": str(error)})
+        return 1
     except DataError as error:
         answer({"error": str(error)})
         return 1

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from workers.data.shards import Shard
 from workers.data.token_process import Order, ShardResult
-from workers.errors import DataError, DataNotStored
+from workers.errors import DataError, DataNotStored, DataUnreadable
 from workers.liveness.process_state import process_state
 
 LOOK_SECONDS = 0.5
@@ -147,6 +147,8 @@ class _Work:
             raise DataError(answer["error"])
         if "not_stored" in answer:
             raise DataNotStored(answer["not_stored"])
+        if "unreadable" in answer:
+            raise DataUnreadable(answer["unreadable"])
         if "number" in answer:
             self._results.append(ShardResult(**answer))
             self._give_next(worker)

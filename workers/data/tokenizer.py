@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, DataConfig
+from workers.data.read_errors import read_error
 from workers.errors import DataError
 
 if TYPE_CHECKING:
@@ -217,10 +218,11 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(
+        otherwise = (
             f"no tokenizer can be read from {path} ({error.strerror}): name bytes, bpe, a tokenizer.json or a folder "
             "with one; what a hub has is not looked up there, so download it first"
-        ) from error
+        )
+        raise read_error(path, error, otherwise) from error
 
 
 def _parsed(content: bytes, path: str | Path) -> tokenizers.Tokenizer:

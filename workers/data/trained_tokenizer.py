@@ -27,7 +27,7 @@ from workers.data.shards import Section, Shard, shards_of
 from workers.data.sources import CorpusFile, in_words
 from workers.data.token_cache import FORMAT, Watcher, describe, key_of, locked
 from workers.data.tokenizer import FILE_NAME, ByteTokenizer, library
-from workers.errors import DataError, DataNotStored
+from workers.errors import DataError, DataNotStored, DataUnreadable
 from workers.liveness.process_state import process_state
 from workers.system.parent_death import ParentDeathSignal
 
@@ -135,6 +135,8 @@ def _run(order: dict[str, Any], watcher: Watcher) -> None:
     answer = json.loads(said) if said else {}
     if "not_stored" in answer:
         raise DataNotStored(answer["not_stored"])
+    if "unreadable" in answer:
+        raise DataUnreadable(answer["unreadable"])
     if answer:
         raise DataError(answer["error"])
     if process.returncode:
@@ -142,11 +144,15 @@ def _run(order: dict[str, Any], watcher: Watcher) -> None:
 
 
 def main(parent: int, order: dict[str, Any]) -> int:
-    """Carry out an order; errors are written to stdout as `{"error"}` or `{"not_stored"}`."""
+    """Carry out an order; errors are written to stdout as `{"error"}`, `{"unreadable"}` or
+    `{"not_stored"}`."""
     ParentDeathSignal().arm(parent)
     files = [CorpusFile(path, size) for path, size in zip(order["files"], order["sizes"], strict=True)]
     try:
         train(files, DataConfig.model_validate(order["data"]), Path(order["path"]))
+    except DataUnreadable as error:
+        print(json.dumps({"unreadable": str(error)}))
+        return 1
     except DataError as error:
         print(json.dumps({"error": str(error)}))
         return 1

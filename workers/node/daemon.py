@@ -208,15 +208,14 @@ class NodeDaemon:
         return sorted({*self._stores, *(folder.name for folder in (root.iterdir() if root.is_dir() else []))})
 
     async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
-        """Why the job `spec` cannot be trained on its corpus here, in a sentence; None if it can. `roots`: folders
-        below which jobs may read; None: anywhere."""
+        """Why the job `spec` cannot be trained on its corpus here, in a sentence; None if it can, or if that is not
+        known now. `roots`: folders below which jobs may read; None: anywhere."""
         allowed = DataRoots(None if roots is None else tuple(map(Path, roots)))
         try:
-            look = in_daemon_thread("data of a job", partial(allowed.check, JobSpec.model_validate(spec)))
-            await asyncio.wrap_future(look)
+            look = in_daemon_thread("data of a job", partial(allowed.problem_of_data, JobSpec.model_validate(spec)))
+            return await asyncio.wrap_future(look)
         except MantaError as error:
             return str(error)
-        return None
 
     async def listen_for_a_moment(self, count: int, seconds: float) -> ListeningPorts:
         """Accept connections on `count` of this node's ports for `seconds`, for others to try; returns which. Raises

@@ -124,6 +124,7 @@ class Failure:
         "peer_lost",
         "no_shared_memory",
         "bad_data",
+        "unreadable_data",
         "bad_checkpoint",
         "unreadable_checkpoint",
         "not_saved",

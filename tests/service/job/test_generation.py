@@ -256,6 +256,7 @@ def test_ranks_that_saved_their_state_have_ended_and_nobody_has_died():
         ("corrupt", "failed with E: m"),
         ("no_shared_memory", "m"),
         ("bad_data", "m"),
+        ("unreadable_data", "m"),
         ("bad_checkpoint", "m"),
         ("unreadable_checkpoint", "m"),
         ("not_saved", "m"),

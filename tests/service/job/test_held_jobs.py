@@ -206,6 +206,24 @@ def test_tokens_that_cannot_be_stored_are_waited_for_without_end_and_the_job_say
     assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
 
 
+def test_data_that_cannot_be_read_is_waited_for_without_end_and_the_job_says_so(two_replicas, cluster):
+    job, why = two_replicas(cluster, recovery={"max_restarts": 1}), "/data cannot be read on a now (Input/output error)"
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        for generation in (1, 2, 3, 4):
+            await job.watched(generation)
+            job.ranks[0].fail("unreadable_data", 2, why)
+        await job.watched(5)
+        await job.finish()
+
+    story(body)
+    assert job.message("held") == f"held until its data can be read: {why}. `manta cancel {job.id}` ends it"
+    assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
+
+
 @pytest.mark.parametrize("trouble", ["the folder is gone", "an error"])
 def test_job_that_has_succeeded_has_whatever_its_checkpoints_say(job, monkeypatch, trouble):
     async def body():

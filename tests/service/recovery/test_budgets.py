@@ -165,7 +165,10 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
 @pytest.mark.parametrize(
     ("cause", "kinds"),
     [
-        ("machine", ["killed", "hung", "straggler", "agent_lost", "peer_lost", "corrupt", "device_lost"]),
+        (
+            "machine",
+            ["killed", "hung", "straggler", "agent_lost", "peer_lost", "corrupt", "device_lost", "unreadable_data"],
+        ),
         ("user", ["exception", "bad_data", "not_finite", "spike"]),
         ("checkpoint", ["bad_checkpoint", "unreadable_checkpoint", "not_saved"]),
     ],

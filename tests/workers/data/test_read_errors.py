@@ -1,0 +1,202 @@
+"""A disk or mount that does not work says nothing about the files of a corpus: they are unreadable now, and not bad."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from engine_specs import spec
+
+from workers.config import DataConfig
+from workers.data import token_cache, token_process, trained_tokenizer
+from workers.data.corpus import ByteCorpus
+from workers.data.corpus_record import with_heads
+from workers.data.documents import raw_pieces_of, texts_of
+from workers.data.indexed_dataset import IndexedTokens
+from workers.data.prepare import open_corpus
+from workers.data.read_errors import read_error
+from workers.data.roots import ANYWHERE
+from workers.data.shards import Section, shards_of
+from workers.data.sources import CorpusFile, corpus_files
+from workers.data.token_cache import Watcher
+from workers.data.token_processes import tokenize_shards
+from workers.data.tokenizer import ByteTokenizer, file_tokenizer
+from workers.errors import DataError, DataNotStored, DataUnreadable
+
+OF_THE_STORAGE = [
+    errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV
+]  # fmt: skip
+OF_THE_FILE = [errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG]
+BROKEN = "/proc/self/mem"
+"""A regular file whose first bytes nobody can read: the system answers with EIO, as for a bad disk."""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """A file of a corpus."""
+    path = tmp_path / "mount" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"text": "a line"}\n' * 40)
+    return path
+
+
+@contextmanager
+def away(folder: Path, number: int = errno.EIO) -> Iterator[None]:
+    """Whatever is asked about `folder` and what is in it ends with an error of the system."""
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(path: Any, *args: Any, **more: Any) -> Any:
+            if isinstance(path, str | Path) and Path(path).is_relative_to(folder):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *args, **more)
+
+        return instead
+
+    of_paths = {name: failing(getattr(Path, name)) for name in ("open", "stat", "read_bytes")}
+    of_the_system = {name: failing(getattr(os, name)) for name in ("open", "scandir")}
+    with patch.multiple(Path, **of_paths), patch.multiple(os, **of_the_system):
+        yield
+
+
+@pytest.mark.parametrize("number", OF_THE_STORAGE)
+def test_an_error_of_the_storage_is_unreadable_and_the_sentence_says_what_where_and_what_helps(number):
+    error = read_error("/mount/a.txt", OSError(number, os.strerror(number)), "not a corpus")
+    assert isinstance(error, DataUnreadable)
+    assert str(error) == (
+        f"/mount/a.txt cannot be read on {socket.gethostname()} now ({os.strerror(number)}): "
+        "its disk or mount has to work again there"
+    )
+
+
+@pytest.mark.parametrize("number", OF_THE_FILE)
+def test_an_error_of_the_file_stays_bad_data(number):
+    error = OSError(number, os.strerror(number))
+    assert type(read_error("/a.txt", error)) is DataError
+    assert str(read_error("/a.txt", error)) == f"cannot be read: /a.txt ({os.strerror(number)})"
+    assert str(read_error("/a.txt", error, "no tokenizer")) == "no tokenizer"
+
+
+def jsonl(*paths: Path) -> DataConfig:
+    return DataConfig(source="jsonl", paths=tuple(map(str, paths)), tokenizer="bpe")
+
+
+READINGS: dict[str, Callable[[Path], object]] = {
+    "files": lambda file: corpus_files(jsonl(file)),
+    "files of a folder": lambda file: corpus_files(jsonl(file.parent)),
+    "beginnings": lambda file: with_heads([CorpusFile(str(file), 9)]),
+    "bytes": lambda file: ByteCorpus([CorpusFile(str(file), 9)]).read(0, 1),
+    "tokens": lambda file: IndexedTokens(file),
+    "known tokens": lambda file: IndexedTokens(file, ("uint16", 4)),
+    "description": lambda file: token_cache.describe([CorpusFile(str(file), 9)], jsonl(file), ByteTokenizer()),
+    "tokenizer": lambda file: file_tokenizer(jsonl(file), file),
+    "cuts": lambda file: shards_of([CorpusFile(str(file), 2**40)], jsonl(file), cuts_are_exact=True),
+    "pieces": lambda file: list(raw_pieces_of(Section(str(file), 0, 9, 9))),
+    "lines": lambda file: list(texts_of(Section(str(file), 0, 9, 9), jsonl(file), True)),
+    "lines before": lambda file: list(texts_of(Section(str(file), 5, 9, 9), jsonl(file), True)),
+    "corpus": lambda file: open_corpus(spec(data={"source": "text", "paths": [str(file)]})),
+}
+
+
+@pytest.mark.parametrize("what", READINGS)
+def test_whatever_reads_a_corpus_finds_it_unreadable_while_its_mount_is_away(file, what):
+    with away(file.parent), pytest.raises(DataUnreadable, match=rf"^{file.parent}.* cannot be read on .* now"):
+        READINGS[what](file)
+
+
+@pytest.mark.parametrize("what", READINGS)
+def test_a_file_that_is_gone_is_bad_data_as_before(file, what):
+    file.unlink()
+    file.parent.rmdir()
+    with pytest.raises(DataError) as caught:
+        READINGS[what](file)
+    assert not isinstance(caught.value, DataUnreadable)
+
+
+def test_a_corpus_that_goes_away_between_two_reads_is_unreadable(file, monkeypatch):
+    corpus = ByteCorpus([CorpusFile(str(file), file.stat().st_size)])
+    corpus.read(0, 9)
+
+    def stale(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched, pytest.raises(DataUnreadable, match=f"^{file} .*Stale file handle"):
+        patched.setattr(os, "pread", stale)
+        corpus.read(0, 9)
+    assert len(corpus.read(0, 9)) == 9, "and is the same as before once it is back"
+    corpus.close()
+
+
+def test_a_mount_on_which_nothing_may_be_asked_is_not_taken_for_missing_permission(file, monkeypatch):
+    stat = Path.stat
+
+    def twice(path: Path, **more: Any) -> os.stat_result:
+        if len(asked) == 1 and path == file:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))
+        return stat(path, **more)
+
+    asked: list[object] = []
+    monkeypatch.setattr(os, "access", lambda *_: bool(asked.append(1)))
+    monkeypatch.setattr(Path, "stat", twice)
+    with pytest.raises(DataUnreadable, match="Transport endpoint is not connected"):
+        corpus_files(jsonl(file))
+
+
+def test_a_parquet_file_that_the_disk_does_not_give_is_unreadable_and_a_wrong_one_is_bad(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    path.write_text("not parquet")
+    config = DataConfig(source="parquet", paths=(str(path),))
+    section = Section(str(path), 0, -1, 9)
+    with pytest.raises(DataError, match="is not a parquet file") as caught:
+        list(texts_of(section, config, True))
+    assert not isinstance(caught.value, DataUnreadable)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Error reading bytes from file. Detail: [errno 5] Input/output error")
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
+    with pytest.raises(DataUnreadable, match=rf"^{path} .*Input/output error"):
+        list(texts_of(section, config, True))
+
+
+def test_a_process_that_tokenizes_passes_it_on(tmp_path):
+    config = DataConfig(source="jsonl", paths=(BROKEN,), tokenizer="bytes")
+    digest = ByteTokenizer().digest
+    order = token_process.Order(config.model_dump(mode="json"), None, digest, "uint16", str(tmp_path))
+    with pytest.raises(DataUnreadable, match=rf"^{BROKEN} cannot be read on .* now \(Input/output error\)"):
+        tokenize_shards(order, {0: (Section(BROKEN, 0, 9, 9),)}, lambda: None, lambda counts: None, 1)
+
+
+def test_a_process_that_trains_a_tokenizer_passes_it_on(tmp_path):
+    order = {
+        "data": DataConfig(source="text", paths=(BROKEN,), tokenizer="bpe").model_dump(mode="json"),
+        "files": [BROKEN], "sizes": [9], "path": str(tmp_path / "tokenizer.json"),
+    }  # fmt: skip
+    with pytest.raises(DataUnreadable, match=rf"^{BROKEN} cannot be read on .* now \(Input/output error\)"):
+        trained_tokenizer._run(order, Watcher())
+
+
+def test_a_cache_whose_mount_is_away_when_it_is_locked_may_take_the_tokens_later(tmp_path, monkeypatch):
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(token_cache.fcntl, "flock", stale)
+    cannot = rf"the tokens cannot be kept in {tmp_path} \(Stale file handle\)"
+    with pytest.raises(DataNotStored, match=cannot), token_cache.locked(tmp_path, Watcher()):
+        pass
+
+
+def test_a_job_in_the_queue_is_not_refused_for_data_of_which_nothing_is_known(file):
+    job = spec(data={"source": "text", "paths": [str(file)]})
+    with away(file.parent):
+        assert ANYWHERE.problem_of_data(job) is None
+    file.unlink()
+    assert ANYWHERE.problem_of_data(job) == f"no such file or directory: {file}"

@@ -1,0 +1,38 @@
+"""What an error of the system says about a file of a job's data: that the file is not as it should be, or only that its
+disk or mount does not work now."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from workers.errors import DataError, DataUnreadable
+
+OF_THE_STORAGE = frozenset(
+    {
+        errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.ENOMEDIUM,
+        errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENOLINK, errno.ECOMM,
+        errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED,
+        errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET,
+    }
+)  # fmt: skip
+"""Errors of a device, or of the server behind a mount. They say nothing about what is stored there, unlike a name that
+does not exist or a missing permission."""
+
+
+def is_of_the_storage(error: OSError) -> bool:
+    """Whether the same file may be readable once its disk or mount works again."""
+    return error.errno in OF_THE_STORAGE
+
+
+def read_error(path: str | os.PathLike[str], error: OSError, otherwise: str | None = None) -> DataError:
+    """The error for an OSError in reading `path`: DataUnreadable if it is of the storage, otherwise DataError.
+
+    `otherwise`: the message of the latter.
+    """
+    why = error.strerror or error
+    if is_of_the_storage(error):
+        where = f"{os.fspath(path)} cannot be read on {socket.gethostname()} now"
+        return DataUnreadable(f"{where} ({why}): its disk or mount has to work again there")
+    return DataError(otherwise or f"cannot be read: {os.fspath(path)} ({why})")
