@@ -28,6 +28,10 @@ class WeightsError(DataError):
     """A folder of weights cannot be used; the message names the file, and the tensor or key."""
 
 
+class WeightsUnreadable(WeightsError, DataUnreadable):
+    """A folder of weights cannot be read now, for its disk or mount does not work."""
+
+
 class SharedMemoryError(MantaError):
     """The node's shared memory has no room for the snapshots; the message says how much is missing."""
 

@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 
-from workers.errors import DataError, DataUnreadable
+from workers.errors import DataError, DataUnreadable, WeightsError, WeightsUnreadable
 
 OF_THE_STORAGE = frozenset(
     {
@@ -31,8 +31,18 @@ def read_error(path: str | os.PathLike[str], error: OSError, otherwise: str | No
 
     `otherwise`: the message of the latter.
     """
-    why = error.strerror or error
     if is_of_the_storage(error):
-        where = f"{os.fspath(path)} cannot be read on {socket.gethostname()} now"
-        return DataUnreadable(f"{where} ({why}): its disk or mount has to work again there")
-    return DataError(otherwise or f"cannot be read: {os.fspath(path)} ({why})")
+        return DataUnreadable(_sentence(path, error))
+    return DataError(otherwise or f"cannot be read: {os.fspath(path)} ({error.strerror or error})")
+
+
+def weights_error(path: str | os.PathLike[str], error: OSError) -> WeightsError:
+    """The same for a file of weights, or their folder."""
+    if is_of_the_storage(error):
+        return WeightsUnreadable(_sentence(path, error))
+    return WeightsError(f"{os.fspath(path)} cannot be read: {error.strerror}")
+
+
+def _sentence(path: str | os.PathLike[str], error: OSError) -> str:
+    where = f"{os.fspath(path)} cannot be read on {socket.gethostname()} now"
+    return f"{where} ({error.strerror or error}): its disk or mount has to work again there"

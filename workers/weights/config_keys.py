@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from workers.data.read_errors import weights_error
 from workers.errors import WeightsError
 
 CONFIG = "config.json"
@@ -83,7 +84,7 @@ def read_config(folder: Path) -> Keys:
             f"{folder} has no {CONFIG}: name a folder as transformers' save_pretrained writes it"
         ) from None
     except OSError as error:
-        raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
+        raise weights_error(path, error) from error
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not valid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workers.config import JobSpec
+from workers.data.read_errors import is_of_the_storage, weights_error
 from workers.errors import WeightsError
 from workers.weights.mapping import TheirTensor, their_tensors
 
@@ -59,14 +59,23 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _is_there(path: Path) -> bool:
-    return os.path.exists(path)  # noqa: PTH110 - False also if the folder may not be entered, unlike in pathlib
+    """False also if the folder may not be entered, unlike in pathlib. Raises WeightsUnreadable."""
+    try:
+        path.stat()
+    except OSError as error:
+        if is_of_the_storage(error):
+            raise weights_error(path, error) from error
+        return False
+    except ValueError:
+        return False
+    return True
 
 
 def _listed(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
     except OSError as error:
-        raise WeightsError(f"{folder} cannot be read: {error.strerror}") from error
+        raise weights_error(folder, error) from error
 
 
 def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
@@ -131,7 +140,7 @@ def _weight_map(index: Path) -> dict[str, Path]:
         files = {name: index.parent / file for name, file in names.items()}
         inside = all(Path(file).name == file and file not in ("", "..") for file in names.values())
     except OSError as error:
-        raise WeightsError(f"{index} cannot be read: {error.strerror}") from error
+        raise weights_error(index, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index} is not an index of safetensors files: it needs an object weight_map") from error
     if not inside:
@@ -140,7 +149,7 @@ def _weight_map(index: Path) -> dict[str, Path]:
 
 
 def _header(file: Path) -> Iterator[FileTensor]:
-    if not file.is_file() and _is_there(file):
+    if _is_there(file) and not file.is_file():
         raise WeightsError(f"{file} is not a regular file")  # reading others may never end
     try:
         with file.open("rb") as stream:
@@ -151,7 +160,7 @@ def _header(file: Path) -> Iterator[FileTensor]:
             header = json.loads(stream.read(length))
             entries = [_entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"]
     except OSError as error:
-        raise WeightsError(f"{file} cannot be read: {error.strerror}") from error
+        raise weights_error(file, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{file} is not a safetensors file: its header makes no sense") from error
     for tensor, end in entries:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from workers.config import JobSpec
+from workers.data.read_errors import is_of_the_storage, weights_error
 from workers.errors import WeightsError
 from workers.parallel.tensor.shards import NamedShard
 from workers.weights.folder import FileTensor, tensors_of
@@ -99,4 +100,6 @@ def _cut(whole: object, tensor: TheirTensor, rows: tuple[int, int], columns: tup
 
 
 def _unreadable(here: FileTensor, error: Exception) -> WeightsError:
+    if isinstance(error, OSError) and is_of_the_storage(error):
+        return weights_error(here.file, error)
     return WeightsError(f"{here.file}: {here.name} cannot be read: {' '.join(str(error).split())}")

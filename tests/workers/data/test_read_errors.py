@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from engine_specs import spec
+from storage_away import away
 
 from workers.config import DataConfig
 from workers.data import token_cache, token_process, trained_tokenizer
@@ -47,24 +46,6 @@ def file(tmp_path) -> Path:
     path.parent.mkdir()
     path.write_text('{"text": "a line"}\n' * 40)
     return path
-
-
-@contextmanager
-def away(folder: Path, number: int = errno.EIO) -> Iterator[None]:
-    """Whatever is asked about `folder` and what is in it ends with an error of the system."""
-
-    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(path: Any, *args: Any, **more: Any) -> Any:
-            if isinstance(path, str | Path) and Path(path).is_relative_to(folder):
-                raise OSError(number, os.strerror(number), str(path))
-            return call(path, *args, **more)
-
-        return instead
-
-    of_paths = {name: failing(getattr(Path, name)) for name in ("open", "stat", "read_bytes")}
-    of_the_system = {name: failing(getattr(os, name)) for name in ("open", "scandir")}
-    with patch.multiple(Path, **of_paths), patch.multiple(os, **of_the_system):
-        yield
 
 
 @pytest.mark.parametrize("number", OF_THE_STORAGE)

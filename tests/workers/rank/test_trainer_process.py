@@ -23,6 +23,8 @@ from workers.errors import (
     ReplicaDiffers,
     SharedMemoryError,
     SpikeError,
+    WeightsError,
+    WeightsUnreadable,
 )
 from workers.liveness.flight_record import FlightRecord
 from workers.protocol.json_codec import to_json
@@ -55,6 +57,8 @@ def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
         (DataError("m"), "bad_data"),
         (DataNotStored("m"), "not_saved"),
         (DataUnreadable("m"), "unreadable_data"),
+        (WeightsError("m"), "bad_data"),
+        (WeightsUnreadable("m"), "unreadable_data"),
         (NonFiniteError("m"), "not_finite"),
         (SpikeError("m"), "spike"),
         (ReplicaDiffers("m"), "corrupt"),

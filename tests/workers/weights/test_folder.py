@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from storage_away import away
 from their_models import saved
 
 from workers.data.roots import DataRoots
-from workers.errors import DataError, WeightsError
+from workers.errors import DataError, WeightsError, WeightsUnreadable
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
-from workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of
+from workers.weights.config_keys import read_config
+from workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of, weight_files
 from workers.weights.submitted import with_shape_of_weights
 
 
@@ -96,6 +98,16 @@ def test_a_file_that_is_gone_is_named(sharded, copied):
     file = sorted(copied(sharded).glob("*.safetensors"))[1]
     file.unlink()
     assert f"{file} cannot be read: No such file" in sentence_about(file.parent)
+
+
+def test_weights_whose_mount_is_away_are_unreadable_and_refuse_no_job_in_the_queue(sharded, monkeypatch):
+    job = spec_of(sharded)
+    monkeypatch.setattr("workers.data.roots.check_data", lambda spec: None)
+    with away(sharded):
+        for read in (lambda: check_weights(job), lambda: weight_files(sharded), lambda: read_config(sharded)):
+            with pytest.raises(WeightsUnreadable, match=rf"^{sharded}.* cannot be read on .* \(Input/output error\)"):
+                read()
+        assert DataRoots().problem_of_data(job) is None
 
 
 @pytest.mark.parametrize(
