@@ -7,6 +7,7 @@ raises on the way, is known only here. Calls are sent as JSON (`workers/protocol
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -248,23 +249,41 @@ OrderEpoch = Callable[[str, str | None], int | None]
 way to end or move what a job has. Raises LeaseLost, LeaseUncertain if the call is not permitted."""
 
 
+class Calls(Protocol):
+    """How calls to what is on a node are made (`service.cluster.calls_to_nodes.CallsToNodes`)."""
+
+    async def answer(self, node: str | None, call: Callable[[], Awaitable[T]]) -> T:
+        """The answer to `call`. Raises AgentLost as soon as `node` is lost; None: not known."""
+        ...
+
+
 class RayAgent(RayActor):
     """An AgentClient over a Ray actor."""
 
     _protocol = PROTOCOL
     """The agent's epoch for orders, known once it has described itself."""
 
-    def __init__(self, ray: Any, actor: Any, job: str = "", epoch: OrderEpoch | None = None):
-        """`job`, `epoch`: the agent's job, and what calls carry; None: there are no leases."""
+    def __init__(
+        self,
+        ray: Any,
+        actor: Any,
+        job: str = "",
+        epoch: OrderEpoch | None = None,
+        calls: Calls | None = None,
+        node: str | None = None,
+    ):
+        """`job`, `epoch`: the agent's job, and what calls carry; None: there are no leases. `calls`: how they are made;
+        None: without a look at the nodes. `node`: where it is; None: not known until it has described itself."""
         super().__init__(ray, actor)
-        self._job, self._epoch = job, epoch
+        self._job, self._epoch, self._calls, self._node = job, epoch, calls, node
 
     async def _send(self, method: str, arguments: JsonObject) -> Any:
         epoch = None if self._epoch is None else self._epoch(self._job, method)
         if epoch is not None:
             arguments = {**arguments, EPOCH: epoch}
+        send = functools.partial(super()._send, method, arguments)
         try:
-            return await super()._send(method, arguments)
+            return await (send() if self._calls is None else self._calls.answer(self._node, send))
         except StaleOwner as error:
             raise LeaseLost(self._job) from error
 
@@ -276,7 +295,7 @@ class RayAgent(RayActor):
     async def describe(self) -> AgentDescription:
         answer = await self._call(AgentClient.describe)
         check_protocol(f"the agent {answer.pid} on {answer.host}", answer.protocol, _OTHER_AGENT)
-        self._protocol = answer.protocol
+        self._protocol, self._node = answer.protocol, answer.node or self._node
         return answer
 
     async def launch(self, order: LaunchOrder) -> Launched:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from typing import Any, TypeVar
 
 from service.cluster.agent_client import AgentClient, AgentError, OrderEpoch, RayAgent, within
+from service.cluster.calls_to_nodes import CallsToNodes
 from service.cluster.connection import RayConnection, detached
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat, Unit, agent_name, job_of
@@ -68,6 +69,7 @@ class Agents:
         self._ports = None if ports is None else str(ports)
         self._ray, self._nodes, self._paths = ray, nodes, paths
         self._class = ray.module.remote(AgentOnNode)
+        self._calls = CallsToNodes(nodes)
         self.epoch: OrderEpoch | None = None
         """What calls carry; None: there are no leases."""
 
@@ -102,13 +104,18 @@ class Agents:
         """The agents with these names; None for one that is gone."""
         actors = await self._ray.find(list(names))
         return [
-            RayAgent(self._ray.module, actor, str(job_of(name)), self.epoch) if actor is not None else None
+            None if actor is None else RayAgent(self._ray.module, actor, str(job_of(name)), self.epoch, self._calls)
             for name, actor in zip(names, actors, strict=True)
         ]
 
     async def node_of(self, agent: AgentClient) -> str | None:
         """The node on which Ray has placed `agent`; None if it has not yet."""
         return await self._ray.run(node_of_actor, self._ray.module, _actor(agent))
+
+    def fail_calls_to(self, node: str) -> None:
+        """Calls to agents on `node`, which is lost, fail from now on, those in progress too, whatever Ray says. Of an
+        agent that has not described itself the node is not known."""
+        self._calls.fail(node)
 
     async def kill(self, agents: Iterable[AgentClient | None]) -> None:
         """Kill these agents, and with them their trainers, without notice; agents that are gone are not an error."""
@@ -119,7 +126,7 @@ class Agents:
 
     async def end(self, agents: Iterable[AgentClient | None], keep_snapshots: bool) -> None:
         """Let agents (None: already gone) end their trainers, then kill them; an agent that is dead or does not answer
-        is only killed."""
+        is only killed, and nothing is waited for where the node is lost."""
         await asyncio.gather(*(self._end(agent, keep_snapshots) for agent in agents if agent is not None))
 
     async def _end(self, agent: AgentClient, keep_snapshots: bool) -> None:
@@ -145,7 +152,7 @@ class Agents:
             )
             home, installation, reports_lines = str(self._paths.home), self._paths.installation, bool(self._paths.logs)
             actor = options.remote(job, rank, home, installation, seat.group, self._ports, reports_lines)
-            agents.append(RayAgent(self._ray.module, actor, job, self.epoch))
+            agents.append(RayAgent(self._ray.module, actor, job, self.epoch, self._calls))
         return agents
 
     def _start_snapshot_holders(self, job: str, nodes: Sequence[str]) -> list[AgentClient]:
@@ -156,7 +163,7 @@ class Agents:
                 num_cpus=0, max_concurrency=CONCURRENCY, scheduling_strategy=affinity(node_id=node, soft=False)
             )
             holder = options.remote(job, 0, str(self._paths.home), self._paths.installation, "", self._ports)
-            holders.append(RayAgent(self._ray.module, holder))
+            holders.append(RayAgent(self._ray.module, holder, calls=self._calls, node=node))
         return holders
 
 

@@ -140,11 +140,13 @@ class Cluster:
         keep_keys(self.peak_flops, there)
 
     async def fail_calls_to(self, node: str) -> None:
-        """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not only when Ray finds out.
+        """Make calls to what is on `node`, which is lost, fail now: those to agents at once, the others, and what waits
+        in Ray, by telling it that all actors there are dead, which it would find out much later.
 
         Agents of jobs that another control plane owns are left to that one, which may still reach the node, and so is
         the node's daemon, since their trainers would end with it.
         """
+        self.agents.fail_calls_to(node)
         theirs = False
         for agent in await self.agents.find(await self.agents.names_on(node)):
             try:

@@ -169,11 +169,15 @@ class Gang:
             self.swap(replicas, standby)
         return standby is not None
 
-    async def give_up(self, replicas: Sequence[int]) -> None:
-        """End what is left of these replicas, and free their places. Their snapshots stay."""
+    async def give_up(self, replicas: Sequence[int], lost: Sequence[int] = ()) -> None:
+        """End what is left of these replicas, and free their places. Their snapshots stay. Agents of the ranks `lost`
+        among them have not answered: they are killed without being asked, since each question would wait again."""
         ranks = self.ranks_in(replicas)
         expected = given_back(await self.capacity(), [self.nodes.get(rank) for rank in ranks])
         places = [group for group in self._groups_of(replicas) if group != NOWHERE]
+        await self._cluster.agents.kill([self.agents[rank] for rank in lost])
+        for rank in lost:
+            self.agents[rank] = None
         await self._cluster.dismiss([self.agents[rank] for rank in ranks], places)
         await self._cluster.nodes.until_free(expected)
 

@@ -24,7 +24,7 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
     replicas = gang.replicas_of(lost)
     staying = [replica for replica in range(gang.layout.data) if replica not in replicas]
     job.departing.append(await gang.snapshot_holders_of(replicas))
-    await gang.give_up(replicas)
+    await gang.give_up(replicas, lost)
     has_room = room_for(gang.layout, await gang.capacity()) >= len(replicas)
     if has_room and await gang.place_replicas(generation, replicas, avoid):
         return True

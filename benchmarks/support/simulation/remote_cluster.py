@@ -185,6 +185,9 @@ class SimulatedAgents:
         """Its node."""
         return await self._asking.ask(SimulatedCluster.node_of, agent=_names([agent])[0])
 
+    def fail_calls_to(self, node: str) -> None:
+        """Nodes are not lost here."""
+
     async def kill(self, agents: Iterable[AgentClient | None]) -> None:
         """Without a word."""
         agents = list(agents)

@@ -71,6 +71,26 @@ def raising(error):
     return RayAgent(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)))
 
 
+def test_calls_go_to_the_node_that_the_agent_has_described():
+    """A rank that is placed again has another agent, so an agent stays where it is."""
+    asked = []
+
+    class Calls:
+        async def answer(self, node, call):
+            asked.append(node)
+            return await call()
+
+    async def body():
+        agent = over_ray(FakeAgent(node="n1"))
+        agent._calls = Calls()
+        await agent.snapshot_steps()
+        await agent.describe()
+        await agent.snapshot_steps()
+
+    asyncio.run(body())
+    assert asked == [None, None, "n1"]
+
+
 def test_orders_reports_and_answers_cross_with_their_types():
     async def body():
         there = FakeAgent()

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from service.cluster import agents as agents_module
-from service.cluster.agent_client import AgentError
+from service.cluster.agent_client import AgentError, AgentLost
 from service.cluster.agents import Agents
 from service.cluster.connection import RayConnection
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat
 from service.leases.errors import LeaseLost
+from tests.service.support.virtual_time import in_virtual_time
 from workers.paths import Paths
 from workers.system.ports import PortRange
 
@@ -131,6 +132,66 @@ def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
         return agent.actor.dead
 
     assert asyncio.run(body())
+
+
+async def on_nodes(agents, *nodes):
+    """Agents that have said that they are on these nodes, and do not answer any more."""
+    started = await agents.start("job_1", 1, {rank: Seat("one", rank) for rank in range(len(nodes))}, "manta_slot")
+
+    async def silent(method, arguments):
+        await asyncio.Event().wait()
+
+    for agent, node in zip(started, nodes, strict=True):
+        agent._node, agent.actor.call.remote = node, silent
+    return started
+
+
+def at_once_in_this_thread(agents):
+    async def run(function, *arguments, **named):
+        return function(*arguments, **named)
+
+    agents._ray.run = run
+
+
+@pytest.mark.parametrize("seconds", [0, 3], ids=["before", "meanwhile"])
+def test_nobody_waits_for_agents_on_a_lost_node_which_are_killed_all_the_same(agents, monkeypatch, seconds):
+    at_once_in_this_thread(agents)
+
+    async def body():
+        started = await on_nodes(agents, "a", "a", "a")
+        ending = asyncio.create_task(agents.end(started, keep_snapshots=True))
+        await asyncio.sleep(seconds)
+        agents._nodes.lost.add("a")
+        agents.fail_calls_to("a")
+        await ending
+        assert asyncio.get_running_loop().time() == seconds
+        assert all(agent.actor.dead for agent in started)
+
+    in_virtual_time(monkeypatch, body)
+
+
+def test_agents_that_do_not_answer_are_waited_for_at_the_same_time(agents, monkeypatch):
+    at_once_in_this_thread(agents)
+
+    async def body():
+        started = await on_nodes(agents, "a", "b", "b")
+        agents._nodes.lost.add("c")
+        agents.fail_calls_to("c")
+        await agents.end(started, keep_snapshots=True)
+        assert asyncio.get_running_loop().time() == 2 * agents_module.CLOSE_SECONDS
+
+    in_virtual_time(monkeypatch, body)
+
+
+def test_of_those_that_hand_out_snapshots_the_node_is_known_from_the_start(agents):
+    async def body():
+        holder, _ = await agents.start_snapshot_holders("job_1", ["a", "b"])
+        agents._nodes.lost.add("a")
+        with pytest.raises(AgentLost):
+            await holder.describe()
+        return holder.actor.calls
+
+    assert asyncio.run(body()) == []
 
 
 def test_answers_and_silences_are_by_rank_and_what_is_no_silence_is_raised():

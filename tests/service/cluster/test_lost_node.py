@@ -59,3 +59,17 @@ def test_of_agents_elsewhere_nothing_is_asked(cluster, monkeypatch):
     monkeypatch.setattr(cluster.agents, "find", lambda names: find(agents.extend(names) or names))
     asyncio.run(cluster.fail_calls_to("far"))
     assert len(agents) == 2
+
+
+def test_calls_to_agents_there_fail_before_ray_has_answered_anything(cluster, monkeypatch):
+    """Recoveries wait for them, and Ray may take a while, or not know the agents."""
+    done = []
+
+    async def names_on(node):
+        done.append("ray")
+        return []
+
+    monkeypatch.setattr(cluster.agents, "fail_calls_to", done.append)
+    monkeypatch.setattr(cluster.agents, "names_on", names_on)
+    asyncio.run(cluster.fail_calls_to("far"))
+    assert done == ["far", "ray"]

@@ -8,10 +8,12 @@ import pytest
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import resized
 from service.job.context import JobContext
+from service.job.gang import NOWHERE
 from service.job.lost_agents import place_all, replace_lost
 from service.recovery.budgets import AVOID_FAILURES, PastFailure
 from service.store import events
 from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.virtual_time import in_virtual_time
 
 TWO_REPLICAS = {"parallel": {"tensor": 2, "data": 2}}
 
@@ -76,6 +78,29 @@ def test_replica_whose_node_is_lost_goes_elsewhere(placed):
     assert replace(job, lost=(2, 3))
     assert nodes_of(job) == ["one", "one", "three", "three"]
     assert [departing.agents for departing in job.departing] == [[]], "nobody is there who could be asked"
+
+
+@pytest.mark.parametrize("gone", ["node", "place"])
+def test_agents_that_did_not_answer_are_killed_and_not_asked_again(placed, gone, monkeypatch):
+    """Each would be waited for once more. The others of the replica end their trainers first."""
+    job = placed()
+    silent, other = before = job.gang.agents[2:]
+    silent.lost = False
+    silent.silence()
+    if gone == "place":
+        job.gang.groups[1] = NOWHERE
+        del job.cluster.nodes.slots["two"]
+    else:
+        job.cluster.nodes.lost.add("two")
+
+    async def body():
+        assert await replace_lost(job, [2], 2, [])
+        assert asyncio.get_running_loop().time() == 0
+
+    in_virtual_time(monkeypatch, body)
+    assert (silent.stops, other.stops) == (0, 1)
+    assert not set(before) & set(job.cluster.agents.living.values())
+    assert nodes_of(job) == ["one", "one", "three", "three"]
 
 
 @pytest.mark.parametrize("elastic", [True, False])

@@ -297,6 +297,9 @@ class FakeAgents:
     async def node_of(self, agent):
         return agent.node
 
+    def fail_calls_to(self, node):
+        """Calls fail once the agents there are killed."""
+
     async def kill(self, agents):
         for agent in agents:
             if agent is not None:

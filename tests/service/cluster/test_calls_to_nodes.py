@@ -1,0 +1,71 @@
+"""Calls to what is on a node end with the node, whatever Ray says."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster.agent_client import AgentLost, AgentSilent, within
+from service.cluster.calls_to_nodes import CallsToNodes
+from tests.service.support.virtual_time import in_virtual_time
+
+
+@pytest.fixture
+def nodes():
+    return SimpleNamespace(lost=set())
+
+
+async def never():
+    await asyncio.Event().wait()
+
+
+async def soon():
+    await asyncio.sleep(1)
+    return "answer"
+
+
+def test_calls_in_progress_fail_the_moment_their_node_is_lost_and_others_go_on(nodes, monkeypatch):
+    async def body():
+        calls, loop = CallsToNodes(nodes), asyncio.get_running_loop()
+        gone = [asyncio.create_task(calls.answer("a", never)) for _ in range(3)]
+        others = [asyncio.create_task(calls.answer(node, soon)) for node in ("b", None)]
+        await asyncio.sleep(0.5)
+        calls.fail("a")
+        calls.fail("a")
+        outcomes = await asyncio.gather(*gone, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [AgentLost] * 3 and loop.time() == 0.5
+        assert (outcomes[0].kind, str(outcomes[0])) == ("NodeLost", "node a is lost")
+        assert await asyncio.gather(*others) == ["answer"] * 2
+        assert calls._waiting == {}
+
+    in_virtual_time(monkeypatch, body)
+
+
+def test_nothing_is_called_on_a_node_while_it_is_lost(nodes, monkeypatch):
+    async def body():
+        calls = CallsToNodes(nodes)
+        nodes.lost = {"a"}
+        with pytest.raises(AgentLost):
+            await calls.answer("a", lambda: pytest.fail("it was called"))
+        nodes.lost.clear()
+        calls.fail("b")
+        assert await calls.answer("a", soon) == "answer"
+
+    in_virtual_time(monkeypatch, body)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ValueError])
+def test_what_the_call_itself_raises_is_raised(nodes, error):
+    async def wrong():
+        raise error
+
+    with pytest.raises(error):
+        asyncio.run(CallsToNodes(nodes).answer("a", wrong))
+
+
+def test_who_waits_for_a_limited_time_hears_that_there_was_no_answer(nodes, monkeypatch):
+    async def body():
+        with pytest.raises(AgentSilent):
+            await within(10, CallsToNodes(nodes).answer("a", never))
+
+    in_virtual_time(monkeypatch, body)
