@@ -39,7 +39,7 @@ class Rank(RankPlace):
     device: str | None
     """Device that it runs on."""
     pid: int | None
-    """Process id of its trainer."""
+    """Process id of its trainer; null if none runs."""
     generation: int
     """Generation of its trainer."""
     state: str

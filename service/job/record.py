@@ -191,6 +191,10 @@ class JobRecord:
         """Record that a trace cannot begin."""
         await self.write(lambda s: step_traces.fail(s, self.id, number, why))
 
+    async def note_ended(self, lost: Sequence[int] | None = None) -> None:
+        """Record that these ranks (None: all) have no process any more, though they did not report it."""
+        await self.write(lambda s: ranks.end_all(s, self.id) if lost is None else ranks.end(s, self.id, lost))
+
     async def note_held(self, why: str) -> None:
         """Record why the next generation is not begun; in an event, once until a step is committed."""
 
@@ -218,7 +222,7 @@ class JobRecord:
 
         def end(session: Session) -> None:
             job = jobs.get(session, self.id, lock=True)
-            ranks.set_all(session, self.id, "exited")
+            ranks.end_all(session, self.id)
             if state != JobState.CANCELLED and job.state == JobState.CANCELLING:
                 jobs.transition(session, self.id, JobState.CANCELLED)
                 job.memory_kept_until = None if memory_kept_until is None else time.time()
@@ -237,7 +241,7 @@ class JobRecord:
 
         def pause(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
-            ranks.set_all(session, self.id, "exited")
+            ranks.end_all(session, self.id)
             return job.state != JobState.CANCELLING and _pause(session, job)
 
         return await self.write(pause)
@@ -258,7 +262,7 @@ class JobRecord:
 
         def queue(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
-            ranks.set_all(session, self.id, "exited")
+            ranks.end_all(session, self.id)
             if job.state == JobState.CANCELLING:
                 return False
             if job.state == JobState.PAUSING:
@@ -276,7 +280,7 @@ class JobRecord:
 
         def queue(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
-            ranks.set_all(session, self.id, "exited")
+            ranks.end_all(session, self.id)
             if job.state == JobState.CANCELLING:
                 return False
             pauses = job.state == JobState.PAUSING

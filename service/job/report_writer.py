@@ -213,7 +213,7 @@ class ReportWriter:
         trace_requests.note_profiled(session, *about, base64.b85decode(profiled.content))
 
     def _exit(self, session: Session, report: Report, _: None) -> None:
-        ranks.set_state(session, self._job_id, self._generation, report.rank, "exited")
+        ranks.set_state(session, self._job_id, self._generation, report.rank, ranks.EXITED)
 
     def _event(self, session: Session, report: Report, event: Event) -> None:
         events.append(

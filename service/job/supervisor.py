@@ -301,6 +301,8 @@ class Supervisor:
     async def _recover(self, action: Recover) -> Action:
         """Start another generation, with other agents for ranks that lost theirs, or give up the job."""
         await self._record.note_state(JobState.RECOVERING)  # again, since a last report may have been of the first step
+        if action.agents_lost:  # it may be held back, or held, for long before the next launch records them again
+            await self._record.note_ended(action.agents_lost)
         job, lives = await self._record.job(), await self._record.generations()
         culprit, failed = action.culprit, action.failed_launch
         progressed = bool(lives) and lives[-1].first_step_at is not None and failed is None
@@ -364,6 +366,7 @@ class Supervisor:
         """Give up all places, keep the snapshots, and place the whole gang again."""
         failures = self._job.failures(await self._record.generations(), launch.incident)
         holders = await self._gang.release()  # on all nodes that it has been on, so that no others are needed
+        await self._record.note_ended()
         self._dismiss_departing()
         self._job.departing.append(holders)
         await place_all(self._job, (await self._record.job()).generation + 1, failures)

@@ -13,6 +13,9 @@ from service.store import jobs
 from service.store.tables import Job, Rank
 from service.store.types import Reader
 
+EXITED = "exited"
+"""State of a rank without a process."""
+
 
 def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> None:
     """Replace all of the job's ranks with `rows`.
@@ -26,7 +29,7 @@ def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> No
 
 
 def set_state(session: Session, job_id: str, generation: int, rank: int, state: str, *, pid: int | None = None) -> bool:
-    """Record what a rank is doing, and its trainer's process id if `pid` is given.
+    """Record what a rank is doing, and its trainer's process id if `pid` is given; one that has exited has none.
 
     Returns False, without any change, if the job is in a higher generation or has no such rank. Raises JobNotFound.
     """
@@ -34,14 +37,24 @@ def set_state(session: Session, job_id: str, generation: int, rank: int, state: 
     if row is None or generation < max(row.generation, jobs.get(session, job_id).generation):
         return False
     row.state, row.generation = state, generation
-    if pid is not None:
+    if state == EXITED:  # another process may have the number by now
+        row.pid = None
+    elif pid is not None:
         row.pid = pid
     return True
 
 
-def set_all(session: Session, job_id: str, state: str) -> None:
-    """Set the state of all ranks of a job, such as `exited` after its end; their processes are gone."""
-    session.execute(update(Rank).where(Rank.job_id == job_id).values(state=state, pid=None))
+def end_all(session: Session, job_id: str) -> None:
+    """All ranks of a job have exited; their processes are gone."""
+    session.execute(update(Rank).where(Rank.job_id == job_id).values(state=EXITED, pid=None))
+
+
+def end(session: Session, job_id: str, lost: Iterable[int]) -> None:
+    """These ranks of a job have lost their agents, and their processes with them."""
+    for rank in lost:
+        row = session.get(Rank, (job_id, rank))
+        if row is not None:
+            row.state, row.pid = EXITED, None
 
 
 def of_job(session: Session, job_id: str) -> list[Rank]:

@@ -104,7 +104,7 @@ def pause(session: Session, job_id: str) -> bool:
         f"it ran when the backup was made, and nothing of it runs now: `manta resume {job_id}` continues it from its "
         "newest state, where it is not over"
     )
-    ranks.set_all(session, job_id, "exited")
+    ranks.end_all(session, job_id)
     jobs.transition(session, job_id, JobState.PAUSED, RESTORED, message)
     return True
 

@@ -116,7 +116,7 @@ def test_what_cannot_be_asked_is_said(running, agents, store, submit, job):
     del agents["a0"]
     with pytest.raises(RankSilent, match="its agent is gone"):
         asyncio.run(running.stack(job, 0))
-    store.write(lambda session: ranks.set_all(session, job, "exited"))
+    store.write(lambda session: ranks.end_all(session, job))
     queued = submit().id
     for about in (job, queued):
         with pytest.raises(NoRanks, match="no ranks that run"):

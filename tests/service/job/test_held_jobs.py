@@ -94,6 +94,28 @@ def test_job_is_held_and_goes_on_by_itself_once_its_checkpoint_can_be_read(job):
     assert (job.row.state, job.row.restarts, states(job)) == ("SUCCEEDED", 1, ["complete"])
 
 
+@pytest.mark.parametrize("how", ["dies", "is_lost", "goes_down_with_all"])
+def test_rank_that_does_not_run_has_no_pid_while_the_job_is_held(job, how):
+    async def body():
+        await run_and_lose_all(job)
+        if how == "is_lost":
+            job.ranks[1].lose()
+        elif how == "goes_down_with_all":  # as after `manta down`
+            await job.die_with_control_plane()
+            for agent in list(job.cluster.agents.living.values()):
+                agent.lose()
+            job.cluster.agents.living.clear()
+            job.supervise(None)
+        await job.waited(2)
+        assert (job.row.reason, job.rank_states, job.pids) == ("held", ["exited"] * 4, [None] * 4)
+        bring_back(job)
+        await job.watched(2)
+        assert all(job.pids)
+        await job.finish()
+
+    story(body)
+
+
 def test_cancel_ends_a_held_job_at_once(job, monkeypatch):
     monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 1000.0)
     monkeypatch.setattr(durable_state, "LONGEST_HOLD_SECONDS", 1000.0)

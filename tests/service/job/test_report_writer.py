@@ -209,7 +209,7 @@ def test_rank_is_running_with_its_pid_until_it_has_exited(store, started, take):
     assert (rank.state, rank.pid) == ("running", 42)
     take("exit", 2, code=None, signal=9)
     (rank,) = read(store, lambda s: ranks.of_job(s, started.id))
-    assert rank.state == "exited"
+    assert (rank.state, rank.pid) == ("exited", None)
 
 
 def saved(store, job):

@@ -84,8 +84,8 @@ def test_ranks_are_replaced_as_a_whole(store, started):
     assert store.write(lambda session: ranks.set_state(session, started.id, 2, 0, "exited"))
     with store.read() as session:
         listed = ranks.of_job(session, started.id)
-    assert [(row.rank, row.state, row.pid) for row in listed] == [(0, "exited", 0), (1, "running", 41)]
-    store.write(lambda session: ranks.set_all(session, started.id, "exited"))
+    assert [(row.rank, row.state, row.pid) for row in listed] == [(0, "exited", None), (1, "running", 41)]
+    store.write(lambda session: ranks.end_all(session, started.id))
     with store.read() as session:
         assert {(row.state, row.pid) for row in ranks.of_job(session, started.id)} == {("exited", None)}
 

@@ -30,8 +30,15 @@ def test_ranks_are_replaced_and_ended_for_one_job_alone(store, two):
     first, second = two
     store.write(lambda s: ranks.replace(s, first, rows(1, 2)))
     assert (states(store, first), len(states(store, second))) == ([(0, "running", 7, 2)], 2)
-    store.write(lambda s: ranks.set_all(s, first, "exited"))
+    store.write(lambda s: ranks.end_all(s, first))
     assert states(store, first) == [(0, "exited", None, 2)]
+    assert states(store, second) == [(0, "running", 7, 1), (1, "running", 7, 1)]
+
+
+def test_ranks_that_are_lost_have_no_process_and_the_others_keep_theirs(store, two):
+    first, second = two
+    store.write(lambda s: ranks.end(s, first, [0, 2, 7]))
+    assert states(store, first) == [(0, "exited", None, 1), (1, "running", 7, 1), (2, "exited", None, 1)]
     assert states(store, second) == [(0, "running", 7, 1), (1, "running", 7, 1)]
 
 
