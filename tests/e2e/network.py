@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol
 
 
 class Closable(Protocol):
@@ -77,6 +79,28 @@ class Cable:
     def put_back(self) -> None:
         """As before."""
         _ip("link", "set", self._here, "up")
+
+    @contextmanager
+    def cut(self, way: Literal["both", "output", "input"] = "both") -> Iterator[None]:
+        """Until the end nothing gets through, or nothing that leaves the machine, or nothing that is sent to it; nobody
+        is told."""
+        if way == "both":
+            self.pull()
+        else:
+            device = "oif" if way == "output" else "iif"
+            chain = f"type filter hook {way} priority 0; policy drop; {device} lo accept;"
+            self._nft(f"table inet lost {{ chain packets {{ {chain} }}; }}")
+        try:
+            yield
+        finally:
+            if way == "both":
+                self.put_back()
+            else:
+                self._nft("delete table inet lost")
+
+    def _nft(self, rules: str) -> None:
+        inside = ["ip", "netns", "exec", self.namespace, "nft", "-f", "-"]
+        subprocess.run(inside, input=rules, text=True, check=True, capture_output=True)
 
     def close(self) -> None:
         """Remove the namespace, once nobody lives there."""
