@@ -15,24 +15,27 @@ from service.store import StepTrace
 from workers.protocol.messages import TraceOrder
 
 ASK_SECONDS = 10.0
-AGAIN_SECONDS = 2.0
-"""Seconds before it is asked again, if the first rank could not pass it on: it is still starting, or its agent is
-silent."""
+FIRST_WAIT_SECONDS = 0.05
+LONGEST_WAIT_SECONDS = 2.0
+"""Seconds before the first rank is asked again, if it could not pass a trace on: it is still starting, and its steps
+may be short, or its agent is silent. Each wait is twice as long as the one before."""
 
 
 async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
     """Have the ranks of `running` record requested traces. Until cancelled."""
     passed: set[int] = set()
+    wait = FIRST_WAIT_SECONDS
     while True:
         job.trace_wanted.clear()
         waiting = [each for each in await job.record.wanted_traces() if each.number not in passed]
         for each in waiting:
             if await _passed_on(job, running, each):
                 passed.add(each.number)
-        seconds = AGAIN_SECONDS if any(each.number not in passed for each in waiting) else None
+        again = any(each.number not in passed for each in waiting)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(wait if again else None):
                 await job.trace_wanted.wait()
+        wait = min(2 * wait, LONGEST_WAIT_SECONDS) if again else FIRST_WAIT_SECONDS
 
 
 async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:

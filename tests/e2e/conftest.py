@@ -158,7 +158,7 @@ class Manta:
                 return None
 
         self.pids(job)  # an agent that still starts would take a fault without saying so in time
-        return self.until("the fault being taken", taken)
+        return self.until("the fault being taken", taken, every=OFTEN_SECONDS)
 
     def hold(self, job: str, rank: int, step: int = MIDDLE, seconds: float = HOLD_SECONDS) -> None:
         """Wait until the job has committed `step`; from then on each step takes `seconds`, until the process of
@@ -204,7 +204,7 @@ class Manta:
 
     def pids(self, job: str) -> list[int]:
         """Process ids of the trainers by rank, as `/ranks` tells them; all of them are there."""
-        return self.until("all ranks", lambda: self._all_pids(job))
+        return self.until("all ranks", lambda: self._all_pids(job), every=OFTEN_SECONDS)
 
     def _all_pids(self, job: str) -> list[int] | None:
         pids = [rank.pid for rank in self.client.ranks(job).items]

@@ -52,7 +52,10 @@ def test_one_that_is_interrupted_while_it_loads_ends_in_the_same_word(tmp_path, 
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(SWALLOWED)
     hidden = (
-        f"import sys, api.cli; sys.path.insert(0, {str(tmp_path)!r}); api.cli.__path__.insert(0, {str(file.parent)!r})"
+        "import signal, sys, api.cli; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); api.cli.__path__.insert(0, {str(file.parent)!r}); "
+        # A shell has what it starts in the background ignore SIGINT, these tests among it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)"
     )
     ended = subprocess.run([sys.executable, "-c", f"{hidden}; {program}"], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")

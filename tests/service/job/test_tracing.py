@@ -15,7 +15,8 @@ RECORDING = PackedRecording("x", 3)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(tracing, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(tracing, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(tracing, "LONGEST_WAIT_SECONDS", 0.02)
 
 
 @pytest.fixture
