@@ -22,7 +22,7 @@ from service.job.report_writer import ReportWriter
 from service.job.resume import newest_state
 from service.job.tracing import pass_traces_on
 from service.recovery.durable_state import beginning_of
-from service.store.ranks import EXITED
+from service.store.ranks import EXITED, RUNNING, STARTING
 from workers.comm.grid import RankGrid
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
@@ -31,8 +31,6 @@ from workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, R
 from workers.protocol.reports import Report
 from workers.threads import decided_threads, threads_of, with_threads
 
-STARTING, RUNNING = "starting", "running"
-"""States of a rank, beside EXITED."""
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()

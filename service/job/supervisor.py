@@ -37,7 +37,7 @@ from service.job.changes import Stay, WaitInQueue, carry_out, standby_of
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.incident import Incident
-from service.job.launch import STARTING, LaunchFailed, finish_launch, launch_generation, watch_generation
+from service.job.launch import LaunchFailed, finish_launch, launch_generation, watch_generation
 from service.job.leave import ask_to_save, keep_time, leave
 from service.job.lost_agents import place_all, replace_lost
 from service.job.planning import plan_generation
@@ -62,6 +62,8 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 20.0
 # Seconds after which an agent that is arming a fault counts as dead.
 INJECT_SECONDS = 10.0
+_HELD_UNTIL = {NOT_SAVED: "this is possible", UNREADABLE_DATA: "its data can be read"}
+"""What a job is held for, by the kind of its failure."""
 
 
 class Supervisor:
@@ -239,7 +241,7 @@ class Supervisor:
                 death = Death(lost[0], "agent_lost", message="lost its agent while the control plane was away")
                 return Recover(death, tuple(lost), RecoveryTimeline(time.time()))
             return Launch("the control plane was restarted during a launch", counts=True)
-        if not lost and any(row.state == STARTING for row in rows):
+        if not lost and any(row.state == ranks.STARTING for row in rows):
             await finish_launch(self._job, job.generation, about)
         await self._watch_adopted(job.generation, lost, about)
         if job.state == JobState.RESIZING and not self._job.no_room:
@@ -320,11 +322,8 @@ class Supervisor:
             older = len((await known_checkpoints(self._job)).checkpoints) > 1
             about = (lives[-1].resume_step, culprit.message, older, self._job.has_snapshots)
             await self._record.note_held(hold_sentence(job.id, *about))
-        elif culprit.kind == NOT_SAVED and decision.wait_seconds:
-            until = f"held until this is possible: {culprit.message}. `manta cancel {job.id}` ends it"
-            await self._record.note_held(until)
-        elif culprit.kind == UNREADABLE_DATA and decision.wait_seconds:
-            until = f"held until its data can be read: {culprit.message}. `manta cancel {job.id}` ends it"
+        elif culprit.kind in _HELD_UNTIL and decision.wait_seconds:
+            until = f"held until {_HELD_UNTIL[culprit.kind]}: {culprit.message}. `manta cancel {job.id}` ends it"
             await self._record.note_held(until)
         if decision.wait_seconds:
             await self._hold_back(decision.wait_seconds, culprit)

@@ -13,8 +13,8 @@ from service.store import jobs
 from service.store.tables import Job, Rank
 from service.store.types import Reader
 
-EXITED = "exited"
-"""State of a rank without a process."""
+STARTING, RUNNING, EXITED = "starting", "running", "exited"
+"""States of a rank; one that has exited has no process."""
 
 
 def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -51,10 +51,8 @@ def end_all(session: Session, job_id: str) -> None:
 
 def end(session: Session, job_id: str, lost: Iterable[int]) -> None:
     """These ranks of a job have lost their agents, and their processes with them."""
-    for rank in lost:
-        row = session.get(Rank, (job_id, rank))
-        if row is not None:
-            row.state, row.pid = EXITED, None
+    of_lost = Rank.job_id == job_id, Rank.rank.in_(lost)
+    session.execute(update(Rank).where(*of_lost).values(state=EXITED, pid=None))
 
 
 def of_job(session: Session, job_id: str) -> list[Rank]:

@@ -25,10 +25,11 @@ import numpy.typing as npt
 
 from workers.config import DataConfig
 from workers.data.documents import Text, raw_pieces_of, texts_of
+from workers.data.process_errors import answer_of
 from workers.data.shards import Section
 from workers.data.sources import is_compressed, kind_of_file
 from workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
-from workers.errors import DataError, DataUnreadable
+from workers.errors import DataError, DataNotStored
 from workers.system.parent_death import ParentDeathSignal
 
 if TYPE_CHECKING:
@@ -100,14 +101,12 @@ def main(parent: int, requests: IO[str], answers: IO[str]) -> int:
             asked = json.loads(line)
             sections = [Section(**section) for section in asked["sections"]]
             answer(asdict(writer.write(int(asked["shard"]), sections)))
-    except DataUnreadable as error:
-        answer({"unreadable": str(error)})
-        return 1
     except DataError as error:
-        answer({"error": str(error)})
+        answer(answer_of(error))
         return 1
     except OSError as error:
-        answer({"not_stored": f"cannot write tokens: {error.filename or order.folder} ({error.strerror or error})"})
+        why = f"cannot write tokens: {error.filename or order.folder} ({error.strerror or error})"
+        answer(answer_of(DataNotStored(why)))
         return 1
     return 0
 

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
+from workers.data.process_errors import raise_answered
 from workers.data.shards import Shard
 from workers.data.token_process import Order, ShardResult
-from workers.errors import DataError, DataNotStored, DataUnreadable
+from workers.errors import DataError
 from workers.liveness.process_state import process_state
 
 LOOK_SECONDS = 0.5
@@ -143,12 +144,7 @@ class _Work:
             self._take(worker, json.loads(line))
 
     def _take(self, worker: _Worker, answer: dict[str, Any]) -> None:
-        if "error" in answer:
-            raise DataError(answer["error"])
-        if "not_stored" in answer:
-            raise DataNotStored(answer["not_stored"])
-        if "unreadable" in answer:
-            raise DataUnreadable(answer["unreadable"])
+        raise_answered(answer)
         if "number" in answer:
             self._results.append(ShardResult(**answer))
             self._give_next(worker)

@@ -23,11 +23,12 @@ from typing import Any
 
 from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, TRAINED_VOCABULARY, DataConfig
 from workers.data.documents import texts_of
+from workers.data.process_errors import answer_of, raise_answered
 from workers.data.shards import Section, Shard, shards_of
 from workers.data.sources import CorpusFile, in_words
 from workers.data.token_cache import FORMAT, Watcher, describe, key_of, locked
 from workers.data.tokenizer import FILE_NAME, ByteTokenizer, library
-from workers.errors import DataError, DataNotStored, DataUnreadable
+from workers.errors import DataError, DataNotStored
 from workers.liveness.process_state import process_state
 from workers.system.parent_death import ParentDeathSignal
 
@@ -132,33 +133,23 @@ def _run(order: dict[str, Any], watcher: Watcher) -> None:
         finally:
             process.kill()
         said = process.stdout.read() if process.stdout is not None else ""
-    answer = json.loads(said) if said else {}
-    if "not_stored" in answer:
-        raise DataNotStored(answer["not_stored"])
-    if "unreadable" in answer:
-        raise DataUnreadable(answer["unreadable"])
-    if answer:
-        raise DataError(answer["error"])
+    raise_answered(json.loads(said) if said else {})
     if process.returncode:
         raise DataError(f"the process that trains the tokenizer ended with exit code {process.returncode}")
 
 
 def main(parent: int, order: dict[str, Any]) -> int:
-    """Carry out an order; errors are written to stdout as `{"error"}`, `{"unreadable"}` or
-    `{"not_stored"}`."""
+    """Carry out an order; errors are written to stdout, see `answer_of`."""
     ParentDeathSignal().arm(parent)
     files = [CorpusFile(path, size) for path, size in zip(order["files"], order["sizes"], strict=True)]
     try:
         train(files, DataConfig.model_validate(order["data"]), Path(order["path"]))
-    except DataUnreadable as error:
-        print(json.dumps({"unreadable": str(error)}))
-        return 1
     except DataError as error:
-        print(json.dumps({"error": str(error)}))
+        print(json.dumps(answer_of(error)))
         return 1
     except OSError as error:
-        where = error.filename or order["path"]
-        print(json.dumps({"not_stored": f"the tokenizer cannot be kept: {where} ({error.strerror or error})"}))
+        why = f"the tokenizer cannot be kept: {error.filename or order['path']} ({error.strerror or error})"
+        print(json.dumps(answer_of(DataNotStored(why))))
         return 1
     return 0
 
