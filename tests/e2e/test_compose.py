@@ -84,6 +84,11 @@ def spec_of(installation, layout):
     )
 
 
+def with_daemon(engine):
+    """The containers in which ranks can run."""
+    return {name for name in engine.names() if "ray::NodeDaemon" in [each.name() for each in engine.processes(name)]}
+
+
 def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(installation, engine):
     installation.until("both workers", lambda: installation.client.cluster().totals["free"] == SLOTS * len(WORKERS))
     document = json.dumps(spec_of(installation, PAIR))
@@ -97,8 +102,8 @@ def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(inst
     assert lost.data["ranks"] == [0] and installation.client.job(job).restarts == 1
     assert recovered.data["steps_redone"] <= 1
     assert recovered.data["source"] == "memory", "that of the rank on the other worker is the same"
-    with_daemon = {name for name in engine.names() if "ray::NodeDaemon" in [p.name() for p in engine.processes(name)]}
-    assert with_daemon == set(WORKERS), "ranks run neither on the head nor beside a control plane"
+    installation.until("a daemon on each worker", lambda: with_daemon(engine) >= set(WORKERS))
+    assert with_daemon(engine) == set(WORKERS), "ranks run neither on the head nor beside a control plane"
     undisturbed = installation.submit(spec_of(installation, (1, 1, 1)))
     installation.until_state(undisturbed, "SUCCEEDED")
     assert installation.curve(job) == installation.curve(undisturbed)
