@@ -9,13 +9,12 @@ stored in one too: a document encoded in pieces is several sequences.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +26,6 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
 _TYPES: dict[int, npt.DTypeLike] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Token types by Megatron's number; its floating-point types cannot be tokens."""
-MOST_RESIDENT_BYTES = 2**26
-"""Bytes of a mapping that may be resident in the process, which would otherwise grow with everything that it reads."""
-_FAULT_BYTES = 2**16
-"""Bytes that the kernel maps around a byte that is read."""
 _NUMBERS = {np.dtype(name): number for number, name in _TYPES.items()}
 
 
@@ -118,7 +113,10 @@ def _begins(lengths: npt.NDArray[np.int32], dtype: np.dtype) -> npt.NDArray[np.i
 
 
 class IndexedTokens:
-    """The tokens of a dataset as one row, mapped into memory. Stays readable when its files are deleted."""
+    """The tokens of a dataset as one row. Stays readable when its files are deleted.
+
+    Read and not mapped: where a disk does not work, reading raises, and touching a mapping kills the process.
+    """
 
     def __init__(self, prefix: str | Path, known: tuple[str, int] | None = None):
         """`known`: type and number of the tokens, if the index need not be read for them. Raises DataError if the files
@@ -130,42 +128,46 @@ class IndexedTokens:
         else:
             self._dtype, self._length = np.dtype(known[0]), known[1]
         _check_size(prefix, self._dtype, self._length)
-        self._memory: mmap.mmap | None = None
-        self._resident = 0
-        if self._length:
-            try:
-                with Path(f"{prefix}.bin").open("rb") as file:
-                    self._memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            except OSError as error:
-                raise read_error(f"{prefix}.bin", error) from error
-        self._tokens = np.frombuffer(self._memory or b"", self._dtype)
+        try:
+            self._file = Path(f"{prefix}.bin").open("rb", buffering=0)  # noqa: SIM115 - open as long as the row
+        except OSError as error:
+            raise read_error(f"{prefix}.bin", error) from error
 
     def __len__(self) -> int:
         """Number of tokens."""
         return self._length
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, start + length) as int64. Raises IndexError outside the row."""
+        """Tokens [start, start + length) as int64. Raises IndexError outside the row, DataError if the file was
+        truncated, DataUnreadable if its disk or mount does not work."""
         if start < 0 or start + length > self._length:
             raise IndexError(f"tokens {start} to {start + length} of a row of {self._length}")
-        self._resident += max(length * self._dtype.itemsize, _FAULT_BYTES)
-        if self._resident > MOST_RESIDENT_BYTES and self._memory is not None:
-            # The file stays in the system's cache; the process just no longer counts what it has read.
-            self._memory.madvise(mmap.MADV_DONTNEED)
-            self._resident = 0
-        return self._tokens[start : start + length].astype(np.int64)
+        return self._stored(start, length).astype(np.int64)
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Lowest and highest id of tokens [start, stop), of which there must be some."""
-        part = self._tokens[start:stop]
+        """Lowest and highest id of tokens [start, stop), of which there must be some. Raises as `read` does."""
+        part = self._stored(start, stop - start)
         return int(part.min()), int(part.max())
 
     def close(self) -> None:
-        """Unmap the file."""
-        self._tokens = np.frombuffer(b"", self._dtype)
-        if self._memory is not None:
-            with contextlib.suppress(BufferError):  # a view is still held: the memory is freed with it
-                self._memory.close()
+        """Close the file."""
+        self._file.close()
+
+    def _stored(self, start: int, length: int) -> npt.NDArray[Any]:
+        tokens = np.empty(length, self._dtype)
+        left, at = tokens.view(np.uint8).data, start * self._dtype.itemsize
+        while left:
+            try:
+                count = os.preadv(self._file.fileno(), [left], at)
+            except OSError as error:
+                raise read_error(f"{self.prefix}.bin", error) from error
+            if not count:
+                raise DataError(
+                    f"{self.prefix}.bin became shorter while it was read: it had {self._length} tokens of "
+                    f"{self._dtype.itemsize} bytes"
+                )
+            left, at = left[count:], at + count
+        return tokens
 
 
 def boundaries(ends: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.int64]:

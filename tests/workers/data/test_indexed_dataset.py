@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 from megatron_files import DOCUMENTS, megatron_dataset
 
-from workers.data import indexed_dataset as module
 from workers.data.indexed_dataset import IndexedTokens, boundaries, read_index, tokens_in, write_index
 from workers.errors import DataError
 
@@ -46,22 +46,37 @@ def test_files_that_are_deleted_stay_readable(tmp_path):
     assert row.read(0, 10).tolist() == list(range(1, 11))
 
 
-def test_what_was_read_does_not_stay_memory_of_the_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_RESIDENT_BYTES", 2**20)
+def test_what_was_read_does_not_stay_memory_of_the_process(tmp_path):
     np.arange(2**24, dtype="<i4").tofile(tmp_path / "a.bin")  # 64 MiB
-    module.write_index(tmp_path / "a", "<i4", np.array([2**24], np.int32), np.array([0, 1]))
+    write_index(tmp_path / "a", "<i4", np.array([2**24], np.int32), np.array([0, 1]))
     row, pages = IndexedTokens(tmp_path / "a"), resource.getpagesize()
     before = int(Path("/proc/self/statm").read_text().split()[2]) * pages
     for start in range(0, 2**24, 2**12):
         assert row.read(start, 3).tolist() == [start, start + 1, start + 2]
-    assert row._resident <= 2**20, "it counts anew after each time"
     assert int(Path("/proc/self/statm").read_text().split()[2]) * pages - before < 16 * 2**20
+
+
+def test_a_read_that_the_system_cuts_short_is_continued(tmp_path, monkeypatch):
+    """As network file systems may do when a signal arrives."""
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: whole(file, [into[0][:3]], at))
+    row = IndexedTokens(megatron_dataset(tmp_path / "a", DOCUMENTS, 4, "<i4"))
+    assert row.read(2, 7).tolist() == [3, 4, 5, 6, 7, 8, 9] and row.bounds(2, 9) == (3, 9)
+
+
+def test_a_file_that_is_truncated_while_it_is_read_is_bad_data(tmp_path):
+    """A process that had mapped it would be killed by a signal."""
+    row = IndexedTokens(megatron_dataset(tmp_path / "a", DOCUMENTS))
+    os.truncate(tmp_path / "a.bin", 9)
+    assert row.read(0, 4).tolist() == [1, 2, 3, 4]
+    with pytest.raises(DataError, match=r"a\.bin became shorter while it was read: it had 10 tokens of 2 bytes"):
+        row.read(3, 3)
 
 
 def test_sequences_of_less_than_no_tokens_are_refused(tmp_path):
     """Though each begins where the one before it ends."""
     np.arange(6, dtype="<i4").tofile(tmp_path / "a.bin")
-    module.write_index(tmp_path / "a", "<i4", np.array([5, -2, 3], np.int32), np.array([0, 3]))
+    write_index(tmp_path / "a", "<i4", np.array([5, -2, 3], np.int32), np.array([0, 3]))
     with pytest.raises(DataError, match=r"a\.idx: sequence 1 does not begin where the one before it ends"):
         tokens_in(tmp_path / "a")
 

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from engine_specs import spec
+from megatron_files import DOCUMENTS, megatron_dataset
 from storage_away import away
 
 from workers.config import DataConfig
@@ -114,6 +115,20 @@ def test_a_corpus_that_goes_away_between_two_reads_is_unreadable(file, monkeypat
         corpus.read(0, 9)
     assert len(corpus.read(0, 9)) == 9, "and is the same as before once it is back"
     corpus.close()
+
+
+def test_tokens_that_go_away_between_two_reads_are_unreadable(tmp_path, monkeypatch):
+    row = IndexedTokens(megatron_dataset(tmp_path / "a", DOCUMENTS))
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for reading in (lambda: row.read(0, 9), lambda: row.bounds(0, 9)):
+        with monkeypatch.context() as patched, pytest.raises(DataUnreadable, match=r"a\.bin .*Input/output error"):
+            patched.setattr(os, "preadv", broken)
+            reading()
+    assert len(row.read(0, 9)) == 9, "and are the same as before once they are back"
+    row.close()
 
 
 def test_a_mount_on_which_nothing_may_be_asked_is_not_taken_for_missing_permission(file, monkeypatch):
