@@ -52,11 +52,15 @@ def describe_exit(code: int | None, number: int | None, memory_kills: int | None
             name = signal.Signals(number).name
         except ValueError:
             name = f"signal {number}"
-        return f"was killed by {name}{_by_whom(memory_kills) if number == signal.SIGKILL else ''}"
+        return f"was killed by {name}{_cause(number, memory_kills)}"
     return f"exited with code {code}" if code is not None else "is gone"
 
 
-def _by_whom(memory_kills: int | None) -> str:
+def _cause(number: int, memory_kills: int | None) -> str:
+    if number == signal.SIGBUS:
+        return "; its memory is in a file, of weights or in /dev/shm, that was truncated or whose disk or mount failed"
+    if number != signal.SIGKILL:
+        return ""
     if memory_kills is None:
         return "; unless a user sent it, the machine ran out of memory"
     if memory_kills <= 0:

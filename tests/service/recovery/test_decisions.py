@@ -176,6 +176,7 @@ def test_exits_in_words():
     )
     assert "has killed 3 processes of" in describe_exit(None, 9, 3)
     assert describe_exit(None, 11, 3) == "was killed by SIGSEGV"
+    assert describe_exit(None, 7).startswith("was killed by SIGBUS; its memory is in a file, of weights or in /dev/shm")
     assert describe_exit(None, 250) == "was killed by signal 250"
     assert describe_exit(3, None) == "exited with code 3"
     assert describe_exit(None, None) == "is gone"
