@@ -249,7 +249,7 @@ def test_a_shard_that_kills_every_process_is_no_endless_task(tmp_path, file, mon
 
 
 PROGRAM = """
-import sys
+import sys, time
 from pathlib import Path
 from workers.config import DataConfig
 from workers.data import shards
@@ -259,22 +259,29 @@ from workers.data.token_cache import Watcher, cached_tokens
 from workers.data.tokenizer import open_tokenizer
 shards.SHARD_BYTES = 4000
 config = DataConfig(source="jsonl", paths=[sys.argv[2]], tokenizer=sys.argv[3])
-watcher = Watcher()
-watcher.processes = 1
+
+class StandsStill(Watcher):
+    processes = 1
+    def alive(self):
+        while stops_at and len(list(Path(sys.argv[1]).glob("*/shard-*.json"))) >= stops_at:
+            time.sleep(1)
+
+stops_at, watcher = int(sys.argv[4]), StandsStill()
 files = with_heads(corpus_files(config))
 _, info, made = cached_tokens(Path(sys.argv[1]), files, config, open_tokenizer(config), None, watcher)
 print(info.digest, made)
 """
 
 
-def start_program(root, path, file):
-    command = [sys.executable, "-c", PROGRAM, str(root), str(path), str(file)]
+def start_program(root, path, file, stops_at=0):
+    """`stops_at`: shards that are made at most, and then it stands still; 0: all of them."""
+    command = [sys.executable, "-c", PROGRAM, str(root), str(path), str(file), str(stops_at)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
 
 
 def test_what_a_killed_process_has_done_is_gone_on_with(tmp_path, file, many_shards):
     path = jsonl(tmp_path, DOCUMENTS * 20)
-    process = start_program(tmp_path / "cache", path, file)
+    process = start_program(tmp_path / "cache", path, file, stops_at=3)
     deadline = time.monotonic() + 30
     while len(list((tmp_path / "cache").glob("*/shard-*.json"))) < 3:
         assert process.poll() is None
