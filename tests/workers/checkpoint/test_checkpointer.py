@@ -112,10 +112,14 @@ def test_a_rank_that_reads_a_checkpoint_moves(trainer, monkeypatch):
 def test_a_rank_whose_part_is_saved_waits_for_the_others(trainer, store, monkeypatch):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     awaited = []
-    monkeypatch.setattr(trainer.comm.progress.__class__, "waits_for", lambda self, rank, *_, **__: awaited.append(rank))
+
+    def waits_for(self: Any, rank: int, *_: Any, **__: Any) -> None:
+        awaited.append(rank)
+        store.set()
+
+    monkeypatch.setattr(trainer.comm.progress.__class__, "waits_for", waits_for)
     trainer.state.checkpoints.start(1)
     trainer.comm.shared_work.awaited = 3
-    threading.Timer(0.2, store.set).start()
     trainer.state.checkpoints.finish()
     assert set(awaited) == {3}
 
