@@ -9,7 +9,7 @@ from api.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
 from service.logs import LogsInHome, log_folder
 from service.states import JobState
 from service.store import Store, deletion, events, jobs
-from tests.service.support.virtual_time import VirtualTimeLoop
+from tests.service.support.virtual_time import run_with_answers_at_once
 
 ONE, OTHER = Watched("one"), Watched("other")
 
@@ -30,15 +30,6 @@ class Versions:
 @pytest.fixture
 def versions():
     return Versions()
-
-
-def run(main):
-    loop = VirtualTimeLoop()
-    loop.run_in_executor = lambda executor, function, *arguments: asyncio.sleep(0, function(*arguments))
-    try:
-        return loop.run_until_complete(main)
-    finally:
-        loop.close()
 
 
 def test_logs_of_a_job_that_has_printed_nothing_have_a_version_too(tmp_path):
@@ -66,7 +57,7 @@ def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
         await asyncio.sleep(100 * LOOK_SECONDS)
         assert versions.looks == []
 
-    run(main())
+    run_with_answers_at_once(main())
 
 
 def test_who_comes_later_is_told_once(versions):
@@ -82,7 +73,7 @@ def test_who_comes_later_is_told_once(versions):
                 assert not late.is_set()
         await asyncio.sleep(2 * LOOK_SECONDS)
 
-    run(main())
+    run_with_answers_at_once(main())
 
 
 def test_all_are_told_once_a_database_answers_again_and_its_absence_is_said_once(versions, caplog):
@@ -97,7 +88,7 @@ def test_all_are_told_once_a_database_answers_again_and_its_absence_is_said_once
                 assert [each.is_set() for each in (first, second)] == [notified, notified]
         await asyncio.sleep(2 * LOOK_SECONDS)
 
-    run(main())
+    run_with_answers_at_once(main())
     assert len(caplog.records) == 2
 
 

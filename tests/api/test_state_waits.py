@@ -11,6 +11,7 @@ from sqlalchemy.exc import OperationalError
 from api import state_waits
 from api.client import MantaClient
 from api.state_waits import StateWaits
+from tests.service.support.virtual_time import run_with_answers_at_once
 
 LONG = 20  # seconds that no test waits for
 
@@ -115,7 +116,7 @@ def test_all_that_wait_share_one_look():
         await asyncio.sleep(2 * state_waits.LOOK_SECONDS)
         assert len(looks) == before, "nobody waits, and it still looks"
 
-    asyncio.run(main())
+    run_with_answers_at_once(main())
     first, later = looks[:20], looks[20:]
     assert all(len(look) == 1 for look in first), "each looks once when it comes"
     assert 1 <= len(later) <= 4

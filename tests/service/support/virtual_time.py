@@ -48,6 +48,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
 
+def run_with_answers_at_once(main: Coroutine[Any, Any, Any]) -> Any:
+    """Run `main` on such a loop; what it hands to a thread is carried out at once."""
+    loop = VirtualTimeLoop()
+    loop.run_in_executor = lambda executor, function, *arguments: asyncio.sleep(0, function(*arguments))  # type: ignore[method-assign, assignment]
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
 def in_virtual_time(monkeypatch: pytest.MonkeyPatch, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `body` on such a loop, with clocks that go by it."""
     loop = VirtualTimeLoop()
