@@ -67,6 +67,7 @@ def ask(planes, tmp_path):
         ("127.0.0.1:8401", f"127.0.0.1:{free_port()}"),
         ("grafana:3000", "127.0.0.1:1"),
         ("inter 2s", "inter 50ms"),
+        ("timeout connect 5s", "timeout connect 5s\n    timeout check 10s"),  # otherwise it is `inter`
         *((f"{name}:8400", f"127.0.0.1:{plane.server_port}") for name, plane in planes.items()),
     ):
         assert old in text
