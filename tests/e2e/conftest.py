@@ -49,6 +49,11 @@ LASTING = pytest.mark.parametrize("seconds", [0.0, pytest.param(60.0, marks=pyte
 FAKE_NVML = Path(__file__).parents[1] / "support" / "fake_nvml"
 HOLD_SECONDS = 0.5
 """How long each step of a job that is held takes: longer than anything that a test does meanwhile."""
+LONG_HOLD_SECONDS = 1.0
+"""The same where a service is started again meanwhile, or few steps are left to be held, and the process that is held
+is replaced in the end. A step that took 1.5 s more than those before would count as hung."""
+NO_SECONDS = 1e-9
+"""As few as a fault can have."""
 
 
 class Manta:
@@ -137,7 +142,7 @@ class Manta:
         end = time.monotonic() + seconds
         self.until("the end of a bad day", lambda: time.monotonic() >= end, seconds + SECONDS)
 
-    def until_step(self, job: str, step: int) -> None:
+    def until_step(self, job: str, step: int, every: float = POLL_SECONDS) -> None:
         """Wait until the job has committed `step`."""
 
         def reached() -> bool:
@@ -145,7 +150,7 @@ class Manta:
             assert seen.step >= step or not is_final(seen.state), self.story(job)
             return seen.step >= step
 
-        self.until(f"step {step} of {job}", reached)
+        self.until(f"step {step} of {job}", reached, every=every)
 
     def inject(self, job: str, kind: Any, rank: int, **more: Any) -> Any:
         """Ask for a fault as soon as the job has processes, which is before their first step."""
@@ -165,6 +170,10 @@ class Manta:
         `rank` is replaced. So what the test does next happens in the middle of the run, however slow the machine is."""
         self.inject(job, "slow", rank, at_step=step + 1, seconds=seconds)
         self.until_step(job, step)
+
+    def let_go(self, job: str, rank: int) -> None:
+        """The opposite of `hold`: steps take as long as they do."""
+        self.inject(job, "slow", rank, seconds=NO_SECONDS)
 
     def leave_room(self, job: str) -> None:
         """Make each step take a little longer, until the process of rank 0 is replaced: a job that runs on and on then
@@ -236,12 +245,19 @@ class Manta:
         return own_processes.forked(self.paths)
 
     def zygote(self) -> psutil.Process:
-        """The node's zygote."""
-        return own_processes.zygotes(self.paths)[0]
+        """The node's zygote, which is there some moments after the service is."""
+        zygote: psutil.Process = self.until("a zygote", lambda: own_processes.zygotes(self.paths))[0]
+        return zygote
 
     def agents(self) -> list[psutil.Process]:
         """The processes of all agents."""
         return own_processes.agents(self.paths)
+
+    def agent_of(self, job: str, rank: int) -> psutil.Process:
+        """The process of a rank's agent, by the log that it writes."""
+        log = str(self.paths.rank_log(job, rank))
+        (agent,) = [agent for agent in self.agents() if log in [file.path for file in agent.open_files()]]
+        return agent
 
     def leftovers(self, job: str) -> list[str]:
         """What a job that is over still holds: files in shared memory, processes."""
@@ -263,7 +279,10 @@ class Manta:
             self.start()
         running = [job.id for job in self.client.jobs(limit=200).items if not is_final(job.state)]
         for job in running:
-            self.client.cancel(job)
+            try:
+                self.client.cancel(job)
+            except ApiError as error:  # it has come to its end by itself
+                assert error.problem.status == 409, error
         if running:
             self.until("the end of their processes", lambda: not self.trainers() and not self.agents())
 

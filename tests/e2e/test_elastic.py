@@ -66,8 +66,7 @@ def test_resized_job_goes_on_from_wherever_its_state_is(manta, place, source):
 def test_agent_lost_while_the_size_changes_is_one_recovery(manta):
     job = manta.submit(manta.spec(100_000, (1, 1, 2), elastic={"min_data": 1, "max_data": 2}))
     manta.hold(job, 1, 10)  # a rank that leaves
-    log = str(manta.paths.rank_log(job, 0))
-    (agent,) = [agent for agent in manta.agents() if log in [file.path for file in agent.open_files()]]
+    agent = manta.agent_of(job, 0)
     manta.client.resize(job, 1)
     manta.until_state(job, "RESIZING")
     agent.kill()

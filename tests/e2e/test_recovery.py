@@ -108,7 +108,7 @@ def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, 
     """An agent, the zygote that all trainers are forked from, and the node's daemon, one after the other."""
     job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1)
-    agent_of(manta, job, 1).kill()
+    manta.agent_of(job, 1).kill()
     manta.until_generation(job, 2)
     manta.hold(job, 1, MIDDLE + 10)
     zygote = manta.zygote()
@@ -121,13 +121,6 @@ def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, 
     assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 3
     assert manta.leftovers(job) == []
-
-
-def agent_of(manta, job, rank):
-    """The process of a rank's agent, by the log that it writes."""
-    log = str(manta.paths.rank_log(job, rank))
-    (agent,) = [agent for agent in manta.agents() if log in [file.path for file in agent.open_files()]]
-    return agent
 
 
 def test_rendezvous_store_is_needed_at_the_start_only(manta, pair_undisturbed, kill):
@@ -163,6 +156,7 @@ def test_a_job_that_keeps_no_snapshots_goes_on_from_its_newest_checkpoint(manta,
     job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 10, "snapshots": "off"}))
     manta.hold(job, 1, MIDDLE + 4)
     assert list(manta.paths.snapshot_folder(job).glob("*.snapshot")) == []
+    manta.until("the checkpoint being complete", lambda: MIDDLE in complete_checkpoints(manta, job))
     kill(manta.pids(job)[1])
     manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == pair_undisturbed
@@ -211,7 +205,7 @@ def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is
 def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
     job = manta.submit(manta.spec(layout=(1, 1, 2), recovery={"max_restarts": 0}))
     manta.hold(job, 0, 1)
-    agent_of(manta, job, 0).kill()
+    manta.agent_of(job, 0).kill()
     ended = manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
     assert (ended.state, ended.reason) == ("FAILED", "restarts_exhausted")
     manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
