@@ -1,11 +1,14 @@
 """A job's way through the real service: from REST to its end, however it ends."""
 
+import contextlib
 import mmap
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,7 +30,7 @@ def test_from_submit_to_success(manta):
     job = manta.submit(
         manta.spec(steps=40, layout=(2, 1, 2), checkpoint={"every_steps": 20}, train={"validate_every": 20})
     )
-    manta.until_step(job, 5)
+    manta.hold(job, 3, 5)
     ranks = manta.client.ranks(job).items
     assert [(rank.rank, rank.tensor, rank.pipeline, rank.data) for rank in ranks] == [
         (rank, rank % 2, 0, rank // 2) for rank in range(4)
@@ -36,6 +39,8 @@ def test_from_submit_to_success(manta):
     assert all(psutil.Process(rank.pid).parent() == zygote for rank in ranks)
     assert {rank.state for rank in ranks} == {"running"}
     assert open_to_others(manta.paths.snapshot_root) == []
+    manta.until("its plan, with which the steps to come are compared", lambda: manta.client.job_plan(job).planned)
+    manta.let_go(job, 3)
     ended = manta.until_state(job, "SUCCEEDED")
     assert (ended.step, ended.restarts, ended.generation) == (40, 0, 1)
     assert [step for step, _, _ in manta.curve(job)] == list(range(1, 41))
@@ -67,8 +72,13 @@ def assert_planned(plan, drifts):
 
 def open_to_others(folder):
     """What in `folder` others than its user may read or write, given that they came in."""
-    made = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
-    return [str(path) for path in made if path.exists() and path.stat().st_mode & 0o077 and path != folder]
+    found = []
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            with contextlib.suppress(FileNotFoundError):  # jobs and the service make and remove files meanwhile
+                mode = path.lstat().st_mode
+                found += [str(path)] if mode & 0o077 and not stat.S_ISLNK(mode) else []
+    return found
 
 
 def checkpoints_agree_with_the_disk(manta, job):
