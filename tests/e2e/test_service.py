@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import MIDDLE, PAIR
+from tests.e2e.conftest import HOLD_SECONDS, MIDDLE, PAIR
 from tests.e2e.traces import traces_of
 from workers.snapshot.files import steps_kept
 
@@ -69,7 +69,7 @@ def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta
     manta.until_step(job, seen + 20)
     after = manta.pids(job)
     assert len(set(before) & set(after)) == len(before) - 1
-    (recovery,) = manta.client.recoveries(job).items
+    (recovery,) = manta.until("its record", lambda: manta.client.recoveries(job).items)
     assert recovery.kind == "agent_lost"
     manta.client.cancel(job)
     manta.until_state(job, "CANCELLED")
@@ -80,8 +80,10 @@ def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta
 
 def test_jobs_are_taken_over_in_every_state(manta, pair_undisturbed, kill):
     recovering, cancelled = (manta.submit(manta.spec(layout=PAIR)) for _ in range(2))
+    for job in (recovering, cancelled):  # both at once: each would go on to its end while the other one is waited for
+        manta.inject(job, "slow", 1, at_step=MIDDLE + 1, seconds=HOLD_SECONDS)
     for job in (recovering, cancelled):
-        manta.hold(job, 1)
+        manta.until_step(job, MIDDLE)
     with manta.zygote_stopped():
         starting = manta.submit(manta.spec(layout=PAIR))
         manta.until_state(starting, "STARTING")
