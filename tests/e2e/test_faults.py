@@ -4,7 +4,7 @@ import pytest
 
 from api.client import ApiError
 from service.states import is_final
-from tests.e2e.conftest import MIDDLE, PAIR
+from tests.e2e.conftest import HOLD_SECONDS, MIDDLE, PAIR
 
 
 def inject(manta, job, kind, rank, **more):
@@ -24,16 +24,24 @@ def lost(manta, job):
     return [(event.rank, event.data["kind"]) for event in manta.events(job, "rank_lost")]
 
 
+def held_up_before(manta, job, step):
+    """Hold rank 1 up for the step before `step`, in which its process is replaced, so that all faults of the job are
+    asked for before the first of them strikes; how that is told, as by `struck`."""
+    inject(manta, job, "slow", 1, at_step=step - 1, seconds=HOLD_SECONDS)
+    return (1, step - 1, "slow in data")
+
+
 def test_rank_killed_in_each_phase_of_a_step(manta, pair_undisturbed):
     """One job, six deaths: each strikes the successor of the one before."""
     phases = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
     strikes = [(1, MIDDLE + 7 * number, f"kill in {phase}") for number, phase in enumerate(phases)]
     job = manta.submit(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1}))
+    held_up = held_up_before(manta, job, MIDDLE)
     for phase, (rank, step, _) in zip(phases, strikes, strict=True):
         event = inject(manta, job, "kill", rank, at_step=step, phase=phase)
         assert (event.rank, event.step, event.data["kind"]) == (rank, step, "kill")
     ended = manta.until_state(job, "SUCCEEDED")
-    assert struck(manta, job) == strikes
+    assert struck(manta, job) == [held_up, *strikes]
     assert lost(manta, job) == [(1, "killed")] * len(phases)
     assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == len(phases)
@@ -47,11 +55,12 @@ def test_rank_that_fails_otherwise(manta, pair_undisturbed):
         (1, MIDDLE + 30, "hang in backward"),
     ]
     job = manta.submit(manta.spec(layout=PAIR))
+    held_up = held_up_before(manta, job, MIDDLE)
     for rank, step, said in strikes:
         kind, _, phase = said.split()
         inject(manta, job, kind, rank, at_step=step, phase=phase, hold_gil=kind == "hang")
     ended = manta.until_state(job, "SUCCEEDED")
-    assert struck(manta, job) == strikes
+    assert struck(manta, job) == [held_up, *strikes]
     assert lost(manta, job) == [(1, "exception"), (1, "exception"), (1, "hung")]
     assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == len(strikes)
@@ -90,7 +99,8 @@ def test_killed_store_is_started_anew_by_the_next_recovery(manta, pair_undisturb
     job = manta.submit(manta.spec(layout=PAIR))
     inject(manta, job, "store", 0, at_step=MIDDLE)
     manta.hold(job, 1, MIDDLE + 2)
-    assert {process.pid for process in manta.trainers()} == set(manta.pids(job)), "only the store is gone"
+    pids = set(manta.pids(job))
+    manta.until("only the store being gone", lambda: {process.pid for process in manta.trainers()} == pids)
     inject(manta, job, "kill", 1, at_step=MIDDLE + 4)
     manta.until_state(job, "SUCCEEDED")
     assert lost(manta, job) == [(1, "killed")]
