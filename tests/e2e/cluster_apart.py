@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from api.client import MantaClient
-from tests.e2e.conftest import SECONDS, Manta
+from tests.e2e.conftest import LONG_HOLD_SECONDS, SECONDS, Manta
 from tests.e2e.machines import Machine
 from tests.e2e.network import Network
 from tests.e2e.other_ray import OtherRay
@@ -183,7 +183,7 @@ class ApartService(Manta):
     def lose_all_in_turn(self, job: str) -> None:
         """Kill a rank, an agent and the control plane of a job of four ranks or more, and a node, each once what was
         before is recovered from, and look at what that costs; the job ends, and the node comes back."""
-        self.hold(job, 0, step=5)
+        self.hold(job, 0, step=5, seconds=LONG_HOLD_SECONDS)
         psutil.Process(self.pids(job)[3]).kill()
         (first,) = self.until("the recovery", lambda: self.events(job, "recovered"))
         assert first.data["steps_redone"] <= 1
@@ -195,6 +195,7 @@ class ApartService(Manta):
         lost.power_off()
         *_, third = self.until("the third recovery", lambda: self.events(job, "recovered")[2:])
         assert third.data["steps_redone"] <= 2, "what the node had came from another node's memory"
+        self.let_go(job, 0)  # it still has the process that it had
         self.until_state(job, "SUCCEEDED")
         sources = {event.data["source"] for event in self.events(job, "recovered")}
         assert not sources & {"start", "checkpoint"}, (sources, self.story(job))

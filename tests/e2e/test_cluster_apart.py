@@ -9,14 +9,14 @@ from s3_server import environment_of
 from api.client import ServiceUnreachable
 from service.cluster.existing_ray import HEAD_FORGETS
 from tests.e2e.cluster_apart import MANTA_PORTS, OPEN, SLOTS, ApartCluster, ApartService
-from tests.e2e.conftest import EVERY_STEP, SECONDS
+from tests.e2e.conftest import EVERY_STEP, LONG_HOLD_SECONDS, SECONDS
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.machines import ROOT
 
 pytestmark = pytest.mark.soak  # tests/e2e/test_compose.py trains where nothing is shared in `make test`
 
 NODES = 3
-STEPS = 40
+STEPS = 60
 LAYOUT = (2, 1, 2)
 
 
@@ -122,8 +122,8 @@ def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart,
     try:
         apart.until_nodes(NODES - 1, exactly=True)
         job = apart.submit(apart.spec(STEPS, (2, 1, NODES)))
-        waiting = apart.until("the job waiting", lambda: apart.client.job(job).message)
-        assert re.search(rf"port 20\d\d\d of node {closed.name} \({closed.address}\) cannot be reached", waiting)
+        named = re.compile(rf"port 20\d\d\d of node {closed.name} \({closed.address}\) cannot be reached")
+        waiting = apart.until("why", lambda: named.search(said := apart.client.job(job).message or "") and said)
         assert f"from the control plane ({apart.machine.address})" in waiting and "MANTA_PORTS" in waiting
     finally:
         closed.let_in(OPEN)
@@ -138,7 +138,7 @@ def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(
 
 def test_job_comes_back_from_its_checkpoint_when_the_head_is_lost_with_all_that_ray_knew(apart, cluster, clean):
     job = apart.submit(spec(apart))
-    apart.hold(job, 0, step=25)
+    apart.hold(job, 0, step=25, seconds=LONG_HOLD_SECONDS)
     cluster.head.power_off()
     cluster.start_head()
     for node in cluster.nodes:  # as the operator of a cluster does

@@ -25,6 +25,7 @@ def test_server_that_is_away_while_a_rank_dies(on_postgres, postgres, kill, seco
     job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
     manta.hold(job, 1)
     pids, before = manta.pids(job), newest_step(manta, job)
+    assert not any("PGPASSWORD" in names or "MANTA_DATABASE_URL" in names for names in environments(manta))
     postgres.stop()
     try:
         kill(pids[1])
@@ -42,10 +43,10 @@ def test_server_that_is_away_while_a_rank_dies(on_postgres, postgres, kill, seco
     assert newest_step(manta, job) == 0 < before
     assert len(manta.events(job, "ranks_replaced")[0].data["kept"]) == 1
     assert manta.leftovers(job) == []
-    assert not any("PGPASSWORD" in names or "MANTA_DATABASE_URL" in names for names in environments(manta))
 
 
 def environments(manta):
+    """Of the processes of a job that runs."""
     return [psutil.Process(process.pid).environ() for process in [manta.zygote(), *manta.agents()]]
 
 
