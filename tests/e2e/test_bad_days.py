@@ -10,7 +10,7 @@ import pytest
 
 from api.cli.service import stop_service
 from api.local_service import HomeUnusable
-from tests.e2e.conftest import EVERY_STEP, HOLD_SECONDS, MIDDLE, PAIR, Manta
+from tests.e2e.conftest import EVERY_STEP, LONG_HOLD_SECONDS, MIDDLE, PAIR, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
 from workers.snapshot.files import steps_kept
 
@@ -90,7 +90,7 @@ def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill)
         kill(victim)
         service.until_generation(job, times + 1)
         assert service.pids(job)[0] == kept
-        service.hold(job, 1, MIDDLE + 10 * times)
+        service.hold(job, 1, MIDDLE + 10 * times, LONG_HOLD_SECONDS)
     assert (service.agents(), service.zygote()) == processes, "those of before are known again"
     kill(service.pids(job)[1])
     ended = service.until_state(job, "SUCCEEDED")
@@ -140,7 +140,7 @@ def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(manta, dis
     with read_only(manta.home):
         kill(victim)
         manta.until_generation(job, 2)
-        manta.hold(job, 1, 15, max(HOLD_SECONDS, seconds / 30))
+        manta.hold(job, 1, 15, max(LONG_HOLD_SECONDS, seconds / 30))
         manta.until("a checkpoint that cannot be written", lambda: manta.events(job, "checkpoint_failed"))
         manta.kill_service()
         with pytest.raises(HomeUnusable, match="Read-only file system"):

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from tests.e2e.conftest import MIDDLE, PAIR
+from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR
 from tests.e2e.test_held import complete_checkpoints
 
-STEPS = MIDDLE + 5
+STEPS = MIDDLE + 10
 
 
 @pytest.mark.soak  # tests/workers/checkpoint/test_object_store.py shows the bits
@@ -18,7 +18,7 @@ def test_job_that_lost_all_but_what_the_store_has_goes_on_with_the_same_bits(on_
     undisturbed = manta.submit(spec)
     manta.until_state(undisturbed, "SUCCEEDED")
     job = manta.submit(spec)
-    manta.hold(job, 0)
+    manta.hold(job, 0, seconds=LONG_HOLD_SECONDS)
     saved = manta.until("a complete checkpoint", lambda: complete_checkpoints(manta, job))
     object_store.meddle = lambda head: "cut"
     try:

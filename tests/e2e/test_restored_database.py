@@ -6,7 +6,7 @@ from contextlib import closing
 from service.store import Store
 from service.store.backup_file import back_up, restore
 from service.store.location import url_in
-from tests.e2e.conftest import EVERY_STEP, PAIR
+from tests.e2e.conftest import EVERY_STEP, LONG_HOLD_SECONDS, PAIR
 
 
 def test_job_that_is_newer_than_its_restored_database_never_notices(manta, kill, tmp_path):
@@ -22,7 +22,7 @@ def check_that_a_newer_job_never_notices(manta, url, restored, kill, backup):
     """A job goes on to its next generation after the database at `url` was backed up; `restored` puts the backup in its
     place, and says how many jobs of it are not over."""
     job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 0)
+    manta.hold(job, 0, seconds=LONG_HOLD_SECONDS)
     with closing(Store(url)) as store:
         back_up(store, backup)
     kill(manta.pids(job)[1])
