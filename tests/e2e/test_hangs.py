@@ -22,11 +22,10 @@ def test_stopped_ranks_are_named_and_replaced(manta, pair_undisturbed):
     job = manta.submit(manta.spec(layout=PAIR))
     for number, rank in enumerate((1, 0)):
         manta.hold(job, rank, MIDDLE + 10 * number)
-        pid = manta.pids(job)[rank]
-        os.kill(pid, signal.SIGSTOP)
+        process = psutil.Process(manta.pids(job)[rank])
+        process.suspend()
         manta.until_generation(job, number + 2)
-        wake(pid)  # a zombie that woke up would find nothing to do; it is gone
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        assert not process.is_running(), "nothing is there that could wake up"
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == pair_undisturbed
     assert (ended.restarts, ended.generation) == (2, 3)

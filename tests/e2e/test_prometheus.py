@@ -94,8 +94,8 @@ def test_every_panel_has_data(manta, prometheus, kill: Callable[[int], None]):
         manta.until("data for every panel", all_have_data)
     except AssertionError as error:
         raise AssertionError(f"{error}: {missing}") from None
-    (scraped,) = prometheus.query('up{job="manta"}')
-    assert scraped["value"][1] == "1"
+    manta.until("a scrape", lambda: [each["value"][1] for each in prometheus.query('up{job="manta"}')] == ["1"])
+    manta.until("all rules being tried", lambda: "unknown" not in [rule["health"] for rule in prometheus.rules()])
     assert [rule["name"] for rule in prometheus.rules() if rule["health"] != "ok"] == []
     assert len(prometheus.rules()) == len(monitoring.rules())
     manta.until("a rule of it", lambda: prometheus.query(f'job:manta_active:max{{job="{job}"}}'))

@@ -33,7 +33,12 @@ def test_slow_rank_is_seen_and_checkpoints_are_exported_and_deleted(manta):
     assert stack.pid == manta.pids(job)[1] and "workers/trainer.py" in stack.text
     assert manta.client.logs(job, rank=1, tail=200, search="workers/trainer.py").items, "it is in its log too"
     assert [each.id for each in manta.client.jobs(labels=["test=ranks"], sort="step").items] == [job]
-    checkpoint = next(each for each in manta.client.checkpoints(job).items if each.step == OLDER)
+
+    def older():
+        saved = [each for each in manta.client.checkpoints(job).items if each.state == "complete"]
+        return next((each for each in saved if each.step == OLDER), None)
+
+    checkpoint = manta.until("an older checkpoint", older)
     begun = manta.client.send(calls.export_checkpoint(job, checkpoint.id, ExportRequest(to=f"weights-of-{job}")))
     ended = manta.until(
         "the export", lambda: (seen := manta.client.send(calls.export(job, begun.id))).state != "running" and seen
