@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from api.client import MantaClient
-from tests.e2e.conftest import SECONDS, Manta
+from tests.e2e.conftest import OFTEN_SECONDS, SECONDS, Manta
 from tests.e2e.containers import Containers
 
 
@@ -22,9 +22,9 @@ class Installation(Manta):
 
     def trains_on_without_its_worker(self, job: str, saved_every: int, steps: int) -> None:
         """Kill a worker of a job once it has saved something, start it again, and see the job end with every step."""
-        self.until_step(job, 1)
+        self.until_step(job, 1, OFTEN_SECONDS)  # the job is short
         lost = self.worker_of(job)
-        self.until_step(job, saved_every)
+        self.until_step(job, saved_every, OFTEN_SECONDS)
         self.engine.kill(lost)
         self.until("the recovery", lambda: self.events(job, "recovered"), 3 * SECONDS)
         self.engine.start(lost)

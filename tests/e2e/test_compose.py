@@ -15,7 +15,7 @@ from api.client import MantaClient
 from service.cluster.existing_ray import HEAD_FORGETS
 from tests.deploy import compose_file
 from tests.e2e.cluster_apart import MANTA_PORTS
-from tests.e2e.conftest import EVERY_STEP, PAIR
+from tests.e2e.conftest import EVERY_STEP, PAIR, SECONDS
 from tests.e2e.containers import Containers
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.images import missing_programs
@@ -112,7 +112,7 @@ def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(inst
 def test_doctor_names_closed_ports_with_both_ends(engine):
     closed, other = WORKERS
     with engine.closed(closed, MANTA_PORTS):
-        said = engine.once("manta", "doctor").stdout
+        said = engine.once("manta", "doctor", seconds=2 * SECONDS).stdout
     found = re.search(r"FAIL  ports: ports 20\d\d\d, .* of node (\S+) \((\S+)\) cannot be", said)
     assert found and found.groups() == (closed, engine.address(closed)), said
     assert f"node {other} ({engine.address(other)})" in said and said.count("FAIL  ports") == 1
