@@ -17,6 +17,11 @@ class FaultNotPossible(MantaError):
     """The job cannot have this fault now; the message says why."""
 
 
+def not_running(state: str) -> FaultNotPossible:
+    """A job in `state` can have no fault."""
+    return FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
+
+
 def refuse_impossible(fault: Fault, ranks: int, step: int, steps: int) -> None:
     """Raise FaultNotPossible if `fault` could never occur in a job of `ranks` running ranks that has committed `step`
     of its `steps` steps."""

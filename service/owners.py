@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 
 from service.cluster.cluster import Cluster
-from service.faults import FaultNotPossible
+from service.faults import FaultNotPossible, not_running
 from service.housekeeping import Housekeeping
 from service.job.owner import JobOwner
 from service.job.report_writer import FirstStep
@@ -75,11 +75,13 @@ class JobOwners:
 
     def able_to_inject(self, job_id: str, state: str) -> JobOwner:
         """The owner of a job in `state` that can inject faults into it. Raises FaultNotPossible."""
+        if state not in SUPERVISED:  # its owner may not have left yet
+            raise not_running(state)
         owner = self.of(job_id)
         if owner is None and self._seen.get(job_id, _UNKNOWN).owner not in (None, self.leases.me):
             raise FaultNotPossible("another control plane owns the job: ask that one for the fault")
         if owner is None:
-            raise FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
+            raise not_running(state)
         return owner
 
     def placed(self, job: Job, generation: int) -> None:

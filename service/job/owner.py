@@ -33,6 +33,7 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 # A supervisor that fails after living this long has not failed for the same reason as the last one.
 STEADY_SECONDS = 60.0
+_NOT_OWNED = "no control plane owns the job at the moment; try again"
 
 
 class JobOwner:
@@ -183,5 +184,8 @@ class JobOwner:
     async def inject(self, fault: Fault) -> None:
         """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
         if self._supervisor is None:
-            raise FaultNotPossible("no control plane owns the job at the moment; try again")
-        await self._supervisor.inject(fault)
+            raise FaultNotPossible(_NOT_OWNED)
+        try:
+            await self._supervisor.inject(fault)
+        except (LeaseLost, LeaseUncertain) as error:  # it has come to its end meanwhile, or another one owns it now
+            raise FaultNotPossible(_NOT_OWNED) from error

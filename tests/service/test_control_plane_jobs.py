@@ -160,6 +160,24 @@ def test_faults_are_for_services_that_allow_them_and_jobs_that_run(start, cluste
         plane.inject("job_000000000000", FAULT)
 
 
+def test_fault_of_a_job_that_is_over_is_refused_also_before_its_owner_has_left(start, cluster, submit, monkeypatch):
+    plane, leaves = start(allow_faults=True), asyncio.Event()
+    release = plane._leases.release
+
+    async def release_late(name):
+        await leaves.wait()
+        await release(name)
+
+    monkeypatch.setattr(plane._leases, "release", release_late)
+    behave(cluster, train_to_the_end)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    plane._call(reached(lambda: plane._job(job.id).state == "SUCCEEDED"))
+    with pytest.raises(FaultNotPossible, match="the job is SUCCEEDED, and only one that runs can have a fault"):
+        plane.inject(job.id, FAULT)
+    plane._loop.call_soon_threadsafe(leaves.set)
+
+
 def test_fault_is_armed_at_the_agent_of_its_rank(start, cluster, submit, store):
     plane = start(allow_faults=True)
     behave(cluster, start_training)

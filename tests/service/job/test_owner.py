@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import select
@@ -448,6 +449,17 @@ def test_wish_ends_the_pause_at_hand_and_no_later_one(store, submit, cluster, wi
 
 def test_fault_is_refused_while_nobody_looks_after_the_job(store, submit, cluster):
     owner = JobOwner(store, cluster, submit().id)
+    with pytest.raises(FaultNotPossible, match="no control plane owns the job at the moment; try again"):
+        asyncio.run(owner.inject(Fault("fault_1", "kill", 0)))
+
+
+@pytest.mark.parametrize("error", [LeaseLost, LeaseUncertain])
+def test_fault_is_refused_where_the_job_is_no_longer_owned_before_it_is_made(store, submit, cluster, error):
+    async def inject(fault):
+        raise error("job_1")
+
+    owner = JobOwner(store, cluster, submit().id)
+    owner._supervisor = SimpleNamespace(inject=inject)
     with pytest.raises(FaultNotPossible, match="no control plane owns the job at the moment; try again"):
         asyncio.run(owner.inject(Fault("fault_1", "kill", 0)))
 
