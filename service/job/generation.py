@@ -273,7 +273,10 @@ class RunningGeneration:
             since = self._stalled_since.get(rank, at)  # the failure began when it stopped making progress
             self._note_death(Death(rank, reason.kind, message=reason.message, at=since))
         else:
-            kind = "stopped" if self._stopping else "killed"
+            # Whoever was killed before it could be brought to rest may be heard of later than its peers. Its agent says
+            # how many the kernel has killed, unless it sent the signal itself.
+            by_us = self._stopping and exited.memory_kills is None
+            kind = "stopped" if by_us else "killed"
             words = describe_exit(exited.code, exited.signal, exited.memory_kills)
             self._note_death(Death(rank, kind, message=words, traceback="\n".join(exited.last_output), at=at))
 

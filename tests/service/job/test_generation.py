@@ -102,6 +102,21 @@ def test_rank_that_moved_on_again_was_of_use_until_it_died():
     run(body)
 
 
+@pytest.mark.parametrize(("memory_kills", "kind"), [(0, "killed"), (None, "stopped")])
+def test_rank_that_was_killed_before_it_could_be_brought_to_rest_was_not_stopped_by_us(memory_kills, kind):
+    """Its peers may say sooner that they have lost it than its agent says how it ended."""
+
+    async def body(running, agents, handled):
+        agents[0].rest_by_itself(3)
+        await running.wait(asyncio.Event())
+        agents[1]._exit(Exited(signal=9, memory_kills=memory_kills))
+        await running.rest(0.01)
+        assert [(death.rank, death.kind) for death in running.deaths] == [(1, kind)]
+        assert running.culprit.kind == kind
+
+    run(body)
+
+
 def test_consequence_alone_is_not_waited_on_for_ever():
     async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
