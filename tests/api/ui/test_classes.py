@@ -192,17 +192,18 @@ def test_colours_of_ranks_stretch_over_what_they_take_unless_all_take_the_same(r
 
 
 def test_rank_that_was_replaced_is_shown_for_a_while_and_those_of_before_are_not(run):
-    def recovery(generation, *forked):
-        return {"generation": generation, "forked": forked, "cause": f"cause {generation}"}
+    def recovery(generation, *forked, kept=4):
+        return {"generation": generation, "forked": forked, "kept": kept, "cause": f"cause {generation}"}
 
-    attention = run("parts/replaced.js", """(module, first, then) => {
+    attention = run("parts/replaced.js", """(module, first, begun, then) => {
         const replaced = new module.Replaced();
         replaced.note(first, 1000);
         const before = [...replaced.causes(1000)];
+        replaced.note(begun, 1500);
         replaced.note(then, 2000);
         replaced.note(then, 9000);
         return [before, [...replaced.causes(11_999)], [...replaced.causes(12_000)]];
-    }""", [recovery(2, 5)], [recovery(2, 5), recovery(3, 1, 2)])  # fmt: skip
+    }""", [recovery(2, 5)], [recovery(2, 5), recovery(3, kept=0)], [recovery(2, 5), recovery(3, 1, 2)])  # fmt: skip
     assert attention == [[], [[1, "cause 3"], [2, "cause 3"]], []]
 
 

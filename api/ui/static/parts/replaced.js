@@ -11,9 +11,11 @@ export class Replaced {
 
   /** Take note of a job's recoveries as they are now, at `now` by the viewer's clock. */
   note(recoveries, now = Date.now()) {
-    const newest = recoveries.reduce((most, each) => Math.max(most, each.generation), 0);
+    // Of one that has only begun it is not known yet who gets a new process.
+    const launched = recoveries.filter((each) => each.forked.length + each.kept > 0);
+    const newest = launched.reduce((most, each) => Math.max(most, each.generation), 0);
     if (this.known !== null) {
-      for (const recovery of recoveries.filter((each) => each.generation > this.known)) {
+      for (const recovery of launched.filter((each) => each.generation > this.known)) {
         for (const rank of recovery.forked) this.since.set(rank, { at: now, cause: recovery.cause });
       }
     }
