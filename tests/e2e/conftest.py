@@ -217,7 +217,10 @@ class Manta:
 
     def _all_pids(self, job: str) -> list[int] | None:
         pids = [rank.pid for rank in self.client.ranks(job).items]
-        return pids if pids and all(pids) else None
+        if pids and all(pids):
+            return pids
+        assert not is_final(self.client.job(job).state), self.story(job)
+        return None
 
     def curve(self, job: str) -> list[tuple[int, float, float]]:
         """(step, loss, gradient norm) of each step."""
