@@ -21,10 +21,10 @@ from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.rate_limits import TooManyRequests
 from api.schemas import FieldProblem, Problem
 from api.threads import FilesSilent
-from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved
+from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, CheckpointStays
 from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
-from service.deletion import FilesNotRemoved
+from service.deletion import FilesNotRemoved, StillRemoving
 from service.exports import BadTarget, ExportNotPossible
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.identity import PROJECT_PATTERN
@@ -86,11 +86,13 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (JobBeingExported, "job_being_exported"),
     (JobChanged, "precondition_failed"),
     (FilesNotRemoved, "files_not_removed"),
+    (StillRemoving, "files_not_removed"),
     (CheckpointNotFound, "checkpoint_not_found"),
     (ExportNotFound, "export_not_found"),
     (ExportNotPossible, "export_not_possible"),
     (CheckpointNeeded, "checkpoint_needed"),
     (CheckpointNotRemoved, "files_not_removed"),
+    (CheckpointStays, "files_not_removed"),
     (IdempotencyConflict, "idempotency_conflict"),
     (FaultsNotAllowed, "faults_not_allowed"),
     (FaultNotPossible, "fault_not_possible"),

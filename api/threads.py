@@ -11,6 +11,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
 from api.app_state import state_of
+from service.file_work import AT_ONCE
 from service.store import Store
 from workers.errors import MantaError
 from workers.system.daemon_threads import in_daemon_thread
@@ -18,6 +19,7 @@ from workers.system.daemon_threads import in_daemon_thread
 T = TypeVar("T")
 LONG_READS = 8
 SLOW_CHANGES = 8
+DELETIONS = AT_ONCE + 8
 SEARCHES = 2
 PLANS = 2
 FILES = 32
@@ -95,8 +97,10 @@ class ReadThreads:
         self.jobs, self.lists, self.series = DatabaseReads(), DatabaseReads(), DatabaseReads()
         self.long = LongReads()
         self.slow = LongReads(SLOW_CHANGES)
-        """For work that waits for files or nodes, possibly for minutes: deletions, beginnings of exports, checks of
+        """For work that waits for nodes or files, possibly for half a minute: beginnings of exports, checks of
         ports."""
+        self.deletions = LongReads(DELETIONS)
+        """For deletions, which wait for file systems that may not answer."""
         self.nodes = LongReads(NODES)
         """For queries of Ray or agents, which may give no answer for half a minute."""
         self.files = FileReads()

@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from service.file_work import REMOVAL_SECONDS, FileWork, NoAnswer
 from service.states import JobState, after_action, is_final
 from service.store import Store, checkpoints, events, exports, generations, jobs, leases
 from service.store.tables import Checkpoint, Job
@@ -30,6 +31,30 @@ class CheckpointNotRemoved(MantaError):
             f"{path} cannot be removed, or not all of it, so it is still listed; see to it that the service may, and "
             "delete it again"
         )
+
+
+class CheckpointStays(MantaError):
+    """The checkpoint is not removed in time."""
+
+    def __init__(self, checkpoint_id: str, why: NoAnswer):
+        super().__init__(
+            f"{checkpoint_id} is not removed yet ({why}); what has begun goes on by itself. See that the file system "
+            "or store of the checkpoints answers, and delete it again"
+        )
+
+
+def delete_checkpoint_in_time(
+    store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool, work: FileWork
+) -> Checkpoint:
+    """`delete_checkpoint`, which goes on without its caller if the file system or store does not answer.
+
+    Raises JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved, CheckpointStays.
+    """
+    about = ("checkpoint", job_id, checkpoint_id, force)
+    try:
+        return work.run(about, REMOVAL_SECONDS, lambda: delete_checkpoint(store, paths, job_id, checkpoint_id, force))
+    except NoAnswer as error:
+        raise CheckpointStays(checkpoint_id, error) from error
 
 
 def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool = False) -> Checkpoint:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from service.checkpoint_deletion import delete_checkpoint
+from service.checkpoint_deletion import delete_checkpoint_in_time
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.cluster.existing_ray import ExistingRay
@@ -28,6 +28,7 @@ from service.control_plane_options import DEFAULTS, ControlPlaneOptions
 from service.deletion import Deletion, delete_job
 from service.exports import Exports
 from service.faults import FaultsNotAllowed
+from service.file_work import FileWork
 from service.home_of_jobs import HomeOfJobs
 from service.housekeeping import Housekeeping
 from service.kept_logs.keeper import LogKeeper
@@ -83,7 +84,8 @@ class ControlPlane:
         me = new_id()
         self._store = Store(url_in(home, options.database_url), connection_name(me))
         self._leases = Leases(self._store, me)
-        self.exports = Exports(self._store, options.export_roots or (home / "exports",))
+        self._file_work = FileWork()
+        self.exports = Exports(self._store, options.export_roots or (home / "exports",), self._file_work)
         self._traces = None if options.traces is None else Traces(self._store, options.traces)
         logs = options.logs
         self._home_of_jobs = HomeOfJobs(home, options.checkpoints, logs)
@@ -181,7 +183,7 @@ class ControlPlane:
         cluster.obey(self._leases.epoch)
         self._leases.begin()
         kept_days = self._options.kept_days
-        retention = Retention(cluster.paths, kept_days) if kept_days else None
+        retention = Retention(cluster.paths, kept_days, self._file_work) if kept_days else None
         placed = self._owners.placed
         self._housekeeping = Housekeeping(self._store, cluster, self._leases, placed, self.data_roots, retention)
         self._owners.begin(cluster, self._housekeeping)
@@ -291,13 +293,15 @@ class ControlPlane:
 
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and everything that belongs to it. Raises JobNotFound, JobNotFinal, JobBeingExported,
-        FilesNotRemoved, ClusterUnavailable."""
-        return delete_job(self._store, self._home_of_jobs.paths, job_id, lambda: self._call(self._let_go(job_id)))
+        FilesNotRemoved, StillRemoving, ClusterUnavailable."""
+        paths, work = self._home_of_jobs.paths, self._file_work
+        return delete_job(self._store, paths, job_id, lambda: self._call(self._let_go(job_id)), work)
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         """Delete a checkpoint and its files. Raises JobNotFound, CheckpointNotFound, CheckpointNeeded,
-        CheckpointNotRemoved."""
-        return delete_checkpoint(self._store, self._home_of_jobs.paths, job_id, checkpoint_id, force)
+        CheckpointNotRemoved, CheckpointStays."""
+        paths, work = self._home_of_jobs.paths, self._file_work
+        return delete_checkpoint_in_time(self._store, paths, job_id, checkpoint_id, force, work)
 
     async def _let_go(self, job_id: str) -> None:
         assert self._housekeeping is not None
@@ -405,6 +409,7 @@ class ControlPlane:
 
     def stop(self) -> None:
         """End the control thread; jobs continue to run and are taken over by the next control plane."""
+        self._file_work.close()
         if self._thread.is_alive():
             self._call(self._leave())
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -6,6 +6,7 @@ can be deleted again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -14,13 +15,24 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-from service.store import Store, deletion
+from service.file_work import REMOVAL_SECONDS, FileWork, NoAnswer
+from service.store import JobNotFound, Store, deletion
 from workers.errors import MantaError
 from workers.node.folders import shares
 from workers.paths import Paths
 from workers.storage.files import files_of
 from workers.storage.local_files import bytes_in
 from workers.storage.places import Place
+
+
+class StillRemoving(MantaError):
+    """The files of a job are not removed in time."""
+
+    def __init__(self, job_id: str, why: NoAnswer):
+        super().__init__(
+            f"the files of {job_id} are not all removed yet ({why}), so the job is still there; what has begun goes on "
+            f"by itself. See that the file system or store of its files answers, and delete {job_id} again"
+        )
 
 
 class FilesNotRemoved(MantaError):
@@ -57,15 +69,31 @@ class Deletion:
     """Files."""
 
 
-def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], None]) -> Deletion:
+def delete_job(
+    store: Store, paths: Paths, job_id: str, let_go: Callable[[], None], work: FileWork | None = None
+) -> Deletion:
     """Delete a final job. `let_go` returns when nothing of it is left on the cluster, including its snapshots in
-    memory.
+    memory; `work`: what its files are removed by.
 
-    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, and whatever `let_go` raises.
+    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, StillRemoving, and whatever `let_go` raises.
     """
     store.write(lambda session: deletion.begin(session, job_id))
     let_go()
-    return delete_rest(store, paths, job_id)
+    return delete_rest_in_time(store, paths, job_id, work or FileWork())
+
+
+def delete_rest_in_time(store: Store, paths: Paths, job_id: str, work: FileWork) -> Deletion:
+    """`delete_rest`, which goes on without its caller if the file system or store does not answer.
+
+    Raises JobNotFound, FilesNotRemoved, StillRemoving.
+    """
+    try:
+        return work.run(("job", job_id), REMOVAL_SECONDS, lambda: delete_rest(store, paths, job_id))
+    except NoAnswer as error:
+        late = StillRemoving(job_id, error)
+        with contextlib.suppress(JobNotFound):  # it is done after all
+            store.write(lambda session: deletion.note_obstacle(session, job_id, str(late)))
+        raise late from error
 
 
 def delete_rest(store: Store, paths: Paths, job_id: str) -> Deletion:

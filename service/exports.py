@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import IO
 
 from sqlalchemy.orm import Session
 
+from service.file_work import LOOK_SECONDS, FileWork, NoAnswer
 from service.pauses import growing_pauses
 from service.settings import without_secrets
 from service.store import Store, checkpoints, events, exports
@@ -26,6 +28,8 @@ from workers.weights.formats import Dtype, Format
 
 AT_ONCE = 2
 NOTE_SECONDS = 2.0
+STALLED_SECONDS = 600.0
+"""Seconds without progress after which an export is given up: its place is needed by others."""
 _LAST_LINES = 5
 
 
@@ -52,16 +56,20 @@ class _Run:
 class Exports:
     """All exports of one service. Safe for use by several threads."""
 
-    def __init__(self, store: Store, roots: Sequence[Path]):
-        """`roots`: folders below which exports may be written; a relative target is below the first."""
-        self._store, self._roots = store, tuple(roots)
+    def __init__(self, store: Store, roots: Sequence[Path], work: FileWork | None = None):
+        """`roots`: folders below which exports may be written; a relative target is below the first. `work`: what they
+        are looked at by."""
+        self._store, self._roots, self._work = store, tuple(roots), work or FileWork()
         self._runs: dict[str, _Run] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
 
     def begin(self, job_id: str, checkpoint_id: str, to: str, format: Format, dtype: Dtype | None) -> Export:
         """Begin to write the weights of a complete checkpoint to the folder `to`, which must not exist yet. Raises
         JobNotFound, CheckpointNotFound, JobBeingDeleted, BadTarget, ExportNotPossible."""
-        target = self._target(to)
+        try:
+            target = self._work.run(("target", to), LOOK_SECONDS, lambda: self._target(to))
+        except NoAnswer as error:
+            raise ExportNotPossible(f"{error} from the file system that {to} is on: see that it answers") from error
         with self._lock:
             if len(self._runs) >= AT_ONCE:
                 raise ExportNotPossible(f"{AT_ONCE} exports are being written already; begin this one when one is done")
@@ -107,11 +115,21 @@ class Exports:
         readers = [in_daemon_thread("export's output", lambda: _read_progress(run, stdout))]
         readers.append(in_daemon_thread("export's errors", lambda: _read_errors(run, stderr)))
         try:
-            while not _has_ended(run.process):
+            moved_at, done = time.monotonic(), run.done
+            while not (ended := _has_ended(run.process)) and time.monotonic() - moved_at < STALLED_SECONDS:
+                if run.done != done:
+                    moved_at, done = time.monotonic(), run.done
                 self._written(lambda session: exports.note(session, run.id, run.done, run.total))
-            for reader in readers:
-                reader.result()
-            problem = None if run.process.returncode == 0 else _problem(run)
+            if ended:
+                for reader in readers:
+                    reader.result()
+                problem = None if run.process.returncode == 0 else _problem(run)
+            else:
+                _give_up(run.process)
+                problem = (
+                    f"nothing was written for {STALLED_SECONDS:g} s: see that the file systems or stores of the "
+                    "checkpoint and of the folder answer, and export it again"
+                )
             for pause in growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
                 noted = self._written(lambda session: _note_end(session, run, job_id, target, problem))
                 if noted or self._closed.wait(pause):
@@ -165,6 +183,14 @@ def _has_ended(process: subprocess.Popen[str]) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+def _give_up(process: subprocess.Popen[str]) -> None:
+    """End a process, which removes what it has written if it can. One that waits for a mount may outlive even SIGKILL,
+    so nobody waits for that."""
+    process.terminate()
+    if not _has_ended(process):
+        process.kill()
 
 
 def _read_progress(run: _Run, lines: IO[str]) -> None:

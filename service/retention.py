@@ -18,7 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from service.cluster.errors import ClusterUnavailable
-from service.deletion import FilesNotRemoved, delete_rest
+from service.deletion import FilesNotRemoved, StillRemoving, delete_rest_in_time
+from service.file_work import LOOK_SECONDS as FILE_SECONDS
+from service.file_work import FileWork, NoAnswer
 from service.store import JobNotFound, Store, deletion
 from workers.paths import Paths
 from workers.storage.files import files_of
@@ -54,9 +56,9 @@ class SeenExpired:
 class Retention:
     """Deletes expired jobs, on the control plane that does the housekeeping."""
 
-    def __init__(self, paths: Paths, kept_days: float, monotonic: Callable[[], float] = time.monotonic):
-        """`kept_days`: how long a job is kept after its end."""
-        self._paths, self._kept_days, self._monotonic = paths, kept_days, monotonic
+    def __init__(self, paths: Paths, kept_days: float, work: FileWork, monotonic: Callable[[], float] = time.monotonic):
+        """`kept_days`: how long a job is kept after its end; `work`: what its files are looked at and removed by."""
+        self._paths, self._kept_days, self._work, self._monotonic = paths, kept_days, work, monotonic
         self._seen = SeenExpired(CONFIRMED_SECONDS)
 
     async def run(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
@@ -73,20 +75,28 @@ class Retention:
         before = time.time() - self._kept_days * DAY_SECONDS
         expired = await store.read_async(partial(deletion.expired, before=before))
         for job_id in self._seen.confirmed(expired, self._monotonic(), JOBS_AT_ONCE):
-            if expired[job_id] and await asyncio.to_thread(has_newer_files, self._paths, job_id, before):
-                log.warning("%s ended long ago, but its files are newer, or cannot be read: it is kept", job_id)
-                continue
             try:
+                if expired[job_id] and await self._has_newer_files(job_id, before):
+                    log.warning("%s ended long ago, but its files are newer, or cannot be read: it is kept", job_id)
+                    continue
                 await self._delete(store, job_id, before, let_go)
             except (ClusterUnavailable, FilesNotRemoved, JobNotFound) as error:
                 log.warning("%s has been kept for long enough, but is not deleted yet: %s", job_id, error)
+            except (NoAnswer, StillRemoving) as error:  # the same would keep the others waiting
+                log.warning("%s has been kept for long enough, but its files do not answer: %s", job_id, error)
+                return
+
+    async def _has_newer_files(self, job_id: str, before: float) -> bool:
+        """Raises NoAnswer."""
+        look = partial(has_newer_files, self._paths, job_id, before)
+        return await asyncio.to_thread(self._work.run, ("age", job_id), FILE_SECONDS, look)
 
     async def _delete(self, store: Store, job_id: str, before: float, let_go: Callable[[str], Awaitable[None]]) -> None:
         why = f"it ended more than {self._kept_days:g} days ago (MANTA_JOBS_KEPT_DAYS)"
         begin = partial(deletion.begin_if_expired, job_id=job_id, before=before, why=why)
         if await store.write_async(begin):
             await let_go(job_id)
-            deleted = await asyncio.to_thread(delete_rest, store, self._paths, job_id)
+            deleted = await asyncio.to_thread(delete_rest_in_time, store, self._paths, job_id, self._work)
             log.info("deleted %s: %s; %s", job_id, why, deleted)
 
 

@@ -47,8 +47,8 @@ async def delete_checkpoint(
 ) -> schemas.Checkpoint:
     """Delete a checkpoint and its files permanently. The newest complete checkpoint of a job that may continue is only
     deleted with `force`; one that is being saved or restored from is never deleted."""
-    slow = read_threads_of(request).slow
-    deleted = await slow.run(lambda: control.delete_checkpoint(job_id, checkpoint_id, force))
+    threads = read_threads_of(request).deletions
+    deleted = await threads.run(lambda: control.delete_checkpoint(job_id, checkpoint_id, force))
     return views.checkpoint_view(deleted, time.time())
 
 

@@ -167,7 +167,7 @@ def edit_job(
 async def delete_job(request: Request, control: Control, job_id: JobId) -> schemas.DeletedJob:
     """Delete a finished job permanently, with its database rows, checkpoints, logs and snapshots in memory. If
     something cannot be removed, the job remains and can be deleted again."""
-    deletion = await read_threads_of(request).slow.run(lambda: control.delete(job_id))
+    deletion = await read_threads_of(request).deletions.run(lambda: control.delete(job_id))
     return views.deletion_view(job_id, deletion)
 
 

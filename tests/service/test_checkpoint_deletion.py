@@ -1,13 +1,23 @@
 """A checkpoint goes with its files where nobody needs it, and what a trainer reports leads nowhere else."""
 
+import threading
+
 import pytest
 from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 
 from service import checkpoint_deletion
-from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, delete_checkpoint
+from service.checkpoint_deletion import (
+    CheckpointNeeded,
+    CheckpointNotRemoved,
+    CheckpointStays,
+    delete_checkpoint,
+    delete_checkpoint_in_time,
+)
+from service.file_work import FileWork
 from service.states import JobState
 from service.store import CheckpointNotFound, JobNotFound, checkpoints, events, exports, generations, jobs
 from workers.checkpoint.catalog import MANIFEST, checkpoint_path
+from workers.checkpoint.pruning import remove
 from workers.paths import Paths
 from workers.storage.files import files_of
 
@@ -145,3 +155,15 @@ def test_one_in_an_object_store_goes_too(store, job, tmp_path, bucket):  # noqa:
         lies_at(store, job, step, place)
     assert delete_checkpoint(store, paths, job, id_of(job, 5)).state == "deleted"
     assert [files_of(place).is_there(place) for place in places] == [False, True]
+
+
+def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_goes_on(store, paths, job, monkeypatch):
+    answers, work, about = threading.Event(), FileWork(), (store, paths, job, id_of(job, 5), False)
+    monkeypatch.setattr(checkpoint_deletion, "remove", lambda place: answers.wait(20) and remove(place))
+    monkeypatch.setattr(checkpoint_deletion, "REMOVAL_SECONDS", 0.01)
+    with pytest.raises(CheckpointStays, match=r"is not removed yet .no answer in 0.01 s.; what has begun goes on"):
+        delete_checkpoint_in_time(*about, work)
+    monkeypatch.setattr(checkpoint_deletion, "REMOVAL_SECONDS", 20.0)
+    answers.set()
+    assert delete_checkpoint_in_time(*about, work).state == checkpoints.DELETED
+    assert len(deletions(store, job)) == 1 and not folder(paths, job, 5).exists()

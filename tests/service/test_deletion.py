@@ -1,11 +1,13 @@
 """A job is deleted for good, and stays as a whole thing that can be deleted again where that is not possible."""
 
 import shutil
+import threading
 
 import pytest
 
 from service import deletion
-from service.deletion import FilesNotRemoved, RemovedFiles, delete_job, remove_files
+from service.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
+from service.file_work import FileWork
 from service.states import JobState
 from service.store import JobNotFound, events, jobs, leases
 from service.store.tables import Metric
@@ -203,3 +205,24 @@ def test_logs_that_are_kept_elsewhere_go_too_and_nothing_beside_them(tmp_path, p
     assert remove_files(paths, "job-1") == RemovedFiles(checkpoints=1, logs=1, bytes=14)
     assert not (tmp_path / "shared" / "job-1").exists() and not (tmp_path / place / "job-1").exists()
     assert (paths.kept_log_folder("job-2") / "file").exists()
+
+
+def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_goes_on(store, paths, job, monkeypatch):
+    answers, work, remove = threading.Event(), FileWork(), deletion.remove_files
+
+    def hang(*about):
+        assert answers.wait(20)
+        return remove(*about)
+
+    monkeypatch.setattr(deletion, "remove_files", hang)
+    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
+    for _ in range(2):
+        with pytest.raises(StillRemoving, match=f"{job} are not all removed yet .no answer in 0.01 s.*delete {job}"):
+            delete_job(store, paths, job, lambda: None, work)
+    assert types_of(store, job)[-2:] == ["deletion_began", "deletion_failed"], "said once"
+    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 20.0)
+    answers.set()
+    with pytest.raises(JobNotFound):  # where what had begun is quicker
+        while delete_job(store, paths, job, lambda: None, work).rows["jobs"]:
+            pass
+    assert not paths.job_folder(job).exists()

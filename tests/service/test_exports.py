@@ -237,3 +237,25 @@ def test_only_the_checkpoint_that_is_exported_is_needed_and_only_while_it_is(sto
     with store.read() as session:
         row = exports.get(session, job, export)
         assert (row.state, row.done_bytes, row.total_bytes, runs()) == ("failed", 7, 9, False)
+
+
+def test_export_that_stands_still_is_given_up_and_leaves_its_place(store, job, root, written_by, ended, monkeypatch):
+    (started,) = (written_by(WAITS),)
+    for name, value in (("NOTE_SECONDS", 0.01), ("STALLED_SECONDS", 0.05), ("AT_ONCE", 1)):
+        monkeypatch.setattr(module, name, value)
+    writer = Exports(store, (root,))
+    over = ended(store, job, writer.begin(job, id_of(job, 5), "mine", "hf", None))
+    assert over.state == "failed" and over.message.startswith("nothing was written for 0.05 s: see that")
+    assert started[0].wait(20) != 0
+    asyncio.run(reached(lambda: not writer._runs))
+
+
+def test_folder_on_a_file_system_that_does_not_answer_is_not_waited_for(store, job, root, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(module.os.path, "realpath", lambda path: answers.wait(20))
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    with pytest.raises(ExportNotPossible, match=r"no answer in 0.01 s from the file system that mine is on"):
+        Exports(store, (root,)).begin(job, id_of(job, 5), "mine", "hf", None)
+    answers.set()
+    with store.read() as session:
+        assert exports.of_job(session, job) == []

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from unittest.mock import Mock
 
@@ -9,6 +10,7 @@ import pytest
 
 from service import retention
 from service.cluster.errors import ClusterUnavailable
+from service.file_work import FileWork
 from service.retention import CONFIRMED_SECONDS, DAY_SECONDS, Retention, SeenExpired, has_newer_files, written_since
 from service.states import JobState
 from service.store import JobNotFound, audit, deletion, events, exports, failed_jobs, jobs
@@ -33,7 +35,7 @@ def clock():
 @pytest.fixture
 def look(store, paths, clock):
     """Looks once, so many seconds after the last time; the jobs that the cluster let go of since the start."""
-    kept, let_go_of = Retention(paths, DAYS, lambda: clock[0]), []
+    kept, let_go_of = Retention(paths, DAYS, FileWork(), lambda: clock[0]), []
 
     async def let_go(job_id):
         let_go_of.append(job_id)
@@ -206,7 +208,7 @@ def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
             raise RuntimeError("the database is away")
         raise asyncio.CancelledError
 
-    keeping = retention.Retention(paths, 1.0)
+    keeping = retention.Retention(paths, 1.0, FileWork())
     monkeypatch.setattr(keeping, "look", look)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(keeping.run(store, None))
@@ -275,3 +277,16 @@ def test_job_whose_store_does_not_answer_is_not_old(tmp_path, monkeypatch):
     paths = Paths.of(tmp_path / "home", logs=tmp_path / "logs")
     monkeypatch.setattr(LocalFiles, "newest", Mock(side_effect=OSError("no answer")))
     assert has_newer_files(paths, "j", time.time())
+
+
+def test_file_system_that_does_not_answer_holds_up_one_look_and_deletes_nothing(store, look, ended, monkeypatch):
+    first, second = ended(at=OLD - 1), ended()
+    answers = threading.Event()
+    monkeypatch.setattr(retention, "FILE_SECONDS", 0.01)
+    monkeypatch.setattr(retention, "has_newer_files", lambda *about: answers.wait(20))
+    look()
+    assert look(CONFIRMED_SECONDS) == []
+    answers.set()
+    monkeypatch.undo()
+    look()
+    assert look(CONFIRMED_SECONDS) == [first, second]

@@ -1,0 +1,74 @@
+"""Work on files that do not answer is waited for only so long, by nobody twice, and holds up no other."""
+
+import threading
+
+import pytest
+
+from service import file_work
+from service.file_work import FileWork, NoAnswer
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def hang():
+    """Work that ends with the test; how often it has begun."""
+    answers, begun = threading.Event(), []
+
+    def work():
+        begun.append(threading.current_thread())
+        assert answers.wait(SECONDS)
+        return "done"
+
+    work.begun, work.answer = begun, answers.set
+    yield work
+    answers.set()
+
+
+def test_work_goes_on_without_its_caller_who_may_ask_again(hang):
+    work = FileWork()
+    for _ in range(3):
+        with pytest.raises(NoAnswer, match=r"^no answer in 0.01 s$"):
+            work.run("a job", 0.01, hang)
+    assert len(hang.begun) == 1 and hang.begun[0].daemon
+    assert work.run("another", 0.01, lambda: "at once") == "at once"
+    hang.answer()
+    assert work.run("a job", SECONDS, hang) == "done"
+
+
+def test_error_of_the_work_is_the_callers_and_the_next_call_begins_anew():
+    def fail():
+        raise TimeoutError("the system's own")
+
+    work = FileWork()
+    with pytest.raises(TimeoutError, match="the system's own"):
+        work.run("a job", SECONDS, fail)
+    assert work.run("a job", SECONDS, lambda: 7) == 7
+
+
+def test_only_so_many_hang(hang, monkeypatch):
+    monkeypatch.setattr(file_work, "AT_ONCE", 2)
+    work = FileWork()
+    for about in ("one", "another"):
+        with pytest.raises(NoAnswer):
+            work.run(about, 0.01, hang)
+    with pytest.raises(NoAnswer, match="2 others wait"):
+        work.run("one more", SECONDS, hang)
+    hang.answer()
+    assert [work.run(about, SECONDS, hang) for about in ("one", "another", "one more")] == ["done"] * 3
+
+
+def test_nobody_waits_at_the_end_of_the_service(hang):
+    work, said = FileWork(), []
+
+    def wait():
+        with pytest.raises(NoAnswer) as raised:
+            work.run("a job", SECONDS, hang)
+        said.append(str(raised.value))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    work.close()
+    waiting.join(SECONDS)
+    work.close()
+    assert said == ["the service is ending"]
