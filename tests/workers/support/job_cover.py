@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from engine_specs import document
 
@@ -14,6 +15,7 @@ from workers.spec.reading import parse_job_spec
 
 Factors = dict[str, tuple[Any, ...]]
 Row = dict[str, Any]
+Made = TypeVar("Made")
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 """Each with its virtual stages."""
@@ -84,20 +86,26 @@ def _micro_batches(row: Row) -> int:
 
 
 def covering(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, JobSpec]]:
-    """Rows with their jobs. Drawn from a fixed seed: each is the best of some that meet a pair nobody has met yet."""
+    """Rows with their jobs."""
+    return cover(factors, lambda row: job_of(row, corpus))
+
+
+def cover(factors: Factors, make: Callable[[Row], Made]) -> list[tuple[Row, Made]]:
+    """Rows, each with what `make` makes of it. Drawn from a fixed seed: each is the best of some that meet a pair
+    nobody has met yet. `make`: raises SpecError or NotWanted where there is nothing."""
     draw = random.Random(_SEED)
     names = sorted(factors)
     left = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
-    rows: list[tuple[Row, JobSpec]] = []
+    rows: list[tuple[Row, Made]] = []
     while left:
         wanted = min(left, key=repr)
         drawn = [
             {name: draw.choice(values) for name, values in factors.items()} | dict(wanted) for _ in range(_CANDIDATES)
         ]
         by_gain = sorted(drawn, key=lambda row: len(_pairs(row) & left), reverse=True)
-        best = next(((row, job) for row in by_gain if (job := _job_if_any(row, corpus)) is not None), None)
+        best = next(((row, made) for row in by_gain if (made := _if_any(make, row)) is not None), None)
         if best is None:
-            left.discard(wanted)  # no job has both
+            left.discard(wanted)  # nothing has both
             continue
         left -= _pairs(best[0])
         rows.append(best)
@@ -108,8 +116,8 @@ def _pairs(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(itertools.combinations(sorted(row.items()), 2))
 
 
-def _job_if_any(row: Row, corpus: str) -> JobSpec | None:
+def _if_any(make: Callable[[Row], Made], row: Row) -> Made | None:
     try:
-        return job_of(row, corpus)
+        return make(row)
     except (SpecError, NotWanted):
         return None

@@ -53,7 +53,7 @@ def train(
     spec, messages = parse_job_spec(document), []
     reporter = Reporter(messages.extend)
     trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots, checkpoints))
-    _harm(trainer, dict(bad or {}), once)
+    harm(trainer, dict(bad or {}), once)
     trainer.restore(resume, roll_backs)
     run = Run([], {}, [], [], None, [], [], {})
     while trainer.step < (spec.train.steps if until is None else until):
@@ -76,7 +76,9 @@ def train(
     return run
 
 
-def _harm(trainer: Trainer, bad: dict[int, float], once: bool) -> None:
+def harm(trainer: Trainer, bad: dict[int, float], once: bool = False) -> None:
+    """Have the last rank add to its gradient the number of `bad` where a step uses such a sample; `once`: at the first
+    time only."""
     batches, optimizer, flat = trainer.batches, trainer.engine.optimizer, trainer.engine.flat
     usual_batch, usual_step = trainer.prefetch.training, optimizer.step
     now: list[float] = []

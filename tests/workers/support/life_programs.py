@@ -1,0 +1,332 @@
+"""What a process does that lives through all generations of a life: it is the rank of each that its place gives it,
+keeps its model and weights where a rank's process would, and begins anew where another process would take its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lives import Generation, Life, Strike, world_size
+from number_programs import harm
+from rank_processes import HOST, SECRET
+from repair_programs import PeersToTell, on_each_message
+from reported import events_of, rows_of
+
+from service.backups.other_layouts import whole_states
+from service.recovery.decisions import choose_resume
+from workers.checkpoint.catalog import whole_checkpoints
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid, state_groups, state_peers
+from workers.config import ParallelConfig
+from workers.errors import AskedToRest, PeerLost
+from workers.protocol.messages import Resume, StoredSnapshot
+from workers.protocol.reports import Message
+from workers.reporter import Reporter
+from workers.snapshot.files import layout_tag, snapshot_files, snapshot_path, steps_kept
+from workers.snapshot.snapshot_file import committed_steps
+from workers.spec.reading import parse_job_spec
+from workers.trainer import Places, Trainer
+
+NOT_SENT = 3
+"""Steps whose rows a killed rank may not have sent."""
+MOST_GENERATIONS = 12
+ANY = 10**6
+
+
+class Struck(PeerLost):
+    """A rank's own connections were cut, or it is to end as if it was killed."""
+
+
+@dataclass
+class Lived:
+    """What a process has lived through."""
+
+    resumed: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
+    """Of each generation its layout, the source of its state, and the step of that."""
+    struck: list[tuple[int, str]] = field(default_factory=list)
+    """(Generation, kind) of what befell this process's ranks."""
+    redone: list[tuple[int, int]] = field(default_factory=list)
+    """After each generation: committed steps that are done again, and how many that may be."""
+    rows: dict[int, tuple[int, list[Any]]] = field(default_factory=dict)
+    """By step the generation that committed it, and its numbers."""
+    rolled_back: list[dict[str, Any]] = field(default_factory=list)
+    """Events of this process's ranks."""
+    built: list[int] = field(default_factory=list)
+    """Generations for which this process built its rank's model."""
+    rank: int | None = None
+    """In the last generation; None: none."""
+    state: str = ""
+    """Hash of that rank's state at the end."""
+
+
+def live(comm: Comm, life: Life, folder: str, port: int) -> Lived:
+    """Train the job of `life` to its end, through all its generations. `comm`: of all processes."""
+    process = _Process(comm, life, Path(folder), port)
+    try:
+        process.run()
+        return process.lived
+    finally:
+        process.end()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a generation has ended for a process."""
+
+    rank: int | None
+    parallel: dict[str, Any] | None
+    committed: int = 0
+    held: int | None = None
+    """The step that the process holds; None if it holds none, or ends."""
+    done: bool = False
+    may_redo: int = 0
+    rolled_back: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Process:
+    def __init__(self, comm: Comm, life: Life, folder: Path, port: int):
+        self.lived = Lived()
+        self._who, self._processes, self._first = comm.rank, comm.size("world"), comm.generation * 1000
+        self._life, self._port = life, port
+        self._snapshots, self._saved = folder / "snapshots", folder / "checkpoints"
+        self._store = dist.TCPStore(HOST, port, is_master=False)
+        self._reporter = Reporter(self._take)
+        self._comm: Comm | None = None
+        self._trainer: Trainer | None = None
+        self._peers: PeersToTell | None = None
+        self._built: tuple[dict[str, Any], int] | None = None
+        self._pending: list[Strike] = []
+        self._resumed_from: int | None = None
+        """Step that the generation began with, once its state is restored."""
+        self._messages = (0, 0)
+        """Part of the generation, and messages in it so far."""
+        self._killed = False
+        self._rolled_back: list[dict[str, Any]] = []
+        """What is known to all processes."""
+
+    def run(self) -> None:
+        resume, began = Resume(), 1
+        for number in range(1, MOST_GENERATIONS):
+            generation = self._generation(number)
+            outcomes = self._everybodys(number, self._lived_through(number, generation, replace(resume, began=began)))
+            self.lived.resumed.append((generation.parallel, resume.source, resume.step))
+            ranks = [each for each in outcomes if each.rank is not None]
+            self._rolled_back = [event for each in outcomes for event in each.rolled_back]
+            if all(each.done for each in ranks):
+                self._be_hashed()
+                return
+            resume = self._agreed(number, outcomes)
+            began = number + 1 if resume.source == "start" else began
+            redone = max(each.committed for each in ranks) - resume.step
+            self.lived.redone.append((redone, max(each.may_redo for each in ranks)))
+        raise AssertionError(f"the job does not end: {self.lived}")
+
+    def end(self) -> None:
+        """Nothing goes on."""
+        self._put_away()
+        self._reporter.close()
+
+    def _generation(self, number: int) -> Generation:
+        if number <= len(self._life.generations):
+            return self._life.generations[number - 1]
+        return replace(self._life.generations[-1], strikes=(), until=None)
+
+    def _rank(self, generation: Generation) -> int | None:
+        rank = (self._who + generation.shift) % self._processes
+        return rank if rank < world_size(generation.parallel) else None
+
+    def _lived_through(self, number: int, generation: Generation, resume: Resume) -> _Outcome:
+        """Be a rank of a generation until that is over."""
+        rank = self._rank(generation)
+        if rank is None:
+            self._put_away()
+            return _Outcome(None, None)
+        if self._built != (generation.parallel, rank):
+            self._build(generation.parallel, rank)
+            self.lived.built.append(number)
+        comm, trainer = self._comm, self._trainer
+        assert comm is not None and trainer is not None
+        self._pending = [strike for strike in generation.strikes if strike.rank == rank]
+        self._resumed_from, self._messages, self._killed = None, (0, 0), False
+        done = ends = False
+        may_redo = 0 if self._life.has_snapshots else ANY
+        try:
+            # A connection of its own, as a trainer has: groups that are broken off as they meet take it along.
+            comm.connect(dist.TCPStore(HOST, self._port, is_master=False), self._first + number, HOST, SECRET)
+            on_each_message(comm, lambda: self._count(number))
+            trainer.restore(resume, self._rolled_back if self._life.heard else ())
+            self._resumed_from = trainer.step
+            trainer.train(generation.until)
+            done = generation.until is None and not trainer.ends_early
+            ends = not done and generation.until is None
+        except AskedToRest:
+            ends = self._leaves(generation, rank)
+        except PeerLost:
+            may_redo = self._may_redo()
+            if self._killed or self._killed_too(number, rank):
+                return self._as_killed(number, generation, rank)
+            assert self._peers is not None
+            self._peers.tell()
+        comm.close()
+        if not done and not ends:
+            trainer.rest()
+        outcome = _Outcome(rank, generation.parallel, trainer.step, trainer.settled_step, done, may_redo)
+        if ends:
+            self._put_away()
+            outcome = replace(outcome, held=None)
+        return outcome
+
+    def _as_killed(self, number: int, generation: Generation, rank: int) -> _Outcome:
+        """The process is gone; what it had in shared memory at this moment stays, but for a node that is lost."""
+        assert self._trainer is not None and self._peers is not None and self._comm is not None
+        path, step = snapshot_path(self._snapshots, rank, _tag(self._life, generation.parallel)), self._trainer.step
+        image = path.read_bytes() if path.exists() else b""
+        may_redo = self._may_redo()
+        self._peers.tell()
+        self._comm.close()
+        self._put_away()
+        if any(strike.loses_memory for strike in generation.strikes):
+            path.unlink(missing_ok=True)
+            may_redo = ANY
+        elif image:
+            with path.open("r+b") as file:  # what was done since then is undone
+                file.write(image)
+            if rank == 0:  # its snapshot has them
+                not_sent = {at for at, row in self.lived.rows.items() if at > step - NOT_SENT and row[0] == number}
+                self.lived.rows = {at: row for at, row in self.lived.rows.items() if at not in not_sent}
+        return _Outcome(rank, generation.parallel, step, None, may_redo=may_redo)
+
+    def _may_redo(self) -> int:
+        """How many committed steps a death may cost now."""
+        assert self._trainer is not None
+        return int(self._trainer.state.snapshot_figures().get("snapshot_every_steps", ANY))
+
+    def _killed_too(self, number: int, rank: int) -> bool:
+        key = f"{self._first}-killed-{number}"
+        return self._store.check([key]) and rank in json.loads(self._store.get(key))
+
+    def _leaves(self, generation: Generation, rank: int) -> bool:
+        """Whether the rank's node is left."""
+        return any(strike.kind == "rest" and rank in strike.others for strike in generation.strikes)
+
+    def _build(self, parallel: dict[str, Any], rank: int) -> None:
+        self._put_away()
+        spec = parse_job_spec({**self._life.document, "parallel": parallel})
+        grid = RankGrid(spec.layout)
+        self._comm = Comm(grid, rank, torch.device("cpu"), self._life.backend, in_place=True)  # type: ignore[arg-type]
+        self._peers = PeersToTell(self._comm, self._port)
+        kept = str(self._snapshots) if self._life.has_snapshots else None
+        saved = str(self._saved) if self._life.saves else None
+        self._trainer = Trainer(spec, self._comm, self._reporter, 1e12, Places("test", kept, saved))
+        if self._life.bad_sample is not None:
+            harm(self._trainer, {self._life.bad_sample: math.nan})
+        self._built = (parallel, rank)
+
+    def _put_away(self) -> None:
+        """The process of the present rank ends."""
+        if self._trainer is not None:
+            assert self._comm is not None and self._peers is not None
+            self._peers.end()
+            self._comm.close()
+            self._trainer.close()
+            self._comm.forget()
+        self._trainer = self._comm = self._peers = self._built = None
+
+    def _count(self, number: int) -> None:
+        """The rank waits for one more message: something befalls it when a strike is due."""
+        assert self._trainer is not None and self._comm is not None
+        part = 0 if self._resumed_from is None else self._trainer.step - self._resumed_from + 1
+        before, count = self._messages
+        self._messages = part, count + 1 if part == before else 1
+        for strike in [each for each in self._pending if self._messages >= (each.part, each.message)]:
+            self._pending.remove(strike)
+            self.lived.struck.append((number, strike.kind))
+            match strike.kind:
+                case "rest":
+                    self._comm.ask_to_rest(self._comm.generation)
+                case "pause":
+                    self._comm.ask_to_end(self._comm.generation)
+                case "cut":
+                    raise Struck("the test has cut the connection")
+                case "kill":
+                    self._killed = True
+                    self._store.set(f"{self._first}-killed-{number}", json.dumps(strike.others))
+                    raise Struck("the test has killed the process")
+
+    def _everybodys(self, number: int, mine: _Outcome) -> list[_Outcome]:
+        """How the generation has ended for each process, once it has for all."""
+        keys = [f"{self._first}-{number}-{who}" for who in range(self._processes)]
+        self._store.set(keys[self._who], json.dumps(asdict(replace(mine, rolled_back=self.lived.rolled_back))))
+        return [_Outcome(**json.loads(self._store.get(key))) for key in keys]
+
+    def _agreed(self, number: int, outcomes: list[_Outcome]) -> Resume:
+        """What the next generation goes on from, as its control plane chooses it."""
+        key = f"{self._first}-{number}-resume"
+        if self._who == 0:
+            self._store.set(key, json.dumps(asdict(self._chosen(self._generation(number + 1), outcomes))))
+        chosen = json.loads(self._store.get(key))
+        return Resume(**{**chosen, "paths": tuple(chosen["paths"])})
+
+    def _chosen(self, following: Generation, outcomes: list[_Outcome]) -> Resume:
+        parallel, tag = following.parallel, _tag(self._life, following.parallel)
+        layout = _layout(self._life, parallel)
+        self._bring_back(layout, tag)
+        held = []
+        for rank in range(layout.world_size):
+            stays = outcomes[(rank - following.shift) % self._processes]
+            mine = stays.held if (stays.rank, stays.parallel) == (rank, parallel) else None
+            held.append({*steps_kept(self._snapshots, rank, tag), *({mine} - {None})})
+        groups = {}
+        for each in self._life.generations:
+            other = _tag(self._life, each.parallel)
+            if other != tag:
+                groups[other] = state_groups(_layout(self._life, each.parallel))
+        files = [
+            StoredSnapshot(str(each.path), each.rank, each.layout, each.is_backup, tuple(committed_steps(each.path)))
+            for each in snapshot_files(self._snapshots)
+        ]
+        foreign = [(state.step, state.paths) for state in whole_states({"host": files}, groups)]
+        saved = [(manifest.step, str(path)) for path, manifest in whole_checkpoints(self._saved)]
+        return choose_resume(held, saved, (), foreign)
+
+    def _bring_back(self, layout: ParallelConfig, tag: str) -> None:
+        """Files that were lost with their node, from ranks with the same state."""
+        for rank in range(layout.world_size):
+            path = snapshot_path(self._snapshots, rank, tag)
+            peers = [snapshot_path(self._snapshots, peer, tag) for peer in state_peers(layout, rank)]
+            there = [peer for peer in peers if peer.exists()]
+            if there and not path.exists():
+                path.write_bytes(there[0].read_bytes())
+
+    def _take(self, messages: list[Message]) -> None:
+        self.lived.rolled_back += [event for event in events_of(messages) if event["type"] == "rolled_back"]
+        for row in rows_of(messages):
+            keys = ("loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
+            known = self.lived.rows.get(row["step"], (0, []))
+            numbers = [repr(row.get(key)) for key in keys]  # for those that are not a number too
+            if row["generation"] >= known[0]:
+                self.lived.rows[row["step"]] = (row["generation"], numbers)
+
+    def _be_hashed(self) -> None:
+        if self._trainer is None or self._built is None:
+            return
+        state, engine = hashlib.sha256(), self._trainer.engine
+        for tensor in (*engine.state(), *engine.frozen_state(), engine.flat.parameters):
+            state.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())  # of any type
+        self.lived.rank, self.lived.state = self._built[1], state.hexdigest()
+        self._reporter.close()
+
+
+def _layout(life: Life, parallel: dict[str, Any]) -> ParallelConfig:
+    return parse_job_spec({**life.document, "parallel": parallel}).layout
+
+
+def _tag(life: Life, parallel: dict[str, Any]) -> str:
+    spec = parse_job_spec({**life.document, "parallel": parallel})
+    return layout_tag(spec.model_dump(mode="json"))

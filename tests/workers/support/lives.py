@@ -1,0 +1,260 @@
+"""Lives of small jobs: in which layouts one runs, and what befalls it. Drawn from a seed, or so that all of it is met.
+Pure Python."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine_specs import axes, document
+from job_cover import SCHEDULES, Factors, NotWanted, Row, cover
+
+from workers.config import JobSpec
+from workers.spec.problems import SpecError
+from workers.spec.reading import parse_job_spec
+
+STEPS, BATCH = 6, 12
+BAD_STEP = 3
+"""Whose batch, counted from 0, has a bad sample."""
+MOST_RANKS = 8
+Layout = tuple[int, int, int]
+"""(tensor, pipeline, data)."""
+LAYOUTS: tuple[Layout, ...] = ((2, 1, 2), (1, 2, 2), (1, 1, 3), (1, 2, 1), (2, 2, 1))
+
+FACTORS: Factors = {
+    "backend": ("links", "process_groups"),
+    "schedule": tuple(SCHEDULES),
+    "layout": LAYOUTS,
+    "zero": (1, 0),
+    "deterministic": ("layout", "elastic"),
+    "precision": ("fp32", "bf16", "fp16"),
+    # How the second generation differs: not at all, or it has other replicas, or fewer ranks in each of them.
+    "change": ("none", "fewer", "more", "reshape"),
+    "first": ("cut", "kill", "rest", "pause"),
+    # Of the second generation, which has the first one's troubles to get over.
+    "second": ("none", "cut restoring", "kill restoring", "kill", "rest, then cut"),
+    "victims": ("one", "half", "all"),
+    # Whether snapshots outlive whoever is killed first, or there are none.
+    "memory": ("kept", "lost", "off"),
+    "back": (False, True),
+    "moves": (0, 1),
+    "saves": (True, False),
+    "snapshot_every": (1, 2),
+    "compares": (False, True),
+    "dropout": (0.0, 0.1),
+    "frozen": ((), ("embedding",)),
+    "recompute": ("none", "selective"),
+    "gather": ("after_update", "beside_forward"),
+    # What is done about a step whose numbers are bad.
+    "bad": ("none", "roll_back", "skip"),
+    # Whether the control plane has heard of the steps that were rolled back before.
+    "heard": (True, False),
+}
+
+FEW = ("55", "2129", "3043", "4617", "3849", "168", "15", "31")
+"""Seeds of drawn lives of few ranks that together have every value of every factor."""
+
+Kind = Literal["cut", "kill", "rest", "pause"]
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What befalls a generation."""
+
+    kind: Kind
+    """The rank's connections are cut, it is killed, it is asked to rest, or to save and end."""
+    rank: int
+    part: int
+    """0: while the state is restored; n: in the n-th step of the generation."""
+    message: int
+    """At which of the messages that the rank waits for in this part; at the end of the part if it has fewer."""
+    others: tuple[int, ...] = ()
+    """Ranks that end with it: also killed, or on the node that is left."""
+    loses_memory: bool = False
+    """Whether the snapshots of those that end are gone too."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation of a life."""
+
+    parallel: dict[str, Any]
+    strikes: tuple[Strike, ...] = ()
+    shift: int = 0
+    """By how many places ranks and processes are apart: rank 0 is in process `-shift`."""
+    until: int | None = None
+    """Rests by itself after this step."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """A job, and its generations; the last one is repeated until it ends."""
+
+    document: dict[str, Any]
+    generations: tuple[Generation, ...]
+    backend: str
+    saves: bool
+    """Whether there is a folder for its checkpoints."""
+    has_snapshots: bool = True
+    bad_sample: int | None = None
+    """Makes a step's numbers bad."""
+    heard: bool = True
+    """Whether each generation is told what the ones before have rolled back."""
+
+    @property
+    def processes(self) -> int:
+        """As many as its largest layout needs."""
+        return max(world_size(each.parallel) for each in self.generations)
+
+
+def world_size(parallel: dict[str, Any]) -> int:
+    """Ranks of a layout."""
+    return int(parallel["tensor"] * parallel["pipeline"] * parallel["data"])
+
+
+def life_of(row: Row, seed: str, corpus: str) -> Life:
+    """The life that a row stands for; the rest is drawn. Raises SpecError, NotWanted."""
+    draw = random.Random(f"{seed} {sorted(row.items())}")
+    if row["layout"][1] == 1 and row["schedule"] != "1f1b":
+        raise NotWanted("without a pipeline all schedules are one")
+    if row["memory"] == "lost" and row["first"] != "kill":
+        raise NotWanted("nothing is lost with a process that stays or is left in time")
+    if row["gather"] == "beside_forward" and (row["precision"] != "bf16" or not row["zero"]):
+        raise NotWanted("that is after the update too")
+    if row["bad"] != "none" and row["precision"] == "fp16":
+        raise NotWanted("that is the loss scale's to mend")
+    first = _parallel(row, row["layout"])
+    second = _changed(row, draw)
+    third = first if row["back"] else second
+    moves = row["moves"]
+    befalls = [_first(row, first, draw), _second(row, second, draw), _third(third, draw), ()]
+    layouts = (first, second, third, third)
+    shifts = (0, moves, moves, moves)
+    generations = tuple(Generation(*each) for each in zip(layouts, befalls, shifts, strict=True))
+    for each in layouts:
+        job_of(row, each, corpus)
+    places = (row["saves"], row["memory"] != "off")
+    bad = draw.randrange(BATCH * BAD_STEP, BATCH * (BAD_STEP + 1)) if row["bad"] != "none" else None
+    return Life(_document(row, first, corpus), generations, row["backend"], *places, bad, row["heard"])
+
+
+def job_of(row: Row, parallel: dict[str, Any], corpus: str) -> JobSpec:
+    """The job in one of its layouts. Raises SpecError."""
+    return parse_job_spec(_document(row, parallel, corpus))
+
+
+def covering_lives(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, Life]]:
+    """Lives such that every value of every factor meets every value of every other one, as far as there are such."""
+    return cover(factors, lambda row: life_of(row, "cover", corpus))
+
+
+def drawn_life(seed: str, corpus: str) -> tuple[Row, Life] | None:
+    """A life of which all is drawn; None where that is none."""
+    draw = random.Random(seed)
+    row = {name: draw.choice(values) for name, values in FACTORS.items()}
+    if row["layout"][1] == 1:
+        row["schedule"] = "1f1b"
+    if row["first"] != "kill" and row["memory"] == "lost":
+        row["memory"] = "kept"
+    if row["precision"] == "fp16":
+        row["bad"] = "none"
+    if row["precision"] != "bf16" or not row["zero"]:
+        row["gather"] = "after_update"
+    try:
+        return row, life_of(row, seed, corpus)
+    except (SpecError, NotWanted):
+        return None
+
+
+def _parallel(row: Row, layout: Layout) -> dict[str, Any]:
+    tensor, pipeline, _ = layout
+    schedule = row["schedule"] if pipeline > 1 else "1f1b"
+    keys = {key: row[key] for key in ("zero", "recompute", "gather")}
+    keys |= {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+    return {**axes(layout), **keys, "sequence_parallel": tensor > 1, "bucket_megabytes": 0.01}
+
+
+def _changed(row: Row, draw: random.Random) -> dict[str, Any]:
+    """The layout of the second generation. Raises NotWanted."""
+    tensor, pipeline, data = row["layout"]
+    match row["change"]:
+        case "none":
+            choices = [row["layout"]]
+        case "fewer":
+            choices = [(tensor, pipeline, fewer) for fewer in range(1, data)]
+        case "more":
+            choices = [(tensor, pipeline, data + more) for more in (1, 2)]
+        case _:
+            smaller = itertools.product({1, tensor}, {1, pipeline}, {1, data, data + 1})
+            choices = sorted(each for each in smaller if each[:2] != (tensor, pipeline))
+    fitting = [each for each in choices if 1 < each[0] * each[1] * each[2] <= MOST_RANKS]
+    if not fitting:
+        raise NotWanted("no such layout has more than one rank and not too many")
+    return _parallel(row, draw.choice(fitting))
+
+
+def _first(row: Row, parallel: dict[str, Any], draw: random.Random) -> tuple[Strike, ...]:
+    return (_strike(row["first"], parallel, draw, (1, 1, 2, 3), row["victims"], row["memory"] == "lost"),)
+
+
+def _second(row: Row, parallel: dict[str, Any], draw: random.Random) -> tuple[Strike, ...]:
+    match row["second"]:
+        case "none":
+            return ()
+        case "cut restoring":
+            return (_strike("cut", parallel, draw, (0,)),)
+        case "kill restoring":
+            return (_strike("kill", parallel, draw, (0,), row["victims"]),)
+        case "kill":
+            return (_strike("kill", parallel, draw, (1, 2), row["victims"]),)
+        case _:
+            part = draw.choice((1, 2))
+            return (_strike("rest", parallel, draw, (part,)), _strike("cut", parallel, draw, (part,)))
+
+
+def _third(parallel: dict[str, Any], draw: random.Random) -> tuple[Strike, ...]:
+    kinds: tuple[Kind, ...] = ("cut", "kill", "rest", "pause")
+    return (_strike(draw.choice(kinds), parallel, draw, (0, 1, 1, 2), draw.choice(FACTORS["victims"])),)
+
+
+def _strike(
+    kind: Kind,
+    parallel: dict[str, Any],
+    draw: random.Random,
+    parts: tuple[int, ...],
+    victims: str = "one",
+    loses_memory: bool = False,
+) -> Strike:
+    world = world_size(parallel)
+    rank, part = draw.randrange(world), draw.choice(parts)
+    others = [each for each in range(world) if each != rank]
+    ending = {"one": 0, "half": world // 2 - 1, "all": world - 1}[victims]
+    # Of a few messages one is met for sure, of many some part has so many.
+    message = draw.choice((draw.randint(1, 6), draw.randint(1, 40), draw.randint(1, 120)))
+    return Strike(kind, rank, part, message, tuple(sorted(draw.sample(others, ending))), loses_memory)
+
+
+def _document(row: Row, parallel: dict[str, Any], corpus: str) -> dict[str, Any]:
+    return document(
+        model={"layers": 4, "hidden_size": 16, "kv_heads": 2, "dropout": row["dropout"]},
+        data={"paths": [corpus], "validation_fraction": 0.1},
+        train={
+            "steps": STEPS,
+            "global_batch_size": BATCH,
+            "micro_batch_size": 1 if row["schedule"] == "interleaved" else 2,
+            "deterministic": row["deterministic"],
+            "precision": row["precision"],
+            "frozen": list(row["frozen"]),
+            "validate_every": 3,
+            "validation_batches": 1,
+        },
+        parallel=parallel,
+        checkpoint={"every_steps": 2, "snapshot_every_steps": row["snapshot_every"]},
+        recovery={
+            "check_replicas_every": int(row["compares"]),
+            "nonfinite": "fail" if row["bad"] == "none" else row["bad"],
+            "roll_back_steps": 2,
+        },
+    )
