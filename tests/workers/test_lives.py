@@ -53,7 +53,8 @@ def undisturbed(life: Life, lived: Lived) -> Life:
             changes = replaced
     merged = [each for each, after in itertools.pairwise([*changes, ({}, 0)]) if each[0] != after[0]]
     generations = [Generation(parallel, until=end) for parallel, end in merged[:-1]]
-    return replace(life, generations=(*generations, Generation(merged[-1][0])), saves=not life.has_snapshots)
+    generations.append(Generation(merged[-1][0]))
+    return replace(life, generations=tuple(generations), saves=False, has_snapshots=True)
 
 
 def numbers(by_rank: list[Lived]) -> dict[int, list[Any]]:
