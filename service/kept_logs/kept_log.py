@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
 from service.logs import LogBytes, LogsUnavailable
@@ -23,6 +23,8 @@ BLOCKS = 128
 """Number of blocks that are cached, over all logs: 32 MiB."""
 ANSWER_SECONDS = 5.0
 """A place that takes longer to list the parts of a log counts as not answering."""
+READ_SECONDS = 20.0
+"""The same for reading some of one."""
 TRIES = 4
 """Attempts, since parts may be replaced by a larger one while they are read."""
 
@@ -70,6 +72,8 @@ class KeptLog:
         self._listed_at = float("-inf")
         self._listing: Future[None] | None = None
         self._asked_at = 0.0
+        self._silent: Future[Any] | None = None
+        """A read that got no answer in time."""
         self._lock = threading.Lock()
 
     def look(self, oldest: float = 0.0) -> KeptLog:
@@ -115,6 +119,19 @@ class KeptLog:
         return self._tried(lambda: self._end(self._parts[-1], rank) if self._parts else 0)
 
     def _tried(self, read: Callable[[], T]) -> T:
+        """The result of `_repeated`. The first caller waits a moment for a place that does not answer, later ones not
+        at all."""
+        no_answer = LogsUnavailable(OSError(f"{self._folder}: no answer"))
+        if self._silent is not None and not self._silent.done():
+            raise no_answer
+        answer = in_daemon_thread("parts of a log", lambda: self._repeated(read))
+        try:
+            return answer.result(READ_SECONDS)
+        except TimeoutError:
+            self._silent = answer
+            raise no_answer from None
+
+    def _repeated(self, read: Callable[[], T]) -> T:
         """The result of `read`, repeated if parts that it knows of no longer exist."""
         for tries_left in reversed(range(TRIES)):
             try:

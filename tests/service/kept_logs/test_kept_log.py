@@ -73,3 +73,19 @@ def test_damaged_part_is_not_taken_for_what_was_printed(written, tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(LogsUnavailable, match="too short"):
         KeptLog(tmp_path, Blocks()).look().read(0, 0, 10)
+
+
+def test_place_that_stops_answering_between_the_listing_and_the_reading_holds_up_nobody_else(
+    written, tmp_path, monkeypatch
+):
+    answers, reader = threading.Event(), LocalFiles.reader
+    monkeypatch.setattr(LocalFiles, "reader", lambda files, part: answers.wait(60) and reader(files, part))
+    monkeypatch.setattr(kept_log, "READ_SECONDS", 0.05)
+    log = KeptLog(tmp_path, Blocks()).look()
+    for seconds in (0.05, 60.0):  # the second reader does not wait
+        monkeypatch.setattr(kept_log, "READ_SECONDS", seconds)
+        with pytest.raises(LogsUnavailable, match="no answer"):
+            log.read(0, 0, 10)
+    answers.set()
+    log._silent.exception(60)
+    assert log.read(0, 0, 10).content == b"ab\n"
