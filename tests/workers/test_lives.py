@@ -73,7 +73,7 @@ def check(ranks: Any, life: Life, folder: Path, clean: dict[str, list[Lived]]) -
     key = repr(expected)
     if key not in clean:
         clean[key] = run(ranks, expected, folder / "clean")
-    about = f"{life}\n{by_rank[0].resumed} {[each.struck for each in by_rank]}"
+    about = f"{life}\n{by_rank[0].resumed} {[each.struck for each in by_rank]} {[each.rows for each in by_rank]}"
     assert sorted(numbers(by_rank)) == list(range(1, STEPS + 1)), about
     assert numbers(by_rank) == numbers(clean[key]), about
     assert [each.state for each in by_rank if each.state] == [each.state for each in clean[key] if each.state], about

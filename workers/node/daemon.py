@@ -20,7 +20,7 @@ from workers.config import JobSpec
 from workers.data.roots import DataRoots
 from workers.errors import MantaError
 from workers.node import reachability
-from workers.node.folders import paths_on_node, unshared
+from workers.node.folders import paths_on_node
 from workers.node.gpus import GpuWatch
 from workers.node.heartbeat import HeartbeatServer
 from workers.node.host import this_host, visible
@@ -29,6 +29,7 @@ from workers.node.notice_sources import notice_sources
 from workers.node.notice_watch import NoticeWatch
 from workers.node.notices import Notice, NoticeSource
 from workers.node.preemption import NOTICE_SECONDS, on_termination
+from workers.node.shared_folders import SharedFolders
 from workers.paths import SHARED_MEMORY, memory_socket, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
 from workers.protocol.messages import (
@@ -88,7 +89,7 @@ class NodeDaemon:
         The zygote's options and environment are for tests, which replace the trainer.
         """
         self._node, self._paths = node, paths_on_node(home, installation)
-        self._installation, self._to_share = installation, tuple(to_share)
+        self._shared_folders = SharedFolders(to_share, installation)
         self._ports = None if ports is None else PortRange.of(ports)
         self._socket_path = zygote_socket(self._paths.runtime_folder, this_host().node)
         self._zygote = ZygoteOwner(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
@@ -141,7 +142,7 @@ class NodeDaemon:
             shared_memory_bytes=memory.total,
             shared_memory_free_bytes=memory.free,
             peak_flops=peak.peak_flops if peak is not None else None,
-            unshared=unshared(self._to_share, self._installation),
+            unshared=await self._shared_folders.unshared(),
             code=own_code(),
         )
 

@@ -1,0 +1,69 @@
+"""A mount that does not answer does not keep a daemon from what it does for all jobs."""
+
+import threading
+
+import pytest
+
+from workers.node import shared_folders
+from workers.node.shared_folders import SharedFolders
+
+FOLDERS = ("/here", "/not/here")
+
+
+@pytest.fixture
+def mount(monkeypatch):
+    """Answers when it is told to; how often it was asked."""
+    answers, asked = threading.Event(), []
+
+    def look(folders, installation):
+        asked.append(installation)
+        assert answers.wait(20)
+        return folders[1:]
+
+    monkeypatch.setattr(shared_folders, "unshared", look)
+    monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 0.05)
+    answers.asked = asked
+    yield answers
+    answers.set()
+
+
+def test_mount_that_does_not_answer_is_waited_for_once_and_what_was_known_holds(go, mount, monkeypatch):
+    async def body():
+        folders = SharedFolders(FOLDERS, "manta-1")
+        assert await folders.unshared() == (), "at first"
+        monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 60.0)
+        assert await folders.unshared() == () and mount.asked == ["manta-1"]
+        mount.set()
+        while folders._looking is not None:
+            await folders.unshared()
+        assert await folders.unshared() == ("/not/here",)
+        mount.clear()
+        monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 0.05)
+        assert await folders.unshared() == ("/not/here",), "as before"
+
+    go(body)
+
+
+def test_folders_are_looked_at_anew_each_time(go, mount, monkeypatch):
+    mount.set()
+    monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 20.0)
+
+    async def body():
+        folders = SharedFolders(FOLDERS, "manta-1")
+        for _ in range(3):
+            assert await folders.unshared() == ("/not/here",)
+
+    go(body)
+    assert len(mount.asked) == 3
+
+
+def test_error_of_a_look_is_its_callers_alone(go, monkeypatch):
+    async def body():
+        folders = SharedFolders(FOLDERS, "manta-1")
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(shared_folders, "unshared", lambda *about: (_ for _ in ()).throw(MemoryError("no more")))
+            await folders.unshared()
+        monkeypatch.setattr(shared_folders, "unshared", lambda *about: ())
+        assert await folders.unshared() == ()
+
+    go(body)
