@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from service.store import Store, installation
@@ -10,8 +11,12 @@ from workers.errors import MantaError
 from workers.node.folders import mark
 from workers.paths import Paths
 from workers.storage.places import Place
+from workers.system.daemon_threads import answered_within
 
 log = logging.getLogger(__name__)
+
+MARK_SECONDS = 10.0
+"""How long a start waits for each folder; it was most likely marked by an earlier one."""
 
 
 class JobsElsewhere(MantaError):
@@ -55,6 +60,6 @@ class HomeOfJobs:
         for folder in {paths.home, paths.checkpoint_root}:
             if isinstance(folder, Path) and (folder != paths.home or is_here):
                 try:
-                    mark(folder, installation)
+                    answered_within(MARK_SECONDS, "mark", partial(mark, folder, installation))
                 except OSError as error:  # nodes do without what they do not share
-                    log.warning("%s cannot be marked as ours: %s", folder, error)
+                    log.warning("%s cannot be marked as ours: %s", folder, str(error) or "no answer")

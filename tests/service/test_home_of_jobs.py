@@ -1,0 +1,21 @@
+"""The folders of a service are marked as its own, where they answer."""
+
+import threading
+
+from service import home_of_jobs
+from service.home_of_jobs import HomeOfJobs
+
+
+def test_folder_of_checkpoints_that_does_not_answer_keeps_no_service_from_starting(tmp_path, monkeypatch, caplog):
+    answers, marked, shared = threading.Event(), [], tmp_path / "shared"
+
+    def mark(folder, installation):
+        assert folder != shared or answers.wait(20)
+        marked.append(folder)
+
+    monkeypatch.setattr(home_of_jobs, "mark", mark)
+    monkeypatch.setattr(home_of_jobs, "MARK_SECONDS", 0.2)
+    HomeOfJobs(tmp_path / "home", shared, None).mark("manta-1")
+    assert marked == [tmp_path / "home"]
+    assert f"{shared} cannot be marked as ours: no answer" in caplog.text
+    answers.set()
