@@ -102,6 +102,12 @@ def _layout_in_use(job: LikeJob) -> dict[str, Any]:
     return layout_of(layout_in_use(layout, job))
 
 
+def ranks_of(job: LikeJob) -> int | None:
+    """How many ranks the job has; None if another version wrote a layout that is invalid in this one."""
+    count = _layout_in_use(job).get("world_size")
+    return None if count is None else int(count)
+
+
 def layout_of(layout: ParallelConfig) -> dict[str, Any]:
     """A layout with all defaults resolved: sequence parallelism decided, ranks counted."""
     document = layout.model_dump(mode="json")

@@ -38,7 +38,8 @@ class RankNotFound(MantaError):
     """The job has no such rank."""
 
     def __init__(self, job_id: str, rank: int, count: int):
-        super().__init__(f"{job_id} has no rank {rank}; its ranks are 0 to {count - 1}")
+        has = f"its ranks are 0 to {count - 1}" if count > 1 else "its only rank is 0"
+        super().__init__(f"{job_id} has no rank {rank}; {has}")
 
 
 class RankSilent(MantaError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from service.logs import (
     Position,
     read_page,
 )
+from service.running_ranks import RankNotFound
 from service.states import is_final
 from service.store import Store, jobs
 from service.store.tables import Job
@@ -79,7 +81,10 @@ Before = Annotated[
 @router.get(
     "",
     response_model=schemas.LogLines,
-    responses={**event_stream(schemas.LogLine), **reads(*OF_A_JOB, "invalid_parameter", "logs_unavailable")},
+    responses={
+        **event_stream(schemas.LogLine),
+        **reads(*OF_A_JOB, "invalid_parameter", "rank_not_found", "logs_unavailable"),
+    },
 )
 async def list_logs(
     request: Request,
@@ -102,7 +107,7 @@ async def list_logs(
     start = last_event_id if streaming and last_event_id is not None else cursor
     cursors = LogCursors(job_id, rank, wanted)
     position = {} if start is None else cursors.decode(start)
-    await threads.run(partial(_refuse_unknown, control.store, job_id))
+    await threads.run(partial(_refuse_unknown, control.store, control.logs, job_id, rank))
     begins_at_end = tail if start is None else None
     if before is not None and (begins_at_end is None or streaming):
         raise _refused("before", "requires tail, and neither a stream nor a cursor: it returns earlier lines")
@@ -152,9 +157,16 @@ def _page(source: LogSource, position: Position, rank: int | None, limit: int, t
             return LogPage(lines, position, page.more)
 
 
-def _refuse_unknown(store: Store, job_id: str) -> None:
+def _refuse_unknown(store: Store, logs: JobLogs, job_id: str, rank: int | None) -> None:
+    """Raise JobNotFound, or RankNotFound for a rank that the job does not have and that has printed nothing either: the
+    job may have been larger before."""
     with store.read() as session:
-        jobs.get(session, job_id)
+        count = views.ranks_of(jobs.get(session, job_id))
+    if rank is None or count is None or rank < count:
+        return
+    with contextlib.suppress(LogsUnavailable):  # whoever reads them says so, or waits for them
+        if rank not in logs.source(job_id).ranks():
+            raise RankNotFound(job_id, rank, count)
 
 
 @dataclass

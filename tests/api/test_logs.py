@@ -188,3 +188,20 @@ def _in_small_parts(source, position, rank, limit, **more):
     from service.logs import read_page
 
     return read_page(source, position, rank, limit, max_bytes=1, **more)
+
+
+def test_a_rank_that_the_job_never_had_is_refused_and_one_of_before_it_shrank_is_not(service, job, monkeypatch):
+    add(service, job, 6, "from before")
+    assert texts(asked(service, job, rank=6)) == ["from before"]
+    assert texts(asked(service, job, rank=3)) == [], "a rank that has printed nothing"
+    for parameters in ({}, {"tail": 1}, {"follow": True}):
+        answer = service.http.get(f"/v1/jobs/{job}/logs", params={"rank": 9, **parameters})
+        assert (answer.status_code, answer.json()["code"]) == (404, "rank_not_found")
+        assert answer.json()["detail"] == f"{job} has no rank 9; its ranks are 0 to 3"
+
+    def away(self, job_id, fresh=True):
+        raise LogsUnavailable(OSError("the bucket is away"))
+
+    monkeypatch.setattr(LogsInHome, "source", away)
+    answer = service.http.get(f"/v1/jobs/{job}/logs", params={"rank": 9})
+    assert answer.json()["code"] == "logs_unavailable", "what cannot be read is not known to be absent"

@@ -119,7 +119,7 @@ def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, 
     assert none.stderr == f"no value of unlike_any_other: `manta metrics {job}` lists the metrics\n"
     assert none.stdout == "", "no table of no values"
     assert list(json.loads(manta("metrics", job, "--names", "lose", "--json").stdout)["series"]) == ["lose"]
-    assert manta("logs", job, "--rank", 9).stderr == "no line matches\n"
+    assert manta("logs", job, "--level", "critical").stderr == "no line matches\n"
     assert manta("events", job, "--type", "recoverd").stderr == "no event matches\n"
     assert manta("events", job, "--type", "recoverd", "--json").stderr == ""
 
