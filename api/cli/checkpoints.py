@@ -34,7 +34,15 @@ from api.cli.render import counted, size
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.schemas import Checkpoint, Items
 from service.ids import is_job_id
-from workers.checkpoint.catalog import Manifest, generation_of, is_checkpoint, list_checkpoints, manifest_of, verify
+from workers.checkpoint.catalog import (
+    Manifest,
+    checkpoint_path,
+    generation_of,
+    is_checkpoint,
+    list_checkpoints,
+    manifest_of,
+    verify,
+)
 from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.transfer import copy
 from workers.errors import MantaError
@@ -121,7 +129,7 @@ def pull(what: Source, to: To, step: Step = None, url: Url = None, as_json: Json
 
     The copy is complete when its manifest exists, which is written last."""
     source = source_of(what, step, url)
-    _copy(source, place_of(to) / source.name, as_json)
+    _copy(source, _named_in(to, source), as_json)
 
 
 @checkpoints_app.command()
@@ -133,7 +141,7 @@ def push(
 ) -> None:
     """Copy a local checkpoint to an object store or another folder, verifying every byte."""
     source = _in_place(place_of(what), step)
-    _copy(source, place_of(to) / source.name, as_json)
+    _copy(source, _named_in(to, source), as_json)
 
 
 def export(
@@ -220,6 +228,13 @@ def _of(step: int | None) -> str:
 
 def _steps(steps: Iterable[int]) -> str:
     return f"those of steps {', '.join(map(str, known))}" if (known := sorted(steps)) else "none"
+
+
+def _named_in(folder: str, source: Place) -> Place:
+    """Where a copy of `source` belongs in `folder`: in a folder of several only those with a checkpoint's name are
+    found, whatever the source was renamed to."""
+    manifest = manifest_of(source)
+    return checkpoint_path(folder, manifest.step, manifest.generation)
 
 
 def _copy(source: Place, target: Place, as_json: bool) -> None:

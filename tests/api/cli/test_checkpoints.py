@@ -114,6 +114,14 @@ def test_weights_are_exported_to_folders_and_what_cannot_be_is_one_sentence(mant
     assert not (tmp_path / "out").exists()
 
 
+def test_copies_of_a_renamed_checkpoint_get_the_name_by_which_they_are_found(manta, folder, tmp_path):
+    renamed = saved(folder, 10).rename(folder / "step-10 (copy)")
+    for command in ("push", "pull"):
+        manta("checkpoints", command, renamed, "--to", tmp_path / command)
+        found = checkpoint_path(tmp_path / command, 10, 1)
+        assert f"{found} is intact" in manta("checkpoints", "verify", tmp_path / command)
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("500MB", 5 * 10**8), ("5GB", 5 * 10**9), ("1.5 gib", 3 * 2**29), ("64KiB", 2**16), ("9", 9)]
 )
