@@ -42,6 +42,7 @@ from workers.checkpoint.catalog import (
     list_checkpoints,
     manifest_of,
     verify,
+    while_read,
 )
 from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.transfer import copy
@@ -117,7 +118,9 @@ def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json =
     """Verify every byte of a checkpoint against its checksums; exit code 1 if it is damaged."""
     place = source_of(what, step, url)
     try:
-        manifest = verify(place)
+        manifest_of(place)  # whether it was complete
+        with while_read(place):
+            manifest = verify(place)
     except DamagedCheckpoint as error:
         raise fail(str(error), EXIT_FAILED) from error
     _say(place, manifest, as_json, "is intact")

@@ -14,7 +14,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -69,6 +70,16 @@ class Manifest:
             raise damaged(file, f"is not in {MANIFEST}")
         blocks = tuple(self.blocks[file.name]) if self.blocks else None
         return FileSums(self.files[file.name], blocks, self.block_bytes)
+
+
+class RemovedCheckpoint(CheckpointError):
+    """A checkpoint was removed while it was read, by its job's pruning or by a user."""
+
+    def __init__(self, path: Place):
+        super().__init__(
+            f"the checkpoint at {path} is not there any more: it was removed while it was read (newer ones of its job "
+            "replace it), or its folder was moved; take a newer one, or let the job keep more (checkpoint.keep)"
+        )
 
 
 class Condition(Enum):
@@ -232,6 +243,29 @@ def _has_valid_sums(manifest: Manifest) -> bool:
         return True
     of_files = [(sums.get(name), -(-length // size)) for name, length in manifest.files.items()]
     return all(isinstance(blocks, list) and len(blocks) == count for blocks, count in of_files)
+
+
+@contextmanager
+def while_read(path: Place) -> Iterator[None]:
+    """Within the block, the checkpoint at `path`, which was complete, is read. If it is removed meanwhile, files that
+    are missing are no damage: raises RemovedCheckpoint instead of what they raised."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        if _is_removed(path):
+            raise RemovedCheckpoint(path) from error
+        raise
+
+
+def _is_removed(path: Place) -> bool:
+    """Whether it is certain that there is no manifest, which is what pruning removes first."""
+    try:
+        files_of(path).read(path / MANIFEST)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def look_at(path: Place) -> tuple[Condition, Manifest | None, str]:

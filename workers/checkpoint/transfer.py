@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
+from pathlib import Path
 
-from workers.checkpoint.catalog import MANIFEST, Manifest, manifest_of, seal
+from workers.checkpoint.catalog import MANIFEST, Manifest, manifest_of, seal, while_read
 from workers.checkpoint.checksums import SummedFiles, checked, damaged
 from workers.errors import CheckpointError
 from workers.storage.files import files_of
@@ -21,11 +23,25 @@ def copy(source: Place, target: Place, progress: Callable[[int, int], None] = la
     """Copy the complete checkpoint at `source` to `target`, where nothing may exist yet except the remains of an
     interrupted copy, which are replaced. `progress` is called with (bytes copied, total bytes).
 
-    Like any checkpoint the copy gets its manifest last, so it is complete or unusable. Raises DamagedCheckpoint,
-    UnreadableCheckpoint, PlaceTaken, OSError.
+    Like any checkpoint the copy gets its manifest last, so it is complete or unusable. If `source` cannot be copied,
+    nothing is left of it. Raises DamagedCheckpoint, UnreadableCheckpoint, RemovedCheckpoint, PlaceTaken, OSError.
     """
     manifest = manifest_of(source)
     _clear(target, manifest.files)
+    try:
+        with while_read(source):
+            _copy_files(source, target, manifest, progress)
+    except CheckpointError:
+        with contextlib.suppress(OSError, CheckpointError):
+            _clear(target, manifest.files)
+            if isinstance(target, Path):
+                target.rmdir()
+        raise
+    seal(target, manifest)
+    return manifest
+
+
+def _copy_files(source: Place, target: Place, manifest: Manifest, progress: Callable[[int, int], None]) -> None:
     files = SummedFiles(block_bytes=manifest.block_bytes)
     files_of(target).make_folder(target)
     done = 0
@@ -39,8 +55,6 @@ def copy(source: Place, target: Place, progress: Callable[[int, int], None] = la
                 progress(done, manifest.bytes)
         if sums.blocks is not None and files.sums[name].blocks != sums.blocks:
             raise damaged(target / name, "is not what was read")
-    seal(target, manifest)
-    return manifest
 
 
 def _clear(target: Place, ours: Collection[str]) -> None:

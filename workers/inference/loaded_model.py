@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from workers.checkpoint.catalog import Manifest, manifest_of
+from workers.checkpoint.catalog import Manifest, manifest_of, while_read
 from workers.checkpoint.durable import load
 from workers.checkpoint.rectangles import Rectangle
 from workers.comm.comm import Comm
@@ -47,7 +47,8 @@ class LoadedModel:
         for shard in shards:
             rectangles.append(_whole(shard, length))
             length += shard.parameter.numel()
-        manifest, parts = load(str(checkpoint), {"model": rectangles}, {"model": length})
+        with while_read(checkpoint):
+            manifest, parts = load(str(checkpoint), {"model": rectangles}, {"model": length})
         for shard, rectangle in zip(shards, rectangles, strict=True):
             shard.parameter.data = rectangle.view(parts["model"]).to(device, dtype)
         model.tie()

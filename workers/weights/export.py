@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.checkpoint.archives import ITEM_BYTES
-from workers.checkpoint.catalog import Manifest, checkpoint_at, manifest_of
+from workers.checkpoint.catalog import Manifest, checkpoint_at, manifest_of, while_read
 from workers.checkpoint.contents import Contents
 from workers.checkpoint.opening import read_contents
 from workers.config import JobSpec
 from workers.errors import CheckpointError, MantaError
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
-from workers.storage.places import place_of
+from workers.storage.places import Place, place_of
 from workers.weights.casting import DTYPES
 from workers.weights.companions import add_tokenizer, companion_files, source_config
 from workers.weights.folder import INDEX
@@ -78,7 +78,20 @@ def export(
     """
     place = place_of(checkpoint)
     manifest = manifest_of(place)
-    spec = _spec_of(checkpoint, manifest)
+    with while_read(place):
+        return _export(place, manifest, target, to, dtype, shard_bytes, progress)
+
+
+def _export(
+    place: Place,
+    manifest: Manifest,
+    target: Path,
+    to: Format,
+    dtype: Dtype | None,
+    shard_bytes: int,
+    progress: Callable[[int, int], object],
+) -> Exported:
+    spec = _spec_of(place, manifest)
     named = DTYPES[dtype] if dtype is not None else _source_dtype(spec)
     source = Source(place, manifest, read_contents(place, manifest))
     if to == "hf":
@@ -106,7 +119,7 @@ def export(
     return Exported(manifest, len(files), size, named)
 
 
-def _spec_of(checkpoint: str, manifest: Manifest) -> JobSpec:
+def _spec_of(checkpoint: Place, manifest: Manifest) -> JobSpec:
     try:
         return parse_job_spec(manifest.spec)
     except SpecError as error:

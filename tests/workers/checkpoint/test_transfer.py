@@ -6,8 +6,9 @@ from dataclasses import asdict
 import pytest
 from checkpoint_files import CONTENT, made
 
-from workers.checkpoint.catalog import MANIFEST, Condition, look_at, verify
+from workers.checkpoint.catalog import MANIFEST, Condition, RemovedCheckpoint, look_at, verify
 from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint
+from workers.checkpoint.pruning import remove
 from workers.checkpoint.transfer import PlaceTaken, copy
 from workers.storage.files import files_of
 
@@ -86,7 +87,7 @@ def test_damage_is_not_copied(tmp_path):
         file.write(b"\xff\xff")
     with pytest.raises(DamagedCheckpoint, match=f"the checkpoint at {source} is damaged: data is not what was written"):
         copy(source, target)
-    assert look_at(target)[0] is Condition.NOT_WHOLE
+    assert not target.exists()
     with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is missing"):
         copy(tmp_path / "a", tmp_path / "c")
     assert not (tmp_path / "c").exists()
@@ -104,7 +105,17 @@ def test_what_changes_on_its_way_is_no_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckedFile, "readinto", flipped)
     with pytest.raises(DamagedCheckpoint, match=f"the checkpoint at {target} is damaged: data is not what was read"):
         copy(source, target)
-    assert look_at(target)[0] is Condition.NOT_WHOLE
+    assert not target.exists()
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_not_called_damaged_and_no_part_is_left(tmp_path):
+    source, target = made(tmp_path / "a"), tmp_path / "b"
+    with pytest.raises(RemovedCheckpoint, match=f"the checkpoint at {source} is not there any more: it was removed"):
+        copy(source, target, lambda done, of: remove(source))
+    assert not target.exists()
+    source = made(tmp_path / "a")
+    with pytest.raises(RemovedCheckpoint):
+        copy(source, target, lambda done, of: [(source / name).unlink(missing_ok=True) for name in ("empty", MANIFEST)])
 
 
 def test_what_the_store_does_not_take_is_no_copy(tmp_path, wired_bucket, wire):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 from checkpoint_programs import job, lone, save
 
 from workers import evaluate, generate
+from workers.checkpoint.pruning import remove
+from workers.inference import loaded_model
 from workers.protocol.messages import Resume
 
 
@@ -59,6 +63,19 @@ def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):
     with pytest.raises(SystemExit):
         generate.main([str(checkpoints), "--prompt", "to", "--top-p", "2"])
     assert "--top-p is above 0 and at most 1" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_loaded_is_a_sentence(checkpoints, tmp_path, capsys, monkeypatch):
+    shutil.copytree(checkpoints, tmp_path / "checkpoints")
+    load = loaded_model.load
+
+    def remove_and_load(path, *wanted):
+        remove(Path(path))
+        return load(path, *wanted)
+
+    monkeypatch.setattr(loaded_model, "load", remove_and_load)
+    sentence = said(generate, capsys, tmp_path / "checkpoints", "--prompt", "to", code=2)
+    assert "is not there any more: it was removed while it was read" in sentence
 
 
 @pytest.mark.parametrize(

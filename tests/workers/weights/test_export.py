@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from workers.checkpoint.catalog import whole_checkpoints
+from workers.checkpoint.pruning import remove
 from workers.errors import CheckpointError, WeightsError
 from workers.protocol.messages import Resume
 from workers.weights import export as module
@@ -158,6 +159,18 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_left(corpus, tmp_path, cap
     assert main([path, "--to", str(tmp_path / "out")]) == 1
     assert "is not what was written" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_exported_is_a_sentence_and_nothing_is_left(
+    corpus, tmp_path, capsys, monkeypatch
+):
+    path, _, _ = checkpoint_of(tmp_path / "checkpoints", corpus, family="llama")
+    read = module.read_contents
+    monkeypatch.setattr(module, "read_contents", lambda *known: (read(*known), remove(Path(path)))[0])
+    assert main([path, "--to", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"the checkpoint at {path} is not there any more: it was removed while it was read")
+    assert said.count("\n") == 1 and [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_memory_is_for_a_few_rows_however_large_a_tensor_is(checkpoint, tmp_path, monkeypatch):
