@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from sqlalchemy import URL, Connection, Engine, RootTransaction, create_engine, event
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, RootTransaction, create_engine, event
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError, OperationalError, SQLAlchemyError
 
 from service.pauses import growing_pauses
@@ -41,6 +41,7 @@ KEPT_WRITERS, MOST_EXTRA_WRITERS = 1, 1
 READS_AT_ONCE = 8
 """The server does the work."""
 _CONFLICTS = ("40001", "40P01")
+_NO_SUCH_TABLE = "42P01"
 _SESSION = {
     "statement_timeout": f"{STATEMENT_SECONDS}s",
     "lock_timeout": f"{STATEMENT_SECONDS / 2:g}s",
@@ -228,7 +229,16 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
         if time.monotonic() - record.info["used_at"] > TRUSTED_SECONDS or connection.has_unread:
             _ping(engine, connection)
 
+    event.listen(engine, "handle_error", _explain_missing_table)
     return engine
+
+
+def _explain_missing_table(context: ExceptionContext) -> None:
+    """A table that is missing from a migrated database says nothing about what was in it: something such as pg_restore
+    is replacing it. Raises OperationalError, so that the operation is tried again and none counts as refused."""
+    error = context.original_exception
+    if getattr(error, "sqlstate", None) == _NO_SUCH_TABLE:
+        raise OperationalError(context.statement, None, error)
 
 
 def _ping(engine: Engine, connection: BoundedConnection) -> None:

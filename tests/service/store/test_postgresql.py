@@ -339,6 +339,20 @@ def test_servers_that_are_too_old_and_encodings_without_all_characters_are_refus
     assert "its encoding is SQL_ASCII" in unsuitable(150_000, "SQL_ASCII")
 
 
+def test_tables_that_are_being_restored_are_away_and_nothing_is_refused(open_store, postgres, url, job):
+    store, name = open_store(), url.split("?")[0].rsplit("/", 1)[1]
+    postgres.execute("ALTER SCHEMA public RENAME TO away", name)
+    try:
+        for operation in (lambda: messages(store), lambda: store.write(lambda session: say(session, job))):
+            with pytest.raises(OperationalError, match="does not exist") as missing:
+                operation()
+            assert may_pass(missing.value)
+    finally:
+        postgres.execute("ALTER SCHEMA away RENAME TO public", name)
+    store.write(lambda session: say(session, job))
+    assert [message for _, message in messages(store)] == ["something"]
+
+
 def test_what_may_take_long_takes_no_limit_away_from_what_follows(open_store):
     store = open_store()
 
