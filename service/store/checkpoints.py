@@ -25,7 +25,7 @@ def begin(session: Session, job_id: str, generation: int, step: int, path: str) 
     """
     if generation < jobs.get(session, job_id, lock=True).generation:
         return None
-    checkpoint_id = f"ckpt_{job_id.removeprefix('job_')}_{step}_{generation}"
+    checkpoint_id = _id(job_id, step, generation)
     row = session.get(Checkpoint, checkpoint_id) or Checkpoint(id=checkpoint_id, job_id=job_id)
     row.generation, row.step, row.state, row.path = generation, step, SAVING, path
     row.created_at, row.completed_at, row.bytes = time.time(), None, None
@@ -145,8 +145,9 @@ def latest_seconds(session: Session, job_id: str, limit: int) -> list[float]:
 
 
 def reconcile(session: Session, job_id: str, listing: Listing) -> None:
-    """Update the rows to match the job's folder as far as it is known: a save may have ended without any report.
-    Unreadable checkpoints change no rows. Only for a job whose gang is at rest."""
+    """Update the rows to match the job's folder as far as it is known: a save may have ended without any report, and
+    a database that was restored from a backup lacks what was saved since. Unreadable checkpoints change no rows. Only
+    for a job whose gang is at rest."""
     rows = list(session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)))
     saved = {row.path for row in rows if row.state == COMPLETE}
     sizes = {str(path): manifest.bytes for path, manifest in listing.whole}
@@ -158,6 +159,17 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
             row.state = COMPLETE  # it was restored
         elif condition is Condition.NOT_WHOLE and row.state in (SAVING, COMPLETE):
             row.state = FAILED if row.state == SAVING else DELETED
+    known, now = {row.id for row in rows}, time.time()  # when they were saved is not known
+    for each in listing.checkpoints:
+        checkpoint_id = _id(job_id, each.step, each.generation)
+        if each.manifest is not None and checkpoint_id not in known:
+            about = {"generation": each.generation, "step": each.step, "path": str(each.path)}
+            done = {"state": COMPLETE, "bytes": each.manifest.bytes, "created_at": now}
+            session.add(Checkpoint(id=checkpoint_id, job_id=job_id, **about, **done))
+
+
+def _id(job_id: str, step: int, generation: int) -> str:
+    return f"ckpt_{job_id.removeprefix('job_')}_{step}_{generation}"
 
 
 def _position(text: str) -> tuple[int, int]:

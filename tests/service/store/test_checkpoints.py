@@ -132,6 +132,19 @@ def test_what_was_brought_back_is_complete_again(store, started, rows):
     assert reconciled(store, started, on_disk(50), on_disk(100))[50] == "complete"
 
 
+def test_what_a_restored_database_does_not_know_is_found_on_disk(store, started, rows):
+    there = [on_disk(step) for step in (50, 100, 150, 200)]
+    assert reconciled(store, started, *there, on_disk(250, Condition.UNKNOWN)) == {
+        50: "complete", 100: "complete", 150: "complete", 200: "complete"
+    }  # fmt: skip
+    with store.read() as session:
+        found = checkpoints.find(session, started.id, 1, 200)
+        assert checkpoints.newest_id(session, started.id) == found.id
+    assert (found.path, found.bytes, found.completed_at) == ("/x/200", 7, None)
+    assert reconciled(store, started, *there)[200] == "complete"
+    assert reconciled(store, started, *there[:3])[200] == "deleted"
+
+
 def test_a_save_that_was_given_up_and_is_whole_all_the_same_is_complete(store, started, rows):
     """The store took its manifest long after its ranks had left each other."""
     assert reconciled(store, started, on_disk(50), on_disk(100)) == {**rows, 150: "failed"}
@@ -178,6 +191,6 @@ def test_checkpoints_of_one_job_are_no_other_job_s(store, started, submit):
     with store.read() as session:
         assert checkpoints.page(session, other.id).items == checkpoints.complete_ones(session, other.id) == []
         assert checkpoints.find(session, other.id, 1, 50) is None
-    assert reconciled(store, other, on_disk(100)) == {}
+    assert reconciled(store, other, on_disk(100)) == {100: "complete"}
     with store.read() as session:
         assert [row.state for row in checkpoints.page(session, started.id).items] == ["saving", "complete"]
