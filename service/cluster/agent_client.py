@@ -261,7 +261,7 @@ class RayAgent(RayActor):
     """An AgentClient over a Ray actor."""
 
     _protocol = PROTOCOL
-    """The agent's epoch for orders, known once it has described itself."""
+    """The protocol that the agent speaks, known once it has described itself."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class Uploads:
 
     def give_up(self) -> None:
         """From any thread: the caller that uploads a file gets an OSError, even if the store does not answer."""
-        self._end()
+        self._end(in_use=True)
 
     def close(self) -> None:
         """End the process, and wait for uploads that are being aborted."""
@@ -112,24 +112,28 @@ class Uploads:
         code = "" if process.returncode is None else f" with exit code {process.returncode}"
         return OSError(f"the process that uploads has ended{code}")
 
-    def _end(self) -> None:
+    def _end(self, in_use: bool = False) -> None:
         """Abort an upload in progress, on another thread: a rank that leaves a generation has less time than a store
-        may need for that."""
+        may need for that. `in_use`: whether another thread may be using the process's pipes; they are then not closed,
+        so that it finds their other end closed, which is an OSError, and not its own, which is a ValueError."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
                 process.terminate()
                 self._ending = [each for each in self._ending if each.is_alive()]
-                self._ending.append(threading.Thread(target=_see_out, args=(process,), daemon=True))
+                self._ending.append(threading.Thread(target=_see_out, args=(process, in_use), daemon=True))
                 self._ending[-1].start()
 
 
-def _see_out(process: subprocess.Popen[bytes]) -> None:
+def _see_out(process: subprocess.Popen[bytes], in_use: bool) -> None:
     """Return when a process that was asked to end has ended; it is killed if that takes too long."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(ABORT_SECONDS)
     process.kill()
-    process.communicate()
+    if in_use:
+        process.wait()
+    else:
+        process.communicate()
 
 
 class _Pieces(io.RawIOBase):

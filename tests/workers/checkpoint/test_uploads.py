@@ -155,6 +155,21 @@ def test_a_file_that_is_given_up_while_it_is_uploaded_does_not_answer_for_the_ne
     assert files_of(bucket).read(bucket / "file") == b"all of it"
 
 
+def test_a_file_that_another_thread_gives_up_is_an_error_of_the_system_however_late_its_writer_hears(
+    uploads, room, bucket
+):
+    shared = memoryview(room.tensor.numpy()).cast("B")
+    with pytest.raises(OSError, match="the process that uploads has ended"):  # noqa: SIM117
+        with uploads.create(bucket / "file", lambda: None, {}) as stream:
+            stream.write(shared)
+            uploads.give_up()
+            for ending in uploads._ending:
+                ending.join()
+            stream.write(shared)
+            stream.write(bytes(2**21))
+    assert _upload(uploads, bucket / "file", shared).size == len(shared)
+
+
 def test_the_process_ends_with_the_one_that_asks_it(uploads):
     uploads.start()
     process, uploads._process = uploads._process, None
