@@ -25,8 +25,8 @@ from workers.spec.parameters import first_trained_layer, frozen_by_layer
 from workers.spec.rules import broken_keys
 
 RESERVE = 0.04
-"""Part of a device's memory that stays free for fragmentation: the allocator keeps blocks of the sizes that were
-requested."""
+"""Part of a device's memory that stays free for fragmentation, since the allocator keeps blocks of the sizes that were
+requested, and for the workspaces of libraries (`workers/accounting/device_bytes.py`)."""
 
 
 HEAD_TOKENS = 1024
