@@ -26,7 +26,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from workers.config import CHATML, DataConfig
-from workers.data.read_errors import read_error
+from workers.data.read_errors import is_there, read_error
 from workers.data.render_bounds import MOST_CHARACTERS, TooMuch, bounded
 from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
 from workers.errors import DataError
@@ -150,7 +150,7 @@ def open_template(data: DataConfig) -> ChatTemplate:
 
 def _next_to_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
     """Searched like in `transformers`: a separate file takes precedence over tokenizer_config.json."""
-    if (folder / TEMPLATE).exists():
+    if is_there(folder / TEMPLATE):
         return ChatTemplate(_text(folder / TEMPLATE), tokens, str(folder / TEMPLATE))
     said = _json(folder / SETTINGS).get("chat_template")
     name = f"chat_template in {folder / SETTINGS}"
@@ -181,7 +181,7 @@ def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
 
 def _json(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is no file."""
-    if not path.exists():
+    if not is_there(path):
         return {}
     try:
         content = json.loads(path.read_bytes())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from pathlib import Path
 
 from workers.errors import DataError, DataUnreadable, WeightsError, WeightsUnreadable
 
@@ -41,6 +42,19 @@ def weights_error(path: str | os.PathLike[str], error: OSError) -> WeightsError:
     if is_of_the_storage(error):
         return WeightsUnreadable(_sentence(path, error))
     return WeightsError(f"{os.fspath(path)} cannot be read: {error.strerror}")
+
+
+def is_there(path: Path) -> bool:
+    """Whether `path` exists. Raises DataUnreadable or DataError if that cannot be found out."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise read_error(path, error) from error
+
+
+def at_submission(error: Exception) -> str:
+    """What to say to someone who submits a job about an error in reading one of its files."""
+    return f"{error}; submit the job again then" if isinstance(error, DataUnreadable) else str(error)
 
 
 def _sentence(path: str | os.PathLike[str], error: OSError) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.config import DataConfig, JobSpec
-from workers.data.read_errors import is_of_the_storage
+from workers.data.read_errors import is_of_the_storage, is_there
 from workers.data.sources import CorpusFile, check_data, corpus_files
 from workers.data.tokenizer import BESIDE_TOKENIZER, tokenizer_path
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
@@ -51,7 +51,7 @@ class DataRoots:
         chats = any(each.source == "chat" for each in spec.data.corpora)
         if chats and spec.data.tokenizer_file is not None:
             folder = tokenizer_path(spec.data.tokenizer_file).parent
-            self._check_links(str(folder / name) for name in BESIDE_TOKENIZER if (folder / name).exists())
+            self._check_links(str(folder / name) for name in BESIDE_TOKENIZER if is_there(folder / name))
         check_data(spec)
         for data in spec.data.corpora:
             self._check_links(file.path for file in self._files(data))

@@ -182,7 +182,11 @@ class FileTokenizer:
 def tokenizer_path(path: str | Path) -> Path:
     """The file that `path` means: itself, or the tokenizer.json of a folder."""
     path = Path(path)
-    return path / FILE_NAME if path.is_dir() else path
+    try:
+        is_folder = path.is_dir()
+    except OSError:  # whoever reads it finds out what is wrong
+        is_folder = False
+    return path / FILE_NAME if is_folder else path
 
 
 def file_tokenizer(data: DataConfig, path: str | Path, content: bytes | None = None) -> FileTokenizer:
@@ -220,7 +224,7 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         otherwise = (
             f"no tokenizer can be read from {path} ({error.strerror}): name bytes, bpe, a tokenizer.json or a folder "
-            "with one; what a hub has is not looked up there, so download it first"
+            "with one, which may have to be mounted here; what a hub has is not looked up there, so download it first"
         )
         raise read_error(path, error, otherwise) from error
 

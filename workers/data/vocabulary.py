@@ -4,8 +4,9 @@ which everything else reads."""
 from __future__ import annotations
 
 from workers.config import JobSpec
+from workers.data.read_errors import at_submission, is_there
 from workers.data.tokenizer import file_tokenizer, tokenizer_path
-from workers.errors import DataError
+from workers.errors import DataError, DataUnreadable
 from workers.spec.problems import Problem, SpecError
 from workers.spec.rules import find_problems
 
@@ -19,9 +20,9 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
     try:
         tokenizer = file_tokenizer(spec.data, tokenizer_path(file))
     except DataError as error:
-        if spec.data.tokenizer_vocabulary is not None and not tokenizer_path(file).exists():
-            return spec  # it may exist where the job runs, which tries again
-        raise SpecError([Problem("data.tokenizer", str(error))]) from error
+        if spec.data.tokenizer_vocabulary is not None and _is_elsewhere(file, error):
+            return spec  # it may be readable where the job runs, which tries again
+        raise SpecError([Problem("data.tokenizer", at_submission(error))]) from error
     said, size = spec.data.tokenizer_vocabulary, tokenizer.vocabulary
     if said not in (None, size):
         problem = f"tokenizer_vocabulary is {said}, but {file} has {size} token ids"
@@ -31,3 +32,8 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
     if problems:
         raise SpecError(problems)
     return resolved
+
+
+def _is_elsewhere(file: str, error: DataError) -> bool:
+    """Whether `error` says nothing about the tokenizer's content."""
+    return isinstance(error, DataUnreadable) or not is_there(tokenizer_path(file))

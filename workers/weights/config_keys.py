@@ -74,7 +74,7 @@ def read_config(folder: Path) -> Keys:
     path = folder / CONFIG
     try:
         if not folder.is_dir():
-            raise WeightsError(f"there is no folder {folder}")
+            raise WeightsError(f"there is no folder {folder}; if it should be there, is it mounted here?")
         about = path.stat()
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
             raise WeightsError(f"{path} is not a regular file of at most {_MOST_BYTES} bytes")

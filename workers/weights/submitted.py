@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from workers.config import ModelConfig
+from workers.data.read_errors import at_submission
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import WeightsError
 from workers.spec.problems import Problem, SpecError
@@ -41,7 +42,7 @@ def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
         config = read_config(Path(folder))
         shape = shape_of(config)
     except WeightsError as error:
-        raise SpecError([Problem("model.from", str(error))]) from error
+        raise SpecError([Problem("model.from", at_submission(error))]) from error
     problems = list(_differences(model, shape, config.where))
     if problems:
         raise SpecError(problems)

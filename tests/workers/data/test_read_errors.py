@@ -18,6 +18,7 @@ from storage_away import away
 
 from workers.config import DataConfig
 from workers.data import token_cache, token_process, trained_tokenizer
+from workers.data.chat_template import open_template
 from workers.data.corpus import ByteCorpus
 from workers.data.corpus_record import with_heads
 from workers.data.documents import raw_pieces_of, texts_of
@@ -29,7 +30,7 @@ from workers.data.shards import Section, shards_of
 from workers.data.sources import CorpusFile, corpus_files
 from workers.data.token_cache import Watcher
 from workers.data.token_processes import tokenize_shards
-from workers.data.tokenizer import ByteTokenizer, file_tokenizer
+from workers.data.tokenizer import ByteTokenizer, file_tokenizer, open_tokenizer
 from workers.errors import DataError, DataNotStored, DataUnreadable
 
 OF_THE_STORAGE = [
@@ -80,6 +81,8 @@ READINGS: dict[str, Callable[[Path], object]] = {
     "known tokens": lambda file: IndexedTokens(file, ("uint16", 4)),
     "description": lambda file: token_cache.describe([CorpusFile(str(file), 9)], jsonl(file), ByteTokenizer()),
     "tokenizer": lambda file: file_tokenizer(jsonl(file), file),
+    "tokenizer that is named": lambda file: open_tokenizer(DataConfig(source="text", tokenizer=str(file))),
+    "chat template": lambda file: open_template(DataConfig(source="chat", tokenizer=str(file))),
     "cuts": lambda file: shards_of([CorpusFile(str(file), 2**40)], jsonl(file), cuts_are_exact=True),
     "pieces": lambda file: list(raw_pieces_of(Section(str(file), 0, 9, 9))),
     "lines": lambda file: list(texts_of(Section(str(file), 0, 9, 9), jsonl(file), True)),

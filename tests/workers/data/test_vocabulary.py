@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_specs import spec
+from storage_away import away
 from tokenizer_files import byte_level
 
 from workers.data.vocabulary import with_vocabulary
@@ -59,3 +60,16 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_the_spec(tmp_path):
     byte_level(tmp_path / "t.json", special=["<pad>"])
     with pytest.raises(SpecError, match=r"no special token that is known to end a document"):
         with_vocabulary(job(tmp_path / "t.json"))
+
+
+def test_a_file_whose_mount_does_not_work_now_is_told_from_one_that_is_not_there(tmp_path):
+    file = byte_level(tmp_path / "t.json")
+    with away(tmp_path), pytest.raises(SpecError) as caught:
+        with_vocabulary(job(file))
+    (problem,) = caught.value.problems
+    assert problem.rule.startswith(f"{file} cannot be read on ") and problem.rule.endswith(
+        "; submit the job again then"
+    )
+    known = job(file, tokenizer_vocabulary=400)
+    with away(tmp_path):
+        assert with_vocabulary(known) == known, "it is read where the job runs"

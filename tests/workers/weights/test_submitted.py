@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from storage_away import away
 
 from workers.data.roots import DataRoots
 from workers.spec.problems import SpecError
@@ -118,3 +119,12 @@ def test_a_relative_folder_is_beside_the_spec():
     text = "model: {from: weights}"
     assert document_in(text, "job.yaml", Path("/there"))["model"]["from"] == "/there/weights"
     assert document_in("model: {from: 's3://a'}", "job.yaml", Path("/there"))["model"]["from"] == "s3://a"
+
+
+def test_a_folder_whose_mount_does_not_work_now_is_told_from_one_that_is_not_there(folder):
+    with away(folder):
+        ((path, rule, _),) = problems(job(folder))
+    assert path == "model.from" and rule.startswith(f"{folder}/config.json cannot be read on ")
+    assert rule.endswith("(Input/output error): its disk or mount has to work again there; submit the job again then")
+    ((_, rule, _),) = problems(job(folder / "gone"))
+    assert rule == f"there is no folder {folder / 'gone'}; if it should be there, is it mounted here?"
