@@ -6,12 +6,15 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
+from api import calls
 from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, connect, fail, show, show_page
+from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, bad_options, connect, fail, show, show_page
+from api.requests import NewKey
 from service import automatic_key, given_key
 from service.identity import Scope, new_key
 from service.settings import Settings
@@ -76,10 +79,14 @@ def create_key(
         return
     if name is None:
         raise fail("give a name for the key: `manta keys create NAME`", EXIT_BAD_INPUT)
-    more = {"project": project, "user": user, "expires_in_days": days, "installation": installation}
+    more: dict[str, Any] = {"project": project, "user": user, "expires_in_days": days, "installation": installation}
     more["highest_priority"] = priority
+    try:
+        wanted = NewKey(name=name, scope=scope, **{key: value for key, value in more.items() if value is not None})
+    except ValidationError as error:
+        raise bad_options(error, name="NAME", expires_in_days="--days") from error
     with connect(url) as client:
-        answer = client.create_key(name, scope, **{key: value for key, value in more.items() if value is not None})
+        answer = client.send(calls.create_key(wanted))
     show(answer, as_json, lambda console: typer.echo(answer.key))
 
 
@@ -146,6 +153,8 @@ def revoke_key(
     as_json: Json = False,
 ) -> None:
     """Revoke a key."""
+    if not key:
+        raise fail("give the id of a key; `manta keys list` lists the keys", EXIT_BAD_INPUT)
     with connect(url) as client:
         answer = client.revoke_key(key)
     show(answer, as_json, lambda console: console.print(f"{answer.id} ({answer.name}) is revoked", highlight=False))

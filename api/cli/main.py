@@ -273,16 +273,21 @@ def inject(
     try:
         wanted = FaultRequest(**words, seconds=seconds, delay=delay, hold_gil=hold_gil)
     except ValidationError as error:
-        raise fail("; ".join(map(_option_problem, error.errors())), EXIT_BAD_INPUT) from error
+        raise bad_options(error, kind="--fault") from error
     with connect(url) as client:
         made = client.send(calls.inject(job, wanted))
     show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
 
 
-def _option_problem(entry: Any) -> str:
-    """The problem of an option that sets a field of the request."""
-    option = f"--{str(entry['loc'][0]).replace('_', '-')}: " if entry["loc"] else ""
-    return option.replace("--kind", "--fault") + rule_in_words(entry)
+def bad_options(error: ValidationError, **called: str) -> typer.Exit:
+    """Print the problems of options that set fields of a request. Raise the returned exception. `called`: options and
+    arguments that have other names than their fields."""
+    problems = []
+    for entry in error.errors():
+        field = str(entry["loc"][0]) if entry["loc"] else ""
+        option = called.get(field) or (f"--{field.replace('_', '-')}" if field else "")
+        problems.append(f"{option}: {rule_in_words(entry)}" if option else rule_in_words(entry))
+    return fail("; ".join(problems), EXIT_BAD_INPUT)
 
 
 _FILES: dict[str, tuple[str, ...]] = {

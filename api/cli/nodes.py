@@ -42,6 +42,7 @@ def drain(
     """Drain a node: all jobs move away before it goes away.
 
     A node that stays takes jobs again after --undo."""
+    node = node or None  # "" names none
     if (node is None) == (not this_node):
         raise fail("give a node, or --this-node", EXIT_BAD_INPUT)
     if undo and (node is None or wait):

@@ -56,6 +56,23 @@ def test_key_for_programs(manta):
     assert "give a name for the key" in manta("keys", "create", code=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([""], "NAME: must have at least 1 character"),
+        (["x", "--user", ""], "--user: must have at least 1 character"),
+        (["x", "--days", 10**9], "--days: must be at most 36500"),
+        (["x", "--highest-priority", 10**9], "--highest-priority: must be at most 1000"),
+    ],
+)
+def test_a_key_that_cannot_be_is_refused_by_the_names_of_its_options(manta, arguments, sentence):
+    assert manta("keys", "create", *arguments, code=2).stderr.startswith(sentence)
+
+
+def test_no_key_is_not_a_path_that_does_not_exist(manta):
+    assert manta("keys", "revoke", "", code=2).stderr == "give the id of a key; `manta keys list` lists the keys\n"
+
+
 def test_audit(manta, service):
     job = service.submit()["id"]
     manta("cancel", job)

@@ -132,3 +132,8 @@ def test_a_daemon_that_says_nothing_is_named(monkeypatch, tmp_path, drain):
         assert "does not answer: name the node to the service, `manta drain NODE`" in drain(
             nobody, "--this-node", code=2
         )
+
+
+def test_an_empty_name_is_no_node():
+    said = CliRunner().invoke(app, ["drain", ""])
+    assert (said.exit_code, said.stderr) == (2, "give a node, or --this-node\n")
