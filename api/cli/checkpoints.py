@@ -143,7 +143,10 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Copy a local checkpoint to an object store or another folder, verifying every byte."""
-    source = _in_place(place_of(what), step)
+    place = place_of(what)
+    if not what or (isinstance(place, Path) and not place.exists()):
+        raise NoCheckpoint(f"there is no folder {what!r}; for a checkpoint of a job there is `manta checkpoints pull`")
+    source = _in_place(place, step)
     _copy(source, _named_in(to, source), as_json)
 
 
@@ -176,13 +179,13 @@ def export(
 def source_of(what: str, step: int | None, url: str | None) -> Place:
     """The complete checkpoint at a path, or of a job if no local folder has this name. Raises NoCheckpoint, ApiError,
     ServiceUnreachable, UnreadableCheckpoint."""
-    if not is_job_id(what) and ("/" in what or Path(what).exists()):
+    if what and not is_job_id(what) and ("/" in what or Path(what).exists()):  # Path("") is the current folder
         return _in_place(place_of(what), step)
     with connect(url) as client:
         rows = _complete(client, _job_called(client, what))
     wanted = [row for row in rows if step is None or row.step == step]
     if not wanted:
-        raise NoCheckpoint(f"{what} has no complete checkpoint{_of(step)}; it has {_steps(row.step for row in rows)}")
+        raise NoCheckpoint(f"{what} has no complete checkpoint{_of(step)}{_others(row.step for row in rows)}")
     newest = max(wanted, key=lambda row: (generation_of(row.path) or 0, row.step))
     return place_of(newest.path)
 
@@ -211,6 +214,8 @@ def _in_place(place: Place, step: int | None) -> Place:
     """The checkpoint at `place`, or the newest in it."""
     if isinstance(place, Path) and not place.exists():
         raise NoCheckpoint(f"{place} is neither a job's id nor an existing folder; `manta ps` lists the jobs")
+    if isinstance(place, Path) and place.is_file():
+        raise NoCheckpoint(f"{place} is a file, not the folder of a checkpoint")
     if is_checkpoint(place):
         if step is not None and (found := manifest_of(place).step) != step:
             raise NoCheckpoint(f"{place} is a checkpoint of step {found}, not {step}")
@@ -220,8 +225,8 @@ def _in_place(place: Place, step: int | None) -> Place:
         raise NoCheckpoint(listing.problem)
     whole = [path for path, manifest in listing.whole if step in (None, manifest.step)]
     if not whole:
-        have = _steps(manifest.step for _, manifest in listing.whole)
-        raise NoCheckpoint(f"there is no complete checkpoint{_of(step)} in {place}; it has {have}")
+        others = _others(manifest.step for _, manifest in listing.whole)
+        raise NoCheckpoint(f"there is no complete checkpoint{_of(step)} in {place}{others}")
     return whole[-1]
 
 
@@ -229,8 +234,8 @@ def _of(step: int | None) -> str:
     return "" if step is None else f" of step {step}"
 
 
-def _steps(steps: Iterable[int]) -> str:
-    return f"those of steps {', '.join(map(str, known))}" if (known := sorted(steps)) else "none"
+def _others(steps: Iterable[int]) -> str:
+    return f"; it has those of steps {', '.join(map(str, known))}" if (known := sorted(steps)) else ""
 
 
 def _named_in(folder: str, source: Place) -> Place:

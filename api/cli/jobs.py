@@ -53,7 +53,7 @@ def list_jobs(
             sort=sort,
             order=order,
         )
-    filtered = any((state, name, search, label, owner))
+    filtered = bool(label) or any(each is not None for each in (state, name, search, owner))
     show_page(page, as_json, lambda console: render.job_list(console, page.items, filtered))
 
 

@@ -37,7 +37,7 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """Print the output of a job's ranks."""
-    wanted = WantedLines(tail=tail, stream=stream, search=search, regex=regex, level=level)
+    wanted = WantedLines(tail=tail, stream=stream, search=search, regex=regex, level=level and level.lower())
     with connect(url) as client:
         if follow:
             lines = client.follow_logs(job, rank, **wanted)

@@ -133,10 +133,16 @@ def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path)
     nothing = manta("checkpoints", "verify", folder, code=2)
     assert f"{folder} is neither a job's id nor an existing folder" in nothing
     folder.mkdir()
-    assert f"there is no complete checkpoint in {folder}; it has none" in manta("checkpoints", "verify", folder, code=2)
+    assert manta("checkpoints", "verify", folder, code=2) == f"there is no complete checkpoint in {folder}\n"
     saved(folder, 10)
     assert "of step 7" in manta("checkpoints", "verify", folder, "--step", 7, code=2)
     (tmp_path / "file").write_text("")
+    is_file = manta("checkpoints", "verify", tmp_path / "file", code=2)
+    assert is_file == f"{tmp_path / 'file'} is a file, not the folder of a checkpoint\n"
+    for nothing in ("", "small"):
+        said = manta("checkpoints", "push", nothing, "--to", tmp_path / "there", code=2)
+        assert said.startswith(f"there is no folder '{nothing}'; for a checkpoint of a job there is `manta checkpoints")
+    assert "no job can have the id or the name ''" in manta("checkpoints", "verify", "", code=2)
     assert "cannot be written: Not a directory" in manta(
         "checkpoints", "push", folder, "--to", tmp_path / "file", code=2
     )

@@ -110,6 +110,7 @@ def test_events_of_all_jobs(manta, service, job):
 
 def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, job):
     assert manta("ps", "--state", "paused").stdout == "no job matches\n"
+    assert manta("ps", "--name", "").stdout == "no job matches\n"
     assert manta("ps", "--state", "paused", "--json").stderr == ""
     assert manta("metrics", job, "--after-step", 10).stdout == "no step above 10 is committed yet\n"
     some = manta("metrics", job, "--names", "loss,lose,mfu")
@@ -119,7 +120,7 @@ def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, 
     assert none.stderr == f"no value of unlike_any_other: `manta metrics {job}` lists the metrics\n"
     assert none.stdout == "", "no table of no values"
     assert list(json.loads(manta("metrics", job, "--names", "lose", "--json").stdout)["series"]) == ["lose"]
-    assert manta("logs", job, "--level", "critical").stderr == "no line matches\n"
+    assert manta("logs", job, "--level", "CRITICAL").stderr == "no line matches\n"
     assert manta("events", job, "--type", "recoverd").stderr == "no event matches\n"
     assert manta("events", job, "--type", "recoverd", "--json").stderr == ""
 
