@@ -1,8 +1,13 @@
 """The `manta` command, also as `python -m api.cli`."""
 
+import errno
+import os
 import sys
+from pathlib import Path
 
 from workers.interruption import EXIT_INTERRUPTED, ending_at_once
+
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
@@ -15,6 +20,11 @@ def main() -> None:
         command()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno not in _OF_OUTPUT or error.filename is not None:
+            raise
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - otherwise Python writes what is left at the end
+        sys.exit(f"the output cannot be written: {error.strerror}")  # exit status 1
 
 
 if __name__ == "__main__":

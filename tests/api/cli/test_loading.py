@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -64,3 +65,11 @@ def test_every_command_has_its_place_in_the_help(monkeypatch: pytest.MonkeyPatch
     at = [re.search(rf"^\W*{name} +[A-Z]", shown, re.MULTILINE) for name in placed]
     assert [each.start() for each in at if each] == sorted(each.start() for each in at if each) and all(at)
     assert max(len(line) for line in shown.splitlines()) <= 200 and len(shown.splitlines()) < len(placed) + 40
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
+def test_output_for_which_there_is_no_room_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "api.cli", "--version"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "the output cannot be written: No space left on device\n")
