@@ -1,5 +1,5 @@
-"""What a process does that lives through all generations of a life: it is the rank of each that its place gives it,
-keeps its model and weights where a rank's process would, and begins anew where another process would take its place."""
+"""The program of one process in a scenario. In each generation it is the rank that its position and the generation's
+shift give it. It keeps its model and weights where a rank's process would survive, and otherwise starts anew."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lives import Generation, Life, Strike, world_size
+from fault_scenarios import Generation, PlannedFault, Scenario, world_size
 from number_programs import harm
 from rank_processes import HOST, SECRET
 from repair_programs import PeersToTell, on_each_message
@@ -39,18 +39,18 @@ MOST_GENERATIONS = 12
 ANY = 10**6
 
 
-class Struck(PeerLost):
+class Interrupted(PeerLost):
     """A rank's own connections were cut, or it is to end as if it was killed."""
 
 
 @dataclass
-class Lived:
-    """What a process has lived through."""
+class Record:
+    """What one process records in all generations."""
 
     resumed: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
     """Of each generation its layout, the source of its state, and the step of that."""
-    struck: list[tuple[int, str]] = field(default_factory=list)
-    """(Generation, kind) of what befell this process's ranks."""
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    """(Generation, kind) of the faults of this process's ranks."""
     redone: list[tuple[int, int]] = field(default_factory=list)
     """After each generation: committed steps that are done again, and how many that may be."""
     rows: dict[int, tuple[int, list[Any]]] = field(default_factory=dict)
@@ -65,12 +65,12 @@ class Lived:
     """Hash of that rank's state at the end."""
 
 
-def live(comm: Comm, life: Life, folder: str, port: int) -> Lived:
-    """Train the job of `life` to its end, through all its generations. `comm`: of all processes."""
-    process = _Process(comm, life, Path(folder), port)
+def run_scenario(comm: Comm, scenario: Scenario, folder: str, port: int) -> Record:
+    """Train the job of `scenario` to its end, through all its generations. `comm`: of all processes."""
+    process = _Process(comm, scenario, Path(folder), port)
     try:
         process.run()
-        return process.lived
+        return process.record
     finally:
         process.end()
 
@@ -90,10 +90,10 @@ class _Outcome:
 
 
 class _Process:
-    def __init__(self, comm: Comm, life: Life, folder: Path, port: int):
-        self.lived = Lived()
+    def __init__(self, comm: Comm, scenario: Scenario, folder: Path, port: int):
+        self.record = Record()
         self._who, self._processes, self._first = comm.rank, comm.size("world"), comm.generation * 1000
-        self._life, self._port = life, port
+        self._scenario, self._port = scenario, port
         self._snapshots, self._saved = folder / "snapshots", folder / "checkpoints"
         self._store = dist.TCPStore(HOST, port, is_master=False)
         self._reporter = Reporter(self._take)
@@ -101,7 +101,7 @@ class _Process:
         self._trainer: Trainer | None = None
         self._peers: PeersToTell | None = None
         self._built: tuple[dict[str, Any], int] | None = None
-        self._pending: list[Strike] = []
+        self._pending: list[PlannedFault] = []
         self._resumed_from: int | None = None
         """Step that the generation began with, once its state is restored."""
         self._messages = (0, 0)
@@ -114,8 +114,8 @@ class _Process:
         resume, began = Resume(), 1
         for number in range(1, MOST_GENERATIONS):
             generation = self._generation(number)
-            outcomes = self._everybodys(number, self._lived_through(number, generation, replace(resume, began=began)))
-            self.lived.resumed.append((generation.parallel, resume.source, resume.step))
+            outcomes = self._everybodys(number, self._run_generation(number, generation, replace(resume, began=began)))
+            self.record.resumed.append((generation.parallel, resume.source, resume.step))
             ranks = [each for each in outcomes if each.rank is not None]
             self._rolled_back = [event for each in outcomes for event in each.rolled_back]
             if all(each.done for each in ranks):
@@ -124,24 +124,24 @@ class _Process:
             resume = self._agreed(number, outcomes)
             began = number + 1 if resume.source == "start" else began
             redone = max(each.committed for each in ranks) - resume.step
-            self.lived.redone.append((redone, max(each.may_redo for each in ranks)))
-        raise AssertionError(f"the job does not end: {self.lived}")
+            self.record.redone.append((redone, max(each.may_redo for each in ranks)))
+        raise AssertionError(f"the job does not end: {self.record}")
 
     def end(self) -> None:
-        """Nothing goes on."""
+        """Stop everything."""
         self._put_away()
         self._reporter.close()
 
     def _generation(self, number: int) -> Generation:
-        if number <= len(self._life.generations):
-            return self._life.generations[number - 1]
-        return replace(self._life.generations[-1], strikes=(), until=None)
+        if number <= len(self._scenario.generations):
+            return self._scenario.generations[number - 1]
+        return replace(self._scenario.generations[-1], faults=(), until=None)
 
     def _rank(self, generation: Generation) -> int | None:
         rank = (self._who + generation.shift) % self._processes
         return rank if rank < world_size(generation.parallel) else None
 
-    def _lived_through(self, number: int, generation: Generation, resume: Resume) -> _Outcome:
+    def _run_generation(self, number: int, generation: Generation, resume: Resume) -> _Outcome:
         """Be a rank of a generation until that is over."""
         rank = self._rank(generation)
         if rank is None:
@@ -149,18 +149,18 @@ class _Process:
             return _Outcome(None, None)
         if self._built != (generation.parallel, rank):
             self._build(generation.parallel, rank)
-            self.lived.built.append(number)
+            self.record.built.append(number)
         comm, trainer = self._comm, self._trainer
         assert comm is not None and trainer is not None
-        self._pending = [strike for strike in generation.strikes if strike.rank == rank]
+        self._pending = [fault for fault in generation.faults if fault.rank == rank]
         self._resumed_from, self._messages, self._killed = None, (0, 0), False
         done = ends = False
-        may_redo = 0 if self._life.has_snapshots else ANY
+        may_redo = 0 if self._scenario.has_snapshots else ANY
         try:
             # A connection of its own, as a trainer has: groups that are broken off as they meet take it along.
             comm.connect(dist.TCPStore(HOST, self._port, is_master=False), self._first + number, HOST, SECRET)
             on_each_message(comm, lambda: self._count(number))
-            trainer.restore(resume, self._rolled_back if self._life.heard else ())
+            trainer.restore(resume, self._rolled_back if self._scenario.heard else ())
             self._resumed_from = trainer.step
             trainer.train(generation.until)
             done = generation.until is None and not trainer.ends_early
@@ -183,23 +183,23 @@ class _Process:
         return outcome
 
     def _as_killed(self, number: int, generation: Generation, rank: int) -> _Outcome:
-        """The process is gone; what it had in shared memory at this moment stays, but for a node that is lost."""
+        """Act as if the process were gone: its shared memory stays as it is now, unless the node is lost too."""
         assert self._trainer is not None and self._peers is not None and self._comm is not None
-        path, step = snapshot_path(self._snapshots, rank, _tag(self._life, generation.parallel)), self._trainer.step
+        path, step = snapshot_path(self._snapshots, rank, _tag(self._scenario, generation.parallel)), self._trainer.step
         image = path.read_bytes() if path.exists() else b""
         may_redo = self._may_redo()
         self._peers.tell()
         self._comm.close()
         self._put_away()
-        if any(strike.loses_memory for strike in generation.strikes):
+        if any(fault.loses_memory for fault in generation.faults):
             path.unlink(missing_ok=True)
             may_redo = ANY
         elif image:
             with path.open("r+b") as file:  # what was done since then is undone
                 file.write(image)
             if rank == 0:  # its snapshot has them
-                not_sent = {at for at, row in self.lived.rows.items() if at > step - NOT_SENT and row[0] == number}
-                self.lived.rows = {at: row for at, row in self.lived.rows.items() if at not in not_sent}
+                not_sent = {at for at, row in self.record.rows.items() if at > step - NOT_SENT and row[0] == number}
+                self.record.rows = {at: row for at, row in self.record.rows.items() if at not in not_sent}
         return _Outcome(rank, generation.parallel, step, None, may_redo=may_redo)
 
     def _may_redo(self) -> int:
@@ -213,19 +213,19 @@ class _Process:
 
     def _leaves(self, generation: Generation, rank: int) -> bool:
         """Whether the rank's node is left."""
-        return any(strike.kind == "rest" and rank in strike.others for strike in generation.strikes)
+        return any(fault.kind == "rest" and rank in fault.others for fault in generation.faults)
 
     def _build(self, parallel: dict[str, Any], rank: int) -> None:
         self._put_away()
-        spec = parse_job_spec({**self._life.document, "parallel": parallel})
+        spec = parse_job_spec({**self._scenario.document, "parallel": parallel})
         grid = RankGrid(spec.layout)
-        self._comm = Comm(grid, rank, torch.device("cpu"), self._life.backend, in_place=True)  # type: ignore[arg-type]
+        self._comm = Comm(grid, rank, torch.device("cpu"), self._scenario.backend, in_place=True)  # type: ignore[arg-type]
         self._peers = PeersToTell(self._comm, self._port)
-        kept = str(self._snapshots) if self._life.has_snapshots else None
-        saved = str(self._saved) if self._life.saves else None
+        kept = str(self._snapshots) if self._scenario.has_snapshots else None
+        saved = str(self._saved) if self._scenario.saves else None
         self._trainer = Trainer(spec, self._comm, self._reporter, 1e12, Places("test", kept, saved))
-        if self._life.bad_sample is not None:
-            harm(self._trainer, {self._life.bad_sample: math.nan})
+        if self._scenario.bad_sample is not None:
+            harm(self._trainer, {self._scenario.bad_sample: math.nan})
         self._built = (parallel, rank)
 
     def _put_away(self) -> None:
@@ -239,30 +239,30 @@ class _Process:
         self._trainer = self._comm = self._peers = self._built = None
 
     def _count(self, number: int) -> None:
-        """The rank waits for one more message: something befalls it when a strike is due."""
+        """The rank waits for one more message; faults that are due happen now."""
         assert self._trainer is not None and self._comm is not None
         part = 0 if self._resumed_from is None else self._trainer.step - self._resumed_from + 1
         before, count = self._messages
         self._messages = part, count + 1 if part == before else 1
-        for strike in [each for each in self._pending if self._messages >= (each.part, each.message)]:
-            self._pending.remove(strike)
-            self.lived.struck.append((number, strike.kind))
-            match strike.kind:
+        for fault in [each for each in self._pending if self._messages >= (each.part, each.message)]:
+            self._pending.remove(fault)
+            self.record.faults.append((number, fault.kind))
+            match fault.kind:
                 case "rest":
                     self._comm.ask_to_rest(self._comm.generation)
                 case "pause":
                     self._comm.ask_to_end(self._comm.generation)
                 case "cut":
-                    raise Struck("the test has cut the connection")
+                    raise Interrupted("the test has cut the connection")
                 case "kill":
                     self._killed = True
-                    self._store.set(f"{self._first}-killed-{number}", json.dumps(strike.others))
-                    raise Struck("the test has killed the process")
+                    self._store.set(f"{self._first}-killed-{number}", json.dumps(fault.others))
+                    raise Interrupted("the test has killed the process")
 
     def _everybodys(self, number: int, mine: _Outcome) -> list[_Outcome]:
         """How the generation has ended for each process, once it has for all."""
         keys = [f"{self._first}-{number}-{who}" for who in range(self._processes)]
-        self._store.set(keys[self._who], json.dumps(asdict(replace(mine, rolled_back=self.lived.rolled_back))))
+        self._store.set(keys[self._who], json.dumps(asdict(replace(mine, rolled_back=self.record.rolled_back))))
         return [_Outcome(**json.loads(self._store.get(key))) for key in keys]
 
     def _agreed(self, number: int, outcomes: list[_Outcome]) -> Resume:
@@ -274,8 +274,8 @@ class _Process:
         return Resume(**{**chosen, "paths": tuple(chosen["paths"])})
 
     def _chosen(self, following: Generation, outcomes: list[_Outcome]) -> Resume:
-        parallel, tag = following.parallel, _tag(self._life, following.parallel)
-        layout = _layout(self._life, parallel)
+        parallel, tag = following.parallel, _tag(self._scenario, following.parallel)
+        layout = _layout(self._scenario, parallel)
         self._bring_back(layout, tag)
         held = []
         for rank in range(layout.world_size):
@@ -283,10 +283,10 @@ class _Process:
             mine = stays.held if (stays.rank, stays.parallel) == (rank, parallel) else None
             held.append({*steps_kept(self._snapshots, rank, tag), *({mine} - {None})})
         groups = {}
-        for each in self._life.generations:
-            other = _tag(self._life, each.parallel)
+        for each in self._scenario.generations:
+            other = _tag(self._scenario, each.parallel)
             if other != tag:
-                groups[other] = state_groups(_layout(self._life, each.parallel))
+                groups[other] = state_groups(_layout(self._scenario, each.parallel))
         files = [
             StoredSnapshot(str(each.path), each.rank, each.layout, each.is_backup, tuple(committed_steps(each.path)))
             for each in snapshot_files(self._snapshots)
@@ -305,13 +305,13 @@ class _Process:
                 path.write_bytes(there[0].read_bytes())
 
     def _take(self, messages: list[Message]) -> None:
-        self.lived.rolled_back += [event for event in events_of(messages) if event["type"] == "rolled_back"]
+        self.record.rolled_back += [event for event in events_of(messages) if event["type"] == "rolled_back"]
         for row in rows_of(messages):
             keys = ("loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
-            known = self.lived.rows.get(row["step"], (0, []))
+            known = self.record.rows.get(row["step"], (0, []))
             numbers = [repr(row.get(key)) for key in keys]  # for those that are not a number too
             if row["generation"] >= known[0]:
-                self.lived.rows[row["step"]] = (row["generation"], numbers)
+                self.record.rows[row["step"]] = (row["generation"], numbers)
 
     def _be_hashed(self) -> None:
         if self._trainer is None or self._built is None:
@@ -319,14 +319,14 @@ class _Process:
         state, engine = hashlib.sha256(), self._trainer.engine
         for tensor in (*engine.state(), *engine.frozen_state(), engine.flat.parameters):
             state.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())  # of any type
-        self.lived.rank, self.lived.state = self._built[1], state.hexdigest()
+        self.record.rank, self.record.state = self._built[1], state.hexdigest()
         self._reporter.close()
 
 
-def _layout(life: Life, parallel: dict[str, Any]) -> ParallelConfig:
-    return parse_job_spec({**life.document, "parallel": parallel}).layout
+def _layout(scenario: Scenario, parallel: dict[str, Any]) -> ParallelConfig:
+    return parse_job_spec({**scenario.document, "parallel": parallel}).layout
 
 
-def _tag(life: Life, parallel: dict[str, Any]) -> str:
-    spec = parse_job_spec({**life.document, "parallel": parallel})
+def _tag(scenario: Scenario, parallel: dict[str, Any]) -> str:
+    spec = parse_job_spec({**scenario.document, "parallel": parallel})
     return layout_tag(spec.model_dump(mode="json"))

@@ -1,5 +1,5 @@
-"""Lives of small jobs: in which layouts one runs, and what befalls it. Drawn from a seed, or so that all of it is met.
-Pure Python."""
+"""Scenarios of small jobs: layouts and faults of their generations, drawn from a seed, or covering all pairs. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FACTORS: Factors = {
     # How the second generation differs: not at all, or it has other replicas, or fewer ranks in each of them.
     "change": ("none", "fewer", "more", "reshape"),
     "first": ("cut", "kill", "rest", "pause"),
-    # Of the second generation, which has the first one's troubles to get over.
+    # During the second generation, which recovers from the first event.
     "second": ("none", "cut restoring", "kill restoring", "kill", "rest, then cut"),
     "victims": ("one", "half", "all"),
     # Whether snapshots outlive whoever is killed first, or there are none.
@@ -54,14 +54,14 @@ FACTORS: Factors = {
 }
 
 FEW = ("55", "2129", "3043", "4617", "3849", "168", "15", "31")
-"""Seeds of drawn lives of few ranks that together have every value of every factor."""
+"""Seeds of drawn scenarios of few ranks that together have every value of every factor."""
 
 Kind = Literal["cut", "kill", "rest", "pause"]
 
 
 @dataclass(frozen=True)
-class Strike:
-    """What befalls a generation."""
+class PlannedFault:
+    """An event during a generation."""
 
     kind: Kind
     """The rank's connections are cut, it is killed, it is asked to rest, or to save and end."""
@@ -78,10 +78,10 @@ class Strike:
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation of a life."""
+    """A generation of a scenario."""
 
     parallel: dict[str, Any]
-    strikes: tuple[Strike, ...] = ()
+    faults: tuple[PlannedFault, ...] = ()
     shift: int = 0
     """By how many places ranks and processes are apart: rank 0 is in process `-shift`."""
     until: int | None = None
@@ -89,7 +89,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Life:
+class Scenario:
     """A job, and its generations; the last one is repeated until it ends."""
 
     document: dict[str, Any]
@@ -114,8 +114,8 @@ def world_size(parallel: dict[str, Any]) -> int:
     return int(parallel["tensor"] * parallel["pipeline"] * parallel["data"])
 
 
-def life_of(row: Row, seed: str, corpus: str) -> Life:
-    """The life that a row stands for; the rest is drawn. Raises SpecError, NotWanted."""
+def scenario_of(row: Row, seed: str, corpus: str) -> Scenario:
+    """The scenario that a row stands for; the rest is drawn. Raises SpecError, NotWanted."""
     draw = random.Random(f"{seed} {sorted(row.items())}")
     if row["layout"][1] == 1 and row["schedule"] != "1f1b":
         raise NotWanted("without a pipeline all schedules are one")
@@ -129,15 +129,15 @@ def life_of(row: Row, seed: str, corpus: str) -> Life:
     second = _changed(row, draw)
     third = first if row["back"] else second
     moves = row["moves"]
-    befalls = [_first(row, first, draw), _second(row, second, draw), _third(third, draw), ()]
+    faults = [_first(row, first, draw), _second(row, second, draw), _third(third, draw), ()]
     layouts = (first, second, third, third)
     shifts = (0, moves, moves, moves)
-    generations = tuple(Generation(*each) for each in zip(layouts, befalls, shifts, strict=True))
+    generations = tuple(Generation(*each) for each in zip(layouts, faults, shifts, strict=True))
     for each in layouts:
         job_of(row, each, corpus)
     places = (row["saves"], row["memory"] != "off")
     bad = draw.randrange(BATCH * BAD_STEP, BATCH * (BAD_STEP + 1)) if row["bad"] != "none" else None
-    return Life(_document(row, first, corpus), generations, row["backend"], *places, bad, row["heard"])
+    return Scenario(_document(row, first, corpus), generations, row["backend"], *places, bad, row["heard"])
 
 
 def job_of(row: Row, parallel: dict[str, Any], corpus: str) -> JobSpec:
@@ -145,13 +145,13 @@ def job_of(row: Row, parallel: dict[str, Any], corpus: str) -> JobSpec:
     return parse_job_spec(_document(row, parallel, corpus))
 
 
-def covering_lives(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, Life]]:
-    """Lives such that every value of every factor meets every value of every other one, as far as there are such."""
-    return cover(factors, lambda row: life_of(row, "cover", corpus))
+def covering_scenarios(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, Scenario]]:
+    """Scenarios with every value of every factor beside every value of every other one, as far as that is valid."""
+    return cover(factors, lambda row: scenario_of(row, "cover", corpus))
 
 
-def drawn_life(seed: str, corpus: str) -> tuple[Row, Life] | None:
-    """A life of which all is drawn; None where that is none."""
+def drawn_scenario(seed: str, corpus: str) -> tuple[Row, Scenario] | None:
+    """A scenario with all factors drawn; None if they are no valid one."""
     draw = random.Random(seed)
     row = {name: draw.choice(values) for name, values in FACTORS.items()}
     if row["layout"][1] == 1:
@@ -163,7 +163,7 @@ def drawn_life(seed: str, corpus: str) -> tuple[Row, Life] | None:
     if row["precision"] != "bf16" or not row["zero"]:
         row["gather"] = "after_update"
     try:
-        return row, life_of(row, seed, corpus)
+        return row, scenario_of(row, seed, corpus)
     except (SpecError, NotWanted):
         return None
 
@@ -195,45 +195,45 @@ def _changed(row: Row, draw: random.Random) -> dict[str, Any]:
     return _parallel(row, draw.choice(fitting))
 
 
-def _first(row: Row, parallel: dict[str, Any], draw: random.Random) -> tuple[Strike, ...]:
-    return (_strike(row["first"], parallel, draw, (1, 1, 2, 3), row["victims"], row["memory"] == "lost"),)
+def _first(row: Row, parallel: dict[str, Any], draw: random.Random) -> tuple[PlannedFault, ...]:
+    return (_fault(row["first"], parallel, draw, (1, 1, 2, 3), row["victims"], row["memory"] == "lost"),)
 
 
-def _second(row: Row, parallel: dict[str, Any], draw: random.Random) -> tuple[Strike, ...]:
+def _second(row: Row, parallel: dict[str, Any], draw: random.Random) -> tuple[PlannedFault, ...]:
     match row["second"]:
         case "none":
             return ()
         case "cut restoring":
-            return (_strike("cut", parallel, draw, (0,)),)
+            return (_fault("cut", parallel, draw, (0,)),)
         case "kill restoring":
-            return (_strike("kill", parallel, draw, (0,), row["victims"]),)
+            return (_fault("kill", parallel, draw, (0,), row["victims"]),)
         case "kill":
-            return (_strike("kill", parallel, draw, (1, 2), row["victims"]),)
+            return (_fault("kill", parallel, draw, (1, 2), row["victims"]),)
         case _:
             part = draw.choice((1, 2))
-            return (_strike("rest", parallel, draw, (part,)), _strike("cut", parallel, draw, (part,)))
+            return (_fault("rest", parallel, draw, (part,)), _fault("cut", parallel, draw, (part,)))
 
 
-def _third(parallel: dict[str, Any], draw: random.Random) -> tuple[Strike, ...]:
+def _third(parallel: dict[str, Any], draw: random.Random) -> tuple[PlannedFault, ...]:
     kinds: tuple[Kind, ...] = ("cut", "kill", "rest", "pause")
-    return (_strike(draw.choice(kinds), parallel, draw, (0, 1, 1, 2), draw.choice(FACTORS["victims"])),)
+    return (_fault(draw.choice(kinds), parallel, draw, (0, 1, 1, 2), draw.choice(FACTORS["victims"])),)
 
 
-def _strike(
+def _fault(
     kind: Kind,
     parallel: dict[str, Any],
     draw: random.Random,
     parts: tuple[int, ...],
     victims: str = "one",
     loses_memory: bool = False,
-) -> Strike:
+) -> PlannedFault:
     world = world_size(parallel)
     rank, part = draw.randrange(world), draw.choice(parts)
     others = [each for each in range(world) if each != rank]
     ending = {"one": 0, "half": world // 2 - 1, "all": world - 1}[victims]
     # Of a few messages one is met for sure, of many some part has so many.
     message = draw.choice((draw.randint(1, 6), draw.randint(1, 40), draw.randint(1, 120)))
-    return Strike(kind, rank, part, message, tuple(sorted(draw.sample(others, ending))), loses_memory)
+    return PlannedFault(kind, rank, part, message, tuple(sorted(draw.sample(others, ending))), loses_memory)
 
 
 def _document(row: Row, parallel: dict[str, Any], corpus: str) -> dict[str, Any]:
