@@ -10,7 +10,7 @@ import pytest
 
 from api.cli.service import stop_service
 from api.local_service import HomeUnusable
-from tests.e2e.conftest import EVERY_STEP, LONG_HOLD_SECONDS, MIDDLE, PAIR, Manta
+from tests.e2e.conftest import EVERY_STEP, PAIR, STEPS, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
 from workers.snapshot.files import steps_kept
 
@@ -78,7 +78,7 @@ def full(folder):
 @pytest.mark.soak
 def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill):
     job = service.submit(service.spec(layout=PAIR))
-    service.hold(job, 1)
+    service.hold(job, 0)  # the other one is killed
     processes = service.agents(), service.zygote()
     kept = service.pids(job)[0]
     for times, ahead in enumerate((HOUR, 0.0), start=1):
@@ -90,9 +90,11 @@ def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill)
         kill(victim)
         service.until_generation(job, times + 1)
         assert service.pids(job)[0] == kept
-        service.hold(job, 1, MIDDLE + 10 * times, LONG_HOLD_SECONDS)
+        service.until("the recovery", lambda wanted=times: len(service.events(job, "recovered")) == wanted)
     assert (service.agents(), service.zygote()) == processes, "those of before are known again"
     kill(service.pids(job)[1])
+    service.until_generation(job, 4)
+    service.let_go(job, 0)
     ended = service.until_state(job, "SUCCEEDED")
     assert service.curve(job) == pair_undisturbed
     assert (ended.restarts, ended.generation) == (3, 4)
@@ -132,15 +134,17 @@ def test_full_disk_under_the_database_while_a_rank_dies(manta, disk, pair_undist
 
 @pytest.mark.soak  # its parts: tests/e2e/test_full.py, test_database_away.py
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
-def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(manta, disk, pair_undisturbed, kill, seconds):
+def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(manta, disk, kill, seconds):
     skip_unless_mounted(disk)
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 2, "snapshot_every_steps": 1}))
-    manta.hold(job, 1, 5)
+    document = manta.spec(STEPS + int(3 * seconds), PAIR, checkpoint={"every_steps": 2, "snapshot_every_steps": 1})
+    undisturbed = manta.submit(document)
+    manta.until_state(undisturbed, "SUCCEEDED")
+    job = manta.submit(document)
+    manta.hold(job, 0, 5)
     kept, victim = manta.pids(job)
     with read_only(manta.home):
         kill(victim)
         manta.until_generation(job, 2)
-        manta.hold(job, 1, 15, max(LONG_HOLD_SECONDS, seconds / 30))
         manta.until("a checkpoint that cannot be written", lambda: manta.events(job, "checkpoint_failed"))
         manta.kill_service()
         with pytest.raises(HomeUnusable, match="Read-only file system"):
@@ -149,8 +153,10 @@ def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(manta, dis
     manta.start()
     assert manta.pids(job)[0] == kept
     kill(manta.pids(job)[1])
+    manta.until_generation(job, 3)
+    manta.let_go(job, 0)
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    assert manta.curve(job) == manta.curve(undisturbed)
     assert (ended.restarts, ended.generation) == (2, 3)
     assert manta.client.checkpoints(job).items[0].step == ended.step
     assert manta.leftovers(job) == []

@@ -83,16 +83,18 @@ def test_killed_again_and_again_it_loses_nothing(manta, undisturbed, kill):
     """The rank that reports, all others at once, and one while it still recovers from the death of another."""
     job = manta.submit(manta.spec())
     manta.hold(job, 0)
+    manta.hold(job, 1)  # it survives the first
     kill(manta.pids(job)[0])
     manta.until_generation(job, 2)
-    manta.hold(job, 1, MIDDLE + 10)
+    manta.hold(job, 0, MIDDLE + 1)  # it survives all that follow, but perhaps the last
     for pid in manta.pids(job)[1:]:
         kill(pid)
     manta.until_generation(job, 3)
-    manta.hold(job, 2, MIDDLE + 20)
+    manta.until_step(job, MIDDLE + 3)
     kill(manta.pids(job)[2])
     manta.until_generation(job, 4)
     kill(manta.until("a trainer of generation 4", lambda: trainer_of_generation(manta, job, 4), every=OFTEN_SECONDS))
+    manta.let_go(job, 0)
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == undisturbed
     assert ended.restarts == 4, "several that are killed together are one recovery"
@@ -107,10 +109,10 @@ def trainer_of_generation(manta, job, generation):
 def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, pair_undisturbed):
     """An agent, the zygote that all trainers are forked from, and the node's daemon, one after the other."""
     job = manta.submit(manta.spec(layout=PAIR))
-    manta.hold(job, 1)
+    manta.hold(job, 0)  # it survives the first
     manta.agent_of(job, 1).kill()
     manta.until_generation(job, 2)
-    manta.hold(job, 1, MIDDLE + 10)
+    manta.until_step(job, MIDDLE + 2)
     zygote = manta.zygote()
     zygote.kill()
     manta.until_generation(job, 3)
