@@ -4,14 +4,16 @@ answer: ranks of all jobs meet through it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from functools import partial
 
 from workers.node.folders import unshared
 from workers.system.daemon_threads import in_daemon_thread
 
 LOOK_SECONDS = 1.0
+"""How long callers wait for a look, from its beginning on."""
 
 
 class SharedFolders:
@@ -20,23 +22,23 @@ class SharedFolders:
     def __init__(self, folders: Iterable[str], installation: str):
         """`installation`: the service's id."""
         self._folders, self._installation = tuple(folders), installation
-        self._looking: Future[tuple[str, ...]] | None = None
+        self._looking: Future[None] | None = None
+        self._began = 0.0
+        """When the look began, by the monotonic clock."""
         self._unshared: tuple[str, ...] = ()
 
     async def unshared(self) -> tuple[str, ...]:
         """Those of the folders that this node does not share. While a file system does not answer, what was known
-        before; at first all count as shared, since something is mounted there. Only the first call waits for it."""
-        looking, seconds = self._looking, 0.0
-        if looking is None:
-            look = partial(unshared, self._folders, self._installation)
-            looking, seconds = in_daemon_thread("shared folders", look), LOOK_SECONDS
-            self._looking = looking
-        try:
-            async with asyncio.timeout(seconds):
-                self._unshared = await asyncio.wrap_future(looking)
-        except TimeoutError:
-            pass
-        finally:
-            if looking.done() and self._looking is looking:
-                self._looking = None
+        before; at first all count as shared, since something is mounted there."""
+        looking = self._looking
+        if looking is None or looking.done():
+            looking = self._looking = in_daemon_thread("shared folders", self._look)
+            self._began = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._began + LOOK_SECONDS - time.monotonic()):
+                await asyncio.wrap_future(looking)
         return self._unshared
+
+    def _look(self) -> None:
+        """Store the result here, since it may come when nobody waits for it any more."""
+        self._unshared = unshared(self._folders, self._installation)

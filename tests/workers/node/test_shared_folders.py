@@ -1,5 +1,6 @@
 """A mount that does not answer does not keep a daemon from what it does for all jobs."""
 
+import asyncio
 import threading
 
 import pytest
@@ -27,21 +28,34 @@ def mount(monkeypatch):
     answers.set()
 
 
-def test_mount_that_does_not_answer_is_waited_for_once_and_what_was_known_holds(go, mount, monkeypatch):
+def test_mount_that_does_not_answer_is_waited_for_once_and_what_was_known_holds(go, mount):
     async def body():
-        folders = SharedFolders(FOLDERS, "manta-1")
+        folders, loop = SharedFolders(FOLDERS, "manta-1"), asyncio.get_running_loop()
         assert await folders.unshared() == (), "at first"
-        monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 60.0)
-        assert await folders.unshared() == () and mount.asked == ["manta-1"]
+        began = loop.time()
+        for _ in range(50):
+            assert await folders.unshared() == ()
+        assert loop.time() - began < 1.0, "the time to wait is that of the look, not of each caller"
+        assert mount.asked == ["manta-1"]
         mount.set()
-        while folders._looking is not None:
-            await folders.unshared()
-        assert await folders.unshared() == ("/not/here",)
+        folders._looking.result(20)
         mount.clear()
-        monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 0.05)
+        assert await folders.unshared() == ("/not/here",), "the answer that came when nobody waited"
         assert await folders.unshared() == ("/not/here",), "as before"
 
     go(body)
+
+
+def test_callers_at_the_same_time_wait_for_the_same_look(go, mount, monkeypatch):
+    monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 20.0)
+
+    async def body():
+        folders = SharedFolders(FOLDERS, "manta-1")
+        asyncio.get_running_loop().call_later(0.02, mount.set)
+        assert await asyncio.gather(*(folders.unshared() for _ in range(3))) == [("/not/here",)] * 3
+
+    go(body)
+    assert len(mount.asked) == 1
 
 
 def test_folders_are_looked_at_anew_each_time(go, mount, monkeypatch):
