@@ -21,7 +21,7 @@ from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.rate_limits import TooManyRequests
 from api.schemas import FieldProblem, Problem
 from api.threads import FilesSilent
-from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, CheckpointStays
+from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, CheckpointStillRemoving
 from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
 from service.deletion import FilesNotRemoved, StillRemoving
@@ -92,7 +92,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (ExportNotPossible, "export_not_possible"),
     (CheckpointNeeded, "checkpoint_needed"),
     (CheckpointNotRemoved, "files_not_removed"),
-    (CheckpointStays, "files_not_removed"),
+    (CheckpointStillRemoving, "files_not_removed"),
     (IdempotencyConflict, "idempotency_conflict"),
     (FaultsNotAllowed, "faults_not_allowed"),
     (FaultNotPossible, "fault_not_possible"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from service.file_work import REMOVAL_SECONDS, FileWork, NoAnswer
+from service.file_work import REMOVAL_SECONDS, FileWork, NotFinished
 from service.states import JobState, after_action, is_final
 from service.store import Store, checkpoints, events, exports, generations, jobs, leases
 from service.store.tables import Checkpoint, Job
@@ -33,13 +33,12 @@ class CheckpointNotRemoved(MantaError):
         )
 
 
-class CheckpointStays(MantaError):
+class CheckpointStillRemoving(MantaError):
     """The checkpoint is not removed in time."""
 
-    def __init__(self, checkpoint_id: str, why: NoAnswer):
+    def __init__(self, checkpoint_id: str, why: NotFinished):
         super().__init__(
-            f"{checkpoint_id} is not removed yet ({why}); what has begun goes on by itself. See that the file system "
-            "or store of the checkpoints answers, and delete it again"
+            f"{checkpoint_id} is not removed yet ({why}); {why.state}: {why.advice}, and delete {checkpoint_id} again"
         )
 
 
@@ -48,13 +47,13 @@ def delete_checkpoint_in_time(
 ) -> Checkpoint:
     """`delete_checkpoint`, which goes on without its caller if the file system or store does not answer.
 
-    Raises JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved, CheckpointStays.
+    Raises JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved, CheckpointStillRemoving.
     """
     about = ("checkpoint", job_id, checkpoint_id, force)
     try:
         return work.run(about, REMOVAL_SECONDS, lambda: delete_checkpoint(store, paths, job_id, checkpoint_id, force))
-    except NoAnswer as error:
-        raise CheckpointStays(checkpoint_id, error) from error
+    except NotFinished as error:
+        raise CheckpointStillRemoving(checkpoint_id, error) from error
 
 
 def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool = False) -> Checkpoint:

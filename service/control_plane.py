@@ -299,7 +299,7 @@ class ControlPlane:
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         """Delete a checkpoint and its files. Raises JobNotFound, CheckpointNotFound, CheckpointNeeded,
-        CheckpointNotRemoved, CheckpointStays."""
+        CheckpointNotRemoved, CheckpointStillRemoving."""
         paths, work = self._home_of_jobs.paths, self._file_work
         return delete_checkpoint_in_time(self._store, paths, job_id, checkpoint_id, force, work)
 

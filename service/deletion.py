@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-from service.file_work import REMOVAL_SECONDS, FileWork, NoAnswer
+from service.file_work import REMOVAL_SECONDS, FileWork, NotFinished
 from service.store import JobNotFound, Store, deletion
 from workers.errors import MantaError
 from workers.node.folders import shares
@@ -28,10 +28,10 @@ from workers.storage.places import Place
 class StillRemoving(MantaError):
     """The files of a job are not removed in time."""
 
-    def __init__(self, job_id: str, why: NoAnswer):
+    def __init__(self, job_id: str, why: NotFinished):
         super().__init__(
-            f"the files of {job_id} are not all removed yet ({why}), so the job is still there; what has begun goes on "
-            f"by itself. See that the file system or store of its files answers, and delete {job_id} again"
+            f"the files of {job_id} are not all removed yet ({why}), so the job is still there; {why.state}: "
+            f"{why.advice}, and delete {job_id} again"
         )
 
 
@@ -69,9 +69,7 @@ class Deletion:
     """Files."""
 
 
-def delete_job(
-    store: Store, paths: Paths, job_id: str, let_go: Callable[[], None], work: FileWork | None = None
-) -> Deletion:
+def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], None], work: FileWork) -> Deletion:
     """Delete a final job. `let_go` returns when nothing of it is left on the cluster, including its snapshots in
     memory; `work`: what its files are removed by.
 
@@ -79,7 +77,7 @@ def delete_job(
     """
     store.write(lambda session: deletion.begin(session, job_id))
     let_go()
-    return delete_rest_in_time(store, paths, job_id, work or FileWork())
+    return delete_rest_in_time(store, paths, job_id, work)
 
 
 def delete_rest_in_time(store: Store, paths: Paths, job_id: str, work: FileWork) -> Deletion:
@@ -89,7 +87,7 @@ def delete_rest_in_time(store: Store, paths: Paths, job_id: str, work: FileWork)
     """
     try:
         return work.run(("job", job_id), REMOVAL_SECONDS, lambda: delete_rest(store, paths, job_id))
-    except NoAnswer as error:
+    except NotFinished as error:
         late = StillRemoving(job_id, error)
         with contextlib.suppress(JobNotFound):  # it is done after all
             store.write(lambda session: deletion.note_obstacle(session, job_id, str(late)))

@@ -16,7 +16,7 @@ from typing import IO
 
 from sqlalchemy.orm import Session
 
-from service.file_work import LOOK_SECONDS, FileWork, NoAnswer
+from service.file_work import LOOK_SECONDS, FileWork, NotFinished
 from service.pauses import growing_pauses
 from service.settings import without_secrets
 from service.store import Store, checkpoints, events, exports
@@ -56,10 +56,10 @@ class _Run:
 class Exports:
     """All exports of one service. Safe for use by several threads."""
 
-    def __init__(self, store: Store, roots: Sequence[Path], work: FileWork | None = None):
+    def __init__(self, store: Store, roots: Sequence[Path], work: FileWork):
         """`roots`: folders below which exports may be written; a relative target is below the first. `work`: what they
         are looked at by."""
-        self._store, self._roots, self._work = store, tuple(roots), work or FileWork()
+        self._store, self._roots, self._work = store, tuple(roots), work
         self._runs: dict[str, _Run] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
 
@@ -68,8 +68,10 @@ class Exports:
         JobNotFound, CheckpointNotFound, JobBeingDeleted, BadTarget, ExportNotPossible."""
         try:
             target = self._work.run(("target", to), LOOK_SECONDS, lambda: self._target(to))
-        except NoAnswer as error:
-            raise ExportNotPossible(f"{error} from the file system that {to} is on: see that it answers") from error
+        except NotFinished as error:
+            raise ExportNotPossible(
+                f"it is not known yet what is at {to} ({error}): {error.advice}, and export it again"
+            ) from error
         with self._lock:
             if len(self._runs) >= AT_ONCE:
                 raise ExportNotPossible(f"{AT_ONCE} exports are being written already; begin this one when one is done")

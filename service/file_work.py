@@ -7,6 +7,7 @@ waits for the work that the first one began.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
@@ -17,15 +18,47 @@ from workers.system.daemon_threads import in_daemon_thread
 T = TypeVar("T")
 
 AT_ONCE = 32
-"""More are refused: a store that does not answer keeps that many threads at most."""
+"""Others wait for one of these to end: stores that do not answer keep that many threads at most."""
 REMOVAL_SECONDS = 120.0
 """How long a request waits for a removal, which may be of many files."""
 LOOK_SECONDS = 20.0
 """How long it waits for what takes a moment where the file system answers."""
 
 
-class NoAnswer(MantaError):
-    """The work takes longer than its caller waits. It goes on, unless it was refused."""
+class NotFinished(MantaError):
+    """The work is not finished, but its caller waits no longer; the message says why."""
+
+    state: str
+    """What has become of the work, as a clause."""
+    advice: str
+    """What to do before it is asked for again, as a clause."""
+
+
+class TakesLong(NotFinished):
+    """It takes longer than its caller waits."""
+
+    state, advice = "what has begun goes on by itself", "see that the file system or store answers"
+
+    def __init__(self, seconds: float):
+        super().__init__(f"that takes longer than {seconds:g} s")
+
+
+class NoPlace(NotFinished):
+    """Too much else is under way."""
+
+    state, advice = "nothing of it has begun", "see that the file systems and stores of those others answer"
+
+    def __init__(self, seconds: float):
+        super().__init__(f"{AT_ONCE} others were under way for {seconds:g} s")
+
+
+class ServiceEnds(NotFinished):
+    """The service ends meanwhile."""
+
+    state, advice = "what is not done by then is left", "wait until the service is back"
+
+    def __init__(self) -> None:
+        super().__init__("the service is ending")
 
 
 class FileWork:
@@ -33,25 +66,39 @@ class FileWork:
 
     def __init__(self) -> None:
         self._under_way: dict[Hashable, Future[Any]] = {}
-        self._lock, self._closed = threading.Lock(), Future[None]()
+        self._changed, self._closed = threading.Condition(), Future[None]()
 
     def run(self, about: Hashable, seconds: float, work: Callable[[], T]) -> T:
-        """The result of `work`, or of what is already under way `about` the same. Raises NoAnswer after `seconds`, or
-        when the service ends, and at once if too much else is under way."""
-        with self._lock:
-            self._under_way = {key: each for key, each in self._under_way.items() if not each.done()}
+        """The result of `work`, or of what is already under way `about` the same. Raises NotFinished after `seconds`,
+        part of which it may wait for a place, or when the service ends."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_decided(about), seconds):
+                raise NoPlace(seconds)
             future = self._under_way.get(about)
             if future is None:
-                if len(self._under_way) >= AT_ONCE:
-                    raise NoAnswer(f"{AT_ONCE} others wait for a file system or store that does not answer")
+                if self._closed.done():
+                    raise ServiceEnds
                 future = self._under_way[about] = in_daemon_thread(f"files: {about}", work)
-        wait([future, self._closed], seconds, FIRST_COMPLETED)
+                future.add_done_callback(self._notify)
+        wait([future, self._closed], max(until - time.monotonic(), 0.0), FIRST_COMPLETED)
         if not future.done():
-            raise NoAnswer(f"no answer in {seconds:g} s" if not self._closed.done() else "the service is ending")
+            raise ServiceEnds if self._closed.done() else TakesLong(seconds)
         result: T = future.result()
         return result
 
+    def _is_decided(self, about: Hashable) -> bool:
+        """Whether work can begin now, has begun already, or never will."""
+        self._under_way = {key: each for key, each in self._under_way.items() if not each.done()}
+        return about in self._under_way or len(self._under_way) < AT_ONCE or self._closed.done()
+
+    def _notify(self, _ended: Future[Any]) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Nobody waits any more; what is under way ends with the process."""
-        if not self._closed.done():
-            self._closed.set_result(None)
+        with self._changed:
+            if not self._closed.done():
+                self._closed.set_result(None)
+            self._changed.notify_all()

@@ -20,7 +20,7 @@ from pathlib import Path
 from service.cluster.errors import ClusterUnavailable
 from service.deletion import FilesNotRemoved, StillRemoving, delete_rest_in_time
 from service.file_work import LOOK_SECONDS as FILE_SECONDS
-from service.file_work import FileWork, NoAnswer
+from service.file_work import FileWork, NotFinished
 from service.store import JobNotFound, Store, deletion
 from workers.paths import Paths
 from workers.storage.files import files_of
@@ -82,12 +82,12 @@ class Retention:
                 await self._delete(store, job_id, before, let_go)
             except (ClusterUnavailable, FilesNotRemoved, JobNotFound) as error:
                 log.warning("%s has been kept for long enough, but is not deleted yet: %s", job_id, error)
-            except (NoAnswer, StillRemoving) as error:  # the same would keep the others waiting
+            except (NotFinished, StillRemoving) as error:  # the same would keep the others waiting
                 log.warning("%s has been kept for long enough, but its files do not answer: %s", job_id, error)
                 return
 
     async def _has_newer_files(self, job_id: str, before: float) -> bool:
-        """Raises NoAnswer."""
+        """Raises NotFinished."""
         look = partial(has_newer_files, self._paths, job_id, before)
         return await asyncio.to_thread(self._work.run, ("age", job_id), FILE_SECONDS, look)
 

@@ -23,6 +23,7 @@ from service.cluster.errors import NodeNotFound
 from service.deletion import Deletion, delete_job
 from service.exports import Exports
 from service.faults import FaultsNotAllowed, refuse_impossible
+from service.file_work import FileWork
 from service.logs import LogsInHome
 from service.measurements import Measurements
 from service.model_packages import ModelPackages
@@ -99,7 +100,7 @@ class FakeControl:
 
     @property
     def exports(self) -> Exports:
-        return NotedExports(self.store, (self.home / "exports",))
+        return NotedExports(self.store, (self.home / "exports",), FileWork())
 
     def inject(self, job_id: str, fault: Fault) -> None:
         if not self.allow_faults:
@@ -108,7 +109,9 @@ class FakeControl:
         self.faults.append(fault)
 
     def delete(self, job_id: str) -> Deletion:
-        return delete_job(self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("let_go", job_id)))
+        return delete_job(
+            self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("let_go", job_id)), FileWork()
+        )
 
     def waits(self, job_id: str) -> SeenWaits:
         with self.store.read() as session:

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from service import deletion
+from service import deletion, file_work
 from service.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
-from service.file_work import FileWork
+from service.file_work import FileWork, TakesLong
 from service.states import JobState
 from service.store import JobNotFound, events, jobs, leases
 from service.store.tables import Metric
@@ -48,7 +48,7 @@ def test_files_and_rows_go_once_the_cluster_holds_nothing(store, paths, job):
         with store.read() as session:
             seen.append((jobs.get(session, job).deletion_began_at is not None, paths.job_folder(job).exists()))
 
-    deleted = delete_job(store, paths, job, let_go)
+    deleted = delete_job(store, paths, job, let_go, FileWork())
     assert seen == [(True, True)], "marked, and nothing removed yet"
     assert deleted.files == RemovedFiles(checkpoints=2, logs=1, bytes=210)
     assert (deleted.rows["jobs"], deleted.rows["events"], deleted.rows["metrics"]) == (1, 4, 0)
@@ -99,11 +99,11 @@ def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, 
     paths.job_folder(job).rename(elsewhere)
     paths.job_folder(job).symlink_to(elsewhere)
     with pytest.raises(FilesNotRemoved, match=f"{job} cannot be removed.*delete {job} again"):
-        delete_job(store, paths, job, lambda: None)
+        delete_job(store, paths, job, lambda: None, FileWork())
     assert (elsewhere / "checkpoints").exists(), "what a link leads to is not ours"
     assert types_of(store, job)[-2:] == ["deletion_began", "deletion_failed"]
     paths.job_folder(job).unlink()
-    assert delete_job(store, paths, job, lambda: None).rows["jobs"] == 1
+    assert delete_job(store, paths, job, lambda: None, FileWork()).rows["jobs"] == 1
 
 
 @pytest.mark.parametrize("moment", ["let_go", "rmtree", "delete_some_metrics", "end"])
@@ -118,17 +118,17 @@ def test_whoever_is_killed_in_between_leaves_a_job_that_can_be_deleted_again(sto
         if moment != "let_go":
             patch.setattr(deletion.shutil if moment == "rmtree" else deletion.deletion, moment, killed)
         with pytest.raises(Killed):
-            delete_job(store, paths, job, killed if moment == "let_go" else lambda: None)
+            delete_job(store, paths, job, killed if moment == "let_go" else lambda: None, FileWork())
     with store.read() as session:
         assert jobs.get(session, job).deletion_began_at is not None, "it says so"
-    delete_job(store, paths, job, lambda: None)
+    delete_job(store, paths, job, lambda: None, FileWork())
     assert not paths.job_folder(job).exists()
 
 
 def test_job_without_files_is_deleted_too(store, paths, submit):
     job_id = submit().id
     store.write(lambda session: jobs.request_cancel(session, job_id))
-    assert delete_job(store, paths, job_id, lambda: None).files == RemovedFiles()
+    assert delete_job(store, paths, job_id, lambda: None, FileWork()).files == RemovedFiles()
     assert remove_files(paths, job_id) == RemovedFiles()
 
 
@@ -154,7 +154,7 @@ def test_what_is_in_the_way_of_a_deletion_is_said(store, paths, job, monkeypatch
 
     monkeypatch.setattr(deletion.shutil, "rmtree", fail)
     with pytest.raises(FilesNotRemoved) as caught:
-        delete_job(store, paths, job, lambda: None)
+        delete_job(store, paths, job, lambda: None, FileWork())
     assert str(caught.value).startswith(why.format(folder=paths.job_folder(job)))
     with store.read() as session:
         (event,) = [each for each in events.page(session, job, limit=1000).items if each.type == "deletion_failed"]
@@ -165,13 +165,13 @@ def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store,
     metrics, bins = iter([3, 2, 0]), iter([4, 4, 4, 0])
     monkeypatch.setattr(deletion.deletion, "delete_some_metrics", lambda session, job_id: next(metrics))
     monkeypatch.setattr(deletion.deletion, "delete_some_bins", lambda session, job_id: next(bins))
-    rows = delete_job(store, paths, job, lambda: None).rows
+    rows = delete_job(store, paths, job, lambda: None, FileWork()).rows
     assert (rows["metrics"], rows["metric_bins"]) == (5, 12)
 
 
 def test_link_that_leads_nowhere_does_not_keep_a_job(store, paths, job):
     (paths.log_folder(job) / "newest").symlink_to("gone")
-    assert delete_job(store, paths, job, lambda: None).files.logs == 2
+    assert delete_job(store, paths, job, lambda: None, FileWork()).files.logs == 2
 
 
 def test_rows_that_go_in_several_transactions_are_all_counted_and_all_gone(store, paths, job, monkeypatch):
@@ -182,14 +182,14 @@ def test_rows_that_go_in_several_transactions_are_all_counted_and_all_gone(store
         jobs.get(session, job).step = 5
 
     store.write(fill)
-    assert delete_job(store, paths, job, lambda: None).rows["metrics"] == 5
+    assert delete_job(store, paths, job, lambda: None, FileWork()).rows["metrics"] == 5
     with store.read() as session:
         assert session.query(Metric).count() == 0
 
 
 def test_nobody_looks_after_a_job_that_was_deleted(store, paths, job):
     store.write(lambda session: leases.claim(session, job, "me"))
-    delete_job(store, paths, job, lambda: None)
+    delete_job(store, paths, job, lambda: None, FileWork())
     with store.read() as session:
         assert leases.owned(session, "me") == set()
 
@@ -217,7 +217,9 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
     monkeypatch.setattr(deletion, "remove_files", hang)
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
     for _ in range(2):
-        with pytest.raises(StillRemoving, match=f"{job} are not all removed yet .no answer in 0.01 s.*delete {job}"):
+        with pytest.raises(
+            StillRemoving, match=f"{job} are not all removed yet .*goes on by itself: see .*delete {job}"
+        ):
             delete_job(store, paths, job, lambda: None, work)
     assert types_of(store, job)[-2:] == ["deletion_began", "deletion_failed"], "said once"
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 20.0)
@@ -226,3 +228,20 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
         while delete_job(store, paths, job, lambda: None, work).rows["jobs"]:
             pass
     assert not paths.job_folder(job).exists()
+
+
+def test_deletion_that_has_not_begun_says_so(store, paths, job, monkeypatch):
+    answers, work = threading.Event(), FileWork()
+    monkeypatch.setattr(file_work, "AT_ONCE", 1)
+    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
+    with pytest.raises(TakesLong):
+        work.run("another", 0.01, lambda: answers.wait(20))
+    with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing of it has begun: see "):
+        delete_job(store, paths, job, lambda: None, work)
+    answers.set()
+    work.close()
+    with pytest.raises(
+        StillRemoving, match=rf"\(the service is ending\).* until the service is back, and delete {job} "
+    ):
+        delete_job(store, paths, job, lambda: None, work)
+    assert paths.job_folder(job).exists()

@@ -1,11 +1,13 @@
 """Work on files that do not answer is waited for only so long, by nobody twice, and holds up no other."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from service import file_work
-from service.file_work import FileWork, NoAnswer
+from service.file_work import FileWork, NoPlace, ServiceEnds, TakesLong
 
 SECONDS = 20.0
 
@@ -28,7 +30,7 @@ def hang():
 def test_work_goes_on_without_its_caller_who_may_ask_again(hang):
     work = FileWork()
     for _ in range(3):
-        with pytest.raises(NoAnswer, match=r"^no answer in 0.01 s$"):
+        with pytest.raises(TakesLong, match=r"^that takes longer than 0.01 s$"):
             work.run("a job", 0.01, hang)
     assert len(hang.begun) == 1 and hang.begun[0].daemon
     assert work.run("another", 0.01, lambda: "at once") == "at once"
@@ -50,19 +52,49 @@ def test_only_so_many_hang(hang, monkeypatch):
     monkeypatch.setattr(file_work, "AT_ONCE", 2)
     work = FileWork()
     for about in ("one", "another"):
-        with pytest.raises(NoAnswer):
+        with pytest.raises(TakesLong):
             work.run(about, 0.01, hang)
-    with pytest.raises(NoAnswer, match="2 others wait"):
-        work.run("one more", SECONDS, hang)
+    with pytest.raises(NoPlace, match=r"^2 others were under way for 0.01 s$"):
+        work.run("one more", 0.01, hang)
+    assert len(hang.begun) == 2
     hang.answer()
     assert [work.run(about, SECONDS, hang) for about in ("one", "another", "one more")] == ["done"] * 3
+
+
+def test_more_than_there_are_places_for_wait_for_one(monkeypatch):
+    monkeypatch.setattr(file_work, "AT_ONCE", 2)
+    work, at_once, most = FileWork(), [], []
+
+    def briefly():
+        at_once.append(1)
+        most.append(len(at_once))
+        time.sleep(0.01)
+        at_once.pop()
+        return "done"
+
+    with ThreadPoolExecutor(12) as requests:
+        assert set(requests.map(lambda about: work.run(about, SECONDS, briefly), range(12))) == {"done"}
+    assert len(most) == 12 and max(most) <= 2
+
+
+def test_who_waits_for_a_place_is_told_of_the_end_of_the_service(hang, monkeypatch):
+    monkeypatch.setattr(file_work, "AT_ONCE", 1)
+    work = FileWork()
+    with pytest.raises(TakesLong):
+        work.run("one", 0.01, hang)
+    with ThreadPoolExecutor(1) as requests:
+        waiting = requests.submit(work.run, "another", SECONDS, hang)
+        work.close()
+        with pytest.raises(ServiceEnds):
+            waiting.result(SECONDS / 2)
+    assert len(hang.begun) == 1
 
 
 def test_nobody_waits_at_the_end_of_the_service(hang):
     work, said = FileWork(), []
 
     def wait():
-        with pytest.raises(NoAnswer) as raised:
+        with pytest.raises(ServiceEnds) as raised:
             work.run("a job", SECONDS, hang)
         said.append(str(raised.value))
 

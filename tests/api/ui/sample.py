@@ -20,6 +20,7 @@ from api.permissions import LINK_PATH
 from api.ui import mount
 from service.checkpoint_deletion import delete_checkpoint
 from service.deletion import Deletion, delete_job
+from service.file_work import FileWork
 from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from service.logs import LogsInHome, log_file, log_folder
 from service.model_packages import ModelPackages
@@ -85,7 +86,7 @@ class SampleControl:
 
     def delete(self, job_id: str) -> Deletion:
         """At once: there is nothing on a cluster."""
-        return delete_job(self.store, Paths.of(self.home), job_id, lambda: None)
+        return delete_job(self.store, Paths.of(self.home), job_id, lambda: None, FileWork())
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         """As the service does."""
