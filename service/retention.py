@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ CONFIRMED_SECONDS = 3600.0
 """How long a job must have been found expired, by a clock that cannot be set."""
 JOBS_AT_ONCE = 200
 """How many jobs one look deletes, those that ended first; a job that cannot be deleted is tried again an hour later."""
+SILENT_AT_ONCE = 2
+"""After so many jobs whose files do not answer, the others wait for the next look: each may keep a thread."""
 DAY_SECONDS = 86400.0
 
 
@@ -51,6 +53,10 @@ class SeenExpired:
         for job in long_enough:
             del self._since[job]
         return long_enough
+
+    def put_back(self, jobs: Iterable[str], now: float) -> None:
+        """These were returned, but not tried: the next look returns them if it finds them expired."""
+        self._since.update((job, now - self.seconds) for job in jobs)
 
 
 class Retention:
@@ -74,7 +80,9 @@ class Retention:
         """Delete the jobs that are certain to be expired."""
         before = time.time() - self._kept_days * DAY_SECONDS
         expired = await store.read_async(partial(deletion.expired, before=before))
-        for job_id in self._seen.confirmed(expired, self._monotonic(), JOBS_AT_ONCE):
+        now, silent = self._monotonic(), 0
+        confirmed = self._seen.confirmed(expired, now, JOBS_AT_ONCE)
+        for tried, job_id in enumerate(confirmed, 1):
             try:
                 if expired[job_id] and await self._has_newer_files(job_id, before):
                     log.warning("%s ended long ago, but its files are newer, or cannot be read: it is kept", job_id)
@@ -82,9 +90,12 @@ class Retention:
                 await self._delete(store, job_id, before, let_go)
             except (ClusterUnavailable, FilesNotRemoved, JobNotFound) as error:
                 log.warning("%s has been kept for long enough, but is not deleted yet: %s", job_id, error)
-            except (NotFinished, StillRemoving) as error:  # the same would keep the others waiting
-                log.warning("%s has been kept for long enough, but its files do not answer: %s", job_id, error)
-                return
+            except (NotFinished, StillRemoving) as error:
+                log.warning("%s has been kept for long enough, but its files are not removed: %s", job_id, error)
+                silent += 1
+                if silent == SILENT_AT_ONCE:
+                    self._seen.put_back(confirmed[tried:], now)
+                    return
 
     async def _has_newer_files(self, job_id: str, before: float) -> bool:
         """Raises NotFinished."""

@@ -10,7 +10,7 @@ import pytest
 
 from service import retention
 from service.cluster.errors import ClusterUnavailable
-from service.file_work import FileWork
+from service.file_work import FileWork, TakesLong
 from service.retention import CONFIRMED_SECONDS, DAY_SECONDS, Retention, SeenExpired, has_newer_files, written_since
 from service.states import JobState
 from service.store import JobNotFound, audit, deletion, events, exports, failed_jobs, jobs
@@ -279,7 +279,7 @@ def test_job_whose_store_does_not_answer_is_not_old(tmp_path, monkeypatch):
     assert has_newer_files(paths, "j", time.time())
 
 
-def test_file_system_that_does_not_answer_holds_up_one_look_and_deletes_nothing(store, look, ended, monkeypatch):
+def test_files_that_do_not_answer_are_waited_for_only_so_long_and_are_not_old(store, look, ended, monkeypatch):
     first, second = ended(at=OLD - 1), ended()
     answers = threading.Event()
     monkeypatch.setattr(retention, "FILE_SECONDS", 0.01)
@@ -290,3 +290,24 @@ def test_file_system_that_does_not_answer_holds_up_one_look_and_deletes_nothing(
     monkeypatch.undo()
     look()
     assert look(CONFIRMED_SECONDS) == [first, second]
+
+
+def test_jobs_whose_files_do_not_answer_are_in_nobodys_way(store, look, ended, monkeypatch):
+    """One look takes on two of them; jobs that it has not come to are the next one's."""
+    silent, answering, tried = [ended(at=OLD - 10 + n) for n in range(5)], [ended(at=OLD - 9.5), ended()], []
+
+    def run(work, about, seconds, do):
+        tried.append(about[1])
+        if about[1] in silent:
+            raise TakesLong(seconds)
+        return do()
+
+    monkeypatch.setattr(FileWork, "run", run)
+    look()
+    assert look(CONFIRMED_SECONDS) == answering[:1], "the one after the first that does not answer"
+    assert look(600.0) == answering[:1]
+    assert look(600.0) == answering
+    assert [job for job in tried if job in silent] == silent, "each was tried once, and is again after an hour"
+    look(CONFIRMED_SECONDS - 600.0)
+    assert tried[-2:] == silent[:2]
+    assert all(is_there(store, job) for job in silent)
