@@ -7,8 +7,8 @@ import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
 from service.logs import LogBytes, LogsUnavailable
@@ -24,7 +24,7 @@ BLOCKS = 128
 ANSWER_SECONDS = 5.0
 """A place that takes longer to list the parts of a log counts as not answering."""
 READ_SECONDS = 20.0
-"""The same for reading some of one."""
+"""The same for reading a block of one."""
 TRIES = 4
 """Attempts, since parts may be replaced by a larger one while they are read."""
 
@@ -36,21 +36,16 @@ class Blocks:
         self._most, self._lock = most, threading.Lock()
         self._known: OrderedDict[tuple[Place, int], bytes] = OrderedDict()
 
-    def read(self, part: Place, at: int, size: int) -> bytes:
-        """Up to `size` bytes of `part` from byte `at` on. Raises OSError, FileNotFoundError."""
-        content, first = b"", at // BLOCK_BYTES
-        while len(content) < at % BLOCK_BYTES + size:
-            block = self._block(part, first)
-            content, first = content + block, first + 1
-            if len(block) < BLOCK_BYTES:
-                break
-        return content[at % BLOCK_BYTES :][:size]
-
-    def _block(self, part: Place, number: int) -> bytes:
+    def known(self, part: Place, number: int) -> bytes | None:
+        """A block that is in memory."""
         with self._lock:
-            if (part, number) in self._known:
-                self._known.move_to_end((part, number))
-                return self._known[part, number]
+            if (part, number) not in self._known:
+                return None
+            self._known.move_to_end((part, number))
+            return self._known[part, number]
+
+    def fetch(self, part: Place, number: int) -> bytes:
+        """A block from where it is stored; a short one is the last of its part. Raises OSError, FileNotFoundError."""
         block = bytearray(BLOCK_BYTES)
         with files_of(part).reader(part) as reader:
             start = number * BLOCK_BYTES
@@ -72,7 +67,7 @@ class KeptLog:
         self._listed_at = float("-inf")
         self._listing: Future[None] | None = None
         self._asked_at = 0.0
-        self._silent: Future[Any] | None = None
+        self._silent: Future[bytes] | None = None
         """A read that got no answer in time."""
         self._lock = threading.Lock()
 
@@ -108,28 +103,15 @@ class KeptLog:
 
     def ranks(self) -> list[int]:
         """See `LogSource`."""
-        return self._tried(lambda: list(self._header(self._parts[-1]).pieces) if self._parts else [])
+        return self._repeated(lambda: list(self._header(self._parts[-1]).pieces) if self._parts else [])
 
     def read(self, rank: int, start: int, size: int) -> LogBytes:
         """See `LogSource`."""
-        return self._tried(lambda: self._read(rank, start, size))
+        return self._repeated(lambda: self._read(rank, start, size))
 
     def end(self, rank: int) -> int:
         """See `LogSource`."""
-        return self._tried(lambda: self._end(self._parts[-1], rank) if self._parts else 0)
-
-    def _tried(self, read: Callable[[], T]) -> T:
-        """The result of `_repeated`. The first caller waits a moment for a place that does not answer, later ones not
-        at all."""
-        no_answer = LogsUnavailable(OSError(f"{self._folder}: no answer"))
-        if self._silent is not None and not self._silent.done():
-            raise no_answer
-        answer = in_daemon_thread("parts of a log", lambda: self._repeated(read))
-        try:
-            return answer.result(READ_SECONDS)
-        except TimeoutError:
-            self._silent = answer
-            raise no_answer from None
+        return self._repeated(lambda: self._end(self._parts[-1], rank) if self._parts else 0)
 
     def _repeated(self, read: Callable[[], T]) -> T:
         """The result of `read`, repeated if parts that it knows of no longer exist."""
@@ -173,7 +155,7 @@ class KeptLog:
             wanted = min(size - count, piece.end - piece.start - skipped)
             if wanted > 0:
                 place = self._folder / str(parts[number])
-                contents.append(self._blocks.read(place, header.offset(rank) + skipped, wanted))
+                contents.append(self._bytes(place, header.offset(rank) + skipped, wanted))
                 if len(contents[-1]) < wanted:
                     raise NoPart(f"{place} is too short")
                 count += wanted
@@ -188,8 +170,33 @@ class KeptLog:
     def _header(self, part: PartName) -> Header:
         place, size = self._folder / str(part), BLOCK_BYTES
         while True:
-            content = self._blocks.read(place, 0, size)
+            content = self._bytes(place, 0, size)
             line, newline, _ = content.partition(b"\n")
             if newline or len(content) < size:
                 return decode_header(line + newline)
             size *= 2
+
+    def _bytes(self, part: Place, at: int, size: int) -> bytes:
+        """Up to `size` bytes of `part` from byte `at` on. Raises OSError, FileNotFoundError, LogsUnavailable."""
+        content, number = b"", at // BLOCK_BYTES
+        while len(content) < at % BLOCK_BYTES + size:
+            block = self._blocks.known(part, number)
+            if block is None:
+                block = self._fetched(part, number)
+            content, number = content + block, number + 1
+            if len(block) < BLOCK_BYTES:
+                break
+        return content[at % BLOCK_BYTES :][:size]
+
+    def _fetched(self, part: Place, number: int) -> bytes:
+        """A block that is not in memory. The first caller waits a moment for a place that does not answer, later ones
+        not at all. Only this takes a thread: in a busy process, to change to one takes longer than to read memory."""
+        no_answer = LogsUnavailable(OSError(f"{self._folder}: no answer"))
+        if self._silent is not None and not self._silent.done():
+            raise no_answer
+        answer = in_daemon_thread("parts of a log", lambda: self._blocks.fetch(part, number))
+        wait([answer], READ_SECONDS)
+        if not answer.done():
+            self._silent = answer
+            raise no_answer
+        return answer.result()

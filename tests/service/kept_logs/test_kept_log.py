@@ -89,3 +89,20 @@ def test_place_that_stops_answering_between_the_listing_and_the_reading_holds_up
     answers.set()
     log._silent.exception(60)
     assert log.read(0, 0, 10).content == b"ab\n"
+
+
+def test_what_is_in_memory_takes_no_thread_and_is_read_while_the_place_does_not_answer(written, tmp_path, monkeypatch):
+    threads, answers, begin, reader = [], threading.Event(), kept_log.in_daemon_thread, LocalFiles.reader
+    monkeypatch.setattr(kept_log, "in_daemon_thread", lambda *work: threads.append(1) or begin(*work))
+    log = KeptLog(tmp_path, Blocks()).look()
+    assert log.read(0, 0, 10).content == b"ab\n"
+    assert len(threads) == 2, "one for the list of parts, and one for the only block"
+    written.write({0: (Piece(3, 5, (1, 2)), b"c\n")})
+    log.look()
+    monkeypatch.setattr(LocalFiles, "reader", lambda files, part: answers.wait(60) and reader(files, part))
+    monkeypatch.setattr(kept_log, "READ_SECONDS", 0.05)
+    with pytest.raises(LogsUnavailable, match="no answer"):
+        log.end(0)
+    del log._parts[1:], threads[:]
+    assert (log.ranks(), log.end(0), log.read(0, 0, 10).content, threads) == ([0], 3, b"ab\n", [])
+    answers.set()
