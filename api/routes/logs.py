@@ -161,7 +161,8 @@ def _refuse_unknown(store: Store, logs: JobLogs, job_id: str, rank: int | None) 
     """Raise JobNotFound, or RankNotFound for a rank that the job does not have and that has printed nothing either: the
     job may have been larger before."""
     with store.read() as session:
-        count = views.ranks_of(jobs.get(session, job_id))
+        job = jobs.get(session, job_id)
+        count = None if rank is None else views.ranks_of(job)  # which validates the whole layout
     if rank is None or count is None or rank < count:
         return
     with contextlib.suppress(LogsUnavailable):  # whoever reads them says so, or waits for them

@@ -3,9 +3,11 @@
 import itertools
 import json
 import time
+from unittest.mock import Mock
 
 import pytest
 
+from api import views
 from service.logs import LogsInHome, LogsUnavailable, log_file, log_folder
 from tests.api.test_sse_server import read_stream
 
@@ -205,3 +207,10 @@ def test_a_rank_that_the_job_never_had_is_refused_and_one_of_before_it_shrank_is
     monkeypatch.setattr(LogsInHome, "source", away)
     answer = service.http.get(f"/v1/jobs/{job}/logs", params={"rank": 9})
     assert answer.json()["code"] == "logs_unavailable", "what cannot be read is not known to be absent"
+
+
+def test_logs_of_all_ranks_need_no_layout(service, job, monkeypatch):
+    monkeypatch.setattr(views, "ranks_of", Mock(side_effect=AssertionError("the layout was validated")))
+    assert len(texts(asked(service, job))) == 6
+    answer = service.http.get("/v1/jobs/job_000000000000/logs")
+    assert (answer.status_code, answer.json()["code"]) == (404, "job_not_found")
