@@ -162,7 +162,7 @@ def _open(
             file = tokenizer_path(data.tokenizer_file)
             digest = {f"the tokenizer {data.tokenizer}": open_tokenizer(data).digest}
             _pin(record, records, digest, file)
-        return Corpus([row for each in files for row in _datasets(spec, each, cache, watcher)], end_of_document=end)
+        return Corpus(_datasets(spec, files, cache, watcher), end_of_document=end)
     if cache is None:
         raise ValueError("tokens need a folder to be kept in")
     return _Tokenized(spec, data, cache, record, records, watcher).corpus(list(zip(parts, files, strict=True)))
@@ -279,19 +279,30 @@ def _pin_template(record: Place | None, records: bool, data: DataConfig) -> None
             files_of(record).write_whole(record.parent / KEPT_CHAT, content)
 
 
-def _datasets(spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> list[Row]:
-    """The datasets of a part as one row."""
+def _datasets(spec: JobSpec, parts: Sequence[Sequence[CorpusFile]], cache: Path | None, watcher: Watcher) -> list[Row]:
+    """The datasets of each part as one row."""
+    with contextlib.ExitStack() as unkept:  # if one is refused, none is kept
+        rows = [_dataset(spec, files, cache, watcher, unkept) for files in parts]
+        unkept.pop_all()
+    return rows
+
+
+def _dataset(
+    spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher, unkept: contextlib.ExitStack
+) -> Row:
     rows = []
     for prefix in prefixes_of(files):
-        row = IndexedTokens(prefix)
-        if len(row):
-            of_this = [file for file in files if file.path in (f"{prefix}.bin", f"{prefix}.idx")]
-            lowest, highest = _bounds(row, of_this, cache, watcher)
-            if lowest < 0:
-                raise DataError(f"{prefix}.bin holds {lowest}, which is not a token")
-            check_vocabulary(spec, highest + 1, f"{prefix}.bin")
-            rows.append(row)
-    return [rows[0] if len(rows) == 1 else _Joined(rows)]
+        row = unkept.enter_context(contextlib.closing(IndexedTokens(prefix)))
+        if not len(row):
+            row.close()
+            continue
+        of_this = [file for file in files if file.path in (f"{prefix}.bin", f"{prefix}.idx")]
+        lowest, highest = _bounds(row, of_this, cache, watcher)
+        if lowest < 0:
+            raise DataError(f"{prefix}.bin holds {lowest}, which is not a token")
+        check_vocabulary(spec, highest + 1, f"{prefix}.bin")
+        rows.append(row)
+    return rows[0] if len(rows) == 1 else _Joined(rows)
 
 
 def _bounds(row: IndexedTokens, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from engine_specs import spec
 from megatron_files import DOCUMENTS, megatron_dataset
 from tokenizer_files import TEXT, byte_level, plain_tokens
 
+from workers.data import prepare
 from workers.data.batches import Batches
 from workers.data.prepare import open_corpus
 from workers.data.sources import check_data
@@ -21,6 +22,7 @@ from workers.data.token_cache import Watcher
 from workers.errors import DataError
 
 CPU = torch.device("cpu")
+DATASETS = {"good": [1, 2, 3], "empty": [], "negative": [1, -1, 2], "large": [1, 9999]}
 
 
 class RecordingWatcher(Watcher):
@@ -145,6 +147,31 @@ def test_ids_that_the_model_does_not_know_are_named(tmp_path):
     negative = megatron_dataset(tmp_path / "b", [[[1, -1, 2]]], 4, "<i4")
     with pytest.raises(DataError, match=r"holds -1, which is not a token"):
         open_corpus(job([negative], "bytes", source="megatron"), tmp_path / "cache")
+
+
+def test_only_datasets_that_are_read_stay_open(tmp_path, monkeypatch):
+    opened = []
+
+    class Opened(prepare.IndexedTokens):
+        def __init__(self, prefix):
+            super().__init__(prefix)
+            opened.append(self)
+
+    def are_closed(*names):
+        paths = [megatron_dataset(tmp_path / name, [[DATASETS[name]]], 4, "<i4") for name in names]
+        opened.clear()
+        try:
+            open_corpus(job(paths, "bytes", source="megatron", weights=[1] * len(paths)), tmp_path / "cache")
+        finally:
+            closed.append([row._file.closed for row in opened])
+
+    closed = []
+    monkeypatch.setattr(prepare, "IndexedTokens", Opened)
+    are_closed("good", "empty")
+    for refused in ("negative", "large"):
+        with pytest.raises(DataError):
+            are_closed("good", refused)
+    assert closed == [[False, True], [True, True], [True, True]]
 
 
 def test_data_is_checked_before_anything_is_tokenized(tmp_path, texts, file):
