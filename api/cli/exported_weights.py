@@ -16,6 +16,7 @@ from rich.progress import Progress
 from api.cli.main import EXIT_BAD_INPUT, fail
 from api.cli.render import counted, size
 from workers.errors import MantaError
+from workers.interruption import cleaning_up_when_terminated
 from workers.storage.places import Place
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def _export(
     """Shows the progress meanwhile."""
     from workers.weights.export import export  # other commands need no arrays
 
-    with Progress(transient=True, disable=quiet or not Console().is_terminal) as bar:
+    bars = Progress(transient=True, disable=quiet or not Console().is_terminal)
+    with cleaning_up_when_terminated(), bars as bar:
         task = bar.add_task("writing", total=None)
         tell: Callable[[int, int], None] = lambda done, of: bar.update(task, completed=done, total=of)  # noqa: E731
         try:

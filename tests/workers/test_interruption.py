@@ -4,12 +4,13 @@ import ast
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from workers.interruption import ending_at_once, run_command
+from workers.interruption import cleaning_up_when_terminated, ending_at_once, run_command
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("run", "evaluate", "generate", "calibration/__main__", "data/tokenize", "weights/export")
@@ -73,6 +74,26 @@ def test_who_ignores_interruptions_still_does_and_afterwards_they_are_raised_aga
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_and_those_who_handle_sigterm_themselves_see_no_change():
+    seen = []
+
+    def look() -> None:
+        with cleaning_up_when_terminated():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        look()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(look).result()
+        assert seen == [signal.SIG_IGN, signal.SIG_DFL]
+        look()
+        assert callable(seen[-1]) and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

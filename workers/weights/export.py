@@ -28,6 +28,7 @@ from workers.checkpoint.contents import Contents
 from workers.checkpoint.opening import read_contents
 from workers.config import JobSpec
 from workers.errors import CheckpointError, MantaError
+from workers.interruption import cleaning_up_when_terminated
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import Place, place_of
@@ -162,7 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         target = options.to.absolute()
         checkpoint = str(checkpoint_at(place_of(options.checkpoint)))
-        done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, tell)
+        with cleaning_up_when_terminated():
+            done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, tell)
     except MantaError as error:
         print(error, file=sys.stderr)
         return 1

@@ -148,6 +148,24 @@ def test_a_killed_export_leaves_nothing_in_its_place_and_the_next_one_clears_up(
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_export_that_is_asked_to_end_removes_what_it_has_written_first(checkpoint, tmp_path):
+    """Also if it is asked again meanwhile."""
+    program = (
+        "import os, shutil, signal, sys, time\n"
+        "from workers.weights import export as e, new_folder as n, safetensors_files as s\n"
+        "s.put_on_disk = lambda stream: (print('writing', flush=True), time.sleep(60))\n"
+        "remove = shutil.rmtree\n"
+        "n.shutil.rmtree = lambda *a, **o: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.1), remove(*a, **o))\n"
+        "e.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, checkpoint, "--to", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_damaged_checkpoint_is_named_and_nothing_is_left(corpus, tmp_path, capsys):
     path, _, _ = checkpoint_of(tmp_path / "checkpoints", corpus, family="llama")
     data = next(Path(path).glob("*.distcp"))
