@@ -30,6 +30,10 @@ AT_ONCE = 2
 NOTE_SECONDS = 2.0
 STALLED_SECONDS = 600.0
 """Seconds without progress after which an export is given up: its place is needed by others."""
+CLEANUP_SECONDS = 30.0
+"""How long an export that is given up may take to remove what it has written: a model's weights are many GB."""
+CLOSE_SECONDS = 2.0
+"""How long the end of the service waits for exports that are being ended."""
 _LAST_LINES = 5
 
 
@@ -62,6 +66,7 @@ class Exports:
         self._store, self._roots, self._work = store, tuple(roots), work
         self._runs: dict[str, _Run] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._one_is_over = threading.Condition(self._lock)
 
     def begin(self, job_id: str, checkpoint_id: str, to: str, format: Format, dtype: Dtype | None) -> Export:
         """Begin to write the weights of a complete checkpoint to the folder `to`, which must not exist yet. Raises
@@ -73,6 +78,8 @@ class Exports:
                 f"it is not known yet what is at {to} ({error}): {error.advice}, and export it again"
             ) from error
         with self._lock:
+            if self._closed.is_set():
+                raise ExportNotPossible("the service is ending: begin this export when it runs again")
             if len(self._runs) >= AT_ONCE:
                 raise ExportNotPossible(f"{AT_ONCE} exports are being written already; begin this one when one is done")
             row, source = self._store.write(
@@ -117,17 +124,12 @@ class Exports:
         readers = [in_daemon_thread("export's output", lambda: _read_progress(run, stdout))]
         readers.append(in_daemon_thread("export's errors", lambda: _read_errors(run, stderr)))
         try:
-            moved_at, done = time.monotonic(), run.done
-            while not (ended := _has_ended(run.process)) and time.monotonic() - moved_at < STALLED_SECONDS:
-                if run.done != done:
-                    moved_at, done = time.monotonic(), run.done
-                self._written(lambda session: exports.note(session, run.id, run.done, run.total))
-            if ended:
+            if self._ends(run):
                 for reader in readers:
                     reader.result()
-                problem = None if run.process.returncode == 0 else _problem(run)
+                problem = self._problem(run)
             else:
-                _give_up(run.process)
+                in_daemon_thread(f"end of {run.id}", lambda: _give_up(run.process))
                 problem = (
                     f"nothing was written for {STALLED_SECONDS:g} s: see that the file systems or stores of the "
                     "checkpoint and of the folder answer, and export it again"
@@ -139,6 +141,24 @@ class Exports:
         finally:
             with self._lock:
                 del self._runs[run.id]
+                self._one_is_over.notify_all()
+
+    def _ends(self, run: _Run) -> bool:
+        """Record the progress of an export until it has ended. False: it stands still."""
+        moved_at, done = time.monotonic(), run.done
+        while not _ends_within(NOTE_SECONDS, run.process):
+            if run.done != done:  # looked at before the clock: the last write may have taken long
+                moved_at, done = time.monotonic(), run.done
+            elif time.monotonic() - moved_at >= STALLED_SECONDS:
+                return False
+            self._written(lambda session: exports.note(session, run.id, run.done, run.total))
+        return True
+
+    def _problem(self, run: _Run) -> str | None:
+        """Why an export that has ended has failed; None if it has not."""
+        if run.process.returncode == 0:
+            return None
+        return "the service ended meanwhile: export it again" if self._closed.is_set() else _problem(run)
 
     def _written(self, operation: Callable[[Session], None]) -> bool:
         """Whether the database, which may be unreachable, has accepted the change."""
@@ -151,12 +171,13 @@ class Exports:
         return True
 
     def close(self) -> None:
-        """Stop all exports that are being written; nothing of them is left."""
-        self._closed.set()
+        """End all exports that are being written. They remove what they have written, which usually takes less than
+        the CLOSE_SECONDS that this waits for them, and go on with it if not."""
         with self._lock:
-            runs = list(self._runs.values())
-        for run in runs:
-            run.process.terminate()
+            self._closed.set()
+            for run in self._runs.values():
+                run.process.terminate()
+            self._one_is_over.wait_for(lambda: not self._runs, CLOSE_SECONDS)
 
 
 def _refuse_incomplete(checkpoint: Checkpoint) -> None:
@@ -175,23 +196,24 @@ def _started(source: str, target: Path, format: Format, dtype: Dtype | None) -> 
         text=True,
         errors="replace",
         env=without_secrets(os.environ),
+        process_group=0,  # Ctrl-C in the service's terminal ends it by `close`, and only once
     )
 
 
-def _has_ended(process: subprocess.Popen[str]) -> bool:
-    """Whether a process ends within NOTE_SECONDS."""
+def _ends_within(seconds: float, process: subprocess.Popen[str]) -> bool:
+    """Whether a process ends in that time."""
     try:
-        process.wait(NOTE_SECONDS)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         return False
     return True
 
 
 def _give_up(process: subprocess.Popen[str]) -> None:
-    """End a process, which removes what it has written if it can. One that waits for a mount may outlive even SIGKILL,
-    so nobody waits for that."""
+    """End a process, which has CLEANUP_SECONDS to remove what it has written. One that waits for a mount may outlive
+    even SIGKILL, so nobody waits for that."""
     process.terminate()
-    if not _has_ended(process):
+    if not _ends_within(CLEANUP_SECONDS, process):
         process.kill()
 
 

@@ -1,6 +1,7 @@
 """Exports are written by processes of their own, below the folders that are meant for them, and say how they ended."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,25 @@ pathlib.Path(sys.argv[1]).mkdir()
 print(json.dumps({"path": sys.argv[1]}))
 """
 FAILS = "import sys; print('first'); print('no such model', file=sys.stderr); sys.exit(1)"
+MOVES = """
+import json, time
+for done in range(1, 21):
+    print(json.dumps({"done": done, "of": 20}), flush=True)
+    time.sleep(0.1)
+"""
+IGNORES_SIGTERM = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+print("ready", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+CLEANS_UP = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(1)))
+print("ready", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
 WAITS = "import sys; sys.stdin.read()"
 
 
@@ -251,6 +271,61 @@ def test_export_that_stands_still_is_given_up_and_leaves_its_place(store, job, r
     assert over.state == "failed" and over.message.startswith("nothing was written for 0.05 s: see that")
     assert started[0].wait(20) != 0
     asyncio.run(reached(lambda: not writer._runs))
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_export_that_moves_is_not_given_up_after_one_slow_write(store, job, root, written_by, ended, monkeypatch, late):
+    """The database answers once only after the time in which an export has to move."""
+    for name, value in (("NOTE_SECONDS", 0.01), ("STALLED_SECONDS", 0.5)):
+        monkeypatch.setattr(module, name, value)
+    (started,) = (written_by(MOVES),)
+    writer, write, slept = Exports(store, (root,)), store.write, threading.Event()
+
+    def slow(operation):
+        if late and started and not slept.is_set():
+            slept.set()
+            time.sleep(0.8)
+        return write(operation)
+
+    monkeypatch.setattr(store, "write", slow)
+    assert ended(store, job, writer.begin(job, id_of(job, 5), "mine", "hf", None)).state == "done"
+    assert slept.is_set() == late
+
+
+def test_what_is_given_up_has_time_to_clean_up_and_none_without_end(written_by, monkeypatch):
+    monkeypatch.setattr(module, "CLEANUP_SECONDS", 0.3)
+    written_by(IGNORES_SIGTERM)
+    process = module._started("/ckpt", "/out", "hf", None)
+    assert process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    module._give_up(process)
+    assert process.wait(20) == -signal.SIGKILL and time.monotonic() - began >= 0.3
+
+
+def test_end_of_the_service_ends_exports_and_does_not_wait_long(store, job, root, written_by, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
+    (started,) = (written_by(IGNORES_SIGTERM),)
+    writer = Exports(store, (root,))
+    writer.begin(job, id_of(job, 5), "mine", "hf", None)
+    asyncio.run(reached(lambda: next(iter(writer._runs.values())).said == ["ready"]))
+    began = time.monotonic()
+    writer.close()
+    assert time.monotonic() - began < 10 and started[0].poll() is None
+    with pytest.raises(ExportNotPossible, match="the service is ending"):
+        writer.begin(job, id_of(job, 5), "another", "hf", None)
+
+
+def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root, written_by, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 20.0)
+    (started,) = (written_by(CLEANS_UP),)
+    writer = Exports(store, (root,))
+    row = writer.begin(job, id_of(job, 5), "mine", "hf", None)
+    asyncio.run(reached(lambda: next(iter(writer._runs.values())).said == ["ready"]))
+    writer.close()
+    assert started[0].poll() is not None
+    with store.read() as session:
+        over = exports.get(session, job, row.id)
+    assert (over.state, over.message) == ("failed", "the service ended meanwhile: export it again")
 
 
 def test_folder_on_a_file_system_that_does_not_answer_is_not_waited_for(store, job, root, monkeypatch):
