@@ -12,7 +12,7 @@ from service.store import jobs
 from service.store.errors import CheckpointNotFound, InvalidCursor
 from service.store.paging import Cursors, Page
 from service.store.tables import Checkpoint, Job
-from workers.checkpoint.catalog import Condition, Listing
+from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, checkpoint_path
 
 SAVING, COMPLETE, FAILED, DELETED = "saving", "complete", "failed", "deleted"
 
@@ -146,8 +146,8 @@ def latest_seconds(session: Session, job_id: str, limit: int) -> list[float]:
 
 def reconcile(session: Session, job_id: str, listing: Listing) -> None:
     """Update the rows to match the job's folder as far as it is known: a save may have ended without any report, and
-    a database that was restored from a backup lacks what was saved since. Unreadable checkpoints change no rows. Only
-    for a job whose gang is at rest."""
+    a database that was restored from a backup lacks what was saved since. Unreadable checkpoints, and folders with
+    names that no save gives, change no rows. Only for a job whose gang is at rest."""
     rows = list(session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)))
     saved = {row.path for row in rows if row.state == COMPLETE}
     sizes = {str(path): manifest.bytes for path, manifest in listing.whole}
@@ -162,10 +162,17 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
     known, now = {row.id for row in rows}, time.time()  # when they were saved is not known
     for each in listing.checkpoints:
         checkpoint_id = _id(job_id, each.step, each.generation)
-        if each.manifest is not None and checkpoint_id not in known:
+        if each.manifest is not None and checkpoint_id not in known and _is_named_by_a_save(listing, each):
             about = {"generation": each.generation, "step": each.step, "path": str(each.path)}
             done = {"state": COMPLETE, "bytes": each.manifest.bytes, "created_at": now}
             session.add(Checkpoint(id=checkpoint_id, job_id=job_id, **about, **done))
+
+
+def _is_named_by_a_save(listing: Listing, each: ListedCheckpoint) -> bool:
+    """Whether its name is the only one for its step and generation (not one with more zeros, given by hand), and both
+    have their place in the table."""
+    fits = each.step < 2**63 and each.generation < 2**31
+    return fits and each.path == checkpoint_path(listing.folder, each.step, each.generation)
 
 
 def _id(job_id: str, step: int, generation: int) -> str:

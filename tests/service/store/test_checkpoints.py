@@ -6,11 +6,15 @@ import pytest
 
 from service.store import InvalidCursor, checkpoints, generations
 from service.store.paging import Cursors
-from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest
+from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
+
+FOLDER = Path("/x")
+UNFINISHED = str(checkpoint_path(FOLDER, 150, 1))
 
 
 def save(store, job, step, generation=1, size=100):
-    row = store.write(lambda session: checkpoints.begin(session, job.id, generation, step, f"/x/{step}"))
+    path = str(checkpoint_path(FOLDER, step, generation))
+    row = store.write(lambda session: checkpoints.begin(session, job.id, generation, step, path))
     assert store.write(lambda session: checkpoints.complete(session, row.id, size))
     return row.id
 
@@ -25,7 +29,7 @@ def test_the_newest_complete_one_is_what_a_job_can_resume_from(store, started):
     assert newest(store, started) is None
     save(store, started, 50)
     best = save(store, started, 100)
-    unfinished = store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
+    unfinished = store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, UNFINISHED))
     assert newest(store, started).id == best
     assert store.write(lambda session: checkpoints.fail(session, unfinished.id))
     assert newest(store, started).id == best
@@ -81,17 +85,14 @@ def test_cursor_that_names_no_checkpoint_is_refused(store, started, held):
 def test_a_checkpoint_is_found_by_what_a_worker_knows_of_it(store, started):
     save(store, started, 50)
     with store.read() as session:
-        assert checkpoints.find(session, started.id, 1, 50).path == "/x/50"
+        assert checkpoints.find(session, started.id, 1, 50).path == "/x/step-00000050-generation-1"
         assert checkpoints.find(session, started.id, 2, 50) is None
         assert [row.step for row in checkpoints.complete_ones(session, started.id)] == [50]
 
 
-FOLDER = Path("/x")
-
-
-def on_disk(step, condition=Condition.WHOLE):
-    manifest = Manifest("j", 1, step, {"data": 7}, {}) if condition is Condition.WHOLE else None
-    return ListedCheckpoint(FOLDER / str(step), step, 1, condition, manifest)
+def on_disk(step, condition=Condition.WHOLE, generation=1, path=None):
+    manifest = Manifest("j", generation, step, {"data": 7}, {}) if condition is Condition.WHOLE else None
+    return ListedCheckpoint(path or checkpoint_path(FOLDER, step, generation), step, generation, condition, manifest)
 
 
 def reconciled(store, job, *there, **more):
@@ -106,7 +107,7 @@ def rows(store, started):
     """Checkpoints of steps 50 and 100 are complete, that of 150 was being saved."""
     save(store, started, 50)
     save(store, started, 100)
-    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
+    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, UNFINISHED))
     return {50: "complete", 100: "complete", 150: "saving"}
 
 
@@ -140,9 +141,24 @@ def test_what_a_restored_database_does_not_know_is_found_on_disk(store, started,
     with store.read() as session:
         found = checkpoints.find(session, started.id, 1, 200)
         assert checkpoints.newest_id(session, started.id) == found.id
-    assert (found.path, found.bytes, found.completed_at) == ("/x/200", 7, None)
+    assert (found.path, found.bytes, found.completed_at) == ("/x/step-00000200-generation-1", 7, None)
     assert reconciled(store, started, *there)[200] == "complete"
     assert reconciled(store, started, *there[:3])[200] == "deleted"
+
+
+def test_folder_that_no_save_has_named_changes_nothing_and_disturbs_no_other(store, started):
+    copies = [
+        on_disk(50, path=FOLDER / name) for name in ("step-000000050-generation-1", "step-00000050-generation-01")
+    ]
+    strange = [on_disk(2**63), on_disk(2**70), on_disk(60, generation=2**31)]
+    assert reconciled(store, started, *copies, *strange) == {}
+    largest = on_disk(2**63 - 1, generation=2**31 - 1)
+    assert reconciled(store, started, *copies, on_disk(50), *strange, largest) == {
+        50: "complete",
+        2**63 - 1: "complete",
+    }
+    with store.read() as session:
+        assert checkpoints.find(session, started.id, 1, 50).path == "/x/step-00000050-generation-1"
 
 
 def test_a_save_that_was_given_up_and_is_whole_all_the_same_is_complete(store, started, rows):
@@ -152,7 +168,7 @@ def test_a_save_that_was_given_up_and_is_whole_all_the_same_is_complete(store, s
 
 
 def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
-    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
+    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, UNFINISHED))
     assert reconciled(store, started, exists=False) == {150: "failed"}
 
 
@@ -187,7 +203,7 @@ def test_saves_under_way_are_told_from_those_that_are_begun_anew(store, started)
 def test_checkpoints_of_one_job_are_no_other_job_s(store, started, submit):
     other = submit()
     save(store, started, 50)
-    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
+    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, UNFINISHED))
     with store.read() as session:
         assert checkpoints.page(session, other.id).items == checkpoints.complete_ones(session, other.id) == []
         assert checkpoints.find(session, other.id, 1, 50) is None
