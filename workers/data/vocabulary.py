@@ -3,12 +3,17 @@ which everything else reads."""
 
 from __future__ import annotations
 
+import errno
+
 from workers.config import JobSpec
-from workers.data.read_errors import at_submission, is_there
+from workers.data.read_errors import at_submission
 from workers.data.tokenizer import file_tokenizer, tokenizer_path
 from workers.errors import DataError, DataUnreadable
 from workers.spec.problems import Problem, SpecError
 from workers.spec.rules import find_problems
+
+_SAID_OF_THIS_MACHINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
+"""Errors in reading a file that another machine, or another user, may not have."""
 
 
 def with_vocabulary(spec: JobSpec) -> JobSpec:
@@ -20,8 +25,8 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
     try:
         tokenizer = file_tokenizer(spec.data, tokenizer_path(file))
     except DataError as error:
-        if spec.data.tokenizer_vocabulary is not None and _is_elsewhere(file, error):
-            return spec  # it may be readable where the job runs, which tries again
+        if spec.data.tokenizer_vocabulary is not None and _may_be_readable_elsewhere(error):
+            return spec  # where the job runs it is tried again
         raise SpecError([Problem("data.tokenizer", at_submission(error))]) from error
     said, size = spec.data.tokenizer_vocabulary, tokenizer.vocabulary
     if said not in (None, size):
@@ -34,6 +39,7 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
     return resolved
 
 
-def _is_elsewhere(file: str, error: DataError) -> bool:
-    """Whether `error` says nothing about the tokenizer's content."""
-    return isinstance(error, DataUnreadable) or not is_there(tokenizer_path(file))
+def _may_be_readable_elsewhere(error: DataError) -> bool:
+    """Whether `error` says nothing about the tokenizer's content, nor about its name."""
+    cause = error.__cause__
+    return isinstance(error, DataUnreadable) or (isinstance(cause, OSError) and cause.errno in _SAID_OF_THIS_MACHINE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from engine_specs import spec
 from storage_away import away
@@ -73,3 +75,19 @@ def test_a_file_whose_mount_does_not_work_now_is_told_from_one_that_is_not_there
     known = job(file, tokenizer_vocabulary=400)
     with away(tmp_path):
         assert with_vocabulary(known) == known, "it is read where the job runs"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT, errno.ENOTDIR])
+def test_a_file_that_this_machine_has_not_or_does_not_show_may_be_readable_where_the_job_runs(tmp_path, number):
+    file = byte_level(tmp_path / "t.json")
+    known = job(file, tokenizer_vocabulary=400)
+    with away(tmp_path, number):
+        assert with_vocabulary(known) == known
+        with pytest.raises(SpecError, match=r"data.tokenizer: no tokenizer can be read from"):
+            with_vocabulary(job(file))
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".json", "x" * 300])
+def test_a_name_that_no_file_can_have_is_a_problem_of_the_spec(tmp_path, name):
+    with pytest.raises(SpecError, match=r"data.tokenizer: no tokenizer can be read from .*File name too long"):
+        with_vocabulary(job(tmp_path / name, tokenizer_vocabulary=400))
