@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 
 from service.cluster.processes import same_process, start_of, started_in
+from service.home import writing_in
 from service.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
-from workers.errors import MantaError
 
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 """The address of a service unless another one is given."""
-
-
-class HomeUnusable(MantaError):
-    """A service cannot write to its home."""
-
-    def __init__(self, home: Path, error: OSError):
-        super().__init__(
-            f"the home {home} cannot be used ({error.filename or home}: {error.strerror}): see to it that it can be "
-            "written and has room, or name another one in MANTA_HOME"
-        )
-
-
-@contextlib.contextmanager
-def writing_in(home: Path) -> Iterator[None]:
-    """The block writes to `home`. Raises HomeUnusable if that is not possible."""
-    try:
-        yield
-    except OSError as error:
-        raise HomeUnusable(home, error) from error
 
 
 def announce(service_file: Path, url: str, database: str, certificate: Path | None = None) -> None:

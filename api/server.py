@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from api.local_service import announce, running_service, write_whole, writing_in
+from api.local_service import announce, running_service, write_whole
 from service import automatic_key
 from service.cluster.cluster import NodeOptions
 from service.cluster.existing_ray import ExistingRay
@@ -23,6 +23,7 @@ from service.cluster.ray_head import RayHead
 from service.control_plane import ControlPlane
 from service.control_plane_options import ControlPlaneOptions
 from service.data_roots import LOOPBACK_HOSTS, roots_of
+from service.home import writing_in
 from service.model_packages import ModelPackages
 from service.settings import DEFAULT_HOST, Settings, Tls
 from service.store import Store, StoreUnusable, keys

@@ -19,12 +19,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from api.cli.main import Json
 from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.local_service import running_service, writing_in
+from api.local_service import running_service
 from api.server import EVERY_ADDRESS, configure_logging, refuse_without_protection, serve, serve_command
 from service.cluster.own_raylet import end_raylet
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
 from service.data_roots import LOOPBACK_HOSTS
+from service.home import writing_in
 from service.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings, Tls
 from service.states import JobState

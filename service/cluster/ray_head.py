@@ -28,6 +28,7 @@ from service.cluster.ray_private import (
     STARTS_AT_ONCE,
     address_file,
 )
+from service.home import writing_in
 from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths
@@ -119,15 +120,14 @@ class RayHead:
         return record
 
     def start(self) -> HeadRecord:
-        """Start a new head, and end an earlier one of this home. Takes about 3 s. Raises RayUnavailable."""
+        """Start a new head, and end an earlier one of this home. Takes about 3 s. Raises RayUnavailable,
+        HomeUnusable."""
         self.stop()
         self._prepare()
         process = self._spawn()
         address = self._wait_for_address(process)
         record = HeadRecord(address, process.pid, start_of(process.pid), self._session())
-        temporary = self._paths.ray_record.with_suffix(".part")
-        temporary.write_text(json.dumps(asdict(record)))
-        temporary.rename(self._paths.ray_record)
+        self._write(self._paths.ray_record, json.dumps(asdict(record)))
         return record
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
@@ -155,14 +155,21 @@ class RayHead:
         shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
 
     def _prepare(self) -> None:
-        self._paths.home.mkdir(parents=True, exist_ok=True)
-        self._paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
+        with writing_in(self._paths.home):
+            self._paths.home.mkdir(parents=True, exist_ok=True)
+            self._paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
         self._paths.make_runtime_folder()
-        token = self._paths.ray_token
-        if not token.exists():
-            descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(32))
+        if not self._paths.ray_token.exists():
+            self._write(self._paths.ray_token, secrets.token_hex(32))
+
+    def _write(self, file: Path, text: str) -> None:
+        """Write a file of the home, for this user only, completely or not at all. Raises HomeUnusable."""
+        part = file.with_suffix(".part")
+        with writing_in(self._paths.home):
+            part.unlink(missing_ok=True)
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+                stream.write(text)
+            part.rename(file)
 
     def _authentication(self) -> dict[str, str]:
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._paths.ray_token)}

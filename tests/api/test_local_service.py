@@ -6,7 +6,8 @@ import ssl
 import pytest
 
 from api.client import MantaClient
-from api.local_service import HomeUnusable, announce, find_key, find_url, running_service, trust_in
+from api.local_service import announce, find_key, find_url, running_service, trust_in
+from service.home import HomeUnusable
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 
 URL = "http://127.0.0.1:1234"

@@ -18,9 +18,10 @@ from sqlalchemy import text
 from api import app as api_app
 from api import server, ui
 from api.cli import service
-from api.local_service import HomeUnusable, announce, running_service
+from api.local_service import announce, running_service
 from service.cluster.existing_ray import ExistingRay
 from service.control_plane import ControlPlane
+from service.home import HomeUnusable
 from service.identity import Scope
 from service.settings import RequestLimits, Settings, Tls
 from service.store import keys

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from api.cli.service import stop_service
-from api.local_service import HomeUnusable
+from service.home import HomeUnusable
 from tests.e2e.conftest import EVERY_STEP, PAIR, STEPS, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
 from workers.snapshot.files import steps_kept

@@ -1,12 +1,14 @@
 """The key of an embedded service: made once, for its user alone."""
 
+import errno
 import os
 import stat
 
 import pytest
 
-from service import automatic_key
+from service import automatic_key, key_file
 from service.automatic_key import ensure
+from service.home import HomeUnusable
 from service.identity import Scope, digest_of
 from service.key_file import KeyFileUnsafe, read_key
 from service.store import audit, keys
@@ -85,3 +87,13 @@ def test_file_of_another_user_a_link_or_a_pipe_is_not_used(home, monkeypatch):
     monkeypatch.setattr(automatic_key.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(KeyFileUnsafe, match="belongs to another user"):
         read_key(home)
+
+
+def test_without_room_for_the_key_the_home_is_named_and_nothing_is_left(store, home, monkeypatch):
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(key_file.os, "fsync", full)
+    with pytest.raises(HomeUnusable, match=rf"the home {home} cannot be used .*: No space left on device"):
+        ensure(store, home)
+    assert list(home.iterdir()) == []

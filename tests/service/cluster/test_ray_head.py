@@ -19,6 +19,7 @@ from service.cluster.existing_ray import ExistingRay
 from service.cluster.processes import same_process, start_of, wait_until_ended
 from service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
 from service.cluster.ray_private import NO_AUTOSCALER, outlives_head
+from service.home import HomeUnusable
 from service.settings import SECRETS
 from tests.service.conftest import SLOTS
 from workers.paths import Paths
@@ -219,3 +220,22 @@ def test_token_stays_the_same_for_all_heads_of_a_home(tmp_path):
     assert token.read_text() == before and len(before) == 64
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     Paths.of(tmp_path / "home").remove_runtime_folder()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
+def test_home_without_room_is_named_and_no_half_of_a_file_is_left(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    head, paths, make = RayHead(home), Paths.of(home), module.os.open
+    monkeypatch.setattr(module.os, "open", lambda path, *how: make("/dev/full" if ".part" in str(path) else path, *how))
+    monkeypatch.setattr(module.os, "O_EXCL", 0)
+    with pytest.raises(HomeUnusable, match=rf"the home {home} cannot be used \({home}: No space left on device\): see"):
+        head._prepare()
+    assert not paths.ray_token.exists()
+    paths.ray_token.write_text("a token")
+    monkeypatch.setattr(head, "stop", lambda: None)
+    monkeypatch.setattr(head, "_spawn", lambda: SimpleNamespace(pid=os.getpid()))
+    monkeypatch.setattr(head, "_wait_for_address", lambda process: "127.0.0.1:6379")
+    with pytest.raises(HomeUnusable, match="No space left on device"):
+        head.start()
+    assert not paths.ray_record.exists()
+    paths.remove_runtime_folder()
