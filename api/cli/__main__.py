@@ -21,10 +21,25 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
-        if error.errno not in _OF_OUTPUT or error.filename is not None:
-            raise
+        if error.errno not in _OF_OUTPUT or error.filename is not None or _output_takes_more():
+            raise  # of another file: an error in writing names none
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - otherwise Python writes what is left at the end
         sys.exit(f"the output cannot be written: {error.strerror}")  # exit status 1
+
+
+def _output_takes_more() -> bool:
+    """Whether stdout and stderr can be written. A line's end is, since of a long text that could not be written nothing
+    is left to flush."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

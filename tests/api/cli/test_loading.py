@@ -72,4 +72,23 @@ def test_output_for_which_there_is_no_room_is_one_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "api.cli", "--version"]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (1, "the output cannot be written: No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (1, NO_ROOM)
+
+
+NO_ROOM = "the output cannot be written: No space left on device\n"
+RUN = "import sys; from pathlib import Path; from api.cli import __main__, main; "
+RUN += "main.command_line = lambda wanted: lambda: {}; __main__.main()"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
+@pytest.mark.parametrize("characters", [10, 10**6])
+def test_output_for_which_there_is_no_room_is_told_from_other_files(characters: int) -> None:
+    text = f"'x' * {characters}"
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", RUN.format(f"(sys.stdout.write({text}), sys.stdout.flush())")]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, NO_ROOM)
+    command = [sys.executable, "-c", RUN.format(f"Path('/dev/full').write_text({text})")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and NO_ROOM not in ended.stderr
+    assert "Traceback" in ended.stderr and ended.stderr.endswith("OSError: [Errno 28] No space left on device\n")
