@@ -15,6 +15,7 @@ from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumb
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
+from service.running_ranks import RankNotFound
 from service.states import is_final
 from service.store import Store, events, jobs
 from service.store.events import EventFilter
@@ -40,7 +41,7 @@ Wanted = Annotated[EventFilter, Depends(_wanted_events)]
 @router.get(
     "",
     response_model=schemas.Stream[schemas.Event],
-    responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, "invalid_parameter")},
+    responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, "invalid_parameter", "rank_not_found")},
 )
 async def list_job_events(
     request: Request,
@@ -58,6 +59,8 @@ async def list_job_events(
 ) -> schemas.Stream[schemas.Event] | Response:
     """A job's events, oldest first by default; as a stream if requested by `Accept` or `follow`."""
     store, streaming = control.store, wants_stream(request, follow)
+    if streaming or wanted.rank is not None:
+        await threads.run(partial(_refuse_unknown, store, job_id, wanted.rank))
     if order == "desc" and not streaming:
         before = None if cursor is None else events.cursors(job_id, wanted, newest_first=True).decode_number(cursor)
         return await threads.run(partial(_page_back, store, job_id, before, limit, wanted))
@@ -65,13 +68,18 @@ async def list_job_events(
     if not streaming:
         return await threads.run(partial(_page, store, job_id, after, limit, wanted))
     start = after if last_event_id is None else event_number(last_event_id)
-    await threads.run(partial(_refuse_unknown, store, job_id))
     return stream(request, lambda position: _look(store, job_id, cast(int, position), wanted), start, Watched(job_id))
 
 
-def _refuse_unknown(store: Store, job_id: str) -> None:
+def _refuse_unknown(store: Store, job_id: str, rank: int | None) -> None:
+    """Raise JobNotFound, or RankNotFound for a rank that the job does not have and of which it has no event either: the
+    job may have been larger before."""
     with store.read() as session:
-        jobs.get(session, job_id)
+        count = views.ranks_of(jobs.get(session, job_id))
+        if rank is None or count is None or rank < count:
+            return
+        if not events.page(session, job_id, limit=1, wanted=EventFilter(rank=rank)).items:
+            raise RankNotFound(job_id, rank, count)
 
 
 def _page(store: Store, job_id: str, after: int, limit: int, wanted: EventFilter) -> schemas.Stream[schemas.Event]:

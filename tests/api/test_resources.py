@@ -93,6 +93,20 @@ def test_events_by_type_generation_and_rank_from_either_end(service):
     assert [event["message"] for _, event in entries] == ["2", "3"]
 
 
+def test_events_of_a_rank_that_the_job_never_had_are_refused_and_of_one_of_before_it_shrank_are_not(service):
+    job = service.submit()["id"]
+    service.store.write(lambda session: events.append(session, job, "a", "from before", rank=30))
+    path = f"/v1/jobs/{job}/events"
+    before = service.http.get(path, params={"rank": 30}).json()
+    assert [event["message"] for event in before["items"]] == ["from before"]
+    assert service.http.get(path, params={"rank": 30, "type": "b"}).json()["items"] == []
+    assert service.http.get(path, params={"rank": 0}).json()["items"] == [], "a rank without events"
+    for parameters in ({}, {"order": "desc"}, {"follow": True}):
+        answer = service.http.get(path, params={"rank": 31, **parameters})
+        assert (answer.status_code, answer.json()["code"]) == (404, "rank_not_found")
+        assert answer.json()["detail"].startswith(f"{job} has no rank 31; its ")
+
+
 def test_page_without_events_leads_on_from_where_it_was_asked_for(service):
     """Else whoever comes back with what it was given last would see everything a second time."""
     job = service.submit()
