@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from service.rank_names import no_such_rank
 from workers.errors import MantaError
 from workers.protocol.messages import BETWEEN_STEPS, Fault
 
@@ -28,7 +29,7 @@ def refuse_impossible(fault: Fault, ranks: int, step: int, steps: int) -> None:
     if ranks == 0:
         raise FaultNotPossible("the job has no ranks yet; wait until it is RUNNING")
     if fault.rank >= ranks:
-        raise FaultNotPossible(f"the job has no rank {fault.rank}; its ranks are 0 to {ranks - 1}")
+        raise FaultNotPossible(no_such_rank("the job", fault.rank, ranks))
     if fault.phase not in BETWEEN_STEPS and (fault.at_step > steps or step >= steps):
         raise FaultNotPossible(f"step {fault.at_step} is never begun: the job has committed {step} of {steps} steps")
     if fault.kind == "store" and ranks == 1:

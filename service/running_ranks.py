@@ -12,6 +12,7 @@ from service.cluster.agent_client import AgentClient, AgentError, within
 from service.cluster.agents import ask
 from service.cluster.cluster import Cluster
 from service.cluster.sizes import in_use
+from service.rank_names import no_such_rank
 from service.recovery.waits import Waits, waits_now
 from service.store import Store, jobs, ranks
 from service.store.tables import Job, Rank
@@ -38,8 +39,7 @@ class RankNotFound(MantaError):
     """The job has no such rank."""
 
     def __init__(self, job_id: str, rank: int, count: int):
-        has = f"its ranks are 0 to {count - 1}" if count > 1 else "its only rank is 0"
-        super().__init__(f"{job_id} has no rank {rank}; {has}")
+        super().__init__(no_such_rank(job_id, rank, count))
 
 
 class RankSilent(MantaError):

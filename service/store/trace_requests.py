@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from sqlalchemy.orm import Session
 
 from service.cluster.sizes import layout_in_use
+from service.rank_names import no_such_rank
 from service.states import is_final
 from service.store import jobs, ranks, step_traces
 from service.store.errors import TraceNotPossible
@@ -68,7 +69,7 @@ def _refuse_impossible(
     if len(unfinished) >= MOST_WAITING:
         raise TraceNotPossible(f"{len(unfinished)} traces of job {job.id} are not over yet: wait for one of them")
     if foreign := [rank for rank in profiler_ranks if rank >= world]:
-        raise TraceNotPossible(f"job {job.id} has no rank {foreign[0]}; its ranks are 0 to {world - 1}")
+        raise TraceNotPossible(no_such_rank(f"job {job.id}", foreign[0], world))
 
 
 def _layout(job: Job) -> ParallelConfig:

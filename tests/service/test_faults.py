@@ -15,6 +15,7 @@ def asked(kind="kill", rank=0, at_step=0, phase="data"):
     [
         (asked(), 0, 0, "no ranks yet"),
         (asked(rank=4), 4, 0, "no rank 4; its ranks are 0 to 3"),
+        (asked(rank=1), 1, 0, "the job has no rank 1; its only rank is 0"),
         (asked(at_step=11), 4, 0, "step 11 is never begun: the job has committed 0 of 10 steps"),
         (asked(at_step=10), 4, 10, "step 10 is never begun: the job has committed 10 of 10 steps"),
         (asked("store"), 1, 0, "one rank has no rendezvous store"),

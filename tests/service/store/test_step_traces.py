@@ -128,6 +128,12 @@ def test_what_cannot_be_recorded_is_refused(store, training, wanted, why):
         request(store, training, **wanted)
 
 
+def test_a_job_of_one_rank_is_said_to_have_that_one(store, submit):
+    job = submit().id
+    with pytest.raises(TraceNotPossible, match=f"job {job} has no rank 2; its only rank is 0"):
+        request(store, job, profiler_ranks=(2,))
+
+
 def test_a_job_that_is_over_or_has_traces_enough_takes_no_more(store, training):
     for _ in range(trace_requests.MOST_WAITING):
         request(store, training)
