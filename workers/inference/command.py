@@ -32,7 +32,7 @@ def options_for(called: str, description: str) -> argparse.ArgumentParser:
         "--device", type=_device, help="such as cuda:1; default: a GPU where there is one, else the CPU"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; default: bf16 on GPUs, else fp32")
-    parser.add_argument("--threads", type=int, help="computation threads on a CPU; default: all cores")
+    parser.add_argument("--threads", type=positive, help="computation threads on a CPU; default: all cores")
     parser.add_argument("--batch-size", type=positive, default=8, help="sequences at a time (default: 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -50,7 +50,7 @@ def add_template_to(parser: argparse.ArgumentParser) -> None:
 def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
     """The requested model and tokenizer. Raises MantaError."""
     if options.threads is not None:
-        torch.set_num_threads(max(1, options.threads))
+        torch.set_num_threads(options.threads)
     device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu.use(device)
     dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -91,3 +91,11 @@ def test_device_that_is_none_is_said_before_anything_is_read(tmp_path, capsys, d
     with pytest.raises(SystemExit):
         generate.main([str(tmp_path), "--prompt", "to", "--device", device])
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("threads", ["0", "-3", "all"])
+def test_a_number_of_threads_that_cannot_be_is_refused(checkpoints, capsys, threads):
+    with pytest.raises(SystemExit) as ended:
+        generate.main([str(checkpoints), "--prompt", "to be", f"--threads={threads}"])
+    assert ended.value.code == 2
+    assert f"--threads: must be a number above 0, not '{threads}'" in capsys.readouterr().err
