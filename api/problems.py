@@ -28,7 +28,7 @@ from service.deletion import FilesNotRemoved, StillRemoving
 from service.exports import BadTarget, ExportNotPossible
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.identity import PROJECT_PATTERN
-from service.ids import NODE_ID_PATTERN
+from service.ids import KEY_ID_PATTERN, NODE_ID_PATTERN, TARGET_PATTERN
 from service.logs import LogsUnavailable
 from service.planner.job_plan import NotPlanned
 from service.running_ranks import NoRanks, RankNotFound, RankSilent
@@ -222,6 +222,8 @@ async def _invalid_parameter(_request: Request, error: Exception) -> Response:
 
 _PATTERNS = {
     NODE_ID_PATTERN: "must be a node's id, or at least the first 4 characters of it; `manta nodes` lists the nodes",
+    f"^{KEY_ID_PATTERN}$": "must be the id of a key; `manta keys list` lists the keys",
+    TARGET_PATTERN: "must be the id of a job, key or node, or the name of a project",
     f"^{PROJECT_PATTERN}$": "must be lower-case letters, digits and '-', and neither begin nor end with '-'",
 }
 

@@ -16,6 +16,8 @@ KEY_ID_PATTERN = rf"key_[{ALPHABET}]{{{_DIGITS}}}"
 """Regular expression of the id of an API key."""
 NODE_ID_PATTERN = "^[0-9a-f]{4,64}$"
 """Regular expression of a node's id as Ray assigns it, or of its beginning."""
+TARGET_PATTERN = "^[A-Za-z0-9_.-]{1,200}$"
+"""Regular expression of what an entry of the audit log may be about: the id or name of a job, key, node or project."""
 
 _PATTERN = re.compile(JOB_ID_PATTERN)
 _KEY_PATTERN = re.compile(KEY_ID_PATTERN)

@@ -11,7 +11,7 @@ from api.access import Caller
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
 from api.schemas import access as access_schemas
-from service.ids import KEY_ID_PATTERN
+from service.ids import KEY_ID_PATTERN, TARGET_PATTERN
 from service.store import audit
 
 router = APIRouter(prefix="/v1/audit", tags=["access"])
@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1/audit", tags=["access"])
 KeyFilter = Annotated[str | None, Query(pattern=f"^{KEY_ID_PATTERN}$", description="Only requests with this key")]
 TargetFilter = Annotated[
     str | None,
-    Query(pattern="^[A-Za-z0-9_.-]{1,200}$", description="Only requests about this job, key, node or project"),
+    Query(pattern=TARGET_PATTERN, description="Only requests about this job, key, node or project"),
 ]
 
 

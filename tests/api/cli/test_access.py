@@ -80,6 +80,9 @@ def test_audit(manta, service):
     assert "cancel_job" in lines[1] and "submit_job" in lines[2] and "127.0.0.1" in lines[1]
     assert json.loads(manta("audit", "--limit", 1, "--json").stdout)["items"][0]["status"] == 202
     assert "The audit log is empty." in manta("audit", "--key", "key_000000000000").stdout
+    refused = "target: must be the id of a job, key or node, or the name of a project\n"
+    assert manta("audit", "--target", "", code=2).stderr == refused
+    assert "key: must be the id of a key; `manta keys list` lists" in manta("audit", "--key", "mine", code=2).stderr
 
 
 def test_link_leads_to_the_dashboard_once(manta):
