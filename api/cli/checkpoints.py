@@ -26,6 +26,7 @@ from api.cli.main import (
     Json,
     MantaGroup,
     Url,
+    confirm_deletion,
     connect,
     fail,
     show,
@@ -108,7 +109,7 @@ def delete_one(
             raise NoCheckpoint(f"{job} has no complete checkpoint of step {step}")
         newest = max(rows, key=lambda row: generation_of(row.path) or 0)
         if not yes:
-            typer.confirm(f"Delete {newest.path} ({size(newest.bytes)}) permanently?", abort=True, err=True)
+            confirm_deletion(f"Delete {newest.path} ({size(newest.bytes)}) permanently?")
         answer = client.send(calls.delete_checkpoint(job, newest.id, force))
     show(answer, as_json, lambda console: console.print(f"{answer.path} is deleted", highlight=False, soft_wrap=True))
 

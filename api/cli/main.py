@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
@@ -33,6 +34,19 @@ def fail(message: str, code: int) -> typer.Exit:
     """Print one sentence on stderr. Raise the returned exception to end the command with exit code `code`."""
     typer.echo(message, err=True)
     return typer.Exit(code)
+
+
+def confirm_deletion(question: str) -> None:
+    """Ask before something is deleted permanently; ends the command unless the answer is yes."""
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort as error:
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise
+        typer.echo(err=True)  # ends the line of the question
+        raise fail("nobody answers here: --yes deletes it without a question", EXIT_BAD_INPUT) from error
+    if not agreed:
+        raise typer.Abort
 
 
 class MantaGroup(TyperGroup):
@@ -203,7 +217,7 @@ def delete(
             known = client.job(job)
             job = known.id
             about = f"{known.id} ({known.name}, {known.state}, step {known.step} of {known.steps})"
-            typer.confirm(f"Delete {about} with its checkpoints and logs permanently?", abort=True, err=True)
+            confirm_deletion(f"Delete {about} with its checkpoints and logs permanently?")
         answer = client.delete(job)
     show(answer, as_json, lambda console: render.deletion(console, answer))
 

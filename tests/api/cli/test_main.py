@@ -185,7 +185,8 @@ def test_delete_asks_first(manta, service, job):
     service.move(job, "FAILED")
     refused = manta("delete", job, code=1, input="n\n")
     assert f"Delete {job} (small, FAILED, step 2 of 10)" in refused.stderr
-    manta("delete", job, code=1)  # nobody there to ask
+    unasked = manta("delete", job, code=2)
+    assert unasked.stderr.endswith("\nnobody answers here: --yes deletes it without a question\n")
     assert manta("status", job).stdout
     assert manta("delete", job, input="y\n").stdout.count(f"{job} is deleted: 0 checkpoints, 2 log files, ")
     assert "manta ps" in manta("status", job, code=2).stderr
