@@ -279,7 +279,7 @@ def test_export_that_moves_is_not_given_up_after_one_slow_write(store, job, root
     for name, value in (("NOTE_SECONDS", 0.01), ("STALLED_SECONDS", 0.5)):
         monkeypatch.setattr(module, name, value)
     (started,) = (written_by(MOVES),)
-    writer, write, slept = Exports(store, (root,)), store.write, threading.Event()
+    writer, write, slept = Exports(store, (root,), FileWork()), store.write, threading.Event()
 
     def slow(operation):
         if late and started and not slept.is_set():
@@ -305,7 +305,7 @@ def test_what_is_given_up_has_time_to_clean_up_and_none_without_end(written_by, 
 def test_end_of_the_service_ends_exports_and_does_not_wait_long(store, job, root, written_by, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
     (started,) = (written_by(IGNORES_SIGTERM),)
-    writer = Exports(store, (root,))
+    writer = Exports(store, (root,), FileWork())
     writer.begin(job, id_of(job, 5), "mine", "hf", None)
     asyncio.run(reached(lambda: next(iter(writer._runs.values())).said == ["ready"]))
     began = time.monotonic()
@@ -318,7 +318,7 @@ def test_end_of_the_service_ends_exports_and_does_not_wait_long(store, job, root
 def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root, written_by, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_SECONDS", 20.0)
     (started,) = (written_by(CLEANS_UP),)
-    writer = Exports(store, (root,))
+    writer = Exports(store, (root,), FileWork())
     row = writer.begin(job, id_of(job, 5), "mine", "hf", None)
     asyncio.run(reached(lambda: next(iter(writer._runs.values())).said == ["ready"]))
     writer.close()
