@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from pathlib import Path
 
-from service.home import writing_in
+from service.home import write_private
 from workers.errors import MantaError
 
 FILE_NAME = "api.key"
@@ -42,17 +41,5 @@ def read_key(home: Path) -> str | None:
 
 
 def write_key(path: Path, secret: str) -> None:
-    """Atomic, so that a partial key is never read; the temporary file has a name that cannot be guessed. Raises
-    HomeUnusable."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with writing_in(path.parent):
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(secret + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)  # no other attempt would find it
-            raise
+    """Write the automatic key, so that a partial one is never read. Raises HomeUnusable."""
+    write_private(path.parent, path, secret + "\n")

@@ -28,7 +28,7 @@ from service.cluster.ray_private import (
     STARTS_AT_ONCE,
     address_file,
 )
-from service.home import writing_in
+from service.home import write_private, writing_in
 from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths
@@ -127,7 +127,7 @@ class RayHead:
         process = self._spawn()
         address = self._wait_for_address(process)
         record = HeadRecord(address, process.pid, start_of(process.pid), self._session())
-        self._write(self._paths.ray_record, json.dumps(asdict(record)))
+        write_private(self._paths.home, self._paths.ray_record, json.dumps(asdict(record)))
         return record
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
@@ -160,16 +160,7 @@ class RayHead:
             self._paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
         self._paths.make_runtime_folder()
         if not self._paths.ray_token.exists():
-            self._write(self._paths.ray_token, secrets.token_hex(32))
-
-    def _write(self, file: Path, text: str) -> None:
-        """Write a file of the home, for this user only, completely or not at all. Raises HomeUnusable."""
-        part = file.with_suffix(".part")
-        with writing_in(self._paths.home):
-            part.unlink(missing_ok=True)
-            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                stream.write(text)
-            part.rename(file)
+            write_private(self._paths.home, self._paths.ray_token, secrets.token_hex(32))
 
     def _authentication(self) -> dict[str, str]:
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._paths.ray_token)}

@@ -225,9 +225,9 @@ def test_token_stays_the_same_for_all_heads_of_a_home(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
 def test_home_without_room_is_named_and_no_half_of_a_file_is_left(tmp_path, monkeypatch):
     home = tmp_path / "home"
-    head, paths, make = RayHead(home), Paths.of(home), module.os.open
-    monkeypatch.setattr(module.os, "open", lambda path, *how: make("/dev/full" if ".part" in str(path) else path, *how))
-    monkeypatch.setattr(module.os, "O_EXCL", 0)
+    head, paths, make = RayHead(home), Paths.of(home), os.open
+    monkeypatch.setattr(os, "open", lambda path, *how: make("/dev/full" if "/." in str(path) else path, *how))
+    monkeypatch.setattr(os, "O_EXCL", 0)
     with pytest.raises(HomeUnusable, match=rf"the home {home} cannot be used \({home}: No space left on device\): see"):
         head._prepare()
     assert not paths.ray_token.exists()
