@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import math
 import os
 import random
 import shutil
@@ -39,6 +41,7 @@ STEPS = 60
 SLOTS = 8
 DISK_KILOBYTES = 256 * 1024
 MIDDLE = 20
+GROUPS = ("tensor", "pipeline", "data")
 PAIR = (1, 1, 2)
 """Layout of a job that needs no more than two ranks."""
 EVERY_STEP = {"every_steps": 0, "snapshot_every_steps": 1}
@@ -153,8 +156,12 @@ class Manta:
         self.until(f"step {step} of {job}", reached, every=every)
 
     def inject(self, job: str, kind: Any, rank: int, **more: Any) -> Any:
-        """Ask for a fault as soon as the job has processes, which is before their first step."""
+        """Ask for a fault as soon as the job has processes. How many steps it has made by then is not known: what is
+        to strike in a certain step of a short job is asked for while it is `starting`."""
+        self.pids(job)  # an agent that still starts would take a fault without saying so in time
+        return self._inject(job, kind, rank, **more)
 
+    def _inject(self, job: str, kind: Any, rank: int, **more: Any) -> Any:
         def taken() -> Any:
             try:
                 return self.client.inject(job, kind, rank, **more)
@@ -162,12 +169,28 @@ class Manta:
                 assert error.problem.status == 409 and not is_final(self.client.job(job).state), self.story(job)
                 return None
 
-        self.pids(job)  # an agent that still starts would take a fault without saying so in time
         return self.until("the fault being taken", taken, every=OFTEN_SECONDS)
 
+    @contextlib.contextmanager
+    def starting(self, document: dict) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """Submit a job that has agents, and no processes before the end of the block; the job, and what asks for its
+        faults meanwhile. They strike where they are to, however fast the job and however slow the test is."""
+        ranks, before = math.prod(document["parallel"][group] for group in GROUPS), set(self.agents())
+        with self.zygote_stopped():
+            job = self.submit(document)
+            self.until("its agents", lambda: len(set(self.agents()) - before) == ranks)
+            yield job, functools.partial(self._inject, job)
+
+    def submit_held(self, document: dict, rank: int, step: int = MIDDLE, seconds: float = HOLD_SECONDS) -> str:
+        """Submit a job, and wait until it has committed `step`; from then on each step takes `seconds`, until the
+        process of `rank` is replaced. So what the test does next happens in the middle of the run."""
+        with self.starting(document) as (job, inject):
+            inject("slow", rank, at_step=step + 1, seconds=seconds)
+        self.until_step(job, step)
+        return job
+
     def hold(self, job: str, rank: int, step: int = MIDDLE, seconds: float = HOLD_SECONDS) -> None:
-        """Wait until the job has committed `step`; from then on each step takes `seconds`, until the process of
-        `rank` is replaced. So what the test does next happens in the middle of the run, however slow the machine is."""
+        """The same for a job that runs: one of which another rank is held already, or that has steps to spare."""
         self.inject(job, "slow", rank, at_step=step + 1, seconds=seconds)
         self.until_step(job, step)
 

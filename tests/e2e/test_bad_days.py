@@ -77,8 +77,7 @@ def full(folder):
 
 @pytest.mark.soak
 def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill):
-    job = service.submit(service.spec(layout=PAIR))
-    service.hold(job, 0)  # the other one is killed
+    job = service.submit_held(service.spec(layout=PAIR), 0)  # the other one is killed
     processes = service.agents(), service.zygote()
     kept = service.pids(job)[0]
     for times, ahead in enumerate((HOUR, 0.0), start=1):
@@ -115,8 +114,7 @@ def test_full_disk_under_the_database_while_a_rank_dies(manta, disk, pair_undist
         newest = max(steps_kept(manta.paths.snapshot_folder(job), 0), default=0)
         return newest - manta.client.job(job).step
 
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint=EVERY_STEP), 1)
     kept, victim = manta.pids(job)
     with full(disk):
         manta.until("steps that cannot be written down", lambda: unwritten_steps() >= 3)
@@ -139,8 +137,7 @@ def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(manta, dis
     document = manta.spec(STEPS + int(3 * seconds), PAIR, checkpoint={"every_steps": 2, "snapshot_every_steps": 1})
     undisturbed = manta.submit(document)
     manta.until_state(undisturbed, "SUCCEEDED")
-    job = manta.submit(document)
-    manta.hold(job, 0, 5)
+    job = manta.submit_held(document, 0, 5)
     kept, victim = manta.pids(job)
     with read_only(manta.home):
         kill(victim)

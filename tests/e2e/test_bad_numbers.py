@@ -73,8 +73,7 @@ def test_killed_right_after_a_roll_back_the_job_keeps_its_order_of_samples(
     manta, odd_corpus, rolled_back, kill, victim
 ):
     clean, _ = rolled_back
-    job = manta.submit(rolling_back(manta, odd_corpus))
-    manta.hold(job, victim, manta.events(clean, "rolled_back")[0].step - 1)
+    job = manta.submit_held(rolling_back(manta, odd_corpus), victim, manta.events(clean, "rolled_back")[0].step - 1)
     manta.until("the roll back", lambda: skipped(manta, job))
     kill(manta.pids(job)[victim])
     ended = manta.until_state(job, "SUCCEEDED")

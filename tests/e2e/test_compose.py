@@ -22,7 +22,7 @@ from tests.e2e.images import missing_programs
 from tests.e2e.installation import Installation, check_rights, reaches
 from tests.e2e.machines import ROOT
 
-STEPS, SAVED_EVERY = 100, 25
+STEPS, SAVED_EVERY = 200, 25
 WORKERS, PLANES = ("worker-1", "worker-2"), ("control-1", "control-2")
 RAY = ("ray-head", *WORKERS)
 SLOTS = 1

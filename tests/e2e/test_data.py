@@ -53,8 +53,7 @@ def test_a_job_trains_on_tokens_that_one_rank_of_its_node_makes(manta, documents
 
 def test_a_rank_that_dies_finds_the_tokens_again(manta, documents):
     data = data_of(documents, tokenizer="bpe", tokenizer_vocabulary=300)
-    job = manta.submit(manta.spec(layout=(1, 1, 2), data=data))
-    manta.hold(job, 1, 5)
+    job = manta.submit_held(manta.spec(layout=(1, 1, 2), data=data), 1, 5)
     ranks = manta.client.ranks(job).items
     os.kill(ranks[1].pid, signal.SIGKILL)
     ended = manta.until_state(job, "SUCCEEDED")

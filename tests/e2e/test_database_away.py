@@ -30,8 +30,7 @@ def complaints(manta):
 
 @LASTING
 def test_database_that_is_locked_while_a_rank_dies(manta, pair_undisturbed, kill, seconds):
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint=EVERY_STEP), 1)
     pids, before, said = manta.pids(job), newest_step(manta, job), complaints(manta)
     with locked(manta.home):
         manta.until("steps without a database", lambda: newest_step(manta, job) >= before + 2)

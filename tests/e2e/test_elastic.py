@@ -64,8 +64,8 @@ def test_resized_job_goes_on_from_wherever_its_state_is(manta, place, source):
 
 
 def test_agent_lost_while_the_size_changes_is_one_recovery(manta):
-    job = manta.submit(manta.spec(100_000, (1, 1, 2), elastic={"min_data": 1, "max_data": 2}))
-    manta.hold(job, 1, 10)  # a rank that leaves
+    spec = manta.spec(100_000, (1, 1, 2), elastic={"min_data": 1, "max_data": 2})
+    job = manta.submit_held(spec, 1, 10)  # a rank that leaves
     agent = manta.agent_of(job, 0)
     manta.client.resize(job, 1)
     manta.until_state(job, "RESIZING")

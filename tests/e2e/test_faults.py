@@ -7,9 +7,8 @@ from service.states import is_final
 from tests.e2e.conftest import HOLD_SECONDS, MIDDLE, PAIR
 
 
-def inject(manta, job, kind, rank, **more):
-    """Ask for a fault; the event that says so."""
-    fault = manta.inject(job, kind, rank, **more)
+def announced(manta, job, fault):
+    """The event that says that this fault was asked for."""
     (event,) = [event for event in manta.events(job, "fault_injected") if event.data["id"] == fault.id]
     return event
 
@@ -24,24 +23,16 @@ def lost(manta, job):
     return [(event.rank, event.data["kind"]) for event in manta.events(job, "rank_lost")]
 
 
-def held_up_before(manta, job, step):
-    """Hold rank 1 up for the step before `step`, in which its process is replaced, so that all faults of the job are
-    asked for before the first of them strikes; how that is told, as by `struck`."""
-    inject(manta, job, "slow", 1, at_step=step - 1, seconds=HOLD_SECONDS)
-    return (1, step - 1, "slow in data")
-
-
 def test_rank_killed_in_each_phase_of_a_step(manta, pair_undisturbed):
     """One job, six deaths: each strikes the successor of the one before."""
     phases = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
     strikes = [(1, MIDDLE + 7 * number, f"kill in {phase}") for number, phase in enumerate(phases)]
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1}))
-    held_up = held_up_before(manta, job, MIDDLE)
-    for phase, (rank, step, _) in zip(phases, strikes, strict=True):
-        event = inject(manta, job, "kill", rank, at_step=step, phase=phase)
-        assert (event.rank, event.step, event.data["kind"]) == (rank, step, "kill")
+    with manta.starting(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1})) as (job, inject):
+        for phase, (rank, step, _) in zip(phases, strikes, strict=True):
+            event = announced(manta, job, inject("kill", rank, at_step=step, phase=phase))
+            assert (event.rank, event.step, event.data["kind"]) == (rank, step, "kill")
     ended = manta.until_state(job, "SUCCEEDED")
-    assert struck(manta, job) == [held_up, *strikes]
+    assert struck(manta, job) == strikes
     assert lost(manta, job) == [(1, "killed")] * len(phases)
     assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == len(phases)
@@ -54,21 +45,20 @@ def test_rank_that_fails_otherwise(manta, pair_undisturbed):
         (1, MIDDLE + 15, "oom in backward"),
         (1, MIDDLE + 30, "hang in backward"),
     ]
-    job = manta.submit(manta.spec(layout=PAIR))
-    held_up = held_up_before(manta, job, MIDDLE)
-    for rank, step, said in strikes:
-        kind, _, phase = said.split()
-        inject(manta, job, kind, rank, at_step=step, phase=phase, hold_gil=kind == "hang")
+    with manta.starting(manta.spec(layout=PAIR)) as (job, inject):
+        for rank, step, said in strikes:
+            kind, _, phase = said.split()
+            inject(kind, rank, at_step=step, phase=phase, hold_gil=kind == "hang")
     ended = manta.until_state(job, "SUCCEEDED")
-    assert struck(manta, job) == [held_up, *strikes]
+    assert struck(manta, job) == strikes
     assert lost(manta, job) == [(1, "exception"), (1, "exception"), (1, "hung")]
     assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == len(strikes)
 
 
 def test_cut_connections_cost_no_process(manta, pair_undisturbed):
-    job = manta.submit(manta.spec(layout=PAIR))
-    inject(manta, job, "partition", 1, at_step=MIDDLE, phase="reduction", seconds=0.3)
+    with manta.starting(manta.spec(layout=PAIR)) as (job, inject):
+        inject("partition", 1, at_step=MIDDLE, phase="reduction", seconds=0.3)
     manta.until_generation(job, 2)
     ended = manta.until_state(job, "SUCCEEDED")
     (replaced,) = manta.events(job, "ranks_replaced")
@@ -79,11 +69,10 @@ def test_cut_connections_cost_no_process(manta, pair_undisturbed):
 
 def test_faults_of_a_beginning_strike_in_the_next_generation(manta, pair_undisturbed):
     """Ranks are killed while they recover from another's death: one that survived it, and its replacement."""
-    job = manta.submit(manta.spec(layout=PAIR))
-    manta.hold(job, 1, 1)
-    inject(manta, job, "kill", 0, phase="recovery")
-    inject(manta, job, "kill", 1, phase="start")
-    inject(manta, job, "kill", 1, at_step=3)
+    job = manta.submit_held(manta.spec(layout=PAIR), 1, 1)
+    manta.inject(job, "kill", 0, phase="recovery")
+    manta.inject(job, "kill", 1, phase="start")
+    manta.inject(job, "kill", 1, at_step=8)
     ended = manta.until_state(job, "SUCCEEDED")
     assert sorted(entry[2] for entry in struck(manta, job)) == [
         "kill in data",
@@ -96,12 +85,13 @@ def test_faults_of_a_beginning_strike_in_the_next_generation(manta, pair_undistu
 
 
 def test_killed_store_is_started_anew_by_the_next_recovery(manta, pair_undisturbed):
-    job = manta.submit(manta.spec(layout=PAIR))
-    inject(manta, job, "store", 0, at_step=MIDDLE)
-    manta.hold(job, 1, MIDDLE + 2)
+    with manta.starting(manta.spec(layout=PAIR)) as (job, inject):
+        inject("store", 0, at_step=MIDDLE)
+        inject("slow", 1, at_step=MIDDLE + 3, seconds=HOLD_SECONDS)
+    manta.until_step(job, MIDDLE + 2)
     pids = set(manta.pids(job))
     manta.until("only the store being gone", lambda: {process.pid for process in manta.trainers()} == pids)
-    inject(manta, job, "kill", 1, at_step=MIDDLE + 4)
+    manta.inject(job, "kill", 1, at_step=MIDDLE + 8)
     manta.until_state(job, "SUCCEEDED")
     assert lost(manta, job) == [(1, "killed")]
     assert manta.curve(job) == pair_undisturbed
@@ -109,9 +99,9 @@ def test_killed_store_is_started_anew_by_the_next_recovery(manta, pair_undisturb
 
 @pytest.mark.soak  # a real one: test_compose.py
 def test_lost_node_costs_no_committed_step(manta, pair_undisturbed):
-    job = manta.submit(manta.spec(layout=PAIR))
     zygote = manta.zygote().pid
-    inject(manta, job, "node", 1, at_step=MIDDLE)
+    with manta.starting(manta.spec(layout=PAIR)) as (job, inject):
+        inject("node", 1, at_step=MIDDLE)
     manta.until_state(job, "SUCCEEDED")
     assert manta.zygote().pid != zygote
     assert manta.curve(job) == pair_undisturbed

@@ -29,8 +29,7 @@ def test_full_shared_memory_is_one_clear_sentence(manta):
 
 def test_without_room_in_shared_memory_snapshots_lie_with_the_nodes_daemon(manta, kill):
     def ended(place):
-        job = manta.submit(manta.spec(layout=PAIR, model={"hidden_size": 64}, checkpoint={"snapshots": place}))
-        manta.hold(job, 1)
+        job = manta.submit_held(manta.spec(layout=PAIR, model={"hidden_size": 64}, checkpoint={"snapshots": place}), 1)
         kill(manta.pids(job)[1])
         manta.until_state(job, "SUCCEEDED")
         return job

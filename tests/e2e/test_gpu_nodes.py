@@ -52,9 +52,7 @@ def spec_of(manta):
 
 def held(manta, seconds=HOLD_SECONDS):
     """A job in the middle of its run."""
-    job = manta.submit(spec_of(manta))
-    manta.hold(job, 0, HELD_AT, seconds)
-    return job
+    return manta.submit_held(spec_of(manta), 0, HELD_AT, seconds)
 
 
 def ranks_on(manta, job, node):

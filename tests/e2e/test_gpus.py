@@ -144,8 +144,7 @@ def test_job_that_may_be_smaller_takes_the_gpus_that_there_are(manta):
 
 
 def test_killed_rank_goes_on_on_its_gpu_and_its_peers_on_theirs(manta, clean, kill):
-    job = manta.submit(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 1, HELD_AT)
+    job = manta.submit_held(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP), 1, HELD_AT)
     before = devices(manta, job)
     (tried,) = manta.events(job, "repair_self_test")
     assert tried.data["passed"], "so the peers keep their processes"
@@ -161,8 +160,7 @@ def test_killed_rank_goes_on_on_its_gpu_and_its_peers_on_theirs(manta, clean, ki
 
 
 def test_rank_whose_agent_is_lost_gets_a_gpu_again_and_no_second_one(manta, clean):
-    job = manta.submit(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 0, HELD_AT)
+    job = manta.submit_held(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP), 0, HELD_AT)
     manta.agent_of(job, 1).kill()
     manta.until("the recovery", lambda: manta.events(job, "recovered"))
     held = devices(manta, job)
@@ -192,11 +190,11 @@ def test_killed_stopped_and_cut_ranks_cost_no_other_process_and_no_bit(manta):
     document = manta.spec(30, (2, 1, 2), checkpoint=EVERY_STEP, resources=CPU)
     clean = manta.submit(document)
     manta.until_state(clean, "SUCCEEDED")
-    job = manta.submit(document)
-    manta.inject(job, "kill", 3, at_step=5, phase="backward")
-    manta.inject(job, "stop", 1, at_step=11, phase="forward")
-    manta.inject(job, "partition", 2, at_step=17, phase="reduction", seconds=0.2)
-    manta.inject(job, "kill", 0, at_step=23, phase="optimizer")
+    with manta.starting(document) as (job, inject):
+        inject("kill", 3, at_step=5, phase="backward")
+        inject("stop", 1, at_step=11, phase="forward")
+        inject("partition", 2, at_step=17, phase="reduction", seconds=0.2)
+        inject("kill", 0, at_step=23, phase="optimizer")
     manta.until_state(job, "SUCCEEDED")
     said = [line.text for line in manta.client.logs(clean).items]
     assert sum("communicates over process groups" in text for text in said) == 4

@@ -43,8 +43,7 @@ def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
     spec = manta.spec(layout=(1, 2, 2))
     clean = manta.submit(spec)
     manta.until_state(clean, "SUCCEEDED")
-    job = manta.submit(spec)
-    manta.hold(job, 2)
+    job = manta.submit_held(spec, 2)
     os.kill(manta.pids(job)[2], signal.SIGSTOP)
     manta.until_state(job, "SUCCEEDED")
     assert [event.rank for event in manta.events(job, "rank_hung")] == [2]
@@ -53,8 +52,7 @@ def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
 
 @pytest.mark.soak  # what is decided: tests/service/job/test_adoption.py
 def test_hang_that_began_while_the_control_plane_was_away_is_found_by_the_next(manta, pair_undisturbed):
-    job = manta.submit(manta.spec(layout=PAIR))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR), 1)
     pid = manta.pids(job)[1]
     manta.kill_service()
     os.kill(pid, signal.SIGSTOP)

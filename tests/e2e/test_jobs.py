@@ -27,10 +27,8 @@ def until_final(manta, job):
 
 
 def test_from_submit_to_success(manta):
-    job = manta.submit(
-        manta.spec(steps=40, layout=(2, 1, 2), checkpoint={"every_steps": 20}, train={"validate_every": 20})
-    )
-    manta.hold(job, 3, 5)
+    spec = manta.spec(steps=40, layout=(2, 1, 2), checkpoint={"every_steps": 20}, train={"validate_every": 20})
+    job = manta.submit_held(spec, 3, 5)
     ranks = manta.client.ranks(job).items
     assert [(rank.rank, rank.tensor, rank.pipeline, rank.data) for rank in ranks] == [
         (rank, rank % 2, 0, rank // 2) for rank in range(4)

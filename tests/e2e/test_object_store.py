@@ -17,8 +17,7 @@ def test_job_that_lost_all_but_what_the_store_has_goes_on_with_the_same_bits(on_
     spec = manta.spec(layout=PAIR, steps=STEPS, checkpoint={"every_steps": 15, "keep": 1})
     undisturbed = manta.submit(spec)
     manta.until_state(undisturbed, "SUCCEEDED")
-    job = manta.submit(spec)
-    manta.hold(job, 0, seconds=LONG_HOLD_SECONDS)
+    job = manta.submit_held(spec, 0, seconds=LONG_HOLD_SECONDS)
     saved = manta.until("a complete checkpoint", lambda: complete_checkpoints(manta, job))
     object_store.meddle = lambda head: "cut"
     try:

@@ -6,8 +6,7 @@ from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR
 
 
 def test_paused_job_goes_on_though_control_plane_and_memory_are_lost(manta, pair_undisturbed):
-    job = manta.submit(manta.spec(layout=PAIR))
-    manta.hold(job, 1, seconds=LONG_HOLD_SECONDS)
+    job = manta.submit_held(manta.spec(layout=PAIR), 1, seconds=LONG_HOLD_SECONDS)
     assert manta.client.pause(job).state == "PAUSING"
     manta.kill_service()
     assert manta.trainers(), "nobody has given anything back yet"

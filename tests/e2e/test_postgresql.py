@@ -22,8 +22,7 @@ def newest_step(manta, job):
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_server_that_is_away_while_a_rank_dies(on_postgres, postgres, kill, seconds):
     manta = on_postgres
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint=EVERY_STEP), 1)
     pids, before = manta.pids(job), newest_step(manta, job)
     assert not any("PGPASSWORD" in names or "MANTA_DATABASE_URL" in names for names in environments(manta))
     postgres.stop()

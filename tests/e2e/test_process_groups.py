@@ -100,8 +100,7 @@ def test_drained_node_is_left_between_two_steps_by_its_own_ranks_alone(manta, cl
     blocker = manta.submit(manta.spec(100_000, (1, 1, 2)))  # half of the first node
     manta.leave_room(blocker)
     manta.until_step(blocker, 1)
-    job = manta.submit(manta.spec(STEPS, FOUR, checkpoint=EVERY_STEP))
-    manta.hold(job, 0, 10, LONG_HOLD_SECONDS)
+    job = manta.submit_held(manta.spec(STEPS, FOUR, checkpoint=EVERY_STEP), 0, 10, LONG_HOLD_SECONDS)
     before = manta.pids(job)
     ranks_on = {
         node: [rank for rank, pid in enumerate(before) if pid in {process.pid for process in node.processes()}]

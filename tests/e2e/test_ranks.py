@@ -10,8 +10,7 @@ OLDER = 5
 
 def test_slow_rank_is_seen_and_checkpoints_are_exported_and_deleted(manta):
     spec = manta.spec(steps=10_000, layout=(1, 1, 2), checkpoint={"every_steps": OLDER, "keep": 100})
-    job = manta.submit({**spec, "labels": {"test": "ranks"}})
-    manta.hold(job, rank=1, seconds=0.2)
+    job = manta.submit_held({**spec, "labels": {"test": "ranks"}}, rank=1, seconds=0.2)
 
     def slow_one():
         first, second = manta.client.ranks(job).items

@@ -25,8 +25,7 @@ def head(manta):
 
 @LASTING
 def test_ray_head_that_stands_still_and_goes_on_costs_nothing(manta, head, seconds):
-    job = manta.submit(manta.spec(steps=20_000, layout=PAIR))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(steps=20_000, layout=PAIR), 1)
     pids = manta.pids(job)
     for process in head:
         process.suspend()

@@ -14,8 +14,7 @@ from tests.service.support.otlp_collector import attributes, seconds
 
 
 def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill, collector):
-    job = manta.submit(manta.spec())
-    manta.hold(job, 3)
+    job = manta.submit_held(manta.spec(), 3)
     before = manta.pids(job)
     kill(before[3])
     manta.until_generation(job, 2)
@@ -81,8 +80,7 @@ def assert_promise_kept(manta, job, intervals):
 
 def test_killed_again_and_again_it_loses_nothing(manta, undisturbed, kill):
     """The rank that reports, all others at once, and one while it still recovers from the death of another."""
-    job = manta.submit(manta.spec())
-    manta.hold(job, 0)
+    job = manta.submit_held(manta.spec(), 0)
     manta.hold(job, 1)  # it survives the first
     kill(manta.pids(job)[0])
     manta.until_generation(job, 2)
@@ -108,8 +106,7 @@ def trainer_of_generation(manta, job, generation):
 
 def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, pair_undisturbed):
     """An agent, the zygote that all trainers are forked from, and the node's daemon, one after the other."""
-    job = manta.submit(manta.spec(layout=PAIR))
-    manta.hold(job, 0)  # it survives the first
+    job = manta.submit_held(manta.spec(layout=PAIR), 0)  # it survives the first
     manta.agent_of(job, 1).kill()
     manta.until_generation(job, 2)
     manta.until_step(job, MIDDLE + 2)
@@ -126,8 +123,7 @@ def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, 
 
 
 def test_rendezvous_store_is_needed_at_the_start_only(manta, pair_undisturbed, kill):
-    job = manta.submit(manta.spec(layout=PAIR))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR), 1)
     pids = set(manta.pids(job))
     (store,) = [process for process in manta.trainers() if process.pid not in pids]
     store.kill()
@@ -139,8 +135,7 @@ def test_rendezvous_store_is_needed_at_the_start_only(manta, pair_undisturbed, k
 
 
 def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, pair_undisturbed, kill):
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 10}))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint={"every_steps": 10}), 1)
     manta.until("a complete checkpoint", lambda: complete_checkpoints(manta, job))
     shutil.rmtree(manta.paths.snapshot_folder(job))
     newest = max(complete_checkpoints(manta, job))
@@ -155,8 +150,7 @@ def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, pair_und
 
 @pytest.mark.soak  # what is read: the test before this one
 def test_a_job_that_keeps_no_snapshots_goes_on_from_its_newest_checkpoint(manta, pair_undisturbed, kill):
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 10, "snapshots": "off"}))
-    manta.hold(job, 1, MIDDLE + 4)
+    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint={"every_steps": 10, "snapshots": "off"}), 1, MIDDLE + 4)
     assert list(manta.paths.snapshot_folder(job).glob("*.snapshot")) == []
     manta.until("the checkpoint being complete", lambda: MIDDLE in complete_checkpoints(manta, job))
     kill(manta.pids(job)[1])
@@ -172,8 +166,7 @@ def complete_checkpoints(manta, job):
 
 
 def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, pair_undisturbed, kill):
-    job = manta.submit(manta.spec(layout=PAIR, parallel={"zero": 0}, checkpoint=EVERY_STEP))
-    manta.hold(job, 0)
+    job = manta.submit_held(manta.spec(layout=PAIR, parallel={"zero": 0}, checkpoint=EVERY_STEP), 0)
     for file in manta.paths.snapshot_folder(job).glob("rank-00000.*snapshot"):
         file.unlink()
     kill(manta.pids(job)[0])
@@ -187,8 +180,7 @@ def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, pair_undist
 def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is_tried_again(
     manta, pair_undisturbed, kill
 ):
-    job = manta.submit(manta.spec(layout=PAIR, recovery={"max_restarts": 0}, checkpoint=EVERY_STEP))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR, recovery={"max_restarts": 0}, checkpoint=EVERY_STEP), 1)
     kill(manta.pids(job)[1])
     failed = manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
     assert (failed.state, failed.reason) == ("FAILED", "restarts_exhausted")
@@ -205,8 +197,7 @@ def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is
 
 
 def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
-    job = manta.submit(manta.spec(layout=(1, 1, 2), recovery={"max_restarts": 0}))
-    manta.hold(job, 0, 1)
+    job = manta.submit_held(manta.spec(layout=(1, 1, 2), recovery={"max_restarts": 0}), 0, 1)
     manta.agent_of(job, 0).kill()
     ended = manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
     assert (ended.state, ended.reason) == ("FAILED", "restarts_exhausted")
@@ -215,8 +206,7 @@ def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
 
 @pytest.mark.soak  # what is decided: tests/service/test_control_plane.py
 def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, pair_undisturbed):
-    job = manta.submit(manta.spec(layout=PAIR))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR), 1)
     psutil.Process(RayHead(manta.home).record().pid).kill()
 
     def taken_up() -> bool:

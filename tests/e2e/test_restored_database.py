@@ -21,8 +21,7 @@ def test_job_that_is_newer_than_its_restored_database_never_notices(manta, kill,
 def check_that_a_newer_job_never_notices(manta, url, restored, kill, backup):
     """A job goes on to its next generation after the database at `url` was backed up; `restored` puts the backup in its
     place, and says how many jobs of it are not over."""
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 0, seconds=LONG_HOLD_SECONDS)
+    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint=EVERY_STEP), 0, seconds=LONG_HOLD_SECONDS)
     with closing(Store(url)) as store:
         back_up(store, backup)
     kill(manta.pids(job)[1])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import HOLD_SECONDS, MIDDLE, PAIR
+from tests.e2e.conftest import MIDDLE, PAIR
 from tests.e2e.traces import traces_of
 from workers.snapshot.files import steps_kept
 
@@ -41,8 +41,7 @@ def test_training_never_notices_that_the_service_ends(manta):
 
 
 def test_rank_that_died_while_the_service_was_away(manta, pair_undisturbed, kill):
-    job = manta.submit(manta.spec(layout=PAIR))
-    manta.hold(job, 1)
+    job = manta.submit_held(manta.spec(layout=PAIR), 1)
     victim = manta.pids(job)[1]
     manta.kill_service()
     kill(victim)
@@ -79,11 +78,7 @@ def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta
 
 
 def test_jobs_are_taken_over_in_every_state(manta, pair_undisturbed, kill):
-    recovering, cancelled = (manta.submit(manta.spec(layout=PAIR)) for _ in range(2))
-    for job in (recovering, cancelled):  # both at once: each would go on to its end while the other one is waited for
-        manta.inject(job, "slow", 1, at_step=MIDDLE + 1, seconds=HOLD_SECONDS)
-    for job in (recovering, cancelled):
-        manta.until_step(job, MIDDLE)
+    recovering, cancelled = (manta.submit_held(manta.spec(layout=PAIR), 1) for _ in range(2))
     with manta.zygote_stopped():
         starting = manta.submit(manta.spec(layout=PAIR))
         manta.until_state(starting, "STARTING")
@@ -104,8 +99,7 @@ def test_jobs_are_taken_over_in_every_state(manta, pair_undisturbed, kill):
 @pytest.mark.soak  # what is decided: tests/service/job/test_adoption.py
 def test_change_of_size_is_carried_on_by_the_next_service(manta):
     spec = manta.spec(20_000, PAIR, train={"deterministic": "elastic"}, elastic={"min_data": 1, "max_data": 2})
-    job = manta.submit(spec)
-    manta.hold(job, 1, 5)  # a rank that leaves
+    job = manta.submit_held(spec, 1, 5)  # a rank that leaves
     before = manta.pids(job)
     manta.client.resize(job, 1)
     manta.until_state(job, "RESIZING")

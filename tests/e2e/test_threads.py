@@ -8,8 +8,9 @@ def test_a_killed_rank_goes_on_with_the_threads_that_the_job_began_with(manta):
     """Tensors are large enough to be cut among threads: torch does that above 32,768 elements."""
     model = {"hidden_size": 64, "sequence_length": 64, "dropout": 0.1}
     described = manta.spec(MIDDLE + 10, (1, 1, 1), model=model, train={"micro_batch_size": 8, "validate_every": 5})
-    clean, job = manta.submit(described), manta.submit(described)
-    manta.inject(job, "kill", 0, at_step=MIDDLE, phase="backward")
+    with manta.starting(described) as (job, inject):
+        inject("kill", 0, at_step=MIDDLE, phase="backward")
+    clean = manta.submit(described)
     assert manta.until_state(job, "SUCCEEDED").restarts == 1
     manta.until_state(clean, "SUCCEEDED")
     assert manta.curve(job) == manta.curve(clean)

@@ -72,20 +72,19 @@ def test_steps_of_eight_ranks_are_recorded(manta, tmp_path):
 def test_a_fault_a_pause_and_the_end_break_recordings_off_with_a_sentence(manta, pair_undisturbed):
     """Three traces of one job: a rank dies in the first, which a second one waits for; the job is paused in the second;
     the third would go on beyond the last step."""
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1}))
-    manta.hold(job, 0, 5, seconds=0.3)
-    first, second = (manta.client.request_trace(job, steps=20, step=step) for step in (14, 0))
+    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1}), 0, 5, seconds=0.3)
+    first, second = (manta.client.request_trace(job, steps=20, step=step) for step in (0, 14))
     assert [first.state, second.state] == ["requested", "requested"]
-    manta.until("the second one being recorded", lambda: manta.client.traces(job).items[0].state == "recording")
-    assert manta.client.traces(job).items[1].state == "requested", "one after the other"
+    manta.until("the first one being recorded", lambda: manta.client.traces(job).items[1].state == "recording")
+    assert manta.client.traces(job).items[0].state == "requested", "one after the other"
     manta.inject(job, "kill", 1, phase="backward")
-    over = until_over(manta, job, second.id)
+    over = until_over(manta, job, first.id)
     assert (over.state, over.generation) == ("partial", 1)
     assert "rank 1 was killed by SIGKILL" in over.message and "rank 1 left nothing of it" in over.message
-    assert [rank.rank for rank in manta.client.trace(job, second.id).ranks] == [0]
-    manta.until("the first one being recorded", lambda: manta.client.traces(job).items[1].state == "recording")
+    assert [rank.rank for rank in manta.client.trace(job, first.id).ranks] == [0]
+    manta.until("the second one being recorded", lambda: manta.client.traces(job).items[0].state == "recording")
     manta.client.pause(job)
-    over = until_over(manta, job, first.id)
+    over = until_over(manta, job, second.id)
     assert (over.generation, over.first_step >= 14) == (2, True)
     assert over.state in ("partial", "failed") and "the job is PAUSED, at step" in over.message
     third = manta.client.request_trace(job, steps=20, step=STEPS - 2)

@@ -42,8 +42,7 @@ def second(manta, tmp_path, monkeypatch):
 
 @pytest.mark.soak
 def test_two_installations_on_one_ray_leave_each_other_alone(manta, second):
-    first_job = manta.submit(manta.spec(steps=20_000, layout=PAIR))
-    manta.hold(first_job, 1)
+    first_job = manta.submit_held(manta.spec(steps=20_000, layout=PAIR), 1)
     pids, snapshots = manta.pids(first_job), manta.paths.snapshot_folder(first_job)
 
     client = second()

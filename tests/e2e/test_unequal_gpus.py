@@ -53,8 +53,7 @@ def test_stages_lie_on_nodes_of_their_type_and_so_do_those_that_take_their_place
     spec = manta.spec(STEPS, (1, 2, 2), model=MODEL, parallel=OVER_BOTH, checkpoint=EVERY_STEP)
     clean = manta.submit(spec)
     manta.until_state(clean, "SUCCEEDED")
-    job = manta.submit(spec)
-    manta.hold(job, 0, HELD_AT)
+    job = manta.submit_held(spec, 0, HELD_AT)
     assert stages_on(manta, job, slow) == [1, 1]
     lost = next(node for node in slow if ranks_on(manta, job, node))
     lost.kill(job, ranks_on(manta, job, lost))
