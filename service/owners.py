@@ -18,7 +18,7 @@ from service.kept_logs.spool import Spool
 from service.lag import Lag
 from service.leases.decisions import JobInBrief
 from service.leases.errors import LeaseLost
-from service.leases.held import Leases
+from service.leases.held import HeldLease, Leases
 from service.states import SUPERVISED, JobState
 from service.store import Store, step_traces
 from service.store.tables import Job
@@ -156,11 +156,11 @@ class JobOwners:
         assert lease is not None and self._cluster is not None
         logs = None if self._keeper is None else self._keeper.open(job_id, lease)
         owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs, self._first_step)
-        task = asyncio.create_task(self._run(owner, placed_generation, logs), name=f"owner of {job_id}")
+        task = asyncio.create_task(self._run(owner, placed_generation, logs, lease), name=f"owner of {job_id}")
         self.by_job[job_id] = (owner, task)
         task.add_done_callback(log_failure)
 
-    async def _run(self, owner: JobOwner, placed_generation: int | None, logs: Spool | None) -> None:
+    async def _run(self, owner: JobOwner, placed_generation: int | None, logs: Spool | None, lease: HeldLease) -> None:
         assert self._housekeeping is not None
         try:
             await owner.run(placed_generation)
@@ -173,7 +173,7 @@ class JobOwners:
         finally:
             if self._keeper is not None and logs is not None:
                 self._keeper.lose(owner.id, logs)
-            self.leases.drop(owner.id)
+            self.leases.drop(lease)
             if self.of(owner.id) is owner:
                 del self.by_job[owner.id]
             self._housekeeping.wake()

@@ -218,10 +218,11 @@ class Leases:
         lock = self._borrowing.get(job_id)
         return lock is not None and lock.locked()
 
-    def drop(self, name: str) -> None:
-        """The owner of `name` in this process has stopped. If the database still says that it is held, it gets an owner
-        again."""
-        self._held.pop(name, None)
+    def drop(self, lease: HeldLease) -> None:
+        """An owner in this process has stopped, which had this lease. If the database still says that it is held, it
+        gets an owner again. If another owner has a lease of that name by now, it keeps it."""
+        if self._held.get(lease.name) is lease:
+            del self._held[lease.name]
 
     def wake_others(self) -> None:
         """Make other control planes look at once at what was written. Any thread may call it; it does not wait, since

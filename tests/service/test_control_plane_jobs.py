@@ -1,6 +1,7 @@
 """What a control plane does with single jobs for their users, and with the nodes that they are on."""
 
 import asyncio
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -58,6 +59,41 @@ def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resum
     store.write(lambda s: pauses.request_resume(s, job.id))
     second.submitted(job.id)
     assert until(second, job, "SUCCEEDED").restarts == 0
+
+
+def test_job_that_is_placed_before_its_last_owner_has_quite_left_keeps_its_new_one(
+    start, cluster, submit, store, monkeypatch
+):
+    def start_and_save(agent):
+        start_training(agent)
+        agent.on_save = FakeAgent.save_and_exit
+
+    plane = start()
+    behave(cluster, start_and_save)
+    job, may_leave = submit(parallel={"tensor": 2}), asyncio.Event()
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    release = plane._leases.release
+
+    async def release_late(name):
+        await release(name)
+        with contextlib.suppress(asyncio.CancelledError):
+            await may_leave.wait()
+
+    monkeypatch.setattr(plane._leases, "release", release_late)
+    _, last = plane._owners.by_job[job.id]
+    store.write(lambda s: pauses.request_pause(s, job.id))
+    plane.pause(job.id)
+    plane._call(reached(lambda: plane._leases.of(job.id) is None))
+    store.write(lambda s: pauses.request_resume(s, job.id))
+    plane.submitted(job.id)
+    behave(cluster, start_training)
+    until(plane, job, "RUNNING")
+    lease = plane._leases.of(job.id)
+    plane._loop.call_soon_threadsafe(may_leave.set)
+    plane._call(reached(last.done))
+    assert plane._leases.of(job.id) is lease is not None
+    assert plane._job(job.id).restarts == 0
 
 
 def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, store):

@@ -126,11 +126,10 @@ def test_what_was_dropped_or_could_not_be_taken_is_taken_at_the_next_look(planes
         raise OperationalError("claim", {}, Exception("the database is away"))
 
     async def body():
-        await one.leases.claim(job)
-        one.leases.drop(job)
+        one.leases.drop(await one.leases.claim(job))
         await one.leases.look()
         assert one.leases.of(job).epoch == 2
-        one.leases.drop(job)
+        one.leases.drop(one.leases.of(job))
         with monkeypatch.context() as patch, pytest.raises(OperationalError):
             patch.setattr(one.store, "write_async", away)
             await one.leases.claim(job)
@@ -356,7 +355,7 @@ def test_what_is_held_stays_as_it_is_when_it_is_claimed_again(store, own_leases)
         first = await own_leases.claim("job_1")
         assert await own_leases.claim("job_1") is first and first.epoch == 1
         assert store.write(lambda session: own_leases.claim_within(session, "job_1")) is None
-        own_leases.drop("job_1")
+        own_leases.drop(first)
         assert own_leases.of("job_1") is None and owned(store, "me") == {"job_1"}
         assert (await own_leases.claim("job_1")).epoch == 2, "it is looked after again"
         await own_leases.release("job_1")
