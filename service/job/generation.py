@@ -62,6 +62,8 @@ class RunningGeneration:
         """Ranks that were asked to save their state and end before the last step, and have."""
         self.resting: dict[int, int | None] = {}
         """Ranks that have left the generation and wait for the next, with the committed step that each holds."""
+        self.launched = asyncio.Event()
+        """Set once it is recorded which ranks were launched."""
         self._peers_lost: list[Death] = []
         self._reported_finished: set[int] = set()
         self._stalled_since: dict[int, float] = {}

@@ -28,7 +28,7 @@ from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume
-from workers.protocol.reports import Report
+from workers.protocol.reports import Metrics, Report
 from workers.threads import decided_threads, threads_of, with_threads
 
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
@@ -112,6 +112,7 @@ async def _give_orders(
     ]
     kept = [rank for rank, answer in answers.items() if answer.kept]
     await job.record.launched(generation, time.time(), rows, kept)
+    running.launched.set()
     for rank, why in silent.items():
         running.lose(rank, f"could not be launched ({why})")
     if not silent:
@@ -144,10 +145,14 @@ def watch_generation(job: JobContext, generation: int, resume_step: int, taken_o
 
     async def take(report: Report) -> None:
         hangs.note(report)
+        if isinstance(report.payload, Metrics):
+            await running.launched.wait()  # what is told of its first step includes who was launched for it
         await writer.take(report)
 
     kept = None if job.logs is None else job.logs.mark
     running = RunningGeneration(gang.agents, generation, gang.after, take, kept)
+    if taken_over:
+        running.launched.set()
     hangs = HangWatch(
         gang.agents,
         RankGrid(gang.layout).group,

@@ -24,6 +24,7 @@ from service.recovery.budgets import PastFailure
 from service.recovery.decisions import Death
 from service.recovery.timeline import RecoveryTimeline
 from service.store import events, generations, ranks
+from tests.service.support.control_planes import start_training
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
@@ -392,6 +393,28 @@ def test_nothing_listens_any_more_when_a_launch_breaks_off(job, monkeypatch):
 
     story(body)
     assert [event.type for event in read(job, lambda s: events.page(s, job.id).items)][-1] == "generation_started"
+
+
+def test_first_step_is_recorded_once_it_is_recorded_who_was_launched(job, monkeypatch):
+    launched, steps_before = job.record.launched, []
+
+    async def launched_late(*arguments):
+        await asyncio.sleep(0.1)  # a first step would be recorded within a few milliseconds
+        steps_before.append((await job.record.job()).step)
+        await launched(*arguments)
+
+    monkeypatch.setattr(job.record, "launched", launched_late)
+    for agent in job.gang.agents:
+        agent.on_launch = start_training
+
+    async def body():
+        running = await launch_generation(job, Launch("submitted", counts=False))
+        while (await job.record.job()).step < 1:
+            await asyncio.sleep(0.01)
+        await running.close()
+
+    story(body)
+    assert steps_before == [0]
 
 
 def incident(kind="killed"):
