@@ -9,18 +9,25 @@ import pytest
 from service import file_work
 from service.file_work import FileWork, NoPlace, ServiceEnds, TakesLong
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @pytest.fixture
 def hang():
-    """Work that ends with the test; how often it has begun."""
-    answers, begun = threading.Event(), []
+    """Work that ends with the test. `begun(times)`: the threads on which it has begun, once these are so many."""
+    answers, threads, changed = threading.Event(), [], threading.Condition()
 
     def work():
-        begun.append(threading.current_thread())
+        with changed:
+            threads.append(threading.current_thread())
+            changed.notify_all()
         assert answers.wait(SECONDS)
         return "done"
+
+    def begun(times):
+        with changed:
+            assert changed.wait_for(lambda: len(threads) >= times, SECONDS)
+        return threads
 
     work.begun, work.answer = begun, answers.set
     yield work
@@ -32,8 +39,9 @@ def test_work_goes_on_without_its_caller_who_may_ask_again(hang):
     for _ in range(3):
         with pytest.raises(TakesLong, match=r"^that takes longer than 0.01 s$"):
             work.run("a job", 0.01, hang)
-    assert len(hang.begun) == 1 and hang.begun[0].daemon
-    assert work.run("another", 0.01, lambda: "at once") == "at once"
+    (thread,) = hang.begun(1)
+    assert thread.daemon
+    assert work.run("another", SECONDS, lambda: "at once") == "at once"
     hang.answer()
     assert work.run("a job", SECONDS, hang) == "done"
 
@@ -56,7 +64,7 @@ def test_only_so_many_hang(hang, monkeypatch):
             work.run(about, 0.01, hang)
     with pytest.raises(NoPlace, match=r"^2 others were under way for 0.01 s$"):
         work.run("one more", 0.01, hang)
-    assert len(hang.begun) == 2
+    assert len(hang.begun(2)) == 2
     hang.answer()
     assert [work.run(about, SECONDS, hang) for about in ("one", "another", "one more")] == ["done"] * 3
 
@@ -87,7 +95,7 @@ def test_who_waits_for_a_place_is_told_of_the_end_of_the_service(hang, monkeypat
         work.close()
         with pytest.raises(ServiceEnds):
             waiting.result(SECONDS / 2)
-    assert len(hang.begun) == 1
+    assert len(hang.begun(1)) == 1
 
 
 def test_nobody_waits_at_the_end_of_the_service(hang):
