@@ -283,7 +283,7 @@ def test_files_that_do_not_answer_are_waited_for_only_so_long_and_are_not_old(st
     first, second = ended(at=OLD - 1), ended()
     answers = threading.Event()
     monkeypatch.setattr(retention, "FILE_SECONDS", 0.01)
-    monkeypatch.setattr(retention, "has_newer_files", lambda *about: answers.wait(20))
+    monkeypatch.setattr(retention, "has_newer_files", lambda *about: not answers.wait(60))
     look()
     assert look(CONFIRMED_SECONDS) == []
     answers.set()
