@@ -104,8 +104,8 @@ def started(store: Store, submit) -> Job:
 
 @pytest.fixture
 def own_leases(store: Store) -> Leases:
-    """The leases of a control plane beside another one, on any database."""
-    held = Leases(store, "me")
+    """The leases of a control plane beside another one, on any database; for it no time passes."""
+    held = Leases(store, "me", clock=lambda: 0.0)
     held.join("host:one", "ray-1")
     store.write(lambda session: leases.join(session, "other", "host:two", "ray-1", False))
     return held

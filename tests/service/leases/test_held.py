@@ -13,7 +13,7 @@ from service.states import JobState
 from service.store import Store, jobs, leases
 from tests.service.support.supervised_job import story
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Plane:
@@ -36,7 +36,9 @@ class Plane:
 
 
 @pytest.fixture
-def planes(postgres):
+def planes(postgres, monkeypatch):
+    """Two on one database, neither of which dies because its test takes long."""
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 3600.0)
     url = postgres.url(postgres.make_migrated())
     made = [Plane(url, name) for name in ("one", "two")]
     yield made

@@ -7,14 +7,20 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
-from service.leases.decisions import LEASE_SECONDS
 from service.leases.errors import LeaseLost, OtherRay
 from service.states import JobState
 from service.store import Store, jobs, leases
 from service.store.control_plane_tables import Lease
 from service.store.leases import connection_name
 
-SECONDS = 20.0
+SECONDS = 60.0
+LEASE_SECONDS = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def long_leases(monkeypatch):
+    """Nobody dies because a test takes long."""
+    monkeypatch.setattr(leases, "LEASE_SECONDS", LEASE_SECONDS)
 
 
 def join(store, me, place=None, ray="ray-1", alone=False):
