@@ -170,7 +170,7 @@ def test_write_async_leaves_the_event_loop_free(store):
     release = threading.Event()
 
     async def main():
-        writing = asyncio.create_task(store.write_async(lambda session: release.wait(10)))
+        writing = asyncio.create_task(store.write_async(lambda session: release.wait(60)))
         await asyncio.sleep(0)
         assert not writing.done()
         release.set()  # reached only if the loop was not blocked by the write
