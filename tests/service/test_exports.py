@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -25,11 +26,11 @@ pathlib.Path(sys.argv[1]).mkdir()
 print(json.dumps({"path": sys.argv[1]}))
 """
 FAILS = "import sys; print('first'); print('no such model', file=sys.stderr); sys.exit(1)"
-MOVES = """
-import json, time
-for done in range(1, 21):
+MOVES_WHEN_TOLD = """
+import json, sys, time
+time.sleep(1)
+for done, _ in enumerate(sys.stdin, 1):
     print(json.dumps({"done": done, "of": 20}), flush=True)
-    time.sleep(0.1)
 """
 IGNORES_SIGTERM = """
 import signal, sys, time
@@ -104,7 +105,7 @@ def ended(monkeypatch):
 
     def wait(store, job, row):
         with changed:
-            assert changed.wait_for(lambda: row.id in over, 20)
+            assert changed.wait_for(lambda: row.id in over, 60)
         store.write(lambda session: None)  # behind the write that notes the end
         with store.read() as session:
             return exports.get(session, job, row.id)
@@ -163,7 +164,7 @@ def test_only_so_many_at_once_and_none_after_the_service(store, job, root, writt
         writer.begin(job, id_of(job, 5), "one more", "hf", None)
     writer.close()
     for process in started:
-        assert process.wait(20) != 0
+        assert process.wait(60) != 0
     assert ended(store, job, rows[0]).state == "failed"
 
 
@@ -179,12 +180,12 @@ def test_database_that_is_away_for_a_while_hides_no_end(store, job, root, writte
         raise OperationalError("UPDATE exports", {}, Exception("the database is away"))
 
     monkeypatch.setattr(store, "write", away)
-    assert refused.acquire(timeout=20), "how far it is"
+    assert refused.acquire(timeout=60), "how far it is"
     written[0].stdin.close()
-    written[0].wait(20)
+    written[0].wait(60)
     while refused.acquire(blocking=False):
         pass
-    assert refused.acquire(timeout=20), "that it has ended"
+    assert refused.acquire(timeout=60), "that it has ended"
     monkeypatch.setattr(store, "write", write)
     assert ended(store, job, row).state == "done"
 
@@ -269,27 +270,35 @@ def test_export_that_stands_still_is_given_up_and_leaves_its_place(store, job, r
     writer = Exports(store, (root,), FileWork())
     over = ended(store, job, writer.begin(job, id_of(job, 5), "mine", "hf", None))
     assert over.state == "failed" and over.message.startswith("nothing was written for 0.05 s: see that")
-    assert started[0].wait(20) != 0
+    assert started[0].wait(60) != 0
     asyncio.run(reached(lambda: not writer._runs))
 
 
 @pytest.mark.parametrize("late", [True, False])
 def test_export_that_moves_is_not_given_up_after_one_slow_write(store, job, root, written_by, ended, monkeypatch, late):
-    """The database answers once only after the time in which an export has to move."""
-    for name, value in (("NOTE_SECONDS", 0.01), ("STALLED_SECONDS", 0.5)):
-        monkeypatch.setattr(module, name, value)
-    (started,) = (written_by(MOVES),)
-    writer, write, slept = Exports(store, (root,), FileWork()), store.write, threading.Event()
+    """The database answers once only after the time in which an export has to move. It moves during each write, and
+    time passes then alone."""
+    monkeypatch.setattr(module, "NOTE_SECONDS", 0.01)
+    clock, moves = [0.0], []
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    started = written_by(MOVES_WHEN_TOLD)
+    writer, write = Exports(store, (root,), FileWork()), store.write
 
     def slow(operation):
-        if late and started and not slept.is_set():
-            slept.set()
-            time.sleep(0.8)
+        if started and len(moves) < 20:
+            moves.append(1.6 if late and not moves else 0.4)
+            started[0].stdin.write("go on\n")
+            started[0].stdin.flush()
+            (run,) = writer._runs.values()
+            asyncio.run(reached(lambda: run.done == len(moves)))
+            clock[0] += moves[-1] * module.STALLED_SECONDS
+        elif started:
+            started[0].stdin.close()
         return write(operation)
 
     monkeypatch.setattr(store, "write", slow)
     assert ended(store, job, writer.begin(job, id_of(job, 5), "mine", "hf", None)).state == "done"
-    assert slept.is_set() == late
+    assert len(moves) == 20 and max(moves) == (1.6 if late else 0.4)
 
 
 def test_what_is_given_up_has_time_to_clean_up_and_none_without_end(written_by, monkeypatch):
@@ -299,7 +308,7 @@ def test_what_is_given_up_has_time_to_clean_up_and_none_without_end(written_by, 
     assert process.stdout.readline() == "ready\n"
     began = time.monotonic()
     module._give_up(process)
-    assert process.wait(20) == -signal.SIGKILL and time.monotonic() - began >= 0.3
+    assert process.wait(60) == -signal.SIGKILL and time.monotonic() - began >= 0.3
 
 
 def test_end_of_the_service_ends_exports_and_does_not_wait_long(store, job, root, written_by, monkeypatch):
@@ -316,7 +325,7 @@ def test_end_of_the_service_ends_exports_and_does_not_wait_long(store, job, root
 
 
 def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root, written_by, monkeypatch):
-    monkeypatch.setattr(module, "CLOSE_SECONDS", 20.0)
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 60.0)
     (started,) = (written_by(CLEANS_UP),)
     writer = Exports(store, (root,), FileWork())
     row = writer.begin(job, id_of(job, 5), "mine", "hf", None)
@@ -330,7 +339,7 @@ def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root
 
 def test_folder_on_a_file_system_that_does_not_answer_is_not_waited_for(store, job, root, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(module.os.path, "realpath", lambda path: answers.wait(20))
+    monkeypatch.setattr(module.os.path, "realpath", lambda path: answers.wait(60))
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     with pytest.raises(
         ExportNotPossible, match=r"^it is not known yet what is at mine \(that takes .*: see .*, and exp"
