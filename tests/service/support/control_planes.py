@@ -58,9 +58,14 @@ def left_running(start, cluster, submit):
     until(plane, job, "RUNNING")
     plane.stop()
     agents = list(cluster.agents.living.values())
-    for agent in agents:
-        agent._changed = asyncio.Event()  # for the loop of the next one
+    for_the_next_loop(agents)
     return job, agents
+
+
+def for_the_next_loop(agents):
+    """The next control plane listens to these agents on a loop of its own."""
+    for agent in agents:
+        agent._changed = asyncio.Event()
 
 
 def log(store, job):

@@ -29,12 +29,15 @@ class Collector:
         self.answers = threading.Event()
         """While this is not set nobody gets an answer."""
         self.answers.set()
+        self.asked = threading.Event()
+        """Once somebody waits for an answer, or has got one."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self._take))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="collector", daemon=True).start()
 
     def _take(self, path: str, headers: Mapping[str, str], body: bytes) -> int:
+        self.asked.set()
         self.answers.wait()
         self.headers.append(headers)
         if self.status != 200 or path != "/v1/traces":

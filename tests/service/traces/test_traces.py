@@ -15,7 +15,7 @@ from service.traces import exporter, traces
 from service.traces.exporter import SpanSender, traces_endpoint
 from service.traces.span import Span
 from service.traces.traces import Traces, TracesNotInstalled, refuse_without_packages
-from tests.service.support.control_planes import behave, start_training, until
+from tests.service.support.control_planes import behave, for_the_next_loop, start_training, until
 from tests.service.support.fake_agents import SIGKILL
 from tests.service.support.otlp_collector import attributes
 from tests.service.support.waiting import reached
@@ -26,8 +26,9 @@ START = {"job.start", "job.start.queued", "job.start.placing", "job.start.launch
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch):
-    """A batch is what comes within a moment."""
+    """A batch is what comes within a moment; the end of the service waits for a collector that is merely slow."""
     monkeypatch.setattr(exporter, "DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(traces, "FLUSH_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ def test_control_plane_that_takes_a_job_over_sends_what_another_may_not_have_sen
     first, job = begun(start, cluster, submit, collector.url)
     seen(first, lambda: ("job.start", 1) in collector.of(job.id))
     first.stop()
+    for_the_next_loop(cluster.agents.living.values())
     sent, before = collector.of(job.id), len(collector.spans)
     second = start(traces=collector.url)
 
@@ -139,6 +141,7 @@ def test_end_of_the_service_does_not_wait_for_a_collector_that_is_silent(store, 
     collector.answers.clear()
     sending = Traces(store, collector.url)
     sending.first_step(stepped.id, 1)
+    assert collector.asked.wait(60)
     sending.close()
     assert sending._thread.is_alive() and sending._thread.daemon
 
