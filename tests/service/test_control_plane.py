@@ -192,6 +192,7 @@ def test_error_of_our_own_costs_a_job_nothing(start, cluster, submit, store, mon
     job = submit()
     plane.submitted(job.id)
     until(plane, job, "RUNNING")
+    plane._call(reached(lambda: plane._owners.of(job.id)._supervisor._running))  # its first step may come before that
     trainers = list(cluster.agents.living.values())
     watch, errors = Supervisor._watch, iter([RuntimeError("nobody expected this")])
 
@@ -313,6 +314,7 @@ def test_process_starts_over_when_its_own_ray_has_died(cluster, store, database_
 def test_control_plane_that_uses_another_ray_may_be_dead_and_is_waited_for(tmp_path, monkeypatch):
     plane, asked = ControlPlane(tmp_path, SimpleNamespace()), []
     monkeypatch.setattr(control_plane, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(control_plane, "LEASE_SECONDS", 60.0)
 
     def join(place, ray):
         asked.append((place, ray))

@@ -296,11 +296,18 @@ def test_what_is_kept_in_mind_of_the_log_of_a_deleted_job_is_forgotten(start, su
 
 def test_deleted_job_leaves_nothing_on_the_nodes_that_answer(start, cluster, submit, store, tmp_path):
     plane = start()
-    behave(cluster, train_to_the_end)
+    behave(cluster, start_training)
     job = submit(parallel={"tensor": 2})
     plane.submitted(job.id)
+    until(plane, job, "RUNNING")
     with pytest.raises(JobNotFinal):
         plane.delete(job.id)
+
+    async def end():
+        for agent in list(cluster.agents.living.values()):
+            agent.finish(10)
+
+    plane._call(end())
     until(plane, job, "SUCCEEDED")
     folder = Paths.of(tmp_path).checkpoint_folder(job.id)
     folder.mkdir(parents=True)

@@ -104,6 +104,7 @@ def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, sub
 
 def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, submit, store):
     plane = start()
+    plane._call(reached(lambda: len(cluster.peak_flops) == 2))  # all nodes are swept by then
     job = submit(parallel={"tensor": 2, "data": 2})
     cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
     store.write(lambda s: jobs.request_cancel(s, job.id))
