@@ -23,6 +23,7 @@ from service.states import JobState
 from service.store import jobs, pauses, retries
 from service.store.tables import Event
 from tests.service.support.supervised_job import story
+from tests.service.support.virtual_time import in_virtual_time
 from tests.service.support.waiting import reached
 from workers.protocol.messages import Fault, ProtocolMismatch
 
@@ -316,16 +317,14 @@ def test_locked_database_stops_no_trainer_and_loses_no_report(owned, cluster, mo
 
 def test_database_that_takes_longer_than_a_launch_may_fails_no_launch(owned, monkeypatch):
     """What agents may take is limited; what the database takes says nothing about them."""
-    monkeypatch.setattr(launch, "LAUNCH_SECONDS", 0.5)
-    monkeypatch.setattr(resume, "MEMORY_SECONDS", 0.5)
     begin, generations = JobRecord.begin, JobRecord.generations
 
     async def slow_begin(self, *arguments):
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2 * launch.LAUNCH_SECONDS)
         return await begin(self, *arguments)
 
     async def slow_generations(self):
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2 * resume.MEMORY_SECONDS)
         return await generations(self)
 
     monkeypatch.setattr(JobRecord, "begin", slow_begin)
@@ -337,7 +336,7 @@ def test_database_that_takes_longer_than_a_launch_may_fails_no_launch(owned, mon
         await owned.commit(1)
         await owned.finish()
 
-    story(body)
+    in_virtual_time(monkeypatch, body)
     assert owned.log == ["STARTING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
 
 
