@@ -37,6 +37,12 @@ from service.store.tables import Base, Job
 NOW = 1_800_000_000.0
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A server may take its time to end connections that were closed."""
+    monkeypatch.setattr(backup_file, "CLOSING_SECONDS", 60.0)
+
+
 @pytest.fixture
 def elsewhere(kind_of_database, postgres_or_none, tmp_path):
     """The URL of an empty database of the other kind."""
@@ -193,9 +199,10 @@ def test_nobody_looks_after_jobs_of_a_database_that_was_restored_and_no_epoch_is
         assert session.get(Job, job.id).state == "QUEUED"
 
 
-def test_a_database_that_is_in_use_is_left_alone(store, jobs_of_all_kinds, tmp_path, elsewhere):
+def test_a_database_that_is_in_use_is_left_alone(store, jobs_of_all_kinds, tmp_path, elsewhere, monkeypatch):
     back_up(store, tmp_path / "backup.db")
     restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
+    monkeypatch.setattr(backup_file, "CLOSING_SECONDS", 0.1)
     with opened(elsewhere) as other:
         before = everything(other)
         with pytest.raises(DatabaseInUse, match="is in use"):
