@@ -17,7 +17,15 @@ from workers.node.heartbeat import HeartbeatServer
 from workers.protocol.messages import GpuReading
 from workers.system.ports import PortRange
 
-SECONDS = 30.0
+SECONDS = 60.0
+
+
+def bound(address):
+    """A socket that keeps a port from others and takes no connection."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(address)
+    return made
 
 
 class FakeCluster:
@@ -53,9 +61,7 @@ class FakeCluster:
     def fall_silent(self):
         """Nothing takes a connection any more."""
         self.raylet.close()
-        self.raylet = socket.socket()  # keeps the port from others
-        self.raylet.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.raylet.bind(self.raylet_address)
+        self.raylet = bound(self.raylet_address)
         self.heartbeat.close()
 
     def come_back(self):
@@ -407,10 +413,11 @@ def test_daemon_that_is_listened_to_no_more_is_asked_no_more_and_hung_up_on(clus
 
 
 def refusing(cluster):
-    """Where the daemon listened until now."""
+    """Where the daemon listened until now; nobody else does until `cluster.heartbeat` is closed."""
     address = cluster.heartbeat.address
     cluster.heartbeat.close()
-    cluster.heartbeat = SimpleNamespace(address=address, secret="s", close=lambda: None)
+    keeps_the_port = bound(address)
+    cluster.heartbeat = SimpleNamespace(address=address, secret="s", close=keeps_the_port.close)
     return address
 
 
@@ -427,6 +434,7 @@ def test_node_whose_daemon_alone_cannot_be_reached_is_not_lost_but_has_a_problem
             f"port {port} of node n1 ({host}) cannot be reached from the control plane (127.0.0.1)"
         )
         assert "MANTA_PORTS" in sentence and cluster.lost == set() and reports.empty()
+        cluster.heartbeat.close()
         cluster.heartbeat = HeartbeatServer("127.0.0.1", "n1", PortRange(port, port))
         await until(lambda: not cluster.problems)
 
