@@ -11,6 +11,12 @@ from service.logs import LogFiles, read_page
 from workers.protocol.reports import Printed, Report
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A disk that is merely slow answers."""
+    monkeypatch.setattr(received_lines, "DISK_SECONDS", 60.0)
+
+
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "logs"
@@ -97,7 +103,7 @@ def test_disk_that_does_not_answer_holds_up_no_report(folder, monkeypatch):
                 await say("lost", 2)
             while lines._overdue:
                 await asyncio.sleep(0.001)
-            monkeypatch.setattr(received_lines, "DISK_SECONDS", 20.0)
+            monkeypatch.setattr(received_lines, "DISK_SECONDS", 60.0)
             await say("after", 3)
 
     asyncio.run(body())

@@ -6,6 +6,7 @@ import time
 import pytest
 from s3_server import answer
 
+from service.job import received_lines
 from service.kept_logs import keeper, part_writer
 from service.logs import LogsUnavailable
 from service.states import JobState
@@ -21,6 +22,7 @@ def often(monkeypatch):
     monkeypatch.setattr(keeper, "SHIP_SECONDS", 0.2)
     for name in ("LEAVE_SECONDS", "FINISH_SECONDS"):  # however slow the machine is
         monkeypatch.setattr(keeper, name, 60.0)
+    monkeypatch.setattr(received_lines, "DISK_SECONDS", 60.0)
 
 
 @pytest.fixture
