@@ -61,7 +61,9 @@ def test_rank_that_fails_after_its_last_step_has_failed():
     run(body)
 
 
-def test_consequence_waits_for_its_culprit():
+def test_consequence_waits_for_its_culprit(monkeypatch):
+    monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
+
     async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
         await running.wait(asyncio.Event())
@@ -185,7 +187,7 @@ def test_report_is_acknowledged_only_after_it_was_handled():
         assert agent.acknowledged == [0, 1]
         await running.close()
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_reports_of_another_generation_are_skipped():
@@ -216,7 +218,7 @@ def test_error_of_the_handler_comes_out_of_wait():
             raise AssertionError("wait said nothing")
         await running.close()
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_generation_in_which_a_rank_came_to_rest_cannot_go_on_though_nobody_has_died():
@@ -337,7 +339,7 @@ def test_reports_go_on_after_the_last_that_was_handled_and_the_next_generation_g
         assert (handled, after) == ([3, 4], {0: 4})
         await running.close()
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_what_is_done_alongside_ends_with_the_generation_and_not_the_other_way_round():
@@ -398,7 +400,7 @@ def test_error_of_the_handler_comes_out_of_what_ends_a_generation(end):
             await (running.rest(5.0) if end == "rest" else running.stop())
         await running.close()
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_rank_that_came_to_rest_says_why_and_when(monkeypatch):

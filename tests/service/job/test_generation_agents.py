@@ -64,7 +64,7 @@ def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatch):
         await resting
         assert sorted(running.resting) == [0, 1] and running.deaths == []
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):

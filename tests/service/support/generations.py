@@ -4,6 +4,7 @@ import asyncio
 
 from service.job.generation import RunningGeneration
 from tests.service.support.fake_agents import FakeAgent
+from tests.service.support.waiting import SECONDS
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.reports import Exited, Failure
 
@@ -20,7 +21,7 @@ def run(body, ranks=2, gone=()):
     `handled`: rank and kind of each report."""
 
     async def bounded():
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             agents = [None if rank in gone else agent_of(rank) for rank in range(ranks)]
             handled = []
 

@@ -15,7 +15,7 @@ from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from workers.config import JobSpec
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 LAUNCHED = ["STARTING", "generation_started"]
 UP = [*LAUNCHED, "RUNNING", "first_step"]

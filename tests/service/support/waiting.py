@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 20.0
+SECONDS = 60.0
 LOOK_SECONDS = 0.002
 """Between two looks. Without a pause the loop would keep the interpreter from the threads that it waits for."""
 
