@@ -220,7 +220,7 @@ def test_queue_is_looked_at_again_after_ray_failed(store, cluster, nodes, submit
 
     nodes.error = ClusterUnavailable(OSError())
     submit()
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_shortage_of_gpus_is_called_one(store, submit, look, nodes):
@@ -282,7 +282,7 @@ def rounds(store, cluster, monkeypatch):
             running.cancel()
             return len(looks)
 
-        return asyncio.run(asyncio.wait_for(body(), 10))
+        return asyncio.run(asyncio.wait_for(body(), 60))
 
     return run
 
