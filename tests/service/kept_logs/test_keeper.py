@@ -7,7 +7,7 @@ import pytest
 from s3_server import answer
 
 from service.job import received_lines
-from service.kept_logs import keeper, part_writer
+from service.kept_logs import keeper, kept_log, part_writer
 from service.logs import LogsUnavailable
 from service.states import JobState
 from tests.service.kept_logs.conftest import Agent
@@ -23,6 +23,7 @@ def often(monkeypatch):
     for name in ("LEAVE_SECONDS", "FINISH_SECONDS"):  # however slow the machine is
         monkeypatch.setattr(keeper, name, 60.0)
     monkeypatch.setattr(received_lines, "DISK_SECONDS", 60.0)
+    monkeypatch.setattr(kept_log, "ANSWER_SECONDS", 60.0)
 
 
 @pytest.fixture
