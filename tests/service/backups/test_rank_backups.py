@@ -69,9 +69,11 @@ class Job:
         return Ranks(self.agents, generation, LAYOUT, self.peers)
 
     async def commit(self, step: int, keepers: dict[int, int]) -> None:
-        """A step, and its backups."""
+        """A step, its checksums, without which nobody is given it, and its backups."""
         for snapshots in self.snapshots:
             snapshots.save(step)
+        for snapshots in self.snapshots:
+            snapshots.wait_for_sums()
         deadline = time.monotonic() + 30
         for rank, keeper in keepers.items():
             while step not in committed_steps(backup_path(self.folder / self.nodes[keeper], rank, LAYOUT)):
