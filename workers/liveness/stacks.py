@@ -55,7 +55,7 @@ async def _asked(pid: int, path: Path) -> str:
             while True:  # there is no event for a file that has stopped growing
                 await asyncio.sleep(_LOOK_SECONDS)
                 now = _size(path) or 0
-                if now > before and now == seen:
+                if now > before and now == seen and not _is_answering(pid):
                     break
                 seen = now
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -73,9 +73,20 @@ def _size(path: Path) -> int | None:
 
 def _survives(pid: int) -> bool:
     """Whether the process survives STACKS_SIGNAL because it handles or ignores it."""
+    return _is_in_mask(pid, "SigCgt:", "SigIgn:")
+
+
+def _is_answering(pid: int) -> bool:
+    """Whether STACKS_SIGNAL has not reached the main thread yet, or is being handled by it, which blocks the signal:
+    stacks are written in pieces, and a process that has to wait for a processor in between may take any time."""
+    return _is_in_mask(pid, "SigPnd:", "ShdPnd:", "SigBlk:")
+
+
+def _is_in_mask(pid: int, *names: str) -> bool:
+    """Whether STACKS_SIGNAL is in one of these masks of signals of the process and its main thread."""
     with contextlib.suppress(OSError, ValueError):
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-        masks = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith(("SigCgt:", "SigIgn:"))]
+        masks = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith(names)]
         return any(mask >> (STACKS_SIGNAL - 1) & 1 for mask in masks)
     return False
 

@@ -12,7 +12,7 @@ import pytest
 from workers.liveness import hang_detection
 from workers.liveness.hang_detection import DEVICE_SECONDS, LOOK_SECONDS, TrainerWatch
 from workers.liveness.hang_timeouts import BURNING_FACTOR, LEAST_SECONDS, STOPPED_SECONDS, WAITING_FACTOR, Standstill
-from workers.liveness.process_state import ProcessState
+from workers.liveness.process_state import ProcessState, process_state
 from workers.liveness.progress import Progress
 from workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
 from workers.liveness.stacks import stacks_path, take_stacks
@@ -92,15 +92,22 @@ def test_a_stopped_process_is_reported_once_and_again_when_it_moves_on(child, wa
         while not standstills:
             await asyncio.sleep(0.05)
         os.kill(process.pid, signal.SIGCONT)
+        while eye.describe().record.heartbeat == standstills[0].record.heartbeat:
+            await asyncio.sleep(0.05)
 
     stopped, moving = watched(process, 2, wake)
     assert (stopped.overdue, stopped.stopped, stopped.process.state) == (True, True, "T")
     assert (stopped.record.phase, stopped.record.step) == ("backward", 5)
     assert (moving.overdue, moving.stopped) == (False, False)
-    assert moving.record.heartbeat > stopped.record.heartbeat
 
 
-def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(child, watched, tmp_path, go):
+@pytest.fixture
+def patient(monkeypatch):
+    """Whoever asks for stacks waits for them, however long a busy machine keeps the process from answering."""
+    monkeypatch.setattr("workers.liveness.stacks._ANSWER_SECONDS", 30.0)
+
+
+def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(child, watched, tmp_path, go, patient):
     process = child("stuck()")
     (standstill,) = watched(process, 1)
     assert (standstill.overdue, standstill.stopped, standstill.burning) == (True, False, False)
@@ -111,9 +118,40 @@ def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(ch
     assert "in hang" in stacks
 
 
+IN_PIECES = """
+import signal, sys, time
+def answer(number, frame):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})  # as in a handler that is written in C
+    for piece in ("one ", "two"):
+        print(piece, end="", flush=True)
+        time.sleep(0.3)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+signal.signal(signal.SIGUSR2, answer)
+print("up", file=sys.stderr, flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_an_answer_is_heard_to_its_end_though_it_comes_in_pieces(tmp_path, go, patient):
+    """As that of a process that has to wait for a processor after each line."""
+    path = stacks_path(tmp_path, 2)
+    with path.open("w") as answers:
+        command = [sys.executable, "-c", IN_PIECES]
+        process = subprocess.Popen(command, stdout=answers, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr.readline() == "up\n"
+        assert go(lambda: take_stacks(process.pid, path)) == "one two"
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
     process = child("stuck()")
     os.kill(process.pid, signal.SIGSTOP)
+    while not process_state(process.pid).stopped:  # before that it may still answer
+        continue
     stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
     assert "stopped" in stacks
 
