@@ -114,7 +114,7 @@ class SlowToEnd:
         self._may_end, self._ended = may_end, ended
 
     def __del__(self):
-        self._may_end.wait(5.0)
+        self._may_end.wait(30.0)
         self._ended.set()
 
 
@@ -128,7 +128,7 @@ def test_a_collective_that_does_not_end_is_left_to_itself(monkeypatch, kind):
     left.leave(all_ended=False)
     assert not ended.is_set()
     may_end.set()
-    assert ended.wait(5.0)
+    assert ended.wait(30.0)
 
 
 def test_a_device_that_does_not_recover_says_so_itself(asked, monkeypatch):

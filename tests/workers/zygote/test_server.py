@@ -332,7 +332,7 @@ def test_a_fork_that_was_given_up_is_not_in_the_way_of_the_next_one(zygote, go):
                 await fork(zygote.socket, "echo", {}, timeout=0.1)
         finally:
             os.kill(zygote.process.pid, signal.SIGCONT)
-        await end(await fork(zygote.socket, "echo", {}, timeout=5.0))
+        await end(await fork(zygote.socket, "echo", {}, timeout=30.0))
         return given_up
 
     go(body)
