@@ -125,10 +125,10 @@ class BackupSender:
             began = time.perf_counter()
             if wire.send_slot(connection, file, newest):
                 last = (newest.step, newest.sums)
-                self.state.step = newest.step
                 self.state.sent += 1
                 self.state.bytes += file.form.payload
                 self.state.seconds += time.perf_counter() - began
+                self.state.step = newest.step  # last: whoever sees it, on another thread, sees it counted
             else:
                 self.state.dropped += 1
 
