@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -88,15 +89,16 @@ def test_slots_are_pinned_until_they_are_let_go(tmp_path):
         assert cuda.registered == []
 
 
-def test_a_stall_is_what_the_device_waits_not_what_the_host_does(tmp_path):
+def test_a_stall_is_what_the_device_waits_not_what_the_host_does(tmp_path, monkeypatch):
     """By the events: the copy was done two seconds after the compute stream had come so far."""
+    monkeypatch.setattr("workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=lambda: 50.0))
     with pretended_streams() as cuda:
         snapshots = opened(tmp_path)
         snapshots.save(1)
-        assert snapshots.stall_seconds == pytest.approx(2.0, abs=0.5)
+        assert snapshots.stall_seconds == 2.0
         cuda.Event.query = lambda _: False  # the device still computes
         snapshots.save(2)
-        assert snapshots.stall_seconds < 0.5
+        assert snapshots.stall_seconds == 0.0
         snapshots.close()
 
 
