@@ -11,7 +11,7 @@ from workers.comm import gloo_waits
 from workers.comm.gloo_waits import GlooWaits
 from workers.errors import PeerLost
 
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 class Endless:
@@ -63,6 +63,13 @@ def waits(monkeypatch):
     return GlooWaits(interrupted)
 
 
+@pytest.fixture
+def undisturbed(monkeypatch):
+    """Of a rank whose communication is not broken off, however late what it waits for comes."""
+    monkeypatch.setattr(gloo_waits, "END_SECONDS", SECONDS)
+    return GlooWaits(lambda: False)
+
+
 def test_a_collective_that_does_not_end_is_left_and_known_to_go_on(waits):
     endless = Endless()
     waits.begun(endless, heeds_time_outs=True)
@@ -89,18 +96,18 @@ def test_what_pays_no_heed_to_time_outs_and_does_not_end_is_left_and_known_to_go
     scatter.released.set()
 
 
-def test_what_ends_is_waited_for(waits):
-    for work, wait in ((Ending(), waits.in_turns), (Ending(), waits.by_thread)):
+def test_what_ends_is_waited_for(undisturbed):
+    for work, wait in ((Ending(), undisturbed.in_turns), (Ending(), undisturbed.by_thread)):
         wait(work)
-    assert waits.end()
+    assert undisturbed.end()
 
 
 @pytest.mark.parametrize("kind", ["in_turns", "by_thread"])
 @pytest.mark.parametrize("says", ["Connection closed by peer", "Operation timed out!"])
-def test_an_error_of_its_own_is_raised_also_one_that_reads_like_a_turn(waits, kind, says):
+def test_an_error_of_its_own_is_raised_also_one_that_reads_like_a_turn(undisturbed, kind, says):
     work = Ending(says)
     with pytest.raises(RuntimeError, match=says):
-        getattr(waits, kind)(work)
+        getattr(undisturbed, kind)(work)
 
 
 def test_a_collective_that_ends_right_after_its_turn_is_whole(waits):
@@ -112,20 +119,18 @@ def test_a_collective_that_ends_right_after_its_turn_is_whole(waits):
 
 
 @pytest.mark.parametrize("heeds_time_outs", [True, False])
-def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(waits, monkeypatch, heeds_time_outs):
-    monkeypatch.setattr(gloo_waits, "END_SECONDS", SECONDS)
+def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(undisturbed, heeds_time_outs):
     work = Ending("Connection closed by peer")
-    waits.begun(work, heeds_time_outs)
+    undisturbed.begun(work, heeds_time_outs)
     work.turns = 1
-    assert waits.end()
+    assert undisturbed.end()
 
 
-def test_what_pays_no_heed_to_time_outs_and_ends_with_an_error_has_ended(waits, monkeypatch):
+def test_what_pays_no_heed_to_time_outs_and_ends_with_an_error_has_ended(undisturbed):
     """The groups that it was in may take new members."""
-    monkeypatch.setattr(gloo_waits, "END_SECONDS", SECONDS)
     first, second = Ending("Connection closed by peer"), Ending("Connection closed by peer")
     for work in (first, second):
-        waits.begun(work, heeds_time_outs=False)
+        undisturbed.begun(work, heeds_time_outs=False)
     with pytest.raises(RuntimeError, match="closed"):
-        waits.by_thread(first)
-    assert waits.end()
+        undisturbed.by_thread(first)
+    assert undisturbed.end()
