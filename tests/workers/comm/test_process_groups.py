@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,15 @@ def waits_for_nobody(comm: Comm, at: str, port: int) -> str:
             absent._wait_for_all(dist.PrefixStore(f"generation-{generation}", store))
         store.wait([freed])
         return ""
-    threading.Timer(0.5, comm.end, [generation]).start()
+
+    def end() -> None:
+        """While this rank waits, at the groups after both have come."""
+        if at == "groups":
+            dist.PrefixStore(f"generation-{generation}", dist.TCPStore(HOST, port, is_master=False)).wait(["all-here"])
+        time.sleep(0.5)
+        comm.end(generation)
+
+    threading.Thread(target=end, daemon=True).start()
     with pytest.raises(PeerLost) as caught:
         comm.connect(store, generation, HOST, SECRET)
     comm.close()
