@@ -35,6 +35,8 @@ that can be pickled."""
 
 HOST = "127.0.0.1"
 SECONDS = 300.0
+END_SECONDS = 10.0
+"""Seconds that a process whose connection is closed may take to end, which says how it did."""
 
 
 class RanksFailed(MantaError):
@@ -132,7 +134,7 @@ def _received(rank: int, process: BaseProcess, connection: Connection) -> Any:
     try:
         return connection.recv()
     except (EOFError, OSError) as error:
-        process.join(1.0)
+        process.join(END_SECONDS)
         code = process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else "ended"
         raise RanksFailed(f"the process of rank {rank} {how} before it had a result") from error
