@@ -7,19 +7,16 @@ end is killed, and the failure says where each rank stood.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
+import asyncio
 import io
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,6 +29,7 @@ from workers.comm.host_names import ask_for_none
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
+from workers.liveness.stacks import answer_with_stacks, stacks_path, take_stacks
 from workers.threads import OF_COMPUTATION
 from workers.zygote.first_uses import MODULES
 
@@ -131,18 +129,15 @@ class RankProcesses:
     def _start(self) -> None:
         while len(self._processes) < RANKS:
             ours, theirs = multiprocessing.Pipe()
-            self._processes.append(begin_process(_serve, theirs, str(self._trace(len(self._processes)))))
+            self._processes.append(begin_process(_serve, theirs, self._folder.name, len(self._processes)))
             theirs.close()
             self._connections.append(ours)
-
-    def _trace(self, rank: int) -> Path:
-        return Path(self._folder.name) / f"rank-{rank}.trace"
 
     def _collect(self, world: int, deadline: float) -> list[tuple[str, Any]]:
         outcomes: dict[int, tuple[str, Any]] = {}
         while len(outcomes) < world:
             waiting = [self._connections[rank] for rank in range(world) if rank not in outcomes]
-            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            ready = self._ready(waiting, deadline)
             if not ready:
                 self._fail(f"ranks {sorted(set(range(world)) - set(outcomes))} did not end", outcomes)
             for connection in ready:
@@ -153,15 +148,16 @@ class RankProcesses:
                     self._fail(f"the process of rank {rank} died", outcomes)
         return [outcomes[rank] for rank in range(world)]
 
+    def _ready(self, waiting: list[Any], deadline: float) -> list[Any]:
+        """Which of these ranks have ended; none at the deadline."""
+        return multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+
     def _fail(self, reason: str, outcomes: dict[int, tuple[str, Any]]) -> None:
         """Ask every rank where it stands, kill all, and raise."""
         texts = [str(text) for kind, text in outcomes.values() if kind != "returned"]
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
         for rank in set(range(len(self._processes))) - set(outcomes):
-            texts.append(f"rank {rank} stood at:\n{self._trace(rank).read_text()[-3000:]}")
+            stacks = asyncio.run(take_stacks(self._processes[rank].pid, stacks_path(self._folder.name, rank)))
+            texts.append(f"rank {rank} stood at:\n{stacks[-3000:]}")
         self.close()
         raise RankFailure("\n".join([reason, *texts]))
 
@@ -176,17 +172,16 @@ class RankProcesses:
         self._connections.clear()
 
 
-def _serve(connection: multiprocessing.connection.Connection, trace: str) -> None:
+def _serve(connection: multiprocessing.connection.Connection, folder: str, rank: int) -> None:
     torch.set_num_threads(1)
     ask_for_none()
-    with Path(trace).open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file)
-        while True:
-            try:
-                order = connection.recv_bytes()
-            except EOFError:
-                return
-            connection.send_bytes(pickled(_outcome(order)))
+    answer_with_stacks(folder, rank)
+    while True:
+        try:
+            order = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(pickled(_outcome(order)))
 
 
 def _outcome(order: bytes) -> tuple[str, Any]:

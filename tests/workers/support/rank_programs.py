@@ -6,6 +6,7 @@ Shapes: B global batch, s sequence; windows are [B, s + 1] token ids.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -397,14 +398,15 @@ def broken_off(comm: Comm, document: dict[str, Any], weights: Weights, windows: 
     return Steps([statistics.loss], [statistics.grad_norm], [], parameters)
 
 
-def hang(comm: Comm) -> None:
-    """Rank 0 waits for a message that rank 1 never sends."""
+def hang(comm: Comm, folder: str) -> None:
+    """Rank 0 waits for a message that rank 1 never sends; each makes a file in `folder` once it stands there."""
+    stands = Path(folder) / str(comm.rank)
     if comm.rank == 0:
-        comm.receive(1, torch.zeros(1)).wait()
+        with mock.patch.object(type(comm.progress), "waits_for", lambda *_, **__: stands.touch()):
+            comm.receive(1, torch.zeros(1)).wait()
     else:
-        import time
-
-        time.sleep(3600)
+        stands.touch()
+        threading.Event().wait()
 
 
 def fail_on_rank_one(comm: Comm) -> None:

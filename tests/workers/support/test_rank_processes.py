@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -16,9 +17,18 @@ def test_the_culprits_traceback_is_reported_not_that_of_those_who_lost_it(ranks)
         ranks.run(layout_of(data=4), fail_on_rank_one)
 
 
-def test_a_hang_is_ended_and_says_where_everybody_stood(ranks):
-    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] did not end") as caught:
-        ranks.run(layout_of(pipeline=2), hang, seconds=1.0)
+def test_a_hang_is_ended_and_says_where_everybody_stood(ranks, tmp_path, monkeypatch):
+    def nobody(waiting, deadline):
+        """Has ended when the time is over, which is once both stand."""
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr("workers.liveness.stacks._ANSWER_SECONDS", 30.0)
+    with monkeypatch.context() as patch, pytest.raises(RankFailure, match=r"ranks \[0, 1\] did not end") as caught:
+        patch.setattr(ranks, "_ready", nobody)
+        ranks.run(layout_of(pipeline=2), hang, str(tmp_path))
     assert "in hang" in str(caught.value)
     assert "links.py" in str(caught.value)
     assert len(ranks.run(layout_of(pipeline=2), initial_parameters, document(parallel={"pipeline": 2}))) == 2
