@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 from unittest.mock import patch
 
@@ -202,18 +203,27 @@ def test_training_does_not_wait_for_a_store_that_does_not_say_what_is_missing(tr
 def test_whoever_waits_for_a_save_that_gets_on_does_not_stand_still(trainer, store, monkeypatch):
     monkeypatch.setattr(checkpointer, "LOOK_SECONDS", 0.02)
     checkpoints, progress = trainer.state.checkpoints, trainer.comm.progress
-    checkpoints.start(2)
-    moves = []
-    monkeypatch.setattr(progress.__class__, "moved", lambda self, waited=0.0: moves.append(checkpoints.writing))
-    threading.Timer(0.3, lambda: moves.append("free") or store.set()).start()
-    write = SummingFile.write
-    slowly = threading.Event()
+    looks, moves, seen, write = [], [], threading.Event(), SummingFile.write
 
-    def slow(self: SummingFile, data: Any) -> int:
-        slowly.wait(0.1)
+    def moved(self: Any, waited: float = 0.0) -> None:
+        moves.append(checkpoints.writing)
+        seen.set()
+
+    def look(*given: Any) -> Any:
+        looks.append(None)
+        if len(looks) == 4:
+            moves.append("free")
+            store.set()
+        return wait(*given)
+
+    def write_after_a_look(self: SummingFile, data: Any) -> int:
+        assert checkpoints._writes == 0 or seen.wait(60)
         return write(self, data)
 
-    monkeypatch.setattr(SummingFile, "write", slow)
+    monkeypatch.setattr(progress.__class__, "moved", moved)
+    monkeypatch.setattr(checkpointer, "wait", look)
+    monkeypatch.setattr(SummingFile, "write", write_after_a_look)
+    checkpoints.start(2)
     checkpoints.finish()
     assert moves[0] == "free", "nothing was written before"
     assert len(moves) > 1 and all(moves)
