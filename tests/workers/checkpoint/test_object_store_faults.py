@@ -39,6 +39,7 @@ class Trouble:
         self._requests += 1
         if self._requests == self._killed_after:
             self._server.process.kill()
+            self._server.process.wait()
         return self._draw.choice(REFUSALS) if self._draw.random() < self._chance else None
 
 

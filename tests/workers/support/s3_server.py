@@ -43,6 +43,12 @@ class S3Server:
     """Keeps what is stored in memory."""
 
     def __init__(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not self._starts(deadline):  # its port became somebody else's meanwhile
+            assert time.monotonic() < deadline, "the S3 server did not start"
+
+    def _starts(self, deadline: float) -> bool:
+        """Whether it answers, on a port that was free a moment ago; False if it has ended."""
         keeps = {"S3_UPLOAD_PART_MIN_SIZE": str(LEAST_PART), "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**23)}
         with socket.create_server((HOST, 0)) as free:
             port = free.getsockname()[1]
@@ -51,10 +57,12 @@ class S3Server:
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **keeps}
         )
         self.url = f"http://{HOST}:{port}"
-        deadline = time.monotonic() + START_SECONDS
         while not self._answers():
-            assert self.process.poll() is None and time.monotonic() < deadline, "the S3 server did not start"
+            assert time.monotonic() < deadline, "the S3 server did not start"
+            if self.process.poll() is not None:
+                return False
             time.sleep(0.05)
+        return self.process.poll() is None  # otherwise somebody else has answered
 
     def _answers(self) -> bool:
         try:
