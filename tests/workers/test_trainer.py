@@ -1,10 +1,12 @@
 """What a trainer owes a job beyond its steps."""
 
 import gc
+import itertools
 import math
 import shutil
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,7 +238,12 @@ def _rows(job, places):
     return rows_of(messages), trainer.engine.state()
 
 
-def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path):
+def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path, monkeypatch):
+    """By a clock that moves by a microsecond whenever a snapshot looks at it."""
+    looks = itertools.count()
+    for module in ("snapshots", "state_copy"):
+        clock = SimpleNamespace(perf_counter=lambda: next(looks) * 1e-6)
+        monkeypatch.setattr(f"workers.snapshot.{module}.time", clock)
     job = _two_step_job(tmp_path)
     (plain, state), (kept, kept_state) = (
         _rows(job, Places()),
