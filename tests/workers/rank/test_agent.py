@@ -17,6 +17,7 @@ from workers.protocol.messages import PROTOCOL, Endpoint, Fault, Launched, Launc
 from workers.protocol.ownership import StaleOwner
 from workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
 from workers.rank import agent as module
+from workers.rank import trainer_handle, trainer_slot
 from workers.rank.agent import Agent
 from workers.rank.trainer_handle import TrainerHandle
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
@@ -26,8 +27,11 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def make_agent(zygote, tmp_path):
-    """Makes the agent of rank 3 of job-1; must be called in a running event loop."""
+def make_agent(zygote, tmp_path, monkeypatch):
+    """Makes the agent of rank 3 of job-1; must be called in a running event loop. It is as patient with its zygote and
+    with a trainer's last words as a busy machine asks for."""
+    monkeypatch.setattr(trainer_slot, "PREPARE_WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(trainer_handle, "DRAIN_SECONDS", 30.0)
 
     def make():
         snapshots = tmp_path / "snapshots"

@@ -324,7 +324,8 @@ def test_reports_keep_the_time_at_which_they_were_made_and_the_rank_that_the_age
     story(body)
 
 
-def test_a_flight_record_is_asked_for_once_and_handed_to_all_who_ask():
+def test_a_flight_record_is_asked_for_once_and_handed_to_all_who_ask(monkeypatch):
+    monkeypatch.setattr(trainer_handle, "FLIGHT_RECORD_SECONDS", SECONDS)
     record = FlightRecord(whole=False)
 
     async def body(rig):
