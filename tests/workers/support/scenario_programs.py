@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class _Process:
         self._scenario, self._port = scenario, port
         self._snapshots, self._saved = folder / "snapshots", folder / "checkpoints"
         self._store = dist.TCPStore(HOST, port, is_master=False)
+        self._taking = threading.Lock()
         self._reporter = Reporter(self._take)
         self._comm: Comm | None = None
         self._trainer: Trainer | None = None
@@ -198,8 +200,10 @@ class _Process:
             with path.open("r+b") as file:  # what was done since then is undone
                 file.write(image)
             if rank == 0:  # its snapshot has them
-                not_sent = {at for at, row in self.record.rows.items() if at > step - NOT_SENT and row[0] == number}
-                self.record.rows = {at: row for at, row in self.record.rows.items() if at not in not_sent}
+                with self._taking:
+                    rows = self.record.rows.items()
+                    kept = {at: row for at, row in rows if at <= step - NOT_SENT or row[0] != number}
+                    self.record.rows = kept
         return _Outcome(rank, generation.parallel, step, None, may_redo=may_redo)
 
     def _may_redo(self) -> int:
@@ -305,13 +309,15 @@ class _Process:
                 path.write_bytes(there[0].read_bytes())
 
     def _take(self, messages: list[Message]) -> None:
-        self.record.rolled_back += [event for event in events_of(messages) if event["type"] == "rolled_back"]
-        for row in rows_of(messages):
-            keys = ("loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
-            known = self.record.rows.get(row["step"], (0, []))
-            numbers = [repr(row.get(key)) for key in keys]  # for those that are not a number too
-            if row["generation"] >= known[0]:
-                self.record.rows[row["step"]] = (row["generation"], numbers)
+        """On the reporter's thread."""
+        with self._taking:
+            self.record.rolled_back += [event for event in events_of(messages) if event["type"] == "rolled_back"]
+            for row in rows_of(messages):
+                keys = ("loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
+                known = self.record.rows.get(row["step"], (0, []))
+                numbers = [repr(row.get(key)) for key in keys]  # for those that are not a number too
+                if row["generation"] >= known[0]:
+                    self.record.rows[row["step"]] = (row["generation"], numbers)
 
     def _be_hashed(self) -> None:
         if self._trainer is None or self._built is None:
