@@ -95,10 +95,14 @@ class Wire:
         self.meddle: Callable[[bytes], Any] = lambda head: None
         self.pace: float | None = None
         self.requests: list[str] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Nobody is listened to any more."""
+        """Nobody is listened to any more. A thread that still waited could take the calls of the next wire, whose
+        listener may have the same descriptor."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._listener.close()
 
     def _accept(self) -> None:
