@@ -48,7 +48,7 @@ class SubmitPage {
       h("div", { class: "title-row" }, h("h1", {}, "Submit a job")),
       h("div", { class: "columns" }, editor.element, check.element),
     );
-    viewer.then((me) => (this.may = may(me, "submit")));
+    this.viewer = viewer;
   }
 
   async begin(from) {
@@ -69,6 +69,7 @@ class SubmitPage {
     try {
       const document = await documentOf(text);
       const dry = await send("POST", "/v1/jobs", document, { dry_run: true });
+      this.may = may(await this.viewer, "submit");
       if (text !== this.text.value) return;
       this.document = document;
       this.submit.disabled = !this.may;
