@@ -1,6 +1,7 @@
 """A job is followed live, and only by those who may."""
 
 import json
+import re
 import time
 
 import pytest
@@ -77,7 +78,7 @@ def test_jobs_are_paused_resumed_retried_and_renamed(followed, browser):
     page = viewer.open()
     page.get_by_label("Filter by state").select_option("FAILED")
     expect(page.locator("tbody tr")).to_have_count(1)
-    assert page.url.endswith("state=FAILED"), "what is looked at can be shared"
+    expect(page).to_have_url(re.compile("state=FAILED$"))  # what is looked at can be shared
     page.locator("tbody tr").get_by_role("link").click()
     expect(page.locator(".why")).to_contain_text("no such file or directory")
     frames = "\n".join(f'  File "layer.py", line {line}, in forward' for line in range(60))
@@ -253,7 +254,7 @@ def test_page_whose_files_are_of_a_release_that_is_gone_is_loaded_anew(viewed, b
     page.route("**/pages/queue.js", lambda route: route.fulfill(status=404), times=1)
     page.get_by_role("link", name="Queue").click()
     expect(page).to_have_title("Queue – Manta")
-    assert page.url == viewed.page("queue")
+    expect(page).to_have_url(viewed.page("queue"))
     page.route("**/parts/recovery_table.js", lambda route: route.abort(), times=1)  # the network has changed
     page.goto(viewed.page(f"jobs/{viewed.job}"))
     expect(page.locator(".tab-body")).to_be_visible()

@@ -152,7 +152,7 @@ def test_list_is_kept_in_the_address_and_leads_to_comparison(viewer):
     expect(page.get_by_role("table", name="Differences")).to_contain_text("name")
     expect(page.get_by_role("table", name="Figures")).to_contain_text("SUCCEEDED")
     page.get_by_label("Measure progress by").select_option("tokens")
-    assert "x=tokens" in page.url
+    expect(page).to_have_url(re.compile("x=tokens"))
     page.reload()
     expect(page.locator(".chip")).to_have_count(2)
     page.get_by_label("Leave out tiny-llama").click()
@@ -186,8 +186,9 @@ def test_logs_are_filtered_by_rank_and_text(viewer):
     expect(log.locator(".log-line")).to_have_count(10)
     page.get_by_label("Only lines with").fill("/(/")
     expect(page.get_by_role("status").filter(has_text="regex")).to_be_visible()
-    assert "rank=3" in page.url
+    expect(page).to_have_url(re.compile("rank=3"))
     page.get_by_label("Only lines with").fill("")
+    expect(log.locator(".log-line")).to_have_count(31)
     page.get_by_label("Level").select_option("error")
     expect(log).to_have_text("No line matches.")
     viewer.complaints.said = [text for text in viewer.complaints.said if "422" not in text]
@@ -293,7 +294,17 @@ def test_spec_on_the_screen_is_the_one_that_is_submitted_once(followed, browser)
     expect(page.get_by_text("submit it again, it will be one job")).to_be_visible()
     submit.click()
     expect(page).to_have_title("shown – Manta")
-    assert lost[0].json()["id"] in page.url
+    expect(page).to_have_url(re.compile(lost[0].json()["id"]))
+
+
+def test_who_may_submit_can_however_late_the_page_is_told_who_that_is(viewer):
+    page, held = viewer.open(), []
+    page.route("**/v1/me", lambda route: held.append(route))
+    with page.expect_response("**/v1/jobs?dry_run=true"):
+        page.goto(viewer.sample.page("submit"))
+    held[0].continue_()
+    expect(page.get_by_role("button", name="Submit")).to_be_enabled()
+    expect(page.get_by_text("Your key may not submit jobs.")).to_have_count(0)
 
 
 def test_planner_answers_with_reasons_and_pictures(viewer):
