@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,15 +93,16 @@ def test_job_that_is_as_it_was_is_put_together_once_a_second(store, submit, rend
 
 @pytest.mark.parametrize(("over_for", "times"), [(SETTLED_SECONDS + 5, 1), (SETTLED_SECONDS - 5, 2)])
 def test_job_that_was_over_for_a_while_is_put_together_once_until_its_row_changes(
-    store, submit, rendered, clock, put_together, over_for, times
+    store, submit, rendered, clock, put_together, monkeypatch, over_for, times
 ):
     job_id = submit().id
 
     def end(session):
         jobs.transition(session, job_id, JobState.CANCELLED)
-        jobs.get(session, job_id).finished_at -= over_for
+        return jobs.get(session, job_id).finished_at
 
-    store.write(end)
+    now = datetime.fromtimestamp(store.write(end) + over_for, UTC)
+    monkeypatch.setattr(rendered_jobs, "datetime", SimpleNamespace(now=lambda zone: now))
     rendered.one(store, job_id)
     clock.now += 1000 * FRESH_SECONDS
     rendered.one(store, job_id)

@@ -39,8 +39,9 @@ def test_state_that_shall_change_is_the_one_of_now_where_none_is_given():
     states, looked = {"job": "STARTING"}, threading.Event()
 
     def states_of(job_ids):
+        seen = dict(states)
         looked.set()
-        return dict(states)
+        return seen
 
     async def main():
         wait = asyncio.create_task(StateWaits(states_of).until_changed("job", None, LONG))

@@ -136,14 +136,15 @@ def test_submission_whose_file_system_hangs_is_refused_with_a_sentence_and_so_ar
 def test_read_that_hangs_keeps_its_place_until_it_is_answered(monkeypatch):
     """Else there would be a thread more with each request that names such a file system."""
     monkeypatch.setattr(threads, "FILES", 1)
-    monkeypatch.setattr(threads, "FILE_SECONDS", 0.05)
     go_on = threading.Event()
 
     async def body():
         files = threads.FileReads()
-        for read in (lambda: go_on.wait(SECONDS), lambda: "read"):
-            with pytest.raises(threads.FilesSilent):
-                await files.run(read)
+        with monkeypatch.context() as patch:
+            patch.setattr(threads, "FILE_SECONDS", 0.05)
+            for read in (lambda: go_on.wait(SECONDS), lambda: "read"):
+                with pytest.raises(threads.FilesSilent):
+                    await files.run(read)
         go_on.set()
         async with asyncio.timeout(SECONDS):
             await files._places.acquire()
