@@ -277,7 +277,7 @@ def test_open_streams_block_nobody_cost_nothing_while_quiet_and_notice_that_the_
         streams.append(client.send(request, stream=True))
         assert streams[-1].status_code == 200
     assert service.http.get("/healthz").status_code == 200
-    assert service.http.get("/v1/jobs").elapsed.total_seconds() < 5
+    assert service.http.get("/v1/jobs").status_code == 200, "it would not be answered before the streams end"
     tell(service, job["id"], "to all")
     for stream in streams:
         assert any("to all" in line for line in stream.iter_lines())
