@@ -237,7 +237,9 @@ def serving(control: FakeControl, limits: RequestLimits = UNLIMITED, most: int =
 
     app = create_app(control, limits=limits)
     control.changed_database = state_of(app).identities.forget
-    config = uvicorn.Config(app, http=limited_to(most), port=0, log_level="warning", timeout_graceful_shutdown=2)
+    # Longer than clients keep idle connections: what is sent while one is closed is lost.
+    patience = {"timeout_keep_alive": 60, "timeout_graceful_shutdown": 2}
+    config = uvicorn.Config(app, http=limited_to(most), port=0, log_level="warning", **patience)
     server = Server(config, app)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -1,5 +1,6 @@
 """Connections that say nothing, and more connections than a service can hold."""
 
+import asyncio
 import contextlib
 import resource
 import socket
@@ -7,6 +8,8 @@ import threading
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from api import connections, request_guard
 from api.connections import MOST_CONNECTIONS, connections_at_once
@@ -15,6 +18,7 @@ from api.rest_version import HEADER, REST
 from service.store import events
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN
+from tests.service.support.virtual_time import run_with_answers_at_once
 
 SECONDS = 20.0
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -62,24 +66,57 @@ def test_head_that_comes_a_byte_now_and_then_is_waited_for_no_longer(impatient):
     pytest.fail("it is waited for again with each byte")
 
 
-def test_second_head_of_a_connection_is_waited_for_no_longer(impatient):
-    with connected(impatient) as connection:
+def test_second_head_of_a_connection_is_waited_for_no_longer(service, monkeypatch):
+    with connected(httpx.URL(service.url)) as connection:
         connection.sendall(HEAD + b"\r\n")
         first = connection.recv(65536)
         assert first.startswith(b"HTTP/1.1 200 OK")
+        monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
         connection.sendall(b"GET ")
         assert answer(connection) == b""
 
 
-def test_body_that_takes_longer_than_a_head_may_is_not_cut_off(service, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
-    url, body = httpx.URL(service.url), b'{"name": 1}'
-    with connected(url) as slow, connected(url) as silent:
-        head = f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\nConnection: close\r\n"
-        slow.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{{".encode())
-        assert answer(silent) == b"", "so the time for a head is over"
-        slow.sendall(body[1:])
-        assert answer(slow).startswith(b"HTTP/1.1 422 Unprocessable")
+class Wire(asyncio.Transport):
+    """The service's end of a connection, on a clock of the test's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent, self.closed = b"", False
+
+    def write(self, data):
+        self.sent += data
+
+    def close(self):
+        self.closed = True
+
+    def is_closing(self):
+        return self.closed
+
+
+async def echo(scope, receive, send):
+    """Answers with what it is sent."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def test_body_that_takes_longer_than_a_head_may_is_not_cut_off():
+    async def main():
+        config, wire = uvicorn.Config(echo, log_config=None, lifespan="off"), Wire()
+        connection = connections.LimitedConnection(config, ServerState(), {})
+        connection.connection_made(wire)
+        connection.data_received(HEAD.replace(b"GET", b"POST") + b"Content-Length: 2\r\n\r\n{")
+        await asyncio.sleep(10 * connections.HEAD_SECONDS)
+        assert (wire.sent, wire.closed) == (b"", False)
+        connection.data_received(b"}")
+        await asyncio.sleep(1)
+        assert wire.sent.startswith(b"HTTP/1.1 200 OK") and wire.sent.endswith(b"\r\n\r\n{}")
+        connection.connection_lost(None)
+
+    run_with_answers_at_once(main())
 
 
 @pytest.mark.parametrize(
