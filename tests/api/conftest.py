@@ -14,6 +14,7 @@ import pytest
 import typer.testing
 import uvicorn
 
+from api import auditing
 from api.app import create_app
 from api.app_state import state_of
 from api.connections import MOST_CONNECTIONS, limited_to
@@ -212,6 +213,13 @@ def commands_are_read_once() -> Iterator[None]:
 def key_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """What clients and commands send."""
     monkeypatch.setenv("MANTA_API_KEY", ADMIN)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def audit_is_waited_for() -> Iterator[None]:
+    """An answer comes when its line of the audit is stored, however slow the disk is: many tests read it then."""
+    with mock.patch.object(auditing, "PATIENCE_SECONDS", 60.0):
+        yield
 
 
 @pytest.fixture
