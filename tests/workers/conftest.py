@@ -138,6 +138,12 @@ def go() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def each_save_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the disk is; otherwise a save waits while another one is under way for longer than a moment."""
+    monkeypatch.setattr("workers.checkpoint.checkpointer.PATIENCE_SECONDS", 60.0)
+
+
+@pytest.fixture
 def gone() -> Callable[[int], bool]:
     """Whether a process ends within ten seconds."""
 

@@ -312,7 +312,9 @@ def test_a_measurement_that_a_failure_broke_off_is_over_when_the_next_generation
     rank.end()
 
 
-def test_what_a_roll_back_undoes_is_forgotten_only_once_all_ranks_have_what_they_go_back_to(tmp_path, monkeypatch):
+def test_what_a_roll_back_undoes_is_forgotten_only_once_all_ranks_have_what_they_go_back_to(
+    tmp_path, monkeypatch, each_save_at_its_step
+):
     """Whatever dies in between, all of them have a step in common."""
     rank = Rank(tmp_path, {"nonfinite": "roll_back", "roll_back_steps": 2}, every_steps=1)
     rank.trainer.restore(Resume())

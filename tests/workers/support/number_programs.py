@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from reported import events_of, rows_of
 
+from workers.checkpoint import checkpointer
 from workers.comm.comm import Comm
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.protocol.messages import Resume
@@ -37,6 +39,7 @@ class Run:
     numbers: dict[str, Any]
 
 
+@mock.patch.object(checkpointer, "PATIENCE_SECONDS", 60.0)  # each save at its step, however slow the disk is
 def train(
     comm: Comm,
     document: dict[str, Any],

@@ -19,6 +19,7 @@ import torch
 from reported import events_of, rows_of
 
 from workers import run, standalone
+from workers.checkpoint import checkpointer
 from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.config import JobSpec
@@ -204,6 +205,7 @@ class Trained:
     """(kind, name, offsets, values) of this rank's part."""
 
 
+@mock.patch.object(checkpointer, "PATIENCE_SECONDS", 60.0)  # each save at its step, however slow the disk is
 def train_job(
     comm: Comm,
     document: dict[str, Any],
