@@ -39,6 +39,17 @@ LEAST_PART = 2**16
 """Bytes of a part that is not an upload's last; S3 asks for 5 MiB, which would all have to pass through Python."""
 
 
+SERVE = """
+import sys
+from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+host, listener, app = sys.argv[1], int(sys.argv[2]), DomainDispatcherApplication(create_backend_app)
+make_server(host, 0, app, threaded=True, request_handler=MotoRequestHandler, fd=listener).serve_forever()
+"""
+"""As `python -m moto.server`, but at a socket that listens already: no port that was free can be taken meanwhile."""
+
+
 class S3Server:
     """Keeps what is stored in memory."""
 
@@ -50,12 +61,12 @@ class S3Server:
     def _starts(self, deadline: float) -> bool:
         """Whether it answers, on a port that was free a moment ago; False if it has ended."""
         keeps = {"S3_UPLOAD_PART_MIN_SIZE": str(LEAST_PART), "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**23)}
-        with socket.create_server((HOST, 0)) as free:
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **keeps}
-        )
+        with socket.create_server((HOST, 0)) as listener:
+            port, number = listener.getsockname()[1], listener.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, HOST, str(number)], pass_fds=[number], stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, env={**os.environ, **keeps, "MOTO_PORT": str(port)},
+            )  # fmt: skip
         self.url = f"http://{HOST}:{port}"
         while not self._answers():
             assert time.monotonic() < deadline, "the S3 server did not start"
