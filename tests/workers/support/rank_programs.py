@@ -225,6 +225,8 @@ def train_job(
     while trainer.step < (spec.train.steps if until is None else until):
         step_statistics = trainer.train_step()
         statistics.append((step_statistics.loss, step_statistics.grad_norm))
+    if trainer.state.snapshots is not None:
+        trainer.state.snapshots.finish()
     if trainer.state.checkpoints is not None:
         trainer.state.checkpoints.finish()
     comm.barrier()
