@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import math
 import os
 import random
 import shutil
@@ -41,7 +40,6 @@ STEPS = 60
 SLOTS = 8
 DISK_KILOBYTES = 256 * 1024
 MIDDLE = 20
-GROUPS = ("tensor", "pipeline", "data")
 PAIR = (1, 1, 2)
 """Layout of a job that needs no more than two ranks."""
 EVERY_STEP = {"every_steps": 0, "snapshot_every_steps": 1}
@@ -175,10 +173,10 @@ class Manta:
     def starting(self, document: dict) -> Iterator[tuple[str, Callable[..., Any]]]:
         """Submit a job that has agents, and no processes before the end of the block; the job, and what asks for its
         faults meanwhile. They strike where they are to, however fast the job and however slow the test is."""
-        ranks, before = math.prod(document["parallel"][group] for group in GROUPS), set(self.agents())
         with self.zygote_stopped():
             job = self.submit(document)
-            self.until("its agents", lambda: len(set(self.agents()) - before) == ranks)
+            # This is decided when all agents have said where they are: none is so new that it takes a fault too late.
+            self.until("its agents", lambda: self.client.job(job).spec["resources"]["threads"] != "auto")
             yield job, functools.partial(self._inject, job)
 
     def submit_held(self, document: dict, rank: int, step: int = MIDDLE, seconds: float = HOLD_SECONDS) -> str:
@@ -190,9 +188,15 @@ class Manta:
         return job
 
     def hold(self, job: str, rank: int, step: int = MIDDLE, seconds: float = HOLD_SECONDS) -> None:
-        """The same for a job that runs: one of which another rank is held already, or that has steps to spare."""
+        """The same for a job that runs: one of which another rank is held already, or that has steps to spare. Any
+        other may be past `step`, or over: `starting` and `hold_from_the_next` are for those."""
         self.inject(job, "slow", rank, at_step=step + 1, seconds=seconds)
         self.until_step(job, step)
+
+    def hold_from_the_next(self, job: str, rank: int, seconds: float = HOLD_SECONDS) -> None:
+        """From the beginning of its next generation on each step takes `seconds`, until the process that `rank` has
+        then is replaced."""
+        self.inject(job, "slow", rank, phase="recovery", seconds=seconds)
 
     def let_go(self, job: str, rank: int) -> None:
         """The opposite of `hold`: steps take as long as they do."""
@@ -214,6 +218,10 @@ class Manta:
             with contextlib.suppress(psutil.NoSuchProcess):
                 zygote.resume()
 
+    def until_ended(self, *pids: int) -> None:
+        """Wait until these processes of a job have ended, though nobody may be there who notices."""
+        self.until("their end", lambda: all(_has_ended(pid) for pid in pids), every=OFTEN_SECONDS)
+
     def until_state(self, job: str, *states: str, seconds: float = SECONDS) -> Any:
         """Wait until the job is in one of `states`; the job."""
 
@@ -233,6 +241,11 @@ class Manta:
     def until_generation(self, job: str, generation: int) -> None:
         """Wait until generation number `generation` has been started."""
         self.until(f"generation {generation}", lambda: self.client.job(job).generation >= generation)
+
+    def until_recovered(self, job: str, times: int) -> None:
+        """Wait until the job has recovered so often: its newest generation has committed a step of its own, whatever
+        the ones before had committed."""
+        self.until(f"recovery {times}", lambda: len(self.events(job, "recovered")) == times, every=OFTEN_SECONDS)
 
     def pids(self, job: str) -> list[int]:
         """Process ids of the trainers by rank, as `/ranks` tells them; all of them are there."""
@@ -282,7 +295,10 @@ class Manta:
     def agent_of(self, job: str, rank: int) -> psutil.Process:
         """The process of a rank's agent, by the log that it writes."""
         log = str(self.paths.rank_log(job, rank))
-        (agent,) = [agent for agent in self.agents() if log in [file.path for file in agent.open_files()]]
+        writers: list[psutil.Process] = self.until(
+            "its agent", lambda: [each for each in self.agents() if _has_open(each, log)]
+        )
+        (agent,) = writers
         return agent
 
     def leftovers(self, job: str) -> list[str]:
@@ -311,6 +327,20 @@ class Manta:
                 assert error.problem.status == 409, error
         if running:
             self.until("the end of their processes", lambda: not self.trainers() and not self.agents())
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _has_open(process: psutil.Process, path: str) -> bool:
+    try:
+        return path in [file.path for file in process.open_files()]
+    except psutil.NoSuchProcess:  # an agent of an earlier job, which has ended meanwhile
+        return False
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import threading
 import psutil
 import pytest
 
-from tests.e2e.conftest import MIDDLE, PAIR
+from tests.e2e.conftest import HOLD_SECONDS, MIDDLE, PAIR
 
 
 def wake(pid):
@@ -19,12 +19,14 @@ def wake(pid):
 
 def test_stopped_ranks_are_named_and_replaced(manta, pair_undisturbed):
     """One after the other: the last rank, and the one that reports."""
-    job = manta.submit(manta.spec(layout=PAIR))
+    with manta.starting(manta.spec(layout=PAIR)) as (job, inject):
+        for number, rank in enumerate((1, 0)):
+            inject("slow", rank, at_step=MIDDLE + 10 * number + 1, seconds=HOLD_SECONDS)
     for number, rank in enumerate((1, 0)):
-        manta.hold(job, rank, MIDDLE + 10 * number)
+        manta.until_step(job, MIDDLE + 10 * number)
         process = psutil.Process(manta.pids(job)[rank])
         process.suspend()
-        manta.until_generation(job, number + 2)
+        manta.until_recovered(job, number + 1)
         assert not process.is_running(), "nothing is there that could wake up"
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == pair_undisturbed

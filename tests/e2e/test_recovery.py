@@ -9,16 +9,22 @@ import pytest
 from api.client import ServiceUnreachable
 from service.cluster.ray_head import RayHead
 from service.states import is_final
-from tests.e2e.conftest import EVERY_STEP, MIDDLE, OFTEN_SECONDS, PAIR
+from tests.e2e.conftest import EVERY_STEP, HOLD_SECONDS, LONG_HOLD_SECONDS, MIDDLE, OFTEN_SECONDS, PAIR
 from tests.service.support.otlp_collector import attributes, seconds
+
+AFTER_A_CHANGE = 33
+"""The interval between snapshots changes after steps 16, 32 and so on alone (`workers/snapshot/interval.py`)."""
 
 
 def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill, collector):
-    job = manta.submit_held(manta.spec(), 3)
+    with manta.starting(manta.spec()) as (job, inject):
+        inject("slow", 3, at_step=MIDDLE + 1, seconds=HOLD_SECONDS)
+        inject("slow", 2, at_step=AFTER_A_CHANGE + 1, seconds=HOLD_SECONDS)
+    manta.until_step(job, MIDDLE)
     before = manta.pids(job)
     kill(before[3])
-    manta.until_generation(job, 2)
-    manta.hold(job, 2, MIDDLE + 10)
+    manta.until_recovered(job, 1)
+    manta.until_step(job, AFTER_A_CHANGE)
     after, intervals = manta.pids(job), snapshot_intervals(manta, job)
     assert after[:3] == before[:3], "survivors keep their processes, the dead rank's own tensor peer included"
     assert after[3] != before[3]
@@ -68,7 +74,7 @@ def snapshot_intervals(manta, job):
 def assert_promise_kept(manta, job, intervals):
     """The new generation resumed from a snapshot, and redid no more steps than `workers/snapshot/interval.py` promises
     for the intervals in force. `intervals`: as of right before the kill, since redone steps replace their rows; they
-    change at steps 16, 32 and so on alone."""
+    change after steps 16, 32 and so on alone."""
     resumed = manta.events(job, "generation_started")[-1].data
     recovering = [event for event in manta.events(job, "state_changed") if event.data["to"] == "RECOVERING"][-1]
     assert resumed["resume_source"] == "snapshot"
@@ -80,15 +86,17 @@ def assert_promise_kept(manta, job, intervals):
 
 def test_killed_again_and_again_it_loses_nothing(manta, undisturbed, kill):
     """The rank that reports, all others at once, and one while it still recovers from the death of another."""
-    job = manta.submit_held(manta.spec(), 0)
-    manta.hold(job, 1)  # it survives the first
+    job = manta.submit_held(manta.spec(), 0, seconds=LONG_HOLD_SECONDS)
+    manta.hold(job, 1, seconds=LONG_HOLD_SECONDS)  # it survives the first
     kill(manta.pids(job)[0])
-    manta.until_generation(job, 2)
-    manta.hold(job, 0, MIDDLE + 1)  # it survives all that follow, but perhaps the last
-    for pid in manta.pids(job)[1:]:
-        kill(pid)
-    manta.until_generation(job, 3)
-    manta.until_step(job, MIDDLE + 3)
+    manta.until_recovered(job, 1)
+    manta.hold(job, 0, seconds=LONG_HOLD_SECONDS)  # it survives all that follow
+    pids = manta.pids(job)
+    with manta.zygote_stopped():  # nobody is replaced before all have ended
+        for pid in pids[1:]:
+            kill(pid)
+        manta.until_ended(*pids[1:])
+    manta.until_recovered(job, 2)
     kill(manta.pids(job)[2])
     manta.until_generation(job, 4)
     kill(manta.until("a trainer of generation 4", lambda: trainer_of_generation(manta, job, 4), every=OFTEN_SECONDS))
@@ -99,8 +107,8 @@ def test_killed_again_and_again_it_loses_nothing(manta, undisturbed, kill):
 
 
 def trainer_of_generation(manta, job, generation):
-    """Process id of any trainer of that generation, as soon as there is one."""
-    ranks = [rank for rank in manta.client.ranks(job).items if rank.generation == generation and rank.pid]
+    """Process id of a trainer of that generation, as soon as there is one, but not of rank 0's."""
+    ranks = [rank for rank in manta.client.ranks(job).items if rank.generation == generation and rank.rank and rank.pid]
     return ranks[0].pid if ranks else None
 
 
@@ -108,30 +116,36 @@ def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, 
     """An agent, the zygote that all trainers are forked from, and the node's daemon, one after the other."""
     job = manta.submit_held(manta.spec(layout=PAIR), 0)  # it survives the first
     manta.agent_of(job, 1).kill()
-    manta.until_generation(job, 2)
-    manta.until_step(job, MIDDLE + 2)
+    manta.until_recovered(job, 1)
+    manta.hold_from_the_next(job, 0)
     zygote = manta.zygote()
     zygote.kill()
-    manta.until_generation(job, 3)
+    manta.until_recovered(job, 2)
     assert manta.zygote().pid != zygote.pid
-    manta.hold(job, 1, MIDDLE + 20)
     manta.zygote().parent().kill()
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 3
-    assert manta.leftovers(job) == []
+    manta.until("nothing being left", lambda: not manta.leftovers(job))  # a new daemon measures its node in a process
 
 
 def test_rendezvous_store_is_needed_at_the_start_only(manta, pair_undisturbed, kill):
     job = manta.submit_held(manta.spec(layout=PAIR), 1)
     pids = set(manta.pids(job))
-    (store,) = [process for process in manta.trainers() if process.pid not in pids]
+    (store,) = manta.until(
+        "its store alone", lambda: alone([each for each in manta.trainers() if each.pid not in pids])
+    )
     store.kill()
-    manta.until_step(job, MIDDLE + 3)
+    manta.until_step(job, manta.client.job(job).step + 3)
     kill(manta.pids(job)[1])
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 1
+
+
+def alone(processes):
+    """The only process; None while there are others: a node that has just started measures how fast it computes."""
+    return processes if len(processes) == 1 else None
 
 
 def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, pair_undisturbed, kill):
