@@ -1,13 +1,15 @@
 """A disk and a shared memory that are really full: small file systems of their own, mounted for the test."""
 
+import contextlib
+
 from tests.e2e.conftest import PAIR
 from tests.e2e.small_file_system import small_file_system
 
 
 def test_full_disk_costs_checkpoints_but_never_the_last_one(manta, pair_undisturbed):
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 20}))
-    folder = manta.paths.checkpoint_folder(job)
-    with small_file_system(folder, 64):
+    with contextlib.ExitStack() as disk:
+        with manta.starting(manta.spec(layout=PAIR, checkpoint={"every_steps": 20})) as (job, _):
+            disk.enter_context(small_file_system(manta.paths.checkpoint_folder(job), 64))
         failed = manta.until("a failed checkpoint", lambda: manta.events(job, "checkpoint_failed"))
         manta.until("a second try of the last one", lambda: manta.events(job, "rank_lost"))
     ended = manta.until_state(job, "SUCCEEDED")

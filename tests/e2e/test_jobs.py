@@ -4,7 +4,6 @@ import contextlib
 import mmap
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -154,9 +153,10 @@ def test_exception_that_repeats_at_the_same_step_is_the_users(manta, kill):
     job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
     first = manta.pids(job)[0]
-    os.kill(first, signal.SIGSTOP)
-    replace_notes(snapshot_files(manta.paths.snapshot_folder(job))[0].path)
-    kill(first)
+    with manta.zygote_stopped():  # nobody takes its place meanwhile
+        kill(first)
+        manta.until_ended(first)
+        replace_notes(snapshot_files(manta.paths.snapshot_folder(job))[0].path)
     ended = until_final(manta, job)
     assert (ended.state, ended.reason) == ("FAILED", "user_error")
     assert "JSONDecodeError" in ended.message
@@ -178,10 +178,10 @@ def replace_notes(path):
 
 
 def test_checkpoint_that_cannot_be_written_is_an_event_but_the_last_one_is_tried_until_it_can(manta):
-    job = manta.submit(manta.spec(steps=30, layout=(1, 1, 2), checkpoint={"every_steps": 10}))
-    folder = manta.paths.checkpoint_folder(job)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.write_text("a file where the folder belongs")
+    with manta.starting(manta.spec(steps=30, layout=(1, 1, 2), checkpoint={"every_steps": 10})) as (job, _):
+        folder = manta.paths.checkpoint_folder(job)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.write_text("a file where the folder belongs")
     (lost, *_) = manta.until("a second try", lambda: manta.events(job, "rank_lost"))
     assert lost.data["kind"] == "not_saved"
     assert "the last checkpoint, of step 30, could not be saved: " in lost.message
