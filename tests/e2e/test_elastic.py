@@ -67,6 +67,7 @@ def test_agent_lost_while_the_size_changes_is_one_recovery(manta):
     spec = manta.spec(100_000, (1, 1, 2), elastic={"min_data": 1, "max_data": 2})
     job = manta.submit_held(spec, 1, 10)  # a rank that leaves
     agent = manta.agent_of(job, 0)
+    agent.suspend()  # the size does not change before its rank has come to rest
     manta.client.resize(job, 1)
     manta.until_state(job, "RESIZING")
     agent.kill()

@@ -1,15 +1,32 @@
 """A job that is paused keeps its state and nothing else, whatever happens meanwhile, and its curve does not show it."""
 
+import contextlib
 import shutil
+
+import psutil
 
 from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR
 
 
+@contextlib.contextmanager
+def suspended(processes):
+    """They stand still meanwhile."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
 def test_paused_job_goes_on_though_control_plane_and_memory_are_lost(manta, pair_undisturbed):
     job = manta.submit_held(manta.spec(layout=PAIR), 1, seconds=LONG_HOLD_SECONDS)
-    assert manta.client.pause(job).state == "PAUSING"
-    manta.kill_service()
-    assert manta.trainers(), "nobody has given anything back yet"
+    with suspended(manta.agents()):  # nobody hears of it yet
+        assert manta.client.pause(job).state == "PAUSING"
+        manta.kill_service()
+        assert manta.trainers(), "nobody has given anything back yet"
     manta.start()
     paused = manta.until_state(job, "PAUSED")
     assert (paused.restarts, paused.generation) == (0, 1)
