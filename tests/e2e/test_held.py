@@ -2,13 +2,13 @@
 
 import shutil
 
-from tests.e2e.conftest import LASTING, LONG_HOLD_SECONDS, MIDDLE
+from tests.e2e.conftest import LASTING, LONG_HOLD_SECONDS, MIDDLE, PAIR
 
 
 @LASTING
 def test_job_whose_checkpoints_are_away_is_held_until_they_are_back(manta, kill, seconds):
     """The folder is moved away, and then all that holds a newer state is lost: trainers and shared memory."""
-    spec = manta.spec(layout=(1, 1, 2), steps=MIDDLE + 10, checkpoint={"every_steps": 15})
+    spec = manta.spec(layout=PAIR, checkpoint={"every_steps": MIDDLE})  # the next one is far away
     job = manta.submit_held(spec, 0, seconds=LONG_HOLD_SECONDS)
     saved = manta.until("a complete checkpoint", lambda: complete_checkpoints(manta, job))
     folder = manta.paths.checkpoint_folder(job)

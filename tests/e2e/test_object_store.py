@@ -4,17 +4,15 @@ import shutil
 
 import pytest
 
-from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR
+from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR, STEPS
 from tests.e2e.test_held import complete_checkpoints
-
-STEPS = MIDDLE + 10
 
 
 @pytest.mark.soak  # tests/workers/checkpoint/test_object_store.py shows the bits
 def test_job_that_lost_all_but_what_the_store_has_goes_on_with_the_same_bits(on_postgres, object_store, kill):
     """The store does not answer either while the trainers and the shared memory are lost: nothing is begun anew."""
     manta = on_postgres
-    spec = manta.spec(layout=PAIR, steps=STEPS, checkpoint={"every_steps": 15, "keep": 1})
+    spec = manta.spec(layout=PAIR, checkpoint={"every_steps": MIDDLE, "keep": 1})
     undisturbed = manta.submit(spec)
     manta.until_state(undisturbed, "SUCCEEDED")
     job = manta.submit_held(spec, 0, seconds=LONG_HOLD_SECONDS)
