@@ -14,7 +14,7 @@ OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}
 """Environment of nodes whose ranks on slots communicate so."""
 ON_CPU = {"MANTA_COMPUTE_ON_CPU_FOR_TESTS": "1"}
 """Environment of nodes whose trainers are to compute there, whatever Ray was told."""
-STEPS, HELD_AT, ENDLESS = 20, 5, 10**5
+STEPS, HELD_AT, ENDLESS = 60, 5, 10**5
 PAIR, ALONE = (2, 1, 1), (1, 1, 1)
 CPU = {"accelerator": "cpu"}
 
@@ -90,6 +90,7 @@ def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(manta):
     """On slots, of which there are four."""
     large = manta.spec(steps=10_000, layout=(1, 1, 2), resources=CPU)
     first = manta.submit(large)
+    manta.leave_room(first)
     manta.until_step(first, 1)
     second = manta.submit({**large, "parallel": {"data": 3}, "train": {"steps": 2, "global_batch_size": 12}})
     third = manta.submit(manta.spec(steps=2, layout=ALONE, resources=CPU))
