@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +170,14 @@ class Manta:
         return self.until("the fault being taken", taken, every=OFTEN_SECONDS)
 
     @contextlib.contextmanager
-    def starting(self, document: dict) -> Iterator[tuple[str, Callable[..., Any]]]:
+    def starting(
+        self, document: dict, submit: Callable[[dict], str] | None = None
+    ) -> Iterator[tuple[str, Callable[..., Any]]]:
         """Submit a job that has agents, and no processes before the end of the block; the job, and what asks for its
-        faults meanwhile. They strike where they are to, however fast the job and however slow the test is."""
+        faults meanwhile. They strike where they are to, however fast the job and however slow the test is. `submit`:
+        how it is submitted; None: over REST."""
         with self.zygote_stopped():
-            job = self.submit(document)
+            job = (submit or self.submit)(document)
             # This is decided when all agents have said where they are: none is so new that it takes a fault too late.
             self.until("its agents", lambda: self.client.job(job).spec["resources"]["threads"] != "auto")
             yield job, functools.partial(self._inject, job)
@@ -193,6 +196,12 @@ class Manta:
         self.inject(job, "slow", rank, at_step=step + 1, seconds=seconds)
         self.until_step(job, step)
 
+    def resume_held(self, job: str, rank: int, step: int, seconds: float = HOLD_SECONDS) -> None:
+        """Resume a job that is paused; after `step` each step takes `seconds`."""
+        with self.zygote_stopped():
+            self.client.resume(job)
+            self._inject(job, "slow", rank, at_step=step + 1, seconds=seconds)
+
     def hold_from_the_next(self, job: str, rank: int, seconds: float = HOLD_SECONDS) -> None:
         """From the beginning of its next generation on each step takes `seconds`, until the process that `rank` has
         then is replaced."""
@@ -210,13 +219,8 @@ class Manta:
     @contextlib.contextmanager
     def zygote_stopped(self) -> Iterator[None]:
         """Nothing can be forked meanwhile: a job that starts goes on starting, one that recovers recovering."""
-        zygote = self.zygote()
-        zygote.suspend()
-        try:
+        with suspended(self.zygotes()):
             yield
-        finally:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                zygote.resume()
 
     def until_ended(self, *pids: int) -> None:
         """Wait until these processes of a job have ended, though nobody may be there who notices."""
@@ -288,6 +292,10 @@ class Manta:
         zygote: psutil.Process = self.until("a zygote", lambda: own_processes.zygotes(self.paths))[0]
         return zygote
 
+    def zygotes(self) -> list[psutil.Process]:
+        """Those of all nodes that ranks can be on."""
+        return [self.zygote()]
+
     def agents(self) -> list[psutil.Process]:
         """The processes of all agents."""
         return own_processes.agents(self.paths)
@@ -327,6 +335,19 @@ class Manta:
                 assert error.problem.status == 409, error
         if running:
             self.until("the end of their processes", lambda: not self.trainers() and not self.agents())
+
+
+@contextlib.contextmanager
+def suspended(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """They stand still meanwhile."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def _has_ended(pid: int) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+
+import psutil
 
 from api.client import MantaClient
 from tests.e2e.conftest import OFTEN_SECONDS, SECONDS, Manta
@@ -19,6 +22,15 @@ class Installation(Manta):
     def worker_of(self, job: str) -> str:
         """A worker on which ranks of the job run: containers have their names as host names."""
         return str(self.client.ranks(job).items[0].node)
+
+    def zygotes(self) -> list[psutil.Process]:
+        """Those of all workers."""
+        found = []
+        for process in self.engine.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "workers.zygote" in process.cmdline():
+                    found.append(process)
+        return found
 
     def trains_on_without_its_worker(self, job: str, saved_every: int, steps: int) -> None:
         """Kill a worker of a job once it has saved something, start it again, and see the job end with every step."""

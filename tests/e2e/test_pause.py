@@ -1,24 +1,8 @@
 """A job that is paused keeps its state and nothing else, whatever happens meanwhile, and its curve does not show it."""
 
-import contextlib
 import shutil
 
-import psutil
-
-from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR
-
-
-@contextlib.contextmanager
-def suspended(processes):
-    """They stand still meanwhile."""
-    for process in processes:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR, suspended
 
 
 def test_paused_job_goes_on_though_control_plane_and_memory_are_lost(manta, pair_undisturbed):

@@ -72,7 +72,7 @@ def test_steps_of_eight_ranks_are_recorded(manta, tmp_path):
 def test_a_fault_a_pause_and_the_end_break_recordings_off_with_a_sentence(manta, pair_undisturbed):
     """Three traces of one job: a rank dies in the first, which a second one waits for; the job is paused in the second;
     the third would go on beyond the last step."""
-    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1}), 0, 5, seconds=0.3)
+    job = manta.submit_held(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1}), 0, 5)
     first, second = (manta.client.request_trace(job, steps=20, step=step) for step in (0, 14))
     assert [first.state, second.state] == ["requested", "requested"]
     manta.until("the first one being recorded", lambda: manta.client.traces(job).items[1].state == "recording")
@@ -88,7 +88,7 @@ def test_a_fault_a_pause_and_the_end_break_recordings_off_with_a_sentence(manta,
     assert (over.generation, over.first_step >= 14) == (2, True)
     assert over.state in ("partial", "failed") and "the job is PAUSED, at step" in over.message
     third = manta.client.request_trace(job, steps=20, step=STEPS - 2)
-    manta.client.resume(job)
+    manta.resume_held(job, 0, STEPS - 12)  # it is told of the third one before that begins
     manta.until_state(job, "SUCCEEDED")
     over = until_over(manta, job, third.id)
     assert (over.state, over.first_step) == ("partial", STEPS - 2)
