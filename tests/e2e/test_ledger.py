@@ -42,7 +42,8 @@ def test_killed_rank_is_accounted_for_by_phase(manta, pair_undisturbed, kill):
     assert recovery.wait_seconds == 0
     assert all(seconds is not None for seconds in recovery.seconds.values()), recovery
     assert sum(recovery.seconds.values()) == pytest.approx(recovery.total_seconds)
-    assert ledger.seconds["restore"] == pytest.approx(recovery.seconds["restore"], abs=0.1)
+    # Against the clock of rank 0, whose loop begins somewhere before the first step is committed.
+    assert ledger.seconds["restore"] == pytest.approx(recovery.seconds["restore"], abs=recovery.seconds["redo"] + 0.1)
     (event,) = manta.events(job, "recovered")
     assert event.data["seconds"] == pytest.approx(recovery.seconds)
     assert manta.client.job(job).restarts == 1
