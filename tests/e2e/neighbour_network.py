@@ -40,7 +40,10 @@ print(json.dumps(open_ports))
 SPEAK = """
 import contextlib, socket, sys
 
-connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5)
+try:
+    connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=30)
+except ConnectionRefusedError:  # who listened there has ended, as idle workers of Ray do
+    sys.exit()
 connection.sendall(bytes.fromhex(sys.argv[3]))
 with contextlib.suppress(OSError):  # it says nothing, or hangs up
     connection.settimeout(float(sys.argv[4]))
