@@ -1,5 +1,6 @@
 """What the gateway of docker-compose.yml does with requests, with HAProxy in front of servers that are none of ours."""
 
+import contextlib
 import http.server
 import re
 import socket
@@ -41,9 +42,11 @@ class Answers(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+def free_ports(count):
+    """So many different ones."""
+    with contextlib.ExitStack() as until_all_are_known:
+        taken = [until_all_are_known.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in taken]
 
 
 @pytest.fixture
@@ -60,11 +63,11 @@ def ask(planes, tmp_path):
     """Asks the gateway for the list of jobs: the status, and which control plane has answered."""
     for reason in missing_programs():
         pytest.skip(reason)
-    port, text = free_port(), CONFIGURATION.read_text(encoding="utf-8")
+    (port, grafana, health), text = free_ports(3), CONFIGURATION.read_text(encoding="utf-8")
     for old, new in (
         (":8400 ssl crt /run/secrets/tls.pem alpn h2,http/1.1", f"127.0.0.1:{port}"),
-        (":3000 ssl crt /run/secrets/tls.pem alpn h2,http/1.1", f"127.0.0.1:{free_port()}"),
-        ("127.0.0.1:8401", f"127.0.0.1:{free_port()}"),
+        (":3000 ssl crt /run/secrets/tls.pem alpn h2,http/1.1", f"127.0.0.1:{grafana}"),
+        ("127.0.0.1:8401", f"127.0.0.1:{health}"),
         ("grafana:3000", "127.0.0.1:1"),
         ("inter 2s", "inter 50ms"),
         ("timeout connect 5s", "timeout connect 5s\n    timeout check 10s"),  # otherwise it is `inter`
