@@ -24,7 +24,7 @@ from service.leases.decisions import RENEW_SECONDS
 from service.leases.held import Leases
 from service.owners import JobOwners
 from service.states import TIME_LIMITS, JobState, is_final
-from service.store import IllegalTransition, Store, jobs, leases, pauses
+from service.store import IllegalTransition, Store, events, jobs, leases, pauses
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
 from tests.service.support.virtual_time import in_virtual_time
@@ -35,6 +35,8 @@ TROUBLE_SECONDS = 50.0
 """How long things go wrong; a job alone would need about 30 s."""
 LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 1800.0
+TAKEN_OVER_AFTER = {"ray_does_not_answer", "database_is_away", "supervisor_errs", "kill_control_plane"}
+"""Jobs keep their owners if nothing of this happens."""
 
 
 class IdleNodeWatch:
@@ -80,6 +82,8 @@ class Trouble:
         self.one_at_a_time = asyncio.Lock()
         self.database_answers = True
         self._make_refusing(store)
+        self.slowest_answer = 0.0
+        self._make_slow(store)
         self.errors = 0
         self._make_supervisors_err()
         layouts = ({"tensor": 2, "data": 2}, {"pipeline": 2, "data": 2}, {"data": 3})
@@ -111,6 +115,18 @@ class Trouble:
             return session()
 
         store._submit, store._read_session = refused_submit, refused_session
+
+    def _make_slow(self, store):
+        def slowly(method):
+            async def answer(operation):
+                result = await getattr(Store, method)(store, operation)
+                if self.slowest_answer:
+                    await asyncio.sleep(self.draw.uniform(0.0, self.slowest_answer))
+                return result
+
+            return answer
+
+        store.write_async, store.read_async = slowly("write_async"), slowly("read_async")
 
     def _make_supervisors_err(self):
         perform = Supervisor._perform
@@ -216,6 +232,12 @@ class Trouble:
         await asyncio.sleep(self.draw.uniform(0.1, 60.0))
         self.database_answers = True
 
+    async def database_is_slow(self):
+        """What it has done is heard of later."""
+        self.slowest_answer = self.draw.choice([0.05, 0.5, 3.0])
+        await asyncio.sleep(self.draw.uniform(1.0, 60.0))
+        self.slowest_answer = 0.0
+
     async def supervisor_errs(self):
         self.errors += self.draw.randint(1, 3)
 
@@ -247,7 +269,7 @@ class Trouble:
     WAYS = (
         *(rank_dies, rank_raises, rank_hangs, agent_dies, agent_refuses, agent_falls_silent),
         *(node_is_lost, node_is_left, ray_does_not_answer, daemon_does_not_answer, database_is_away),
-        *(supervisor_errs, kill_control_plane, user_resizes, user_pauses),
+        *(database_is_slow, supervisor_errs, kill_control_plane, user_resizes, user_pauses),
     )
 
     async def befall(self):
@@ -264,6 +286,12 @@ class Trouble:
         await asyncio.sleep(self.draw.uniform(0.0, TROUBLE_SECONDS))
         self.history.append((round(asyncio.get_running_loop().time(), 1), way.__name__))
         await way(self)
+
+    def taken_over(self):
+        """What was said of another owner's taking over."""
+        with self.store.read() as session:
+            said = [event for job in self.jobs for event in events.page(session, job, limit=1000).items]
+        return [e.message for e in said if e.type == "adopted" or "control plane was restarted" in e.message]
 
     def rows(self):
         with self.store.read() as session:
@@ -312,6 +340,8 @@ def test_every_job_ends_whatever_happens(seed, tmp_path, store: Store, submit, m
 
     in_virtual_time(monkeypatch, body)
     assert trouble.training.problems == []
+    if not {way for _, way in trouble.history} & TAKEN_OVER_AFTER:
+        assert trouble.taken_over() == [], trouble.history
     for row in trouble.rows():
         if row.state == "CANCELLED":
             continue
