@@ -3,6 +3,7 @@ No job notices."""
 
 import contextlib
 import os
+import sqlite3
 import struct
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 
 from api.cli.service import stop_service
 from service.home import HomeUnusable
-from tests.e2e.conftest import EVERY_STEP, PAIR, STEPS, Manta
+from tests.e2e.conftest import EVERY_STEP, PAIR, SECONDS, STEPS, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
 from workers.snapshot.files import steps_kept
 
@@ -105,6 +106,13 @@ def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill)
     assert service.leftovers(job) == []
 
 
+def without_free_pages(file):
+    """What earlier tests have deleted from the database leaves no room in it."""
+    with contextlib.closing(sqlite3.connect(file, timeout=SECONDS, isolation_level=None)) as database:
+        database.execute("VACUUM")
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
 @pytest.mark.soak  # its parts: tests/e2e/test_database_away.py, test_full.py
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_full_disk_under_the_database_while_a_rank_dies(manta, disk, pair_undisturbed, kill, seconds):
@@ -116,6 +124,7 @@ def test_full_disk_under_the_database_while_a_rank_dies(manta, disk, pair_undist
 
     job = manta.submit_held(manta.spec(layout=PAIR, checkpoint=EVERY_STEP), 1)
     kept, victim = manta.pids(job)
+    without_free_pages(manta.home / "manta.db")
     with full(disk):
         manta.until("steps that cannot be written down", lambda: unwritten_steps() >= 3)
         kill(victim)

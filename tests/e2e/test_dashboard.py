@@ -93,7 +93,7 @@ def test_slow_rank_is_found_and_explained_in_three_clicks(manta, page):
     page.get_by_role("table", name="Ranks").get_by_role("button", name="1").click()  # three
     expect(page.locator(".rank-detail")).to_contain_text("straggler")
     page.get_by_role("button", name="Its stack now").click()
-    expect(page.locator(".stack")).to_contain_text("File")
+    expect(page.locator(".stack:visible")).to_contain_text("File")
     manta.client.cancel(job)
 
 

@@ -82,7 +82,7 @@ def slowed_down(pid):
                 os.kill(pid, signal.SIGSTOP)
                 over.wait(0.09)
                 os.kill(pid, signal.SIGCONT)
-                over.wait(0.01)
+                over.wait(0.002)
 
     thread = threading.Thread(target=hold_up)
     thread.start()
