@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from tests.e2e.conftest import SECONDS
 from tests.e2e.machines import SECRET_NAMES
+from tests.e2e.manta import SECONDS
 from workers.system.own_address import outward_address
 
 TYPE, MOST, SLOTS = "small", 2, 2

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from api.client import MantaClient
-from tests.e2e.conftest import LONG_HOLD_SECONDS, SECONDS, Manta
 from tests.e2e.machines import Machine
+from tests.e2e.manta import LONG_HOLD_SECONDS, SECONDS, Manta
 from tests.e2e.network import Network
 from tests.e2e.other_ray import OtherRay
 from tests.e2e.redis_server import RedisServer

@@ -22,9 +22,9 @@ from pathlib import Path
 import psutil
 
 from tests.deploy.records import Container, WayIn
-from tests.e2e.conftest import SECONDS
 from tests.e2e.images import Image, image_of
 from tests.e2e.machines import ROOT
+from tests.e2e.manta import SECONDS
 from tests.e2e.network import Network
 
 POLL_SECONDS = 1.0

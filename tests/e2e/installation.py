@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 
 from api.client import MantaClient
-from tests.e2e.conftest import OFTEN_SECONDS, SECONDS, Manta
 from tests.e2e.containers import Containers
+from tests.e2e.manta import OFTEN_SECONDS, SECONDS, Manta
 
 
 class Installation(Manta):

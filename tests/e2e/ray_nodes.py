@@ -17,7 +17,7 @@ import psutil
 
 from api.cli.service import stop_service
 from service.cluster.ray_head import MARK, RayHead
-from tests.e2e.conftest import SECONDS, Manta
+from tests.e2e.manta import SECONDS, Manta
 from tests.e2e.network import Network
 
 SLOTS = 2

@@ -5,7 +5,7 @@ import pytest
 from api.cli.service import stop_service
 from service.states import is_final
 from tests.e2e.autoscaled_ray import MOST, SLOTS, TYPE, AutoscaledRay
-from tests.e2e.conftest import SECONDS, Manta
+from tests.e2e.manta import SECONDS, Manta
 
 ALL = (1, 1, MOST * SLOTS)
 LONG = 4 * SECONDS

@@ -11,7 +11,7 @@ import pytest
 
 from api.cli.service import stop_service
 from service.home import HomeUnusable
-from tests.e2e.conftest import EVERY_STEP, PAIR, SECONDS, STEPS, Manta
+from tests.e2e.manta import EVERY_STEP, PAIR, SECONDS, STEPS, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
 from workers.snapshot.files import steps_kept
 

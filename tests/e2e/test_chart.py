@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from tests.deploy import chart
-from tests.e2e.conftest import PAIR
 from tests.e2e.containers import Containers
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.images import missing_programs
 from tests.e2e.installation import Installation, check_rights, reaches
+from tests.e2e.manta import PAIR
 
 pytestmark = pytest.mark.soak  # tests/e2e/test_compose.py has the same commands in `make test`
 

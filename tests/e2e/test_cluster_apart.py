@@ -9,9 +9,9 @@ from s3_server import environment_of
 from api.client import ServiceUnreachable
 from service.cluster.existing_ray import HEAD_FORGETS
 from tests.e2e.cluster_apart import MANTA_PORTS, OPEN, SLOTS, ApartCluster, ApartService
-from tests.e2e.conftest import EVERY_STEP, LONG_HOLD_SECONDS, SECONDS
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.machines import ROOT
+from tests.e2e.manta import EVERY_STEP, LONG_HOLD_SECONDS, SECONDS
 
 pytestmark = pytest.mark.soak  # tests/e2e/test_compose.py trains where nothing is shared in `make test`
 

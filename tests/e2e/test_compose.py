@@ -16,12 +16,12 @@ from api.client import MantaClient
 from service.cluster.existing_ray import HEAD_FORGETS
 from tests.deploy import compose_file
 from tests.e2e.cluster_apart import MANTA_PORTS
-from tests.e2e.conftest import EVERY_STEP, PAIR, SECONDS, SLOW_SECONDS
 from tests.e2e.containers import Containers
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.images import missing_programs
 from tests.e2e.installation import Installation, check_rights, reaches
 from tests.e2e.machines import ROOT
+from tests.e2e.manta import EVERY_STEP, PAIR, SECONDS, SLOW_SECONDS
 
 STEPS, SAVED_EVERY = 200, 25
 WORKERS, PLANES = ("worker-1", "worker-2"), ("control-1", "control-2")

@@ -8,7 +8,7 @@ import pytest
 from tokenizer_files import TEXT, byte_level
 
 from api.client import ApiError
-from tests.e2e.conftest import STEPS
+from tests.e2e.manta import STEPS
 from tests.e2e.test_jobs import open_to_others
 
 

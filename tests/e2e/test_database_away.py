@@ -3,7 +3,7 @@
 import contextlib
 import sqlite3
 
-from tests.e2e.conftest import EVERY_STEP, LASTING, PAIR
+from tests.e2e.manta import EVERY_STEP, LASTING, PAIR
 from workers.snapshot.files import steps_kept
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from api.client import ApiError
 from service.states import is_final
-from tests.e2e.conftest import HOLD_SECONDS, MIDDLE, PAIR
+from tests.e2e.manta import HOLD_SECONDS, MIDDLE, PAIR
 
 
 def announced(manta, job, fault):

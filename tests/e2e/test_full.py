@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.manta import PAIR
 from tests.e2e.small_file_system import small_file_system
 
 

@@ -3,7 +3,7 @@ placed where, and what happens when a node is being drained or is lost."""
 
 import pytest
 
-from tests.e2e.conftest import EVERY_STEP, HOLD_SECONDS, LONG_HOLD_SECONDS
+from tests.e2e.manta import EVERY_STEP, HOLD_SECONDS, LONG_HOLD_SECONDS
 from tests.e2e.ray_nodes import SLOTS, Node, service_for_nodes
 from tests.e2e.test_gpus import CPU, ON_CPU, devices, on_gpus, running
 

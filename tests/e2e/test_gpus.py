@@ -7,7 +7,7 @@ import json
 import pytest
 
 from api.cli.service import stop_service
-from tests.e2e.conftest import EVERY_STEP, Manta
+from tests.e2e.manta import EVERY_STEP, Manta
 
 GPUS, SLOTS = 3, 4
 OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}

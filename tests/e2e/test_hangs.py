@@ -8,7 +8,7 @@ import threading
 import psutil
 import pytest
 
-from tests.e2e.conftest import HOLD_SECONDS, MIDDLE, PAIR
+from tests.e2e.manta import HOLD_SECONDS, MIDDLE, PAIR
 
 
 def wake(pid):

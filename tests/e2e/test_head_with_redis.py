@@ -6,8 +6,8 @@ from s3_server import environment_of
 from service.cluster.existing_ray import HEAD_REMEMBERS
 from service.cluster.ray_private import RECONNECT_SECONDS
 from tests.e2e.cluster_apart import ApartCluster, ApartService
-from tests.e2e.conftest import EVERY_STEP, SECONDS
 from tests.e2e.forwarder import Forwarder
+from tests.e2e.manta import EVERY_STEP, SECONDS
 from tests.e2e.redis_server import NOT_FOUND, RedisServer
 
 NODES = 2

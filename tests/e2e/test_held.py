@@ -2,7 +2,7 @@
 
 import shutil
 
-from tests.e2e.conftest import LASTING, LONG_HOLD_SECONDS, MIDDLE, PAIR
+from tests.e2e.manta import LASTING, LONG_HOLD_SECONDS, MIDDLE, PAIR
 
 
 @LASTING

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.conftest import EVERY_STEP, PAIR
+from tests.e2e.manta import EVERY_STEP, PAIR
 
 DEATHS = 8
 """Before the last of them it would wait for half a minute; see `service/recovery/budgets.py`."""

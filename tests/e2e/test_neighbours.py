@@ -7,7 +7,7 @@ import pytest
 
 from api.local_service import running_service
 from benchmarks.support import own_processes
-from tests.e2e.conftest import PAIR
+from tests.e2e.manta import PAIR
 from tests.e2e.neighbour_network import HERE, neighbour
 from workers.system.own_address import LOOPBACK, outward_address
 

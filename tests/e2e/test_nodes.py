@@ -6,7 +6,7 @@ import pytest
 from metadata_service import MetadataService
 
 from api.cli.service import stop_service
-from tests.e2e.conftest import EVERY_STEP, Manta
+from tests.e2e.manta import EVERY_STEP, Manta
 from tests.e2e.ray_nodes import SLOTS, Network, Node
 
 # In `make test` a node is lost in test_compose.py, and what is decided is in tests/service/job and service/cluster.

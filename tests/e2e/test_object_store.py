@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR, STEPS
+from tests.e2e.manta import LONG_HOLD_SECONDS, MIDDLE, PAIR, STEPS
 from tests.e2e.test_held import complete_checkpoints
 
 

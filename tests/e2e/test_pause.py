@@ -2,7 +2,7 @@
 
 import shutil
 
-from tests.e2e.conftest import LONG_HOLD_SECONDS, MIDDLE, PAIR, suspended
+from tests.e2e.manta import LONG_HOLD_SECONDS, MIDDLE, PAIR, suspended
 
 
 def test_paused_job_goes_on_though_control_plane_and_memory_are_lost(manta, pair_undisturbed):

@@ -9,7 +9,7 @@ import pytest
 from api.client import ApiError
 from service.store import Store
 from service.store.backup_file import restore
-from tests.e2e.conftest import EVERY_STEP, PAIR
+from tests.e2e.manta import EVERY_STEP, PAIR
 from tests.e2e.test_restored_database import check_that_a_newer_job_never_notices
 from workers.snapshot.files import steps_kept
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.deploy import monitoring
-from tests.e2e.conftest import EVERY_STEP, PAIR
+from tests.e2e.manta import EVERY_STEP, PAIR
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason=monitoring.NO_PROMETHEUS)
 

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from service.cluster.ray_head import RayHead
-from tests.e2e.conftest import LASTING, PAIR
+from tests.e2e.manta import LASTING, PAIR
 
 STEPS_MEANWHILE = 4
 

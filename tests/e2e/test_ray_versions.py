@@ -8,8 +8,8 @@ from s3_server import environment_of
 
 from service.doctor.packages import DISTRIBUTION
 from tests.e2e.cluster_apart import ApartCluster, ApartService
-from tests.e2e.conftest import EVERY_STEP
 from tests.e2e.forwarder import Forwarder
+from tests.e2e.manta import EVERY_STEP
 from tests.e2e.other_ray import OtherRay
 
 NODES = 3

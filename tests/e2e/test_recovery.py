@@ -9,7 +9,7 @@ import pytest
 from api.client import ServiceUnreachable
 from service.cluster.ray_head import RayHead
 from service.states import is_final
-from tests.e2e.conftest import EVERY_STEP, HOLD_SECONDS, LONG_HOLD_SECONDS, MIDDLE, OFTEN_SECONDS, PAIR
+from tests.e2e.manta import EVERY_STEP, HOLD_SECONDS, LONG_HOLD_SECONDS, MIDDLE, OFTEN_SECONDS, PAIR
 from tests.service.support.otlp_collector import attributes, seconds
 
 AFTER_A_CHANGE = 33

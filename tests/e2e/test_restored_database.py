@@ -6,7 +6,7 @@ from contextlib import closing
 from service.store import Store
 from service.store.backup_file import back_up, restore
 from service.store.location import url_in
-from tests.e2e.conftest import EVERY_STEP, LONG_HOLD_SECONDS, PAIR
+from tests.e2e.manta import EVERY_STEP, LONG_HOLD_SECONDS, PAIR
 
 
 def test_job_that_is_newer_than_its_restored_database_never_notices(manta, kill, tmp_path):

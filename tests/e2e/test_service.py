@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import MIDDLE, PAIR
+from tests.e2e.manta import MIDDLE, PAIR
 from tests.e2e.traces import traces_of
 from workers.snapshot.files import steps_kept
 

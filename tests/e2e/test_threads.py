@@ -1,6 +1,6 @@
 """With how many threads a job computes is decided at its first start, and a repair changes no bit of it."""
 
-from tests.e2e.conftest import MIDDLE
+from tests.e2e.manta import MIDDLE
 from workers.system.cores import usable_cores
 
 

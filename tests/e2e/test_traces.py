@@ -12,7 +12,7 @@ from api import calls
 from api.cli.main import command_line
 from api.client import ApiError
 from service.step_traces.budget import PARTS
-from tests.e2e.conftest import PAIR, STEPS
+from tests.e2e.manta import PAIR, STEPS
 
 
 def until_over(manta, job, trace_id):

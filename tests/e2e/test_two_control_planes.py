@@ -10,7 +10,7 @@ from s3_server import environment_of
 from api.cli.service import stop_service
 from api.local_service import running_service
 from service.cluster.ray_head import RayHead
-from tests.e2e.conftest import EVERY_STEP, PAIR, Manta
+from tests.e2e.manta import EVERY_STEP, PAIR, Manta
 from tests.e2e.traces import traces_of
 
 

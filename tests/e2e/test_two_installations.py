@@ -9,7 +9,7 @@ from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.cluster.ray_head import RayHead
 from service.settings import Settings
-from tests.e2e.conftest import PAIR, SLOW_SECONDS
+from tests.e2e.manta import PAIR, SLOW_SECONDS
 from workers.paths import Paths
 
 

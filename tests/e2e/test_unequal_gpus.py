@@ -3,7 +3,7 @@ stage is placed on nodes of its own type, and stays there whoever dies."""
 
 import pytest
 
-from tests.e2e.conftest import EVERY_STEP
+from tests.e2e.manta import EVERY_STEP
 from tests.e2e.ray_nodes import Node, service_for_nodes
 from tests.e2e.test_gpus import ON_CPU, on_gpus
 
