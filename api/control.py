@@ -62,7 +62,8 @@ class ControlPlane(Protocol):
         CheckpointNotRemoved."""
 
     def inject(self, job_id: str, fault: Fault) -> None:
-        """Inject a fault into a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
+        """Inject a fault into a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible, SpecNotUnderstood,
+        ClusterUnavailable."""
 
     def waits(self, job_id: str) -> SeenWaits:
         """Which ranks of a running job wait for which others. Raises JobNotFound, NoRanks, SpecNotUnderstood,

@@ -27,7 +27,7 @@ from service.cluster_view import cluster_view
 from service.control_plane_options import DEFAULTS, ControlPlaneOptions
 from service.deletion import Deletion, delete_job
 from service.exports import Exports
-from service.faults import FaultsNotAllowed
+from service.faults import FaultInjector, FaultsNotAllowed
 from service.file_work import FileWork
 from service.home_of_jobs import HomeOfJobs
 from service.housekeeping import Housekeeping
@@ -96,6 +96,7 @@ class ControlPlane:
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
         self._ranks: RunningRanks | None = None
+        self._injector: FaultInjector | None = None
         self._housekeeping: Housekeeping | None = None
         self._ray_process: int | None = None
         """First process of our own Ray, or of our raylet in an existing one."""
@@ -179,7 +180,7 @@ class ControlPlane:
 
     async def _begin(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._ranks = RunningRanks(self._store, cluster)
+        self._ranks, self._injector = RunningRanks(self._store, cluster), FaultInjector(self._store, cluster)
         cluster.obey(self._leases.epoch)
         self._leases.begin()
         kept_days = self._options.kept_days
@@ -310,25 +311,28 @@ class ControlPlane:
             self._keeper.forget(job_id)
 
     def inject(self, job_id: str, fault: Fault) -> None:
-        """Inject `fault` into a running job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
+        """Inject `fault` into a running job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible,
+        SpecNotUnderstood, ClusterUnavailable."""
         if not self._options.allow_faults:
             raise FaultsNotAllowed()
-        self._call(self._owners.able_to_inject(job_id, self._job(job_id).state).inject(fault))
+        self._call(self._begun(self._injector).inject(job_id, fault))
 
     def waits(self, job_id: str) -> SeenWaits:
         """Which rank waits for which in a running job. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
-        return self._call(self._running_ranks().waits(job_id))
+        return self._call(self._begun(self._ranks).waits(job_id))
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
         ClusterUnavailable."""
-        return self._call(self._running_ranks().stack(job_id, rank))
+        return self._call(self._begun(self._ranks).stack(job_id, rank))
 
-    def _running_ranks(self) -> RunningRanks:
-        if self._ranks is None:
+    @staticmethod
+    def _begun(part: T | None) -> T:
+        """A part that needs Ray. Raises ClusterUnavailable."""
+        if part is None:
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))
-        return self._ranks
+        return part
 
     def resize(self, job_id: str) -> None:
         """Another size was requested for a job: wake its owner."""

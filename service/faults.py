@@ -1,10 +1,26 @@
-"""Faults on request, for users who want to see a job survive them: refused unless the service was started with them."""
+"""Faults on request, for users who want to see a job survive them: refused unless the service was started with them.
+Agents take them from every control plane, whichever one owns the job."""
 
 from __future__ import annotations
 
+import asyncio
+
+from service.cluster.agent_client import AgentClient, AgentError, within
+from service.cluster.cluster import Cluster
+from service.cluster.placement import agent_name
+from service.cluster.sizes import in_use
 from service.rank_names import no_such_rank
+from service.states import SUPERVISED
+from service.store import Store, events, jobs, ranks
+from service.store.tables import Job
+from service.stored_specs import stored_spec
+from workers.config import JobSpec
 from workers.errors import MantaError
+from workers.protocol.json_codec import to_json
 from workers.protocol.messages import BETWEEN_STEPS, Fault
+
+# Seconds after which an agent that is arming a fault counts as dead.
+INJECT_SECONDS = 10.0
 
 
 class FaultsNotAllowed(MantaError):
@@ -18,9 +34,47 @@ class FaultNotPossible(MantaError):
     """The job cannot have this fault now; the message says why."""
 
 
-def not_running(state: str) -> FaultNotPossible:
-    """A job in `state` can have no fault."""
-    return FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
+class FaultInjector:
+    """Has agents inject faults. Called on the control plane's own thread."""
+
+    def __init__(self, store: Store, cluster: Cluster):
+        self._store, self._cluster = store, cluster
+
+    async def inject(self, job_id: str, fault: Fault) -> None:
+        """Have the agent of the fault's rank inject it. Raises JobNotFound, FaultNotPossible, SpecNotUnderstood,
+        ClusterUnavailable."""
+        job, names = await asyncio.to_thread(self._job, job_id)
+        spec = stored_spec(job).spec
+        agents = await self._agents(job, spec, names)
+        refuse_impossible(fault, len(agents), job.step, spec.train.steps)
+        agent = agents[fault.rank]
+        if agent is None:
+            raise FaultNotPossible(f"rank {fault.rank} is being replaced; try again")
+        step, data = None if fault.phase in BETWEEN_STEPS else fault.at_step, to_json(fault)
+        await self._store.write_async(
+            lambda s: events.append(s, job_id, "fault_injected", fault.sentence, rank=fault.rank, step=step, data=data)
+        )
+        try:
+            await within(INJECT_SECONDS, agent.arm(fault))
+        except AgentError as error:
+            raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
+
+    def _job(self, job_id: str) -> tuple[Job, list[str]]:
+        """A job that runs, and the names of the agents that its ranks had last."""
+        with self._store.read() as session:
+            job = jobs.get(session, job_id)
+            if job.state not in SUPERVISED:  # its agents may not have ended yet
+                raise FaultNotPossible(f"the job is {job.state}, and only one that runs can have a fault")
+            return job, [row.actor or "" for row in ranks.of_job(session, job_id)]
+
+    async def _agents(self, job: Job, spec: JobSpec, names: list[str]) -> list[AgentClient | None]:
+        """By rank; none if the job has no agents."""
+        agents = await self._cluster.agents.find(names)
+        if not any(agents):  # those of a job that starts are recorded once all of them have answered
+            world_size = in_use(spec, job).layout.world_size
+            placed_for = [agent_name(job.id, job.generation + 1, rank) for rank in range(world_size)]
+            agents = await self._cluster.agents.find(placed_for)
+        return agents if any(agents) else []
 
 
 def refuse_impossible(fault: Fault, ranks: int, step: int, steps: int) -> None:

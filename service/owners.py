@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterable
 
 from service.cluster.cluster import Cluster
-from service.faults import FaultNotPossible, not_running
 from service.housekeeping import Housekeeping
 from service.job.owner import JobOwner
 from service.job.report_writer import FirstStep
@@ -29,11 +28,9 @@ log = logging.getLogger(__name__)
 # Time between two checks that every job that may hold places has an owner.
 CLAIM_SECONDS = 1.0
 
-_UNKNOWN = JobInBrief("", JobState.QUEUED, None, 0, None, 0)
-
 
 class JobOwners:
-    """All owners. Called on the control plane's own thread, except for what only looks (`has`, `able_to_inject`)."""
+    """All owners. Called on the control plane's own thread, except for `has`."""
 
     def __init__(
         self,
@@ -71,17 +68,6 @@ class JobOwners:
     def of(self, job_id: str) -> JobOwner | None:
         """The job's owner; None if it is owned elsewhere or not at all."""
         owner, _ = self.by_job.get(job_id, (None, None))
-        return owner
-
-    def able_to_inject(self, job_id: str, state: str) -> JobOwner:
-        """The owner of a job in `state` that can inject faults into it. Raises FaultNotPossible."""
-        if state not in SUPERVISED:  # its owner may not have left yet
-            raise not_running(state)
-        owner = self.of(job_id)
-        if owner is None and self._seen.get(job_id, _UNKNOWN).owner not in (None, self.leases.me):
-            raise FaultNotPossible("another control plane owns the job: ask that one for the fault")
-        if owner is None:
-            raise not_running(state)
         return owner
 
     def placed(self, job: Job, generation: int) -> None:

@@ -29,6 +29,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
         "invalid_parameter",
         "faults_not_allowed",
         "fault_not_possible",
+        "not_understood",
         "cluster_unavailable",
     ),
 )

@@ -13,7 +13,6 @@ import time
 
 from service.cluster.cluster import Cluster
 from service.cluster.errors import needs_traceback
-from service.faults import FaultNotPossible
 from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from service.job.older_database import catch_up
 from service.job.record import JobRecord
@@ -25,7 +24,7 @@ from service.pauses import growing_pauses
 from service.states import SUPERVISED, JobState
 from service.store import Store
 from service.stored_specs import SpecNotUnderstood, left_out_sentence, stored_spec
-from workers.protocol.messages import Fault, ProtocolMismatch
+from workers.protocol.messages import ProtocolMismatch
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 # A supervisor that fails after living this long has not failed for the same reason as the last one.
 STEADY_SECONDS = 60.0
-_NOT_OWNED = "no control plane owns the job at the moment; try again"
 
 
 class JobOwner:
@@ -180,12 +178,3 @@ class JobOwner:
             self._supervisor.node_draining(node, seconds, reason)
         else:
             self._resize_wanted = True
-
-    async def inject(self, fault: Fault) -> None:
-        """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
-        if self._supervisor is None:
-            raise FaultNotPossible(_NOT_OWNED)
-        try:
-            await self._supervisor.inject(fault)
-        except (LeaseLost, LeaseUncertain) as error:  # it has come to its end meanwhile, or another one owns it now
-            raise FaultNotPossible(_NOT_OWNED) from error

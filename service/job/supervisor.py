@@ -14,12 +14,11 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from service.cluster.agent_client import AgentError, within
+from service.cluster.agent_client import AgentError
 from service.cluster.agents import describe_each
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import in_use
-from service.faults import FaultNotPossible, refuse_impossible
 from service.job.actions import (
     Action,
     End,
@@ -53,15 +52,12 @@ from service.store import ranks
 from service.store.pauses import RESUMED
 from service.store.tables import Job
 from service.tasks import BackgroundTasks, log_failure
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import BETWEEN_STEPS, AgentDescription, Fault
+from workers.protocol.messages import AgentDescription
 
 log = logging.getLogger(__name__)
 
 # Seconds that the present step may take before a change of size or place aborts it.
 PATIENCE_SECONDS = 20.0
-# Seconds after which an agent that is arming a fault counts as dead.
-INJECT_SECONDS = 10.0
 _HELD_UNTIL = {NOT_SAVED: "this is possible", UNREADABLE_DATA: "its data can be read"}
 """What a job is held for, by the kind of its failure."""
 
@@ -100,20 +96,6 @@ class Supervisor:
     def trace(self) -> None:
         """A trace of the job may have been requested."""
         self._job.trace_wanted.set()
-
-    async def inject(self, fault: Fault) -> None:
-        """Have the agent of the fault's rank inject it. Raises FaultNotPossible."""
-        agents = list(self._gang.agents)
-        refuse_impossible(fault, len(agents), (await self._record.job()).step, self._job.submitted.train.steps)
-        agent = agents[fault.rank]
-        if agent is None:
-            raise FaultNotPossible(f"rank {fault.rank} is being replaced; try again")
-        step = None if fault.phase in BETWEEN_STEPS else fault.at_step
-        await self._record.event("fault_injected", fault.sentence, rank=fault.rank, step=step, data=to_json(fault))
-        try:
-            await within(INJECT_SECONDS, agent.arm(fault))
-        except AgentError as error:
-            raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
 
     def node_lost(self, node: str, why: str) -> None:
         """A node is lost, and with it all agents there."""

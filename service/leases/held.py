@@ -21,7 +21,7 @@ from service.pauses import growing_pauses
 from service.store import Store, leases
 from service.store.retries import until_done
 from service.store.sqlite import SqliteDatabase
-from workers.protocol.ownership import READS
+from workers.protocol.ownership import FOR_ALL
 
 if TYPE_CHECKING:
     from service.leases.keeper import Keeper
@@ -139,15 +139,15 @@ class Leases:
 
     def epoch(self, job_id: str, method: str | None = None) -> int | None:
         """The epoch that a call of one of the job's agents carries, given the call's `method`; a `method` of None
-        stands for anything else that ends or moves what a job has. Without a lease only reads are allowed, which have
-        no epoch. Raises LeaseLost, LeaseUncertain."""
+        stands for anything else that ends or moves what a job has. Without a lease only calls for all are allowed,
+        which have no epoch. Raises LeaseLost, LeaseUncertain."""
         lease = self._held.get(job_id)
         if lease is None:
-            if method in READS:
+            if method in FOR_ALL:
                 return None
             raise LeaseLost(job_id)
         # Reports that an owner has stored may be forgotten, whichever control plane asks for the next ones.
-        if method not in READS and method != "reports" and not self.certain:
+        if method not in FOR_ALL and method != "reports" and not self.certain:
             raise LeaseUncertain(job_id)
         return lease.epoch
 

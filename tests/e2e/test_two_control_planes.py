@@ -122,7 +122,7 @@ def test_each_answers_for_what_the_jobs_of_the_other_print_and_a_killed_one_take
     first, second = planes
     job = first.submit(first.spec(steps=20_000, layout=PAIR, checkpoint=EVERY_STEP))
     first.leave_room(job)
-    prints_something(first, job, 1)
+    prints_something(second, job, 1)
     mine = first.until("lines", lambda: printed(first, job))
     second.until("the same lines", lambda: printed(second, job) == printed(first, job))
     object_store.meddle = lambda head: "cut"

@@ -1,9 +1,76 @@
-"""A fault that could never strike is refused, with the reason."""
+"""A fault that could never strike is refused, with the reason; any other is armed at the agent of its rank, whichever
+control plane owns the job."""
+
+import asyncio
+from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import select
 
-from service.faults import FaultNotPossible, refuse_impossible
+from service.cluster.agent_client import AgentSilent
+from service.cluster.placement import agent_name
+from service.faults import FaultInjector, FaultNotPossible, refuse_impossible
+from service.states import JobState
+from service.store import generations, jobs, ranks
+from service.store.tables import Event
 from workers.protocol.messages import Fault
+
+
+class Agent:
+    """Takes faults, or does not answer."""
+
+    def __init__(self):
+        self.faults, self.silent = [], False
+
+    async def arm(self, fault):
+        if self.silent:
+            raise AgentSilent("no answer")
+        self.faults.append(fault)
+
+
+@pytest.fixture
+def job(store, submit):
+    """A STARTING job of two replicas, none of whose generations has begun."""
+    job_id = submit(parallel={"data": 2}).id
+    store.write(lambda s: jobs.transition(s, job_id, JobState.STARTING))
+    return job_id
+
+
+@pytest.fixture
+def agents(job):
+    """By name, those that the job's places were got for."""
+    return {agent_name(job, 1, rank): Agent() for rank in range(2)}
+
+
+@pytest.fixture
+def inject(store, job, agents):
+    """Inject a fault into the job."""
+
+    async def find(names):
+        return [agents.get(name) for name in names]
+
+    injector = FaultInjector(store, SimpleNamespace(agents=SimpleNamespace(find=find)))
+    return lambda fault: asyncio.run(injector.inject(job, fault))
+
+
+def begin(store, job, named_for):
+    """The next generation begins, with agents whose places were got for generation `named_for`."""
+
+    def write(session):
+        number = generations.begin(session, job, "submitted", False)
+        row = {"tensor": 0, "pipeline": 0, "generation": number, "state": ranks.STARTING}
+        named = [agent_name(job, named_for, rank) for rank in range(2)]
+        rows = [{**row, "rank": rank, "data": rank, "actor": name} for rank, name in enumerate(named)]
+        ranks.replace(session, job, rows)
+
+    store.write(write)
+
+
+def of_fault(store, job):
+    """Rank and step of all events of faults."""
+    with store.read() as session:
+        rows = session.scalars(select(Event).where(Event.job_id == job).order_by(Event.id))
+        return [(row.rank, row.step) for row in rows if row.type == "fault_injected"]
 
 
 def asked(kind="kill", rank=0, at_step=0, phase="data"):
@@ -40,3 +107,47 @@ def test_fault_that_could_never_strike_is_refused(fault, ranks, step, said):
 )
 def test_fault_that_may_strike_is_let_through(fault, ranks, step):
     refuse_impossible(fault, ranks, step, 10)
+
+
+def test_fault_is_armed_at_the_agent_of_its_rank_before_and_after_the_job_begins(store, job, agents, inject):
+    inject(asked(rank=1, at_step=3))
+    begin(store, job, named_for=1)
+    inject(asked(rank=1, phase="recovery"))
+    begin(store, job, named_for=1)  # a recovery in place keeps the agents
+    inject(asked())
+    assert [len(agent.faults) for agent in agents.values()] == [1, 2]
+    assert of_fault(store, job) == [(1, 3), (1, None), (0, 0)]
+
+
+def test_fault_of_a_job_that_is_placed_again_is_armed_at_its_new_agents(store, job, agents, inject):
+    begin(store, job, named_for=1)
+    agents.clear()
+    agents[agent_name(job, 2, 0)] = new = Agent()
+    inject(asked())
+    assert len(new.faults) == 1
+
+
+def test_fault_of_a_rank_without_an_agent_is_refused_and_not_recorded(store, job, agents, inject):
+    begin(store, job, named_for=1)
+    del agents[agent_name(job, 1, 1)]
+    with pytest.raises(FaultNotPossible, match="rank 1 is being replaced; try again"):
+        inject(asked(rank=1))
+    agents.clear()
+    with pytest.raises(FaultNotPossible, match="the job has no ranks yet; wait until it is RUNNING"):
+        inject(asked(rank=1))
+    assert of_fault(store, job) == []
+
+
+def test_fault_that_an_agent_does_not_take_is_refused(agents, inject):
+    for agent in agents.values():
+        agent.silent = True
+    with pytest.raises(FaultNotPossible, match="agent of rank 1 does not answer; try again"):
+        inject(asked(rank=1))
+
+
+def test_fault_of_a_job_that_is_over_is_refused_though_its_agents_are_still_there(store, job, inject):
+    begin(store, job, named_for=1)
+    store.write(lambda s: jobs.request_cancel(s, job))
+    store.write(lambda s: jobs.transition(s, job, JobState.CANCELLED))
+    with pytest.raises(FaultNotPossible, match="the job is CANCELLED, and only one that runs can have a fault"):
+        inject(asked())

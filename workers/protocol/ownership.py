@@ -10,8 +10,9 @@ from workers.errors import MantaError
 from workers.protocol.json_codec import JsonObject
 
 EPOCH = "owner_epoch"
-READS = frozenset({"describe", "progress", "stacks", "snapshot_steps", "snapshot_files", "backup_progress"})
-"""Calls that change nothing, and are answered for every caller."""
+FOR_ALL = frozenset({"describe", "progress", "stacks", "snapshot_steps", "snapshot_files", "backup_progress", "arm"})
+"""Calls that are answered for every caller: they change nothing, or inject a fault, which a user may ask any control
+plane for."""
 
 
 class StaleOwner(MantaError):
@@ -25,11 +26,11 @@ class Ownership:
         self.epoch = 0
 
     def admit(self, method: str, arguments: JsonObject) -> None:
-        """Record the epoch of a call. Raises StaleOwner if it is lower than the newest owner's and the call is not a
-        read."""
+        """Record the epoch of a call. Raises StaleOwner if it is lower than the newest owner's and the call is not
+        for all."""
         epoch = arguments.get(EPOCH)
         if not isinstance(epoch, int):
             return
-        if epoch < self.epoch and method not in READS:
+        if epoch < self.epoch and method not in FOR_ALL:
             raise StaleOwner(f"{method} was refused: its caller has epoch {epoch}, and another one {self.epoch} by now")
         self.epoch = max(self.epoch, epoch)

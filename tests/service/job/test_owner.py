@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
 from service.cluster.errors import ClusterUnavailable
-from service.faults import FaultNotPossible
 from service.job import launch, resize_and_drain, resume
 from service.job import owner as owning
 from service.job.context import JobContext
@@ -25,7 +23,7 @@ from service.store.tables import Event
 from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
 from tests.service.support.waiting import reached
-from workers.protocol.messages import Fault, ProtocolMismatch
+from workers.protocol.messages import ProtocolMismatch
 
 
 @pytest.fixture(autouse=True)
@@ -444,23 +442,6 @@ def test_wish_ends_the_pause_at_hand_and_no_later_one(store, submit, cluster, wi
                 await owner._pause(1000.0)
 
     asyncio.run(body())
-
-
-def test_fault_is_refused_while_nobody_looks_after_the_job(store, submit, cluster):
-    owner = JobOwner(store, cluster, submit().id)
-    with pytest.raises(FaultNotPossible, match="no control plane owns the job at the moment; try again"):
-        asyncio.run(owner.inject(Fault("fault_1", "kill", 0)))
-
-
-@pytest.mark.parametrize("error", [LeaseLost, LeaseUncertain])
-def test_fault_is_refused_where_the_job_is_no_longer_owned_before_it_is_made(store, submit, cluster, error):
-    async def inject(fault):
-        raise error("job_1")
-
-    owner = JobOwner(store, cluster, submit().id)
-    owner._supervisor = SimpleNamespace(inject=inject)
-    with pytest.raises(FaultNotPossible, match="no control plane owns the job at the moment; try again"):
-        asyncio.run(owner.inject(Fault("fault_1", "kill", 0)))
 
 
 def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_its_owner_says(store, started, cluster, monkeypatch):

@@ -4,12 +4,10 @@ import asyncio
 
 import pytest
 
-from service.faults import FaultNotPossible
 from service.job import supervisor
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import AGAIN, UP, story
 from tests.service.support.waiting import reached
-from workers.protocol.messages import Fault
 
 pytestmark = pytest.mark.usefixtures("short_waits")
 
@@ -50,20 +48,6 @@ def test_job_ends_as_it_has_though_its_checkpoints_cannot_be_looked_at(two_repli
 
     story(body)
     assert job.row.state == "SUCCEEDED" and cluster.nothing_held
-
-
-def test_fault_that_an_agent_does_not_take_is_refused(two_replicas, cluster):
-    job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        job.ranks[1].refuse("arm", "broken")
-        with pytest.raises(FaultNotPossible, match="agent of rank 1 does not answer; try again"):
-            await job.supervisor.inject(Fault("fault_1", "kill", 1))
-        await job.die_with_control_plane()
-
-    story(body)
 
 
 def test_job_that_is_let_go_of_leaves_no_task_behind(two_replicas, cluster):

@@ -208,8 +208,8 @@ def test_order_waits_while_the_database_is_away_for_longer_than_the_lease_and_re
     story(body)
 
 
-def test_what_is_not_held_may_be_read_and_nothing_else(planes, job):
-    assert planes[0].leases.epoch(job, "describe") is None
+def test_what_is_not_held_may_be_read_and_have_faults_and_nothing_else(planes, job):
+    assert planes[0].leases.epoch(job, "describe") is planes[0].leases.epoch(job, "arm") is None
     for method in ("reports", "stop", None):
         with pytest.raises(LeaseLost):
             planes[0].leases.epoch(job, method)

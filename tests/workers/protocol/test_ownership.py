@@ -6,15 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.protocol.ownership import EPOCH, READS, Ownership, StaleOwner
+from workers.protocol.ownership import EPOCH, FOR_ALL, Ownership, StaleOwner
 from workers.rank.agent import Agent
 
 
-@given(st.lists(st.tuples(st.sampled_from(["describe", "reports", "stop", "launch"]), st.integers(1, 9) | st.none())))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["describe", "reports", "stop", "launch", "arm"]), st.integers(1, 9) | st.none())
+    )
+)
 def test_an_order_is_obeyed_only_if_no_higher_epoch_was_seen_before(calls):
     ownership, highest = Ownership(), 0
     for method, epoch in calls:
-        stale = epoch is not None and epoch < highest and method not in READS
+        stale = epoch is not None and epoch < highest and method not in FOR_ALL
         try:
             ownership.admit(method, {} if epoch is None else {EPOCH: epoch})
             assert not stale
