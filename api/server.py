@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
+KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection is kept: longer than any client or load balancer would use it again (httpx 5 s, AWS's
+60 s). A request that meets its connection's end is lost, and its sender cannot know whether it was carried out."""
 # Everything that the service and its child processes create (database, logs, checkpoints, snapshots) is for its own
 # user only.
 PRIVATE = 0o077
@@ -152,6 +155,7 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
         ws="none",  # nothing here uses WebSockets, and the middleware does not handle them
         log_level="warning",
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         lifespan="on",
         ssl_certfile=settings.tls.certificate,

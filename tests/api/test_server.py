@@ -18,6 +18,7 @@ from sqlalchemy import text
 from api import app as api_app
 from api import server, ui
 from api.cli import service
+from api.client import MantaClient
 from api.local_service import announce, running_service
 from service.cluster.existing_ray import ExistingRay
 from service.control_plane import ControlPlane
@@ -327,3 +328,14 @@ def test_addresses_that_a_proxy_tells_are_believed_from_trusted_ones_only(tmp_pa
 
     server.serve(Settings(tmp_path, trusted_proxies=proxies), "127.0.0.1", 0, None, None)
     assert seen[0] == ("203.0.113.5" if proxies else "10.1.2.3")
+
+
+def test_idle_connection_is_kept_for_longer_than_clients_use_it_again(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda served, **options: kept.append(served.config.timeout_keep_alive))
+    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+    with MantaClient("http://127.0.0.1:1") as client:
+        used_again = client._http._transport._pool._keepalive_expiry
+    assert kept[0] > 60 > used_again, "load balancers use them for a minute"
