@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from workers.system.host_memory import killed_for_memory
 from workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0
-"""Seconds to continue reading after a trainer's end. Its channels close with it, unless a grandchild holds them
-open."""
+"""Seconds without anything to read after which a trainer's output is complete. Its channels close with it, unless a
+grandchild holds them open."""
+MOST_DRAINS = 10
+"""How often it is waited so long: a grandchild may go on writing."""
 FLIGHT_RECORD_SECONDS = 3.0
 CHUNK_BYTES = 65536
 KINDS = frozenset(
@@ -64,6 +66,8 @@ class TrainerHandle:
         self._failure: Failure | None = None
         """The failure that it reported. It is part of the exit report: a new reader may only know what comes after a
         certain point."""
+        self._received = 0
+        """How many reports and chunks of output were read."""
         self._ending = asyncio.create_task(self._until_ended(), name=f"trainer {process.pid}")
 
     @property
@@ -173,16 +177,25 @@ class TrainerHandle:
             asyncio.create_task(self._pump_output("stderr", self.process.stderr, self._stderr)),
         ]
         ended = await self.process.wait()
-        _, late = await asyncio.wait(pumps, timeout=DRAIN_SECONDS)
-        for pump in late:
-            pump.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await self._drain(pumps)
         last_output = tuple(self._stderr.tail)
         kills = self._memory_kills() if ended.signal == signal.SIGKILL else None
         exited = Exited(ended.code, ended.signal, last_output, self._failure, self._killed_for, kills)
         self._reports.add(exited, self.generation, self._rank)
         self.process.close()
         return ended
+
+    async def _drain(self, pumps: Collection[asyncio.Task[None]]) -> None:
+        """Return once these have read all that a process that has ended has left to read. Where the whole agent stood
+        still meanwhile, the time is over and all of it is still there."""
+        for _ in range(MOST_DRAINS):
+            before = self._received
+            _, pumps = await asyncio.wait(pumps, timeout=DRAIN_SECONDS)
+            if not pumps or self._received == before:
+                break
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
 
     def _memory_kills(self) -> int | None:
         """Number of kills by the kernel since the process began; None if its end was requested."""
@@ -193,6 +206,7 @@ class TrainerHandle:
     async def _pump_reports(self) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await self._control_line():
+                self._received += 1
                 self._take(line)
 
     async def _control_line(self) -> bytes:
@@ -234,5 +248,6 @@ class TrainerHandle:
         chunk = b"start"
         while chunk:
             chunk = await reader.read(CHUNK_BYTES)
+            self._received += 1
             if lines := splitter.feed(chunk):
                 self._log.write(self.generation, stream, lines)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -298,6 +299,43 @@ def test_a_grandchild_that_holds_on_to_its_output_does_not_hold_up_its_end(monke
         assert [report.kind for report in await rig.reports.read(0, 0.0)] == ["exit"]
         names = [task.get_coro().__name__ for task in asyncio.all_tasks()]
         assert not [name for name in names if "pump" in name], "nobody reads on"
+
+    story(body)
+
+
+def test_what_it_left_is_read_to_the_end_by_an_agent_that_stands_still_for_a_moment(monkeypatch):
+    monkeypatch.setattr(trainer_handle, "DRAIN_SECONDS", 0.01)
+    left = [b"why\n", b"and\n", b"where\n"]
+
+    async def body(rig):
+        def stand_still_and_read():
+            time.sleep(2 * trainer_handle.DRAIN_SECONDS)
+            if left:
+                rig.process.stderr.feed_data(left.pop(0))
+                asyncio.get_running_loop().call_soon(stand_still_and_read)
+
+        rig.process._exit.set_result(Exit(1, None))
+        asyncio.get_running_loop().call_soon(stand_still_and_read)
+        await rig.trainer.wait()
+        (report,) = await rig.reports.read(0, 0.0)
+        assert report.payload == Exited(1, None, ("why", "and", "where"))
+
+    story(body)
+
+
+def test_a_grandchild_that_goes_on_writing_does_not_hold_up_its_end(monkeypatch):
+    monkeypatch.setattr(trainer_handle, "DRAIN_SECONDS", 0.01)
+
+    async def body(rig):
+        async def write():
+            while True:
+                rig.process.stdout.feed_data(b"a line\n")
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        rig.process._exit.set_result(Exit(0, None))
+        assert await rig.trainer.wait() == Exit(0, None)
+        writing.cancel()
 
     story(body)
 
