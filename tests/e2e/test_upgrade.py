@@ -67,7 +67,8 @@ class Release:
 
 @pytest.fixture(scope="module")
 def last_release(tmp_path_factory) -> Path:
-    """The packages of the last release, from this repository's history."""
+    """The packages of the last release, from this repository's history, without its dashboard: that needs packages
+    which this release does not."""
     version, commit = (ROOT / "releases.txt").read_text(encoding="utf-8").split("\n")[-2].split()
     git = shutil.which("git")
     archive = None
@@ -77,6 +78,7 @@ def last_release(tmp_path_factory) -> Path:
         pytest.skip(f"{SKIP}: git or its commit {commit[:7]} ({version}) is missing")
     tree = tmp_path_factory.mktemp("release")
     subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True, timeout=60)
+    (tree / "api/ui/__init__.py").write_text("def mount(*anything, **more):\n    pass\n")
     return tree
 
 
