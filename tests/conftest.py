@@ -39,9 +39,15 @@ _FOR_SERVICES, _FOR_ENGINE, _FOR_MACHINES = "gw0", "gw1", "gw2"
 their own."""
 
 
+_OF_TERMINALS = ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS")
+"""Variables by which commands print in colours, or in lines of another length, though nobody sees a terminal."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Remember what is skipped. Several processes have a network each, and the one that takes longest goes before the
     others."""
+    for name in _OF_TERMINALS:
+        os.environ.pop(name, None)
     examples.begin(config.getoption("--soak"))
     gc.disable()  # until all is collected, of which nothing is garbage: to look for some takes a quarter of the time
     config.pluginmanager.register(_Skips(config), "manta-skips")
