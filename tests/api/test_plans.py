@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from service import machines
 from service.machines import Calibrated, save
 from service.planner.hardware import HOPPER, MACHINES, Cluster, Core, Gpu, Links
 from service.planner.refinement import LEAST_JOBS
@@ -150,6 +151,7 @@ def test_a_job_that_asks_for_slots_is_laid_out_for_slots_where_there_are_gpus(se
         {"alive": True, "accelerator": "cpu", "total": 2, "slots_total": 2},
     ]
     monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": nodes})
+    monkeypatch.setattr(machines, "usable_cores", lambda: 2)  # the peak is that of all cores of a node
 
     def laid_out(accelerator):
         document = DOCUMENT | {"parallel": "auto", "resources": {"accelerator": accelerator}}
