@@ -23,10 +23,10 @@ class Installation(Manta):
         """A worker on which ranks of the job run: containers have their names as host names."""
         return str(self.client.ranks(job).items[0].node)
 
-    def zygotes(self) -> list[psutil.Process]:
-        """Those of all workers."""
+    def zygotes(self, *workers: str) -> list[psutil.Process]:
+        """Those of all workers, or of `workers`, that there are."""
         found = []
-        for process in self.engine.processes():
+        for process in self.engine.processes(*workers):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "workers.zygote" in process.cmdline():
                     found.append(process)
