@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -121,12 +123,13 @@ def test_where_no_daemon_runs_there_is_nothing_to_leave(monkeypatch, tmp_path, d
     assert json.loads(drain(nobody, "--this-node", "--json")) == {"nodes": []}
 
 
-def test_a_daemon_that_says_nothing_is_named(monkeypatch, tmp_path, drain):
-    monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (tmp_path, "manta-{user}-{tag}"))
+def test_a_daemon_that_says_nothing_is_named(monkeypatch, drain):
     monkeypatch.setattr(local_drain, "ANSWER_SECONDS", 0.01)
-    folder = tmp_path / f"manta-{os.getuid()}-0"
-    folder.mkdir()
-    with socket.socket(socket.AF_UNIX) as listener:
+    # The path of a socket may have 107 bytes, which that of the test's own folder may exceed.
+    with tempfile.TemporaryDirectory(dir="/tmp") as place, socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (Path(place), "manta-{user}-{tag}"))
+        folder = Path(place) / f"manta-{os.getuid()}-0"
+        folder.mkdir()
         listener.bind(str(local_drain.drain_socket(folder, "abcd")))
         listener.listen()
         assert "does not answer: name the node to the service, `manta drain NODE`" in drain(
