@@ -315,7 +315,8 @@ class Manta:
             folder.addfinalizer(lambda: stop_service(self.home))
 
     def end_all_jobs(self) -> None:
-        """Cancel what still runs, and wait until its processes are gone; start the service if it does not answer."""
+        """Cancel what still runs, and wait until its processes are gone and nothing is left to be done for it; start
+        the service if it does not answer."""
         if not self.answers():
             self.start()
         running = [job.id for job in self.client.jobs(limit=200).items if not is_final(job.state)]
@@ -326,6 +327,7 @@ class Manta:
                 assert error.problem.status == 409, error
         if running:
             self.until("the end of their processes", lambda: not self.trainers() and not self.agents())
+            self.until("their end", lambda: all(is_final(self.client.job(job).state) for job in running))
 
 
 @contextlib.contextmanager
