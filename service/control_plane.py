@@ -180,7 +180,8 @@ class ControlPlane:
 
     async def _begin(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._ranks, self._injector = RunningRanks(self._store, cluster), FaultInjector(self._store, cluster)
+        self._ranks = RunningRanks(self._store, cluster)
+        self._injector = FaultInjector(self._store, cluster, self._owners.agents_of)
         cluster.obey(self._leases.epoch)
         self._leases.begin()
         kept_days = self._options.kept_days

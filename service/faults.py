@@ -4,6 +4,7 @@ Agents take them from every control plane, whichever one owns the job."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 from service.cluster.agent_client import AgentClient, AgentError, within
 from service.cluster.cluster import Cluster
@@ -37,15 +38,17 @@ class FaultNotPossible(MantaError):
 class FaultInjector:
     """Has agents inject faults. Called on the control plane's own thread."""
 
-    def __init__(self, store: Store, cluster: Cluster):
-        self._store, self._cluster = store, cluster
+    def __init__(self, store: Store, cluster: Cluster, owned: Callable[[str], Sequence[AgentClient | None]]):
+        """`owned`: by rank, the agents of a job that this control plane owns; none of any other. For these Ray's head
+        is not needed."""
+        self._store, self._cluster, self._owned = store, cluster, owned
 
     async def inject(self, job_id: str, fault: Fault) -> None:
         """Have the agent of the fault's rank inject it. Raises JobNotFound, FaultNotPossible, SpecNotUnderstood,
         ClusterUnavailable."""
         job, names = await asyncio.to_thread(self._job, job_id)
         spec = stored_spec(job).spec
-        agents = await self._agents(job, spec, names)
+        agents = self._owned(job_id) or await self._find(job, spec, names)
         refuse_impossible(fault, len(agents), job.step, spec.train.steps)
         agent = agents[fault.rank]
         if agent is None:
@@ -67,7 +70,7 @@ class FaultInjector:
                 raise FaultNotPossible(f"the job is {job.state}, and only one that runs can have a fault")
             return job, [row.actor or "" for row in ranks.of_job(session, job_id)]
 
-    async def _agents(self, job: Job, spec: JobSpec, names: list[str]) -> list[AgentClient | None]:
+    async def _find(self, job: Job, spec: JobSpec, names: list[str]) -> Sequence[AgentClient | None]:
         """By rank; none if the job has no agents."""
         agents = await self._cluster.agents.find(names)
         if not any(agents):  # those of a job that starts are recorded once all of them have answered

@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
+from service.cluster.agent_client import AgentClient
 from service.cluster.cluster import Cluster
 from service.housekeeping import Housekeeping
 from service.job.owner import JobOwner
@@ -69,6 +70,11 @@ class JobOwners:
         """The job's owner; None if it is owned elsewhere or not at all."""
         owner, _ = self.by_job.get(job_id, (None, None))
         return owner
+
+    def agents_of(self, job_id: str) -> list[AgentClient | None]:
+        """By rank, the agents of a job that is owned here; none of any other."""
+        owner = self.of(job_id)
+        return [] if owner is None else owner.agents
 
     def placed(self, job: Job, generation: int) -> None:
         """The scheduler has placed this generation of a job, which needs an owner now."""

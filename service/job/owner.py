@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 
+from service.cluster.agent_client import AgentClient
 from service.cluster.cluster import Cluster
 from service.cluster.errors import needs_traceback
 from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
@@ -142,6 +143,11 @@ class JobOwner:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()  # set already by a cancel that came before the pause
         self._wake.clear()
+
+    @property
+    def agents(self) -> list[AgentClient | None]:
+        """By rank, the agents that the job has; none while nobody supervises it."""
+        return [] if self._supervisor is None else self._supervisor.agents
 
     def cancel(self) -> None:
         """The job is CANCELLING: stop it."""

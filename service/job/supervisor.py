@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from service.cluster.agent_client import AgentError
+from service.cluster.agent_client import AgentClient, AgentError
 from service.cluster.agents import describe_each
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
@@ -80,6 +80,11 @@ class Supervisor:
     def job_id(self) -> str:
         """The job's id."""
         return self._job.id
+
+    @property
+    def agents(self) -> list[AgentClient | None]:
+        """By rank; None: lost, and not replaced yet."""
+        return list(self._gang.agents)
 
     def cancel(self) -> None:
         """The job is CANCELLING: stop it."""

@@ -43,13 +43,19 @@ def agents(job):
 
 
 @pytest.fixture
-def inject(store, job, agents):
+def owned():
+    """The agents of the job, if this control plane owns it: it does not."""
+    return []
+
+
+@pytest.fixture
+def inject(store, job, agents, owned):
     """Inject a fault into the job."""
 
     async def find(names):
         return [agents.get(name) for name in names]
 
-    injector = FaultInjector(store, SimpleNamespace(agents=SimpleNamespace(find=find)))
+    injector = FaultInjector(store, SimpleNamespace(agents=SimpleNamespace(find=find)), lambda job_id: owned)
     return lambda fault: asyncio.run(injector.inject(job, fault))
 
 
@@ -117,6 +123,15 @@ def test_fault_is_armed_at_the_agent_of_its_rank_before_and_after_the_job_begins
     inject(asked())
     assert [len(agent.faults) for agent in agents.values()] == [1, 2]
     assert of_fault(store, job) == [(1, 3), (1, None), (0, 0)]
+
+
+def test_agents_of_a_job_that_is_owned_need_not_be_found(store, job, agents, owned, inject):
+    agents.clear()
+    owned += [None, Agent()]
+    inject(asked(rank=1))
+    with pytest.raises(FaultNotPossible, match="rank 0 is being replaced; try again"):
+        inject(asked())
+    assert ([len(agent.faults) for agent in owned if agent], of_fault(store, job)) == ([1], [(1, 0)])
 
 
 def test_fault_of_a_job_that_is_placed_again_is_armed_at_its_new_agents(store, job, agents, inject):
