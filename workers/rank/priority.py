@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import threading
+import time
 from pathlib import Path
 
 NICENESS = 5
 """About a third of the weight of a normal process (1.25 times less for each step, sched(7))."""
 AUTOGROUP = Path("/proc/self/autogroup")
 """Linux's file for the niceness of a whole session, which counts if sessions share the cores (sched(7))."""
+TRIES = 100
+PAUSE_SECONDS = (0.1, 1.0)
+"""Linux takes one request within 0.1 seconds from all processes of a node that are not privileged."""
 
 
 def give_way() -> None:
@@ -18,5 +24,17 @@ def give_way() -> None:
     Otherwise, on a CPU node, they would wait for their turn among the trainers just when they are needed.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
-    with contextlib.suppress(OSError):  # a kernel without such groups, or one that has limited the requests
+    try:
         AUTOGROUP.write_text(str(NICENESS))
+    except BlockingIOError:  # another rank, which has just started too, asked before
+        threading.Thread(target=_ask_again, name="priority", daemon=True).start()
+    except OSError:
+        pass  # a kernel without such groups
+
+
+def _ask_again() -> None:
+    for _ in range(TRIES):
+        time.sleep(random.uniform(*PAUSE_SECONDS))
+        with contextlib.suppress(BlockingIOError):
+            AUTOGROUP.write_text(str(NICENESS))
+            return

@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from workers.rank import priority
 from workers.rank.priority import AUTOGROUP, NICENESS
 
 SCRIPT = """
@@ -17,6 +19,15 @@ late = []
 thread = threading.Thread(target=lambda: late.append(os.getpriority(os.PRIO_PROCESS, 0)))
 thread.start(), thread.join()
 print(os.getpriority(os.PRIO_PROCESS, 0), *late)
+"""
+
+OF_A_SESSION = """
+import threading
+from workers.rank.priority import AUTOGROUP, give_way
+give_way()
+for thread in threading.enumerate()[1:]:
+    thread.join()  # it asks again: somebody else on this machine has just asked
+print(AUTOGROUP.read_text())
 """
 
 
@@ -40,11 +51,29 @@ def test_the_whole_session_gives_way_and_no_other():
     if not AUTOGROUP.exists():
         pytest.skip("this kernel does not group processes by session")
     ours = AUTOGROUP.read_text()
-    script = "from workers.rank.priority import AUTOGROUP, give_way; give_way(); print(AUTOGROUP.read_text())"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, start_new_session=True
+        [sys.executable, "-c", OF_A_SESSION], capture_output=True, text=True, check=True, start_new_session=True
     )
     if not done.stdout.split():
         pytest.skip("here a new session stays in the group that all have, which has no niceness")
     assert done.stdout.split()[-2:] == ["nice", str(NICENESS)]
     assert AUTOGROUP.read_text() == ours, "another session"
+
+
+def test_one_that_asks_just_after_another_asks_again(monkeypatch):
+    answers = [BlockingIOError(), BlockingIOError(), None]
+
+    class Autogroup:
+        def write_text(self, text):
+            assert text == str(NICENESS)
+            if answer := answers.pop(0):
+                raise answer
+
+    monkeypatch.setattr(priority, "AUTOGROUP", Autogroup())
+    monkeypatch.setattr(priority, "PAUSE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: None)
+    before = set(threading.enumerate())
+    priority.give_way()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert not answers
