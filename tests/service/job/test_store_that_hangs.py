@@ -39,12 +39,13 @@ def while_it_hangs(monkeypatch, job):
         await job.store.write_async(lambda s: checkpoints.begin(s, job.id, 1, 4, "/store/4"))
         for agent in job.ranks:
             agent.status = TrainerStatus(7, record=Position(7, 4, "checkpoint", commits=4))
-        monkeypatch.setattr(FolderReader, "list", listed)
 
     def run(body):
         async def whole():
             await hang()
-            await body()
+            with monkeypatch.context() as patch:  # undone first: what it replaces belongs to the virtual time
+                patch.setattr(FolderReader, "list", listed)
+                await body()
 
         in_virtual_time(monkeypatch, whole)
 
