@@ -33,7 +33,7 @@ def shared(tmp_path):
 
 
 def parts_of(place, job):
-    return files_of(place).names(place / job / "logs")
+    return sorted(files_of(place).names(place / job / "logs"))
 
 
 def test_what_one_prints_any_control_plane_reads_with_the_same_cursors(make_plane, bucket, job):
