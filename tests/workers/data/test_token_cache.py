@@ -240,8 +240,8 @@ def test_a_shard_that_kills_every_process_is_no_endless_task(tmp_path, file, mon
     give_next = token_processes._Work._give_next
 
     def give(self, worker):
+        worker.process.kill()  # before it can be done with the shard
         give_next(self, worker)
-        worker.process.kill()
 
     monkeypatch.setattr(token_processes._Work, "_give_next", give)
     with pytest.raises(DataError, match=r"tokenizes .*a.jsonl ended with exit code -9, perhaps for lack of memory"):
