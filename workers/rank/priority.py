@@ -18,6 +18,10 @@ PAUSE_SECONDS = (0.1, 1.0)
 """Linux takes one request within 0.1 seconds from all processes of a node that are not privileged."""
 
 
+_own_random = random.SystemRandom()
+"""A model's code may draw from the common generator, which depends on nothing but its seed."""
+
+
 def give_way() -> None:
     """Let processes that only watch, decide and repair run before this one, which computes all the time.
 
@@ -34,7 +38,7 @@ def give_way() -> None:
 
 def _ask_again() -> None:
     for _ in range(TRIES):
-        time.sleep(random.uniform(*PAUSE_SECONDS))
+        time.sleep(_own_random.uniform(*PAUSE_SECONDS))
         with contextlib.suppress(BlockingIOError):
             AUTOGROUP.write_text(str(NICENESS))
             return
