@@ -35,6 +35,8 @@ CONNECT_SECONDS = 1.2
 LOOK_SECONDS = 1.0
 # How many times in a row the daemon's port must refuse while Ray's does not, before it counts as closed: about 15 s.
 REFUSALS = 6
+# How long Ray may take to give up a node whose machine has another one by now: its patience, and some more.
+GIVE_UP_SECONDS = 30.0
 
 THREADS = 32
 """Threads of the watch only: a connection that is not accepted occupies one for as long as it is tried. If many nodes
@@ -101,10 +103,25 @@ class NodeWatch:
                 await asyncio.sleep(BEAT_SECONDS)
                 continue
             await self._lose(node.id, "neither its daemon nor its Ray can be reached")
-            while not await self._listens(node.raylet):
-                await asyncio.sleep(LOOK_SECONDS)
+            await self._until_back(node)
             log.warning("node %s is back", node.id)
             self._cluster.nodes.lost.discard(node.id)
+
+    async def _until_back(self, node: RayNode) -> None:
+        """Return once a lost node can be used again: when its daemon answers. It is not enough that something listens
+        where its Ray did, which a machine that was started again does as another node."""
+        listening_since = None
+        while True:
+            if not await self._listens(node.raylet):
+                listening_since = None
+            elif await self._cluster.daemons.known(node.id) is not None:
+                return
+            else:
+                now = time.monotonic()
+                listening_since = now if listening_since is None else listening_since
+                if now - listening_since > GIVE_UP_SECONDS:  # its daemon has ended, and a new one is started
+                    return
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _is_there(self, node: RayNode, source: HeartbeatSource | None) -> bool:
         """Whether its daemon or its Ray accepts a connection. If for a while only its Ray does, that is a problem for

@@ -39,6 +39,8 @@ class FakeCluster:
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         self.asked = 0
+        self.daemon_answers = True
+        self.looked_for_daemon = 0
         self.alive = True
         """As Ray sees it."""
         self.errors = []
@@ -46,7 +48,11 @@ class FakeCluster:
 
     drain, drain_no_more, keep_only = Nodes.drain, Nodes.drain_no_more, Nodes.keep_only
 
-    async def known(self):
+    async def known(self, node=None):
+        """The nodes; of `node`, its daemon."""
+        if node is not None:
+            self.looked_for_daemon += 1
+            return self if self.daemon_answers else None
         if self.errors:
             raise self.errors.pop()
         return [RayNode("n1", self.raylet_address, alive=self.alive), RayNode("dead", ("127.0.0.1", 1), alive=False)]
@@ -147,6 +153,37 @@ def test_node_that_is_back_is_lost_no_more_and_may_be_lost_again(cluster, freque
     first, second = watched(cluster, story)
     assert first == second == ("n1", "neither its daemon nor its Ray can be reached")
     assert cluster.lost == {"n1"}
+
+
+def test_another_node_at_the_address_of_a_lost_one_is_not_taken_for_it(cluster, frequent_looks):
+    async def story(news):
+        await until(lambda: cluster.asked)
+        cluster.fall_silent()
+        await news.get()
+        cluster.daemon_answers = False
+        cluster.come_back()
+        await until(lambda: cluster.looked_for_daemon > 3)
+        assert cluster.lost == {"n1"}
+        cluster.alive = False
+        await until(lambda: not cluster.lost)
+        return news.empty()
+
+    assert watched(cluster, story), "it is lost once"
+
+
+def test_node_that_lost_its_daemon_meanwhile_is_back_if_ray_does_not_give_it_up(cluster, frequent_looks, monkeypatch):
+    monkeypatch.setattr(node_watch, "GIVE_UP_SECONDS", 0.05)
+
+    async def story(news):
+        await until(lambda: cluster.asked)
+        cluster.fall_silent()
+        await news.get()
+        cluster.daemon_answers, asked = False, cluster.asked
+        cluster.come_back()
+        await until(lambda: not cluster.lost)
+        await until(lambda: cluster.asked > asked)  # its daemon is started
+
+    watched(cluster, story)
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["answers", "lost_before"])
