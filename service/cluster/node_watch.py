@@ -109,18 +109,14 @@ class NodeWatch:
 
     async def _until_back(self, node: RayNode) -> None:
         """Return once a lost node can be used again: when its daemon answers. It is not enough that something listens
-        where its Ray did, which a machine that was started again does as another node."""
-        listening_since = None
-        while True:
+        where its Ray did, which a machine that was started again does as another node: until Ray gives up the old
+        one. If it does not, the daemon has ended, and a new one is started."""
+        silent_at = time.monotonic()
+        while time.monotonic() - silent_at <= GIVE_UP_SECONDS:
             if not await self._listens(node.raylet):
-                listening_since = None
+                silent_at = time.monotonic()
             elif await self._cluster.daemons.known(node.id) is not None:
                 return
-            else:
-                now = time.monotonic()
-                listening_since = now if listening_since is None else listening_since
-                if now - listening_since > GIVE_UP_SECONDS:  # its daemon has ended, and a new one is started
-                    return
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _is_there(self, node: RayNode, source: HeartbeatSource | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import threading
@@ -14,10 +13,9 @@ NICENESS = 5
 AUTOGROUP = Path("/proc/self/autogroup")
 """Linux's file for the niceness of a whole session, which counts if sessions share the cores (sched(7))."""
 TRIES = 100
+"""How often Linux is asked."""
 PAUSE_SECONDS = (0.1, 1.0)
 """Linux takes one request within 0.1 seconds from all processes of a node that are not privileged."""
-
-
 _own_random = random.SystemRandom()
 """A model's code may draw from the common generator, which depends on nothing but its seed."""
 
@@ -28,17 +26,23 @@ def give_way() -> None:
     Otherwise, on a CPU node, they would wait for their turn among the trainers just when they are needed.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+    if not _ask():  # another rank, which has just started too, asked before
+        threading.Thread(target=_ask_again, name="priority", daemon=True).start()
+
+
+def _ask() -> bool:
+    """Whether Linux took the request, or takes none because it has no such groups."""
     try:
         AUTOGROUP.write_text(str(NICENESS))
-    except BlockingIOError:  # another rank, which has just started too, asked before
-        threading.Thread(target=_ask_again, name="priority", daemon=True).start()
+    except BlockingIOError:
+        return False
     except OSError:
-        pass  # a kernel without such groups
+        return True
+    return True
 
 
 def _ask_again() -> None:
-    for _ in range(TRIES):
+    for _ in range(TRIES - 1):
         time.sleep(_own_random.uniform(*PAUSE_SECONDS))
-        with contextlib.suppress(BlockingIOError):
-            AUTOGROUP.write_text(str(NICENESS))
+        if _ask():
             return

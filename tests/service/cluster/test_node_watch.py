@@ -1,7 +1,6 @@
 """A node is lost when nothing of it takes a connection any more; a busy or a restarted daemon is no loss."""
 
 import asyncio
-import contextlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,105 +11,22 @@ import pytest
 from service.cluster import node_watch
 from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.node_watch import NodeWatch, listens
-from service.cluster.nodes import Nodes, RayNode
+from tests.service.support.one_node import SECONDS, bound, one_node, until, watched
 from workers.node.heartbeat import HeartbeatServer
 from workers.protocol.messages import GpuReading
 from workers.system.ports import PortRange
 
-SECONDS = 60.0
-
-
-def bound(address):
-    """A socket that keeps a port from others and takes no connection."""
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.bind(address)
-    return made
-
-
-class FakeCluster:
-    """One node, whose Ray is a listening socket and whose daemon sends heartbeats. Its own parts, too."""
-
-    def __init__(self):
-        self.nodes = self.daemons = self
-        self.lost, self.draining, self.at_rest, self.failed = set(), set(), set(), []
-        self.silent, self.unswept = set(), set()
-        self.leave_by, self.drain_reasons, self.problems, self.gpus = {}, {}, {}, {}
-        self.raylet = socket.create_server(("127.0.0.1", 0))
-        self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
-        self.asked = 0
-        self.daemon_answers = True
-        self.looked_for_daemon = 0
-        self.alive = True
-        """As Ray sees it."""
-        self.errors = []
-        """What the next looks at Ray's nodes raise."""
-
-    drain, drain_no_more, keep_only = Nodes.drain, Nodes.drain_no_more, Nodes.keep_only
-
-    async def known(self, node=None):
-        """The nodes; of `node`, its daemon."""
-        if node is not None:
-            self.looked_for_daemon += 1
-            return self if self.daemon_answers else None
-        if self.errors:
-            raise self.errors.pop()
-        return [RayNode("n1", self.raylet_address, alive=self.alive), RayNode("dead", ("127.0.0.1", 1), alive=False)]
-
-    async def heartbeat_source(self, node):
-        self.asked += 1
-        return HeartbeatSource(*self.heartbeat.address, self.heartbeat.secret)
-
-    async def fail_calls_to(self, node):
-        self.failed.append(node)
-
-    def fall_silent(self):
-        """Nothing takes a connection any more."""
-        self.raylet.close()
-        self.raylet = bound(self.raylet_address)
-        self.heartbeat.close()
-
-    def come_back(self):
-        self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
-        self.raylet.listen()
-
 
 @pytest.fixture
 def cluster():
-    made = FakeCluster()
-    made.raylet_address = made.raylet.getsockname()
-    yield made
-    with contextlib.suppress(OSError):
-        made.heartbeat.close()
-    made.raylet.close()
+    with one_node() as made:
+        yield made
 
 
 @pytest.fixture
 def frequent_looks(monkeypatch):
     """What is looked at again is so after ten milliseconds."""
     monkeypatch.setattr(node_watch, "LOOK_SECONDS", 0.01)
-
-
-def watched(cluster, story):
-    """What the watch tells while `story(reports)` happens."""
-
-    async def run():
-        reports = asyncio.Queue()
-        watch = NodeWatch(cluster, lambda *lost: reports.put_nowait(lost), lambda *drain: reports.put_nowait(drain))
-        task = asyncio.create_task(watch.run())
-        try:
-            async with asyncio.timeout(SECONDS):
-                return await story(reports)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    return asyncio.run(run())
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
@@ -247,74 +163,6 @@ def test_daemon_that_was_restarted_is_no_loss(cluster):
 
     assert watched(cluster, story) == ("n1", True)
     assert cluster.lost == set()
-
-
-@pytest.mark.parametrize("seconds", [60.0, 0.0])
-def test_node_that_is_to_be_left_is_told_however_little_time_is_left(cluster, seconds):
-    cluster.heartbeat.drain(seconds, "it is sold")
-
-    async def story(reports):
-        return await reports.get()
-
-    node, left, reason = watched(cluster, story)
-    assert (node, reason) == ("n1", "it is sold")
-    assert 0 <= left <= seconds
-
-
-def test_node_of_which_nobody_says_how_long_it_lasts_is_to_be_left_too(cluster):
-    cluster.heartbeat.drain(None, "it is cordoned")
-
-    async def story(reports):
-        return await reports.get()
-
-    assert watched(cluster, story) == ("n1", None, "it is cordoned")
-
-
-def test_node_that_stays_after_all_is_placed_on_again(cluster):
-    cluster.heartbeat.drain(60.0, "it is sold", "a cloud")
-
-    async def story(reports):
-        cluster.drain(*(await reports.get())[:2])
-        assert (cluster.draining, set(cluster.leave_by)) == ({"n1"}, {"n1"})
-        cluster.heartbeat.withdraw("a cloud")
-        await until(lambda: not cluster.draining)
-        assert not cluster.leave_by
-
-    watched(cluster, story)
-
-
-def test_node_that_was_drained_elsewhere_and_whose_daemon_knows_nothing_of_it_stays_drained(cluster):
-    """A daemon that was restarted does not know what was said to the one before it."""
-    heard, hear = [], NodeWatch._hear
-
-    def note(self, heartbeat):
-        heard.append(heartbeat)
-        hear(self, heartbeat)
-
-    async def story(reports):
-        cluster.draining.add("n1")
-        await until(lambda: len(heard) >= 2)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NodeWatch, "_hear", note)
-        watched(cluster, story)
-    assert cluster.draining == {"n1"}
-
-
-def test_node_of_which_nobody_has_said_that_it_ends_is_not_left(cluster):
-    heard, hear = [], NodeWatch._hear
-
-    def note(self, heartbeat):
-        heard.append(heartbeat)
-        hear(self, heartbeat)
-
-    async def story(reports):
-        await until(lambda: len(heard) >= 2)
-        return reports.empty()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NodeWatch, "_hear", note)
-        assert watched(cluster, story)
 
 
 def test_loss_that_ray_could_not_be_told_of_ends_no_watch(cluster, frequent_looks):

@@ -1,0 +1,78 @@
+"""A node whose daemon says that it ends is left, until it says that it stays."""
+
+import pytest
+
+from service.cluster.node_watch import NodeWatch
+from tests.service.support.one_node import one_node, until, watched
+
+
+@pytest.fixture
+def cluster():
+    with one_node() as made:
+        yield made
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """All heartbeats that the watch has received."""
+    noted, hear = [], NodeWatch._hear
+
+    def note(self, heartbeat):
+        noted.append(heartbeat)
+        hear(self, heartbeat)
+
+    monkeypatch.setattr(NodeWatch, "_hear", note)
+    return noted
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_node_that_is_to_be_left_is_told_however_little_time_is_left(cluster, seconds):
+    cluster.heartbeat.drain(seconds, "it is sold")
+
+    async def story(reports):
+        return await reports.get()
+
+    node, left, reason = watched(cluster, story)
+    assert (node, reason) == ("n1", "it is sold")
+    assert 0 <= left <= seconds
+
+
+def test_node_of_which_nobody_says_how_long_it_lasts_is_to_be_left_too(cluster):
+    cluster.heartbeat.drain(None, "it is cordoned")
+
+    async def story(reports):
+        return await reports.get()
+
+    assert watched(cluster, story) == ("n1", None, "it is cordoned")
+
+
+def test_node_that_stays_after_all_is_placed_on_again(cluster):
+    cluster.heartbeat.drain(60.0, "it is sold", "a cloud")
+
+    async def story(reports):
+        cluster.drain(*(await reports.get())[:2])
+        assert (cluster.draining, set(cluster.leave_by)) == ({"n1"}, {"n1"})
+        cluster.heartbeat.withdraw("a cloud")
+        await until(lambda: not cluster.draining)
+        assert not cluster.leave_by
+
+    watched(cluster, story)
+
+
+def test_node_that_was_drained_elsewhere_and_whose_daemon_knows_nothing_of_it_stays_drained(cluster, heard):
+    """A daemon that was restarted does not know what was said to the one before it."""
+
+    async def story(reports):
+        cluster.draining.add("n1")
+        await until(lambda: len(heard) >= 2)
+
+    watched(cluster, story)
+    assert cluster.draining == {"n1"}
+
+
+def test_node_of_which_nobody_has_said_that_it_ends_is_not_left(cluster, heard):
+    async def story(reports):
+        await until(lambda: len(heard) >= 2)
+        return reports.empty()
+
+    assert watched(cluster, story)
