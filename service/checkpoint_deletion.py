@@ -95,7 +95,7 @@ def _refuse_needed(session: Session, job: Job, row: Checkpoint, force: bool) -> 
     if restoring and lives[-1].resume_source == "checkpoint" and lives[-1].resume_step == row.step:
         raise CheckpointNeeded(f"{job.id} is being restored from {row.id}; wait until it is RUNNING")
     may_go_on = not is_final(state) or after_action("retry", state) is not None
-    if may_go_on and not force and row.id == checkpoints.newest_id(session, job.id):
+    if may_go_on and not force and row is checkpoints.newest(session, job.id):
         raise CheckpointNeeded(
             f"{row.id} is the newest whole checkpoint of {job.id}, which is {state} and would continue from it; "
             "with force=true it is deleted all the same"

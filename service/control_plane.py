@@ -7,11 +7,12 @@ finds both and continues.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from service.cluster.existing_ray import ExistingRay
 from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
 from service.cluster.port_check import check_ports
-from service.cluster.ray_head import RayHead
+from service.cluster.ray_head import RayHead, RayUnavailable
 from service.cluster_view import cluster_view
 from service.control_plane_options import DEFAULTS, ControlPlaneOptions
 from service.deletion import Deletion, delete_job
@@ -51,7 +52,6 @@ from service.traces.traces import Traces
 from workers.config import JobSpec
 from workers.paths import Paths
 from workers.protocol.messages import Fault
-from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,7 +60,8 @@ CALL_SECONDS = 30.0
 # Time limit for trying the ports between the nodes: less than clients wait.
 CHECK_SECONDS = 25.0
 RETRY_SECONDS = 1.0
-RAY_WATCH = "watch over Ray"
+# How long our own Ray, which ran before, may take to let this process in. Ray itself gives up after about a minute.
+JOIN_RAY_SECONDS = 90.0
 MEASURING_SECONDS = 5.0
 # The most that a clean end spends on informing other control planes, which otherwise find out a little later.
 LEAVE_SECONDS = 5.0
@@ -98,8 +99,6 @@ class ControlPlane:
         self._ranks: RunningRanks | None = None
         self._injector: FaultInjector | None = None
         self._housekeeping: Housekeeping | None = None
-        self._ray_process: int | None = None
-        """First process of our own Ray, or of our raylet in an existing one."""
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks = BackgroundTasks()
         self._lags = {"jobs": self._owners.lag}
@@ -141,7 +140,8 @@ class ControlPlane:
         log.info("the namespace of this installation in Ray is %s", namespace)
         if not asks_first and not self._leases.alone:
             self._home_of_jobs.find(self._store)
-        cluster = self._connect(namespace)
+        with self._replacing_ray_that_lets_nobody_in(ray_is_new):
+            cluster = self._connect(namespace)
         self._thread.start()
         if asks_first:
             if not ray_is_new:
@@ -150,11 +150,33 @@ class ControlPlane:
         self._join(cluster.identity)
         self._call(self._begin(cluster))
 
+    @contextlib.contextmanager
+    def _replacing_ray_that_lets_nobody_in(self, is_new: bool) -> Iterator[None]:
+        """The block joins Ray. If our own one, which ran before, does not let this process in, it is replaced like a
+        dead one: its jobs continue from shared memory. This also interrupts a call into Ray that never returns."""
+        if is_new or not isinstance(self._head, RayHead) or self._start_over is None:
+            yield
+            return
+        timer = threading.Timer(JOIN_RAY_SECONDS, self._replace_ray, ("this service could not join it in time",))
+        timer.start()
+        try:
+            yield
+        except RayUnavailable as error:
+            timer.cancel()
+            self._replace_ray(str(error))
+            raise
+        finally:
+            timer.cancel()
+
+    def _replace_ray(self, why: str) -> None:
+        assert isinstance(self._head, RayHead) and self._start_over is not None
+        log.error("Ray is replaced: %s", why)
+        self._head.stop()
+        self._start_over()
+
     def _connect(self, namespace: str) -> Cluster:
         self._home_of_jobs.mark(namespace)
         ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
-        if isinstance(self._head, ExistingRay):
-            self._ray_process = self._head.raylet()
         return Cluster.connected(ray, self._home_of_jobs.paths, self._options.nodes, is_elsewhere=is_elsewhere)
 
     def _join(self, ray: str) -> None:
@@ -171,12 +193,11 @@ class ControlPlane:
                     raise
                 threading.Event().wait(RETRY_SECONDS)
 
-    def _ensure_ray(self, head: RayHead) -> bool:
+    @staticmethod
+    def _ensure_ray(head: RayHead) -> bool:
         """Whether our Ray was started just now."""
         before = head.record()
-        record = head.ensure()
-        self._ray_process = record.pid
-        return record != before
+        return head.ensure() != before
 
     async def _begin(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -198,11 +219,10 @@ class ControlPlane:
             asyncio.create_task(self._owners.run(), name="claims"),
             asyncio.create_task(care.run(), name="care for nodes"),
             asyncio.create_task(watch.run(), name="nodes"),
+            asyncio.create_task(self._watch_ray(), name="watch over Ray"),
         ]
         if self._keeper is not None:
             self._tasks.append(asyncio.create_task(self._keeper.run(), name="logs"))
-        if self._ray_process is not None:
-            self._tasks.append(asyncio.create_task(self._watch_ray(), name=RAY_WATCH))
         for task in self._tasks:
             task.add_done_callback(log_failure)
 
@@ -211,17 +231,24 @@ class ControlPlane:
             return jobs.states(session, job_ids)
 
     async def _watch_ray(self) -> None:
-        """Notice the death of our Ray. Either all trainers died with it, and their jobs continue from their snapshots;
-        or, in an existing Ray, only our own raylet died."""
-        assert self._ray_process is not None
-        await ended(self._ray_process)
-        log.error("Ray has died (log: %s)", Paths.of(self._home).ray_log)
+        """Notice when our Ray can place nothing any more. Either all trainers died with it, or will when it is
+        replaced, and their jobs continue from their snapshots; or, in an existing Ray, only our own raylet is gone."""
+        why = await self._head.until_gone()
+        log.error("Ray is gone: %s (log: %s)", why, Paths.of(self._home).ray_log)
         if self._start_over is not None:
             self._start_over()
 
     def _node_lost(self, node: str, why: str) -> None:
         for owner in self._owners.all():
             owner.node_lost(node, why)
+        if isinstance(self._head, RayHead):
+            self._background_tasks.start(self._replace_ray_without_nodes(), "replacement of Ray")
+
+    async def _replace_ray_without_nodes(self) -> None:
+        """Our own Ray is of no use without its node, which it never takes back once it has given it up."""
+        known = await self._started_cluster.nodes.known()
+        if self._start_over is not None and not any(node.alive and node.holds_ranks for node in known):
+            self._replace_ray("it has given up its only node")
 
     def _node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
         """Repeated with every heartbeat."""
@@ -407,10 +434,10 @@ class ControlPlane:
         if any(task.done() for task in self._tasks if task.get_name() == "scheduler"):
             return ["the scheduler has stopped; see the service's log"]
         try:
-            self._call(self._cluster.nodes.has_gpus(), 5.0)
+            problem = self._call(self._cluster.nodes.problem_of_all(), 5.0)
         except ClusterUnavailable as error:
             return [f"Ray does not answer ({error.kind})"]
-        return []
+        return [] if problem is None else [problem]
 
     def stop(self) -> None:
         """End the control thread; jobs continue to run and are taken over by the next control plane."""

@@ -30,12 +30,13 @@ from service.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings, Tls
 from service.states import JobState
 from service.store import Job, Store
+from service.store.checkpoints import newest
 from service.store.jobs import unfinished_in_brief
 from service.store.location import file_of, parse_url, shown, url_in
 from workers.errors import MantaError
 from workers.paths import Paths
 
-UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.1
+UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 240.0, 60.0, 0.1
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
@@ -140,7 +141,10 @@ def down(database: Database = None, as_json: Json = False) -> None:
     own_ray = Paths.of(home).ray_record.exists()
     stopped = stop_service(home)
     if as_json:
-        ran = [{"id": job.id, "name": job.name, "state": job.state, "step": job.step} for job in jobs]
+        ran = [
+            {"id": job.id, "name": job.name, "state": job.state, "step": job.step, "checkpoint_step": saved}
+            for job, saved in jobs
+        ]
         typer.echo(json.dumps({"home": str(home), "database": used, "stopped": stopped, "jobs": ran}))
         return
     if not stopped:
@@ -149,31 +153,37 @@ def down(database: Database = None, as_json: Json = False) -> None:
     typer.echo("Manta is down.")
     if used != looked_at:
         typer.echo(f"Its jobs are in its database, {used}: `manta up --database URL` continues them.")
-    for job in jobs:
-        typer.echo(f"  {job.id} ({job.name}) {_what_becomes_of(job, own_ray)}")
+    for job, saved in jobs:
+        typer.echo(f"  {job.id} ({job.name}) {_what_becomes_of(job, saved, own_ray)}")
     if jobs:
         typer.echo("`manta up` continues them; after that `manta cancel` ends a job permanently.")
 
 
-def _what_becomes_of(job: Job, own_ray: bool) -> str:
-    if job.state == JobState.QUEUED:
-        return "waits in the queue"
-    if job.state == JobState.PAUSED:
-        return f"stays paused at step {job.step} of {job.steps}; if resumed, it continues from its newest checkpoint"
-    if not own_ray:
+def _what_becomes_of(job: Job, saved: int | None, own_ray: bool) -> str:
+    """`saved`: step of the job's newest checkpoint, if it has one."""
+    if not own_ray and job.state not in (JobState.QUEUED, JobState.PAUSED):
         return f"keeps running on the existing Ray cluster, at step {job.step} or later"
-    return f"was stopped at step {job.step} of {job.steps}, and continues from its newest checkpoint"
+    from_where = (
+        "from the beginning, since it has no checkpoint" if saved is None else f"from its checkpoint of step {saved}"
+    )
+    if job.state == JobState.QUEUED:
+        return f"waits in the queue, and continues {from_where}" if job.step else "waits in the queue"
+    if job.state == JobState.PAUSED:
+        return f"stays paused at step {job.step} of {job.steps}; if resumed, it continues {from_where}"
+    return f"was stopped at step {job.step} of {job.steps}, and continues {from_where}"
 
 
-def running_jobs(home: Path, database: str | None = None) -> list[Job]:
-    """Unfinished jobs in the database of `home`, whether or not a service is running; none if it cannot be read."""
+def running_jobs(home: Path, database: str | None = None) -> list[tuple[Job, int | None]]:
+    """Unfinished jobs in the database of `home`, each with the step of its newest checkpoint, whether or not a service
+    is running; none if it cannot be read."""
     file = file_of(parse_url(url_in(home, database)))
     if file is not None and not file.exists():
         return []
     store = Store(url_in(home, database))
     try:
-        with store.read() as session:
-            return unfinished_in_brief(session)  # it may be from another release
+        with store.read() as session:  # it may be from another release
+            saved = [(job, newest(session, job.id)) for job in unfinished_in_brief(session)]
+            return [(job, None if checkpoint is None else checkpoint.step) for job, checkpoint in saved]
     except SQLAlchemyError:
         return []
     finally:

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from service.cluster.own_raylet import ensure_raylet, own_raylet
+from service.cluster.own_raylet import ensure_raylet, until_raylet_ends
 from service.cluster.ray_head import NAMESPACE, ROOT, RayUnavailable, answers, connect
 from service.cluster.ray_private import RECONNECT_SECONDS, outlives_head
 from workers.paths import Paths
@@ -57,9 +57,9 @@ class ExistingRay:
         log.log(logging.INFO if problem is None else logging.WARNING, problem or HEAD_REMEMBERS)
         return connect(self._address, namespace, self._runtime_environment())
 
-    def raylet(self) -> int | None:
-        """First process of the raylet that was started here; None if it was started by others."""
-        return own_raylet(self._paths)
+    async def until_gone(self) -> str:
+        """Return once the raylet that was started here has ended, and say so; never if others started it."""
+        return await until_raylet_ends(self._paths)
 
     def problem_of_head(self) -> str | None:
         """A sentence about what would be lost with the head; None: nothing, since its state is stored elsewhere."""

@@ -125,6 +125,16 @@ class Nodes:
         """Ids of the nodes that live and may hold ranks."""
         return [node["NodeID"] for node in await self._living()]
 
+    async def problem_of_all(self) -> str | None:
+        """Why no rank could be placed on any node, even if all were free; None if one could, or if a node can be
+        added. Nodes that are being drained count: whoever drains them knows."""
+        living = set(await self.living())
+        if living - self.silent - self.problems.keys() or self.shapes:
+            return None
+        if living:
+            return f"no rank can be placed: of {len(living)} nodes none has a daemon that can be reached"
+        return "no rank can be placed: Ray has no living node with places for ranks"
+
     async def capacity(self, unit: Unit, all_living: bool = False) -> Capacity:
         """Units of `unit` of each living node, total and free. Nodes where nothing more is placed are left out unless
         `all_living`; on nodes whose daemon does not answer nothing is free."""

@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -14,13 +15,14 @@ from pathlib import Path
 
 import psutil
 
-from service.cluster.processes import end_all, session_leader
+from service.cluster.processes import children_named, end_all, session_leader
 from service.cluster.ray_head import RayUnavailable, answers
-from service.cluster.ray_private import START_COMMAND, Raylet, raylets
+from service.cluster.ray_private import RAYLET, START_COMMAND, Raylet, raylets
 from service.settings import without_secrets
 from workers.paths import Paths
 from workers.system.own_address import address_towards
 from workers.system.ports import PortRange
+from workers.system.process_end import ends_of
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,17 @@ def ensure_raylet(address: str, paths: Paths, ports: PortRange | None) -> None:
 def own_raylet(paths: Paths) -> int | None:
     """First process of the raylet that a service of this home has started; None if none runs."""
     return session_leader((MARK, paths.tag), ("start",))
+
+
+async def until_raylet_ends(paths: Paths) -> str:
+    """Return once the raylet that a service of this home has started has ended, and say so; never if there is none.
+    `ray start --block` stays when its raylet ends without an error."""
+    leader = own_raylet(paths)
+    if leader is None:
+        return await asyncio.Future()
+    async with ends_of((leader, *children_named(leader, (RAYLET,)).values())) as ends:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    return "the raylet that was started here has ended"
 
 
 def end_raylet(paths: Paths) -> None:

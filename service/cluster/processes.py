@@ -81,6 +81,15 @@ def session_leader(mark: tuple[str, str], words: Collection[str]) -> int | None:
     return None
 
 
+def children_named(pid: int, names: Collection[str]) -> dict[str, int]:
+    """Process ids of the running children of process `pid` with these names, by name; none if it does not run."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(pid).children()
+        living = [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+        return {name: each.pid for each in living if (name := each.name()) in names}
+    return {}
+
+
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
     """Wait until all `processes` have ended, at most `seconds`. Returns whether they have.
 

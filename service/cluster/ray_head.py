@@ -5,6 +5,7 @@ Nothing here imports ray before its token is in the environment: Ray reads RAY_A
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -20,18 +21,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from service.cluster.processes import end_all, same_process, session_leader, start_of, started_in
+import psutil
+
+from service.cluster.processes import children_named, end_all, same_process, session_leader, start_of, started_in
 from service.cluster.ray_private import (
+    HEAD_PROCESSES,
     MEMORY_MONITOR_MILLISECONDS,
     NO_AUTOSCALER,
     START_COMMAND,
     STARTS_AT_ONCE,
     address_file,
+    sockets_of,
 )
 from service.home import write_private, writing_in
 from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths
+from workers.system.process_end import ends_of
+
+log = logging.getLogger(__name__)
 
 NAMESPACE = "manta"
 """Namespace of programs that do not belong to an installation; each installation has its own."""
@@ -43,6 +51,12 @@ OBJECT_STORE_BYTES = 100 * 1024 * 1024
 """We send no tensors through Ray, and its object store shares /dev/shm with the snapshots."""
 START_SECONDS, ANSWER_SECONDS = 60.0, 2.0
 POLL_SECONDS = 0.05
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""What a client of HTTP/2 sends first: the preface, and settings without any (RFC 9113, section 3.4)."""
+LOOK_SECONDS = 1.0
+"""How often to check that the sockets of a head are still there."""
+SILENT_SECONDS = 60.0
+"""How long a living head that does not answer is waited for; after that it is replaced, as if it were dead."""
 MARK = "MANTA_RAY_HEAD"
 """Environment variable of all processes of a head; its value is the tag of the home."""
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,18 +120,43 @@ class RayHead:
         return str((self._paths.ray_folder / "session_latest").resolve())
 
     def ensure(self) -> HeadRecord:
-        """The living head if there is one; otherwise a new one, also if a head's address refuses connections, since
-        that head is about to end. Raises RayUnavailable; a head that lives and does not answer is left alone, with all
-        jobs in it."""
+        """The living head if ranks can be placed by it; otherwise a new one, since jobs continue from shared memory. A
+        head that does not answer is waited for first. Raises RayUnavailable, HomeUnusable."""
         record = self.record()
-        if record is None or _refuses(record.address):
+        if record is None:
             return self.start()
-        if not answers(record.address):
-            raise RayUnavailable(
-                f"Ray (process {record.pid}) runs but does not answer at {record.address}, and its jobs may run on: "
-                f"try again, or end it and them with `manta down`. Its log is {self._paths.ray_log}."
-            )
-        return record
+        problem, deadline = self.problem_of(record), time.monotonic() + SILENT_SECONDS
+        while problem is None:
+            silent = _silent_process(record.pid)
+            if silent is None:
+                return record
+            problem = self.problem_of(record)
+            if problem is None and time.monotonic() > deadline:
+                problem = f"its {silent} has not answered for {SILENT_SECONDS:g} s"
+        log.error("Ray (process %d) is replaced: %s", record.pid, problem)
+        return self.start()
+
+    def problem_of(self, record: HeadRecord) -> str | None:
+        """Why nothing can be placed by a head; None if nothing is known against it."""
+        if not same_process(record.pid, record.started):
+            return "it has ended"
+        running = children_named(record.pid, HEAD_PROCESSES)
+        for name in HEAD_PROCESSES:
+            if name not in running:
+                return f"its {name} has ended"
+        gone = [socket for socket in sockets_of(record.session) if not socket.exists()]
+        return f"its socket {gone[0]} is gone" if gone else None
+
+    async def until_gone(self) -> str:
+        """Return once nothing can be placed by the head any more, and why."""
+        record = self.record()
+        if record is None:
+            return "it has ended"
+        processes = (record.pid, *children_named(record.pid, HEAD_PROCESSES).values())
+        async with ends_of(processes) as ends:
+            while (problem := self.problem_of(record)) is None:
+                await asyncio.wait(ends, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        return problem
 
     def start(self) -> HeadRecord:
         """Start a new head, and end an earlier one of this home. Takes about 3 s. Raises RayUnavailable,
@@ -246,24 +285,31 @@ def connect(address: str, namespace: str, runtime_environment: Mapping[str, Any]
 
 def answers(address: str) -> bool:
     """Whether something listens at `address`, host:port."""
+    host, _, port = address.rpartition(":")
     try:
-        _touch(address)
+        socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True
 
 
-def _refuses(address: str) -> bool:
-    """Whether the machine is there and says that nothing listens at `address`, which is more than not answering."""
+def _silent_process(head: int) -> str | None:
+    """The name of a process of this head that does not answer, or of one that is gone; None if all answer."""
+    running = children_named(head, HEAD_PROCESSES)
+    return next((name for name in HEAD_PROCESSES if name not in running or not _answers_grpc(running[name])), None)
+
+
+def _answers_grpc(pid: int) -> bool:
+    """Whether a process answers the greeting of HTTP/2, which gRPC uses, at each port on which it listens. A connection
+    alone proves nothing: the kernel accepts it even for a process that is stopped."""
     try:
-        _touch(address)
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):
+        ports = [each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if each.status == "LISTEN"]
+        for port in ports:
+            with socket.create_connection(("localhost", port), ANSWER_SECONDS) as connection:
+                connection.settimeout(ANSWER_SECONDS)
+                connection.sendall(HTTP2_GREETING)
+                if not connection.recv(1):
+                    return False
+    except (OSError, psutil.Error):
         return False
-    return False
-
-
-def _touch(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+    return bool(ports)

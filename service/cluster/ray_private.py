@@ -34,6 +34,18 @@ NO_AUTOSCALER = "--no-monitor"
 cloud. That process takes 80 MB and a second of a core, and there is no cloud."""
 
 
+RAYLET = "raylet"
+HEAD_PROCESSES = ("gcs_server", RAYLET)
+"""Names of the head's child processes without which it places nothing: its control store and its node. If one of them
+ends without an error, or by SIGTERM, `ray start --block` takes that for intended and stays."""
+
+
+def sockets_of(session: str | Path) -> tuple[Path, ...]:
+    """The sockets of the head's node in its `session` folder, by which processes on its machine join it."""
+    folder = Path(session) / "sockets"
+    return folder / "raylet", folder / "plasma_store"
+
+
 def address_file(ray_folder: Path) -> Path:
     """Where a head that runs in `ray_folder` writes its address, host:port."""
     return ray_folder / "ray_current_cluster"

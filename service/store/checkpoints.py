@@ -75,9 +75,9 @@ def get(session: Session, job_id: str, checkpoint_id: str) -> Checkpoint:
     return row
 
 
-def newest_id(session: Session, job_id: str) -> str | None:
+def newest(session: Session, job_id: str) -> Checkpoint | None:
     """The complete checkpoint that was created last, from which the job would continue; None if there is none."""
-    query = select(Checkpoint.id).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
+    query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
     return session.scalar(query.order_by(Checkpoint.generation.desc(), Checkpoint.step.desc()).limit(1))
 
 

@@ -1,13 +1,16 @@
 """Whatever is killed while a job runs, the job ends with the curve that it has when nothing is killed."""
 
+import os
 import shutil
+import signal
 from itertools import groupby
 
-import psutil
 import pytest
 
 from api.client import ServiceUnreachable
+from service.cluster.processes import children_named
 from service.cluster.ray_head import RayHead
+from service.cluster.ray_private import HEAD_PROCESSES
 from service.states import is_final
 from tests.e2e.manta import EVERY_STEP, HOLD_SECONDS, LONG_HOLD_SECONDS, MIDDLE, OFTEN_SECONDS, PAIR
 from tests.service.support.otlp_collector import attributes, seconds
@@ -218,10 +221,21 @@ def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
     manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
 
 
-@pytest.mark.soak  # what is decided: tests/service/test_control_plane.py
-def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, pair_undisturbed):
+@pytest.mark.parametrize(
+    ("process", "with_signal"),
+    [
+        ("raylet", signal.SIGTERM),
+        pytest.param("gcs_server", signal.SIGTERM, marks=pytest.mark.soak),
+        pytest.param("start", signal.SIGKILL, marks=pytest.mark.soak),
+    ],
+)
+def test_ray_that_lost_a_process_is_replaced_and_the_snapshots_survive_it(
+    manta, pair_undisturbed, process, with_signal
+):
+    """The first process of a head stays when another one ends by SIGTERM, or without an error."""
     job = manta.submit_held(manta.spec(layout=PAIR), 1)
-    psutil.Process(RayHead(manta.home).record().pid).kill()
+    head = RayHead(manta.home).record().pid
+    os.kill({"start": head, **children_named(head, HEAD_PROCESSES)}[process], with_signal)
 
     def taken_up() -> bool:
         try:

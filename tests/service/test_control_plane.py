@@ -11,7 +11,7 @@ from sqlalchemy import text
 from service import control_plane, housekeeping, owners, scheduler
 from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable
-from service.cluster.ray_head import RayHead
+from service.cluster.ray_head import RayHead, RayUnavailable
 from service.control_plane import ControlPlane
 from service.control_plane_options import ControlPlaneOptions
 from service.home_of_jobs import HomeOfJobs, JobsElsewhere
@@ -230,11 +230,14 @@ def test_it_is_ready_as_long_as_ray_answers(start, cluster, tmp_path):
     assert ControlPlane(tmp_path, SimpleNamespace()).ready() == ["the control plane is starting"]
     plane = start()
     assert plane.ready() == []
+    problem_of_all, cluster.nodes.problem_of_all = cluster.nodes.problem_of_all, lambda: asyncio.sleep(0, "no nodes")
+    assert plane.ready() == ["no nodes"]
+    cluster.nodes.problem_of_all = problem_of_all
 
     async def broken():
         raise ClusterUnavailable(ConnectionResetError("gone"))
 
-    cluster.nodes.has_gpus = broken
+    cluster.nodes.problem_of_all = broken
     assert plane.ready() == ["Ray does not answer (ConnectionResetError)"]
 
 
@@ -272,7 +275,8 @@ class OwnRay(RayHead):
     """A Ray of our own on paper: which one was there before, and which is there now."""
 
     def __init__(self, before, now):
-        self.before, self.now, self.namespaces = before, now, []
+        self.before, self.now, self.gone, self.namespaces = before, now, threading.Event(), []
+        self.is_stopped = False
 
     def record(self):
         return self.before
@@ -283,32 +287,83 @@ class OwnRay(RayHead):
     def connect(self, namespace="manta"):
         self.namespaces.append(namespace)
 
+    def stop(self):
+        self.is_stopped = True
+
+    async def until_gone(self):
+        await asyncio.to_thread(self.gone.wait, SECONDS)
+        return "it has ended"
+
 
 @pytest.mark.parametrize("same", [True, False])
 def test_process_starts_over_when_its_own_ray_has_died(cluster, store, database_url, tmp_path, monkeypatch, same):
     """Jobs of a release before stay in its namespace for as long as its Ray lives."""
     store.write(lambda session: session.execute(text("UPDATE installation SET ray_namespace = 'manta'")))
-    died, over, watched = threading.Event(), threading.Event(), []
-
-    async def ended(pid):
-        watched.append(pid)
-        await asyncio.to_thread(died.wait, SECONDS)
-
-    monkeypatch.setattr(control_plane, "ended", ended)
-    now = SimpleNamespace(pid=77)
+    over, now = threading.Event(), SimpleNamespace(pid=77)
     head = OwnRay(now if same else None, now)
     plane = ControlPlane(tmp_path, head, ControlPlaneOptions(database_url=database_url), over.set)
     try:
         plane.start()
-        plane._call(reached(lambda: watched))
-        assert (watched, over.is_set()) == ([77], False)
-        died.set()
+        assert not over.is_set()
+        head.gone.set()
         assert over.wait(SECONDS)
     finally:
-        died.set()
+        head.gone.set()
         plane.stop()
     (namespace,) = head.namespaces
     assert namespace == "manta" if same else namespace.startswith("manta-")
+
+
+def test_process_starts_over_when_its_own_ray_has_given_up_its_only_node(cluster, database_url, tmp_path):
+    """As it does with a node that stood still for half a minute: it is never taken back."""
+    over, head = threading.Event(), OwnRay("the same", "the same")
+    plane = ControlPlane(tmp_path, head, ControlPlaneOptions(database_url=database_url), over.set)
+    dead = {node: SimpleNamespace(id=node, alive=False, holds_ranks=True) for node in ("node_a", "node_b")}
+    known = cluster.nodes.known
+    try:
+        plane.start()
+        plane._call(_reported_lost(plane, "node_a"))
+        assert not over.is_set(), "another node lives"
+        cluster.nodes.known = lambda: asyncio.sleep(0, list(dead.values()))
+        plane._call(_reported_lost(plane, "node_b"))
+        assert over.is_set() and head.is_stopped
+    finally:
+        cluster.nodes.known = known
+        head.gone.set()
+        plane.stop()
+
+
+async def _reported_lost(plane, node):
+    plane._node_lost(node, "gone")
+    await plane._background_tasks.settled()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_ray_that_ran_before_and_lets_nobody_in_is_replaced(database_url, tmp_path, monkeypatch, is_new, hangs):
+    """One that was started just now would not let anybody in the next time either."""
+    replaced, over = [], threading.Event()
+    monkeypatch.setattr(control_plane, "JOIN_RAY_SECONDS", 0.01 if hangs else SECONDS)
+
+    class Unreachable(OwnRay):
+        def connect(self, namespace="manta"):
+            if hangs and not is_new:
+                over.wait(SECONDS)
+            raise RayUnavailable("nobody gets in")
+
+        def stop(self):
+            replaced.append("stopped")
+
+    def start_over():
+        replaced.append("started over")
+        over.set()
+
+    head = Unreachable(None if is_new else "the same", "the same")
+    plane = ControlPlane(tmp_path, head, ControlPlaneOptions(database_url=database_url), start_over)
+    with pytest.raises(RayUnavailable, match="nobody gets in"):
+        plane.start()
+    assert replaced[:2] == ([] if is_new else ["stopped", "started over"])
+    plane.stop()
 
 
 def test_control_plane_that_uses_another_ray_may_be_dead_and_is_waited_for(tmp_path, monkeypatch):

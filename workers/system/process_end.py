@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import AsyncIterator, Iterable
 
 
 def kill_group(pid: int) -> None:
@@ -29,3 +30,14 @@ async def ended(pid: int) -> None:
     finally:
         loop.remove_reader(handle)
         os.close(handle)
+
+
+@contextlib.asynccontextmanager
+async def ends_of(pids: Iterable[int]) -> AsyncIterator[set[asyncio.Task[None]]]:
+    """For each process, a task that is done once it has `ended`."""
+    tasks = {asyncio.create_task(ended(pid)) for pid in pids}
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()

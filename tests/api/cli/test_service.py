@@ -16,7 +16,7 @@ from api.cli import service
 from service.cluster.ray_head import RayHead
 from service.settings import Settings, Tls
 from service.states import JobState
-from service.store import jobs
+from service.store import checkpoints, jobs
 from workers import paths
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
@@ -217,7 +217,7 @@ def test_service_is_asked_to_end_and_is_ended_where_it_does_not(home, monkeypatc
 
 @pytest.mark.parametrize(
     ("own_ray", "fate"),
-    [(True, "was stopped at step 3 of 10, and continues from its newest checkpoint"),
+    [(True, "was stopped at step 3 of 10, and continues from its checkpoint of step 2"),
      (False, "keeps running on the existing Ray cluster, at step 3 or later")],
 )  # fmt: skip
 def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, document, monkeypatch, own_ray, fate):
@@ -225,6 +225,8 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, do
     running, queued, over = [store.write(lambda s: jobs.create(s, spec))[0].id for _ in range(3)]
     store.write(lambda s: jobs.transition(s, running, JobState.STARTING))
     store.write(lambda s: setattr(jobs.get(s, running), "step", 3))
+    saved = store.write(lambda s: checkpoints.begin(s, running, 1, 2, "folder").id)
+    store.write(lambda s: checkpoints.complete(s, saved, 1))
     store.write(lambda s: jobs.transition(s, over, JobState.CANCELLED))
     if own_ray:
         home.ray_record.write_text("{}")
@@ -241,13 +243,20 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, do
 
 
 @pytest.mark.parametrize(
-    ("state", "own_ray", "words"),
+    ("state", "step", "saved", "own_ray", "words"),
     [
-        ("QUEUED", True, "waits in the queue"),
-        ("PAUSED", True, "stays paused at step 3 of 10; if resumed, it continues from its newest checkpoint"),
-        ("RUNNING", False, "keeps running on the existing Ray cluster, at step 3 or later"),
-        ("RUNNING", True, "was stopped at step 3 of 10, and continues from its newest checkpoint"),
+        ("QUEUED", 0, None, True, "waits in the queue"),
+        ("QUEUED", 3, 2, True, "waits in the queue, and continues from its checkpoint of step 2"),
+        ("PAUSED", 3, 3, True, "stays paused at step 3 of 10; if resumed, it continues from its checkpoint of step 3"),
+        ("PAUSED", 3, 3, False, "stays paused at step 3 of 10; if resumed, it continues from its checkpoint of step 3"),
+        ("RUNNING", 3, 2, False, "keeps running on the existing Ray cluster, at step 3 or later"),
+        ("RUNNING", 3, 2, True, "was stopped at step 3 of 10, and continues from its checkpoint of step 2"),
+        (
+            *("RUNNING", 3, None, True),
+            "was stopped at step 3 of 10, and continues from the beginning, since it has no checkpoint",
+        ),
     ],
 )
-def test_each_job_is_told_what_becomes_of_it(state, own_ray, words):
-    assert service._what_becomes_of(SimpleNamespace(state=state, step=3, steps=10), own_ray) == words
+def test_down_says_for_each_job_how_much_is_lost(state, step, saved, own_ray, words):
+    job = SimpleNamespace(state=state, step=step, steps=10)
+    assert service._what_becomes_of(job, saved, own_ray) == words

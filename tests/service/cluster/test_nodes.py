@@ -81,6 +81,25 @@ def test_why_a_node_is_to_be_left_is_news_once_until_it_stays_or_is_gone(nodes):
     assert (nodes.draining, nodes.leave_by, nodes.drain_reasons) == (set(), {}, {})
 
 
+@pytest.mark.parametrize(
+    ("lost", "silent", "problems", "draining", "shapes", "why"),
+    [
+        ("", "", "", "abcd", (), None),
+        ("abc", "", "", "", (), None),
+        ("abcd", "", "", "", (), "no rank can be placed: Ray has no living node with places for ranks"),
+        ("a", "bc", "d", "", (), "no rank can be placed: of 3 nodes none has a daemon that can be reached"),
+        ("abcd", "", "", "", ("a shape",), None),
+    ],
+)
+def test_ranks_can_be_placed_where_a_node_lives_and_answers_or_can_be_added(
+    ray, lost, silent, problems, draining, shapes, why
+):
+    nodes = Nodes(FakeConnection(ray), shapes)
+    nodes.lost, nodes.silent, nodes.draining = set(lost), set(silent), set(draining)
+    nodes.problems = dict.fromkeys(problems, "a firewall")
+    assert asyncio.run(nodes.problem_of_all()) == why
+
+
 def test_gpus_are_those_of_living_nodes(ray, nodes):
     assert not asyncio.run(nodes.has_gpus()), "those of the dead one do not count"
     ray.nodes = lambda: [node("a"), node("b", gpus=2)]

@@ -1,5 +1,8 @@
 """Ray takes a process in only where a raylet runs: one is started where none does, whatever a dead one has left."""
 
+import asyncio
+import os
+import signal
 import socket
 
 import pytest
@@ -9,6 +12,7 @@ from service.cluster import ray_head
 from service.cluster.own_raylet import ensure_raylet
 from service.cluster.ray_head import RayUnavailable
 from service.cluster.ray_private import Raylet
+from tests.service.support.stand_in_ray import ray_processes
 from workers.paths import Paths
 from workers.system.ports import PortRange
 
@@ -151,3 +155,27 @@ def test_a_head_of_the_same_home_is_left_alone(ray, tmp_path, monkeypatch, liste
     ray[2].append(raylet(listening))
     ensure(tmp_path)
     assert marks == [(module.MARK, Paths.of(tmp_path).tag)] and module.MARK != ray_head.MARK
+
+
+@pytest.mark.parametrize("ends", ["start", "raylet"])
+def test_end_of_the_raylet_that_was_started_here_is_noticed(tmp_path, ends):
+    """Its first process stays when the raylet ends without an error."""
+    paths = Paths.of(tmp_path)
+
+    async def noticed():
+        watch = asyncio.create_task(module.until_raylet_ends(paths))
+        await asyncio.sleep(0)
+        assert not watch.done()
+        os.kill(processes[ends], signal.SIGTERM)
+        return await asyncio.wait_for(watch, 60)
+
+    with ray_processes("raylet", environment={module.MARK: paths.tag}) as processes:
+        assert asyncio.run(noticed()) == "the raylet that was started here has ended"
+
+
+def test_raylet_that_others_started_is_not_watched(tmp_path):
+    async def watched():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(module.until_raylet_ends(Paths.of(tmp_path)), 0.01)
+
+    asyncio.run(watched())

@@ -1,8 +1,11 @@
 """Ray heads of two homes live side by side; one is reused while it lives, and stopping ends only its own processes."""
 
+import asyncio
 import json
 import os
-import socket
+import re
+import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -18,10 +21,11 @@ from service.cluster import ray_head as module
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.processes import same_process, start_of, wait_until_ended
 from service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
-from service.cluster.ray_private import NO_AUTOSCALER, outlives_head
+from service.cluster.ray_private import HEAD_PROCESSES, NO_AUTOSCALER, outlives_head, sockets_of
 from service.home import HomeUnusable
 from service.settings import SECRETS
 from tests.service.conftest import SLOTS
+from tests.service.support.stand_in_ray import ray_processes
 from workers.paths import Paths
 
 ROOT = Path(__file__).parents[3]
@@ -142,18 +146,64 @@ def test_record_is_read_as_it_is_written_now_and_as_it_was(tmp_path, key):
     assert RayHead(tmp_path).record() == HeadRecord("127.0.0.1:1", me, started[key], "x")
 
 
-def test_head_that_lives_but_does_not_answer_is_left_alone(tmp_path, monkeypatch):
-    head = RayHead(tmp_path)
-    record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "x")
-    Paths.of(tmp_path).ray_record.write_text(record_text(record))
-    monkeypatch.setattr(head, "start", lambda: pytest.fail("it would end the jobs"))
+@pytest.fixture
+def living(tmp_path, monkeypatch):
+    """A head whose processes live, with its record; where it would start anew it says so."""
+    head, session = RayHead(tmp_path), tmp_path / "session"
+    (session / "sockets").mkdir(parents=True)
+    for file in sockets_of(session):
+        file.touch()
+    monkeypatch.setattr(head, "start", lambda: "another")
+    with ray_processes(*HEAD_PROCESSES) as processes:
+        pid = processes["start"]
+        record = HeadRecord("127.0.0.1:1", pid, start_of(pid), str(session))
+        Paths.of(tmp_path).ray_record.write_text(record_text(record))
+        yield SimpleNamespace(head=head, record=record, processes=processes, session=session)
 
-    def hangs(address):
-        raise TimeoutError("timed out")
 
-    monkeypatch.setattr(module, "_touch", hangs)
-    with pytest.raises(RayUnavailable, match=r"runs but does not answer .* `manta down`"):
-        head.ensure()
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ("start", "it has ended"),
+        ("gcs_server", "its gcs_server has ended"),
+        ("raylet", "its raylet has ended"),
+        ("socket", r"its socket .*/sockets/raylet is gone"),
+        ("folder", r"its socket .*/sockets/raylet is gone"),
+    ],
+)
+def test_head_of_which_a_part_is_gone_is_noticed_and_replaced(living, broken, why):
+    """Its first process stays when another one ends without an error."""
+
+    async def noticed():
+        watch = asyncio.create_task(living.head.until_gone())
+        await asyncio.sleep(0)
+        assert not watch.done() and living.head.ensure() == living.record, "it is whole"
+        if broken == "folder":
+            shutil.rmtree(living.session)
+        elif broken == "socket":
+            sockets_of(living.session)[0].unlink()
+        else:
+            os.kill(living.processes[broken], signal.SIGKILL if broken == "start" else signal.SIGTERM)
+        return await asyncio.wait_for(watch, 60)
+
+    assert re.fullmatch(why, asyncio.run(noticed()))
+    assert living.head.ensure() == "another"
+
+
+@pytest.mark.parametrize("silent", HEAD_PROCESSES)
+def test_head_of_which_a_part_hangs_is_waited_for_and_then_replaced(living, monkeypatch, silent):
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
+    process = psutil.Process(living.processes[silent])
+    process.suspend()
+    tries = iter([None, process.resume])
+    monkeypatch.setattr(living.head, "problem_of", lambda record: (next(tries) or (lambda: None))())
+    assert living.head.ensure() == living.record, "it goes on in time"
+    process.suspend()
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(living.head, "start", lambda: "another")
+    assert living.head.ensure() == "another"
 
 
 def test_record_of_another_process_is_not_believed(tmp_path):
@@ -183,20 +233,6 @@ def test_ray_that_lets_nobody_in_is_one_clear_sentence(monkeypatch, error):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=refuse, exceptions=SimpleNamespace(RayError=RayError)))
     with pytest.raises(RayUnavailable, match=r"Ray at 127\.0\.0\.1:1 refused the connection: no entry"):
         module.connect("127.0.0.1:1", "manta")
-
-
-def test_head_that_refuses_is_about_to_end_and_another_is_started(tmp_path, monkeypatch):
-    """One that takes connections is used as it is."""
-    head = RayHead(tmp_path)
-    monkeypatch.setattr(head, "start", lambda: "another")
-    with socket.create_server(("127.0.0.1", 0)) as listens:
-        address = f"127.0.0.1:{listens.getsockname()[1]}"
-        record = HeadRecord(address, os.getpid(), start_of(os.getpid()), "x")
-        Paths.of(tmp_path).ray_record.write_text(record_text(record))
-        assert head.ensure() == record
-    assert head.ensure() == "another"
-    Paths.of(tmp_path).ray_record.unlink()
-    assert head.ensure() == "another", "there is none"
 
 
 @pytest.mark.parametrize(("slots", "gpus", "warm"), [(3, 0, 4), (0, 2, 3), (2, 5, 6), (100, 0, 9)])

@@ -41,7 +41,7 @@ def test_a_job_would_go_on_from_the_one_that_was_made_last_though_others_are_of_
     save(store, started, 100)
     last = save(store, started, 50, generation=2)
     with store.read() as session:
-        assert checkpoints.newest_id(session, started.id) == last
+        assert checkpoints.newest(session, started.id).id == last
         assert checkpoints.kept_because(session, started)[last].startswith("it is the newest")
 
 
@@ -140,7 +140,7 @@ def test_what_a_restored_database_does_not_know_is_found_on_disk(store, started,
     }  # fmt: skip
     with store.read() as session:
         found = checkpoints.find(session, started.id, 1, 200)
-        assert checkpoints.newest_id(session, started.id) == found.id
+        assert checkpoints.newest(session, started.id).id == found.id
     assert (found.path, found.bytes, found.completed_at) == ("/x/step-00000200-generation-1", 7, None)
     assert reconciled(store, started, *there)[200] == "complete"
     assert reconciled(store, started, *there[:3])[200] == "deleted"

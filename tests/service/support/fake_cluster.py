@@ -56,7 +56,7 @@ class FakeNodes:
     def closed(self):
         return self.lost | self.draining | self.silent | self.problems.keys()
 
-    drain, drain_no_more = Nodes.drain, Nodes.drain_no_more
+    drain, drain_no_more, problem_of_all = Nodes.drain, Nodes.drain_no_more, Nodes.problem_of_all
 
     async def has_gpus(self):
         return bool(self.accelerated)
