@@ -87,11 +87,13 @@ def create_app(
     allowed_hosts: Collection[str] = (),
     limits: RequestLimits | None = None,
     secure_cookies: bool = False,
+    listens_on: str = "localhost",
 ) -> FastAPI:
     """The API on top of `control`. Each app has its own Prometheus registry, so that several can live in a process.
 
     `allowed_hosts`: names of the service in addition to those of this machine, such as a proxy's. `limits`: for each
-    caller; by default the usual ones. `secure_cookies`: browsers only reach the service over TLS."""
+    caller; by default the usual ones. `secure_cookies`: browsers only reach the service over TLS. `listens_on`: name or
+    address."""
     app = FastAPI(
         title="Manta",
         description="Elastic 3D-parallel training on Ray",
@@ -124,7 +126,7 @@ def create_app(
         secure_cookies=secure_cookies,
     )
     attach_state(app, state)
-    app.add_middleware(RequestGuard, allowed_hosts=allowed_hosts)
+    app.add_middleware(RequestGuard, listens_on=listens_on, allowed_hosts=allowed_hosts, by_tls=secure_cookies)
     app.add_middleware(
         Identification,
         identities=state.identities,

@@ -1,8 +1,9 @@
 """Requests that are refused before any route sees them: those that another site's page makes its visitor's browser
 send, and bodies that no request needs.
 
-A page of another site can send a form here, but it can neither hide its `Origin` nor send JSON without a preflight
-request. A site whose name is made to resolve to this machine (DNS rebinding) is recognised by its name in `Host`.
+A page of another site, which one at another port of this machine is too, can send a form here, but it can neither hide
+its `Origin` nor send JSON or a header of ours without a preflight request. A site whose name is made to resolve to this
+machine (DNS rebinding) is recognised by its name in `Host`.
 Clients of another release are refused here too, before they send something that this one does not understand.
 """
 
@@ -14,11 +15,12 @@ import re
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.credentials import credential_in
 from api.problem_codes import KINDS
 from api.problems import problem
 from api.rest_version import HEADER, REST, other_client
@@ -31,6 +33,7 @@ clients without a key could otherwise use up."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON_PATHS = "/v1/"
 _NO_HOST = re.compile(r"[/?#@\\\s]")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,29 @@ class Refusal:
         return KINDS[self.code].status
 
 
-def refusal(method: str, path: str, headers: Mapping[str, str], own_names: Collection[str]) -> Refusal | None:
-    """Why a request is refused; None if it may pass. `own_names`: host names, in lower case, under which the service
-    may be reached in addition to its addresses."""
+@dataclass(frozen=True)
+class OwnAddresses:
+    """Under which addresses the service may be reached."""
+
+    names: frozenset[str]
+    """Host names, in lower case, in addition to all addresses of the machine."""
+    origins: frozenset[tuple[str, str, int]] = frozenset()
+    """(Scheme, host, port) of the addresses that were configured: what browsers show behind a proxy that sends another
+    `Host` on."""
+
+    @classmethod
+    def of(cls, names: Collection[str], public: Collection[str], scheme: str) -> OwnAddresses:
+        """`names`: host names of the machine; `public`: configured ones, each with or without a port; `scheme`: by
+        which browsers reach those."""
+        own = (_origin(f"{scheme}://{each}") for each in public)
+        origins = frozenset(each for each in own if each is not None)
+        return cls(frozenset({*(name.lower() for name in names), *(host for _, host, _ in origins)}), origins)
+
+
+def refusal(method: str, path: str, headers: Mapping[str, str], ours: OwnAddresses, scheme: str) -> Refusal | None:
+    """Why a request is refused; None if it may pass. `scheme`: by which browsers reach the service."""
     host = headers.get("host", "")
-    if not _is_ours(host, own_names):
+    if not _is_ours(host, ours.names):
         return Refusal(
             "unknown_host",
             f"the service is not known as {host[:100]!r}; use its address, or add the name to MANTA_ALLOWED_HOSTS",
@@ -58,16 +79,12 @@ def refusal(method: str, path: str, headers: Mapping[str, str], own_names: Colle
     misunderstanding = other_client(headers.get(HEADER.lower()))
     if misunderstanding is not None:
         return Refusal("other_release", misunderstanding)
-    origin = headers.get("origin")
-    changes = method not in _SAFE
-    if changes and origin is not None and not _same_site(origin, host, own_names):
-        return Refusal("cross_site", f"pages of {origin[:100]!r} may not change anything here")
-    if (
-        changes
-        and path.startswith(_JSON_PATHS)
-        and _has_body(headers)
-        and not _is_json(headers.get("content-type", ""))
-    ):
+    if method in _SAFE:
+        return None
+    foreign = _cross_site(headers, ours, f"{scheme}://{host}")
+    if foreign is not None:
+        return Refusal("cross_site", foreign)
+    if path.startswith(_JSON_PATHS) and _has_body(headers) and not _is_json(headers.get("content-type", "")):
         return Refusal("unsupported_media_type", "the body must be JSON: send it with Content-Type: application/json")
     return None
 
@@ -86,15 +103,47 @@ def _name_in(host: str) -> str:
     if _NO_HOST.search(host):  # which could be taken for the beginning of a path
         return ""
     try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        return _name_of(urlsplit(f"//{host}"))
     except ValueError:
         return ""
 
 
-def _same_site(origin: str, host: str, own_names: Collection[str]) -> bool:
-    """Whether a page of `origin` is one of ours: of this very host, or of a name that was configured for a proxy."""
-    netloc = origin.partition("://")[2].lower()
-    return netloc == host.lower() or (_name_in(netloc) in own_names and _name_in(host) in own_names)
+def _name_of(address: SplitResult) -> str:
+    return (address.hostname or "").rstrip(".")
+
+
+def _cross_site(headers: Mapping[str, str], ours: OwnAddresses, address: str) -> str | None:
+    """Why a request for a change may come from a page that is not ours; None if it does not. `address`: where the
+    browser believes it to go. With a browser's cookie it must be certain, since browsers send cookies by themselves; a
+    key is only sent by who knows it."""
+    origin = headers.get("origin")
+    if origin is not None and ((known := _origin(origin)) is None or known not in {*ours.origins, _origin(address)}):
+        return (
+            f"pages of {origin[:100]!r} may not change anything here; if that is the service's own address, behind a "
+            "proxy, name it in MANTA_ALLOWED_HOSTS, and give --tls-terminated if browsers reach it by https"
+        )
+    credential = credential_in(headers)
+    if credential is None or credential.is_key:
+        return None
+    if origin is None and headers.get("sec-fetch-site") != "same-origin":
+        return "a browser that is signed in may change something here only from the service's own pages"
+    if HEADER.lower() not in headers:
+        return f"a change by a browser that is signed in must have the header {HEADER}: reload the page"
+    return None
+
+
+def _origin(address: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port of an address, which together are its origin (RFC 6454); None if it has none."""
+    scheme, _, rest = address.partition("://")
+    if not rest or _NO_HOST.search(rest):
+        return None
+    try:
+        split = urlsplit(address.lower())
+        port = split.port if split.port is not None else _DEFAULT_PORTS.get(scheme.lower())
+    except ValueError:
+        return None
+    name = _name_of(split)
+    return (split.scheme, name, port) if name and port is not None else None
 
 
 def _has_body(headers: Mapping[str, str]) -> bool:
@@ -109,10 +158,14 @@ def _is_json(content_type: str) -> bool:
 class RequestGuard:
     """ASGI middleware that answers refused requests."""
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()):
-        """`allowed_hosts`: names of the service in addition to those of this machine, such as a proxy's."""
-        self._app = app
-        self._own_names = {name.lower() for name in ("localhost", socket.gethostname(), *allowed_hosts)}
+    def __init__(
+        self, app: ASGIApp, listens_on: str = "localhost", allowed_hosts: Collection[str] = (), by_tls: bool = False
+    ):
+        """`listens_on`: name or address; `allowed_hosts`: names of the service in addition to those of this machine,
+        such as a proxy's; `by_tls`: browsers only reach the service over TLS."""
+        self._app, self._scheme = app, "https" if by_tls else None
+        names = ("localhost", socket.gethostname(), listens_on)
+        self._ours = OwnAddresses.of(names, allowed_hosts, self._scheme or "http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request pass, or answer it."""
@@ -120,7 +173,8 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refused = refusal(scope["method"], scope["path"], headers, self._own_names)
+        scheme = self._scheme or scope.get("scheme", "http")  # the latter also from a trusted proxy
+        refused = refusal(scope["method"], scope["path"], headers, self._ours, scheme)
         if refused is None and _has_body(headers):
             body = await _arrived(receive, headers)
             if body is None:

@@ -171,7 +171,7 @@ def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
     """REST on top of `control`, and the dashboard if it is enabled, with `settings` for a service on `host`."""
     from api.app import create_app  # imports FastAPI, which only the server needs
 
-    app = create_app(control, (host, *settings.allowed_hosts), settings.limits, settings.tls.is_used)
+    app = create_app(control, settings.allowed_hosts, settings.limits, settings.tls.is_used, host)
     if settings.dashboard:
         from api.ui import mount
 

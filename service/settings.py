@@ -80,8 +80,8 @@ class Settings:
     """Whether the service injects faults into jobs on request (MANTA_ALLOW_FAULTS=1, or `manta up --allow-faults`)."""
 
     allowed_hosts: tuple[str, ...] = ()
-    """Names under which the service may be reached in addition to this machine's own, such as a proxy's
-    (MANTA_ALLOWED_HOSTS, separated by commas)."""
+    """Names under which the service may be reached in addition to this machine's own, such as a proxy's, each with a
+    port if that is not the usual one of http or, with TLS, of https (MANTA_ALLOWED_HOSTS, separated by commas)."""
     failed_memory_hours: float = 24.0
     """How long the snapshots of a failed job stay in shared memory for `manta retry` (MANTA_FAILED_MEMORY_HOURS); 0:
     they are removed at once."""
@@ -139,7 +139,7 @@ class Settings:
             home=home,
             url=source.get("MANTA_URL") or None,
             allow_faults=_switch(source, "MANTA_ALLOW_FAULTS"),
-            allowed_hosts=_names(source, "MANTA_ALLOWED_HOSTS"),
+            allowed_hosts=_hosts(source, "MANTA_ALLOWED_HOSTS"),
             failed_memory_hours=_number(source, "MANTA_FAILED_MEMORY_HOURS", cls.failed_memory_hours, below=1e6),
             data_roots=_folders(source, "MANTA_DATA_ROOTS"),
             database_url=source.get("MANTA_DATABASE_URL") or None,
@@ -209,6 +209,14 @@ def _switch(source: Mapping[str, str], name: str) -> bool:
 
 def _names(source: Mapping[str, str], name: str) -> tuple[str, ...]:
     return tuple(filter(None, (each.strip() for each in source.get(name, "").split(","))))
+
+
+def _hosts(source: Mapping[str, str], name: str) -> tuple[str, ...]:
+    hosts = _names(source, name)
+    for host in hosts:
+        if "/" in host:
+            raise BadSetting(f"{name} names {host!r}; it takes names such as manta.example.org or example.org:8443")
+    return hosts
 
 
 def _file(source: Mapping[str, str], name: str) -> Path | None:

@@ -430,7 +430,7 @@ def test_link_signs_a_browser_in_once_with_the_rights_of_its_key(theirs, service
     assert '<link rel="icon"' in opened.text, "else a browser asks for /favicon.ico, which is a 404"
     said = opened.headers["Set-Cookie"]
     assert "HttpOnly" in said and "SameSite=strict" in said and "Secure" not in said
-    cookie = {"Cookie": said.partition(";")[0]}
+    cookie = {"Cookie": said.partition(";")[0], "Origin": service.url, "Manta-Rest": "1"}
     assert service.http.get(f"/v1/jobs/{theirs.job}", headers=cookie).status_code == 200
     assert service.http.post(f"/v1/jobs/{theirs.job}/cancel", headers=cookie).status_code == 403
     service.http.cookies.clear()
@@ -451,7 +451,7 @@ def test_browser_signs_out_and_the_key_behind_stays_good(theirs, service):
         path = service.http.post("/v1/links", headers=bearer(theirs.own["submit"])).json()["path"]
         said = service.http.get(path).headers["Set-Cookie"]
         service.http.cookies.clear()
-        return {"Cookie": said.partition(";")[0]}
+        return {"Cookie": said.partition(";")[0], "Origin": service.url, "Manta-Rest": "1"}
 
     first, second = sign_in(), sign_in()
     me = service.http.get("/v1/me", headers=first).json()

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -10,17 +11,22 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
+import api.ui
 from api.app import create_app
-from api.request_guard import MAX_BODY_BYTES, RequestGuard, refusal
+from api.credentials import cookie_name
+from api.request_guard import MAX_BODY_BYTES, OwnAddresses, RequestGuard, refusal
+from api.rest_version import HEADER, REST
 from tests.api.support.described_api import description_at
 
-OURS = {"localhost", "trainer7", "manta.example.org"}
+PUBLIC = ("manta.example.org", "other.example.org:8443")
+SESSION = {"cookie": "manta_session_8400=secret"}
 JSON = {"content-type": "application/json"}
 
 
-def code(method="POST", path="/v1/jobs/job_0/cancel", host="127.0.0.1:8400", **headers):
+def code(method="POST", path="/v1/jobs/job_0/cancel", host="127.0.0.1:8400", scheme="http", **headers):
     given = {"host": host, **{name.replace("_", "-"): value for name, value in headers.items()}}
-    refused = refusal(method, path, given, OURS)
+    ours = OwnAddresses.of(["localhost", "Trainer7"], PUBLIC, scheme)
+    refused = refusal(method, path, given, ours, scheme)
     return None if refused is None else (refused.status, refused.code)
 
 
@@ -48,25 +54,71 @@ def test_service_is_reached_under_the_names_that_it_was_given(store):
         assert TestClient(app, base_url=f"http://{host}").get("/healthz").status_code == status
 
 
-@pytest.mark.parametrize(
-    "origin", ["https://evil.example", "null", "http://127.0.0.1:9999", "http://localhost:8400", "http://[", ""]
-)
-def test_page_of_another_site_changes_nothing(origin):
-    assert code(origin=origin) == (403, "cross_site")
-    assert code(method="GET", origin=origin) is None, "a browser keeps the answer from that page"
+CROSS_SITE = (403, "cross_site")
+OURS = [
+    ("http", "127.0.0.1:8400", "http://127.0.0.1:8400"),
+    ("http", "localhost:8400", "http://localhost:8400"),
+    ("http", "trainer7", "http://TRAINER7"),
+    ("http", "trainer7:80", "http://trainer7"),
+    ("https", "trainer7", "https://trainer7:443"),
+    ("http", "[FE80::1]:8400", "http://[fe80::1]:8400"),
+    ("https", "127.0.0.1:8400", "https://manta.example.org"),
+    ("https", "manta.example.org:8400", "https://manta.example.org:8400"),
+    ("https", "trainer7:8400", "https://other.example.org:8443"),
+    ("http", "trainer7:8400", "http://manta.example.org"),
+]
+"""By scheme in browsers and Host: an origin of our own, the last four behind a proxy."""
+FOREIGN = [
+    ("http", "127.0.0.1:8400", "http://127.0.0.1:3000"),
+    ("http", "127.0.0.1:8400", "https://127.0.0.1:8400"),
+    ("http", "127.0.0.1:8400", "http://127.0.0.1"),
+    ("http", "127.0.0.1:8400", "http://localhost:8400"),
+    ("http", "localhost:8400", "http://127.0.0.1:8400"),
+    ("http", "trainer7:8400", "http://trainer7:99"),
+    ("http", "127.0.0.1:8400", "ftp://127.0.0.1:8400"),
+    ("http", "127.0.0.1:8400", "chrome-extension://127.0.0.1"),
+    ("http", "127.0.0.1:8400", "null"),
+    ("http", "127.0.0.1:8400", "http://["),
+    ("http", "127.0.0.1:8400", "http://127.0.0.1:8400/"),
+    ("http", "127.0.0.1:8400", "http://127.0.0.1:x"),
+    ("http", "127.0.0.1:8400", ""),
+    ("http", "manta.example.org", "https://evil.example"),
+    ("http", "trainer7:8400", "https://manta.example.org"),
+    ("https", "manta.example.org", "http://manta.example.org"),
+    ("https", "manta.example.org", "https://manta.example.org:8443"),
+    ("https", "other.example.org:8443", "https://other.example.org"),
+]
+"""The same with origins of others: other ports, names and schemes of this machine, too."""
 
 
-@pytest.mark.parametrize("host", ["localhost:8400", "trainer7:8400", "manta.example.org"])
-@pytest.mark.parametrize("origin", ["https://evil.example", "https://evil.example:8400", "null"])
-def test_page_of_another_site_changes_nothing_by_whatever_name_the_service_is_called(host, origin):
-    assert code(host=host, origin=origin) == (403, "cross_site")
+@pytest.mark.parametrize(("scheme", "host", "origin"), OURS)
+def test_our_own_pages_may_change_something(scheme, host, origin):
+    assert code(scheme=scheme, host=host, origin=origin) is None
+    session = {"cookie": f"{cookie_name(host)}=secret"}
+    assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **session) is None
 
 
-def test_our_own_pages_may():
-    assert code(origin="http://127.0.0.1:8400") is None
-    assert code(host="trainer7:8400", origin="http://TRAINER7:8400") is None
-    assert code(host="[FE80::1]:8400", origin="http://[fe80::1]:8400") is None
-    assert code(host="trainer7:8400", origin="https://manta.example.org") is None, "a proxy that ends TLS before us"
+@pytest.mark.parametrize(("scheme", "host", "origin"), FOREIGN)
+def test_pages_of_others_change_nothing(scheme, host, origin):
+    for credentials in ({}, {"authorization": "Bearer key"}, SESSION):
+        assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **credentials) == CROSS_SITE
+    assert code(scheme=scheme, host=host, method="GET", origin=origin) is None, "a browser keeps the answer from it"
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "none", "", None])
+@pytest.mark.parametrize("method", ["POST", "PATCH", "PUT", "DELETE"])
+def test_cookie_changes_something_only_where_it_comes_from_our_own_page(method, site):
+    """A key without an origin is that of a program."""
+    fetch = {} if site is None else {"sec_fetch_site": site}
+    assert code(method, manta_rest="1", **SESSION, **fetch) == CROSS_SITE
+    assert code(method, authorization="Bearer key", **SESSION, **fetch) is None
+    assert code(method, manta_rest="1", sec_fetch_site="same-origin", **SESSION) is None
+    assert code(method, sec_fetch_site="same-origin", **SESSION) == CROSS_SITE, "a header of ours cannot be in a form"
+    assert code(method, origin="http://127.0.0.1:8400", **SESSION) == CROSS_SITE
+
+
+def test_dashboard_sends_the_version_of_the_api_that_the_service_speaks():
+    assert f'"{HEADER}": "{REST}"' in Path(api.ui.__file__).with_name("static").joinpath("core/api.js").read_text()
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
         settings, jobs_kept_days=30, checkpoints=BUCKET, node_notices="aws", dashboard=dashboard, traces="http://there"
     )
     server.serve(settings, "127.0.0.1", 0, 3, None)
-    made, ((hosts, limits, secure_cookies), *mounted, announced) = NotedControl.made, served
+    made, ((hosts, limits, secure_cookies, listens_on), *mounted, announced) = NotedControl.made, served
     assert (limits, secure_cookies) == (few, False)
     assert mounted == (["dashboard"] if dashboard else [])
     options = made.options
@@ -154,7 +154,7 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     assert options.data_roots.folders == (tmp_path / "data",)
     assert (options.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
     assert '--resources={"manta_slot": 3}' in made.head._command()
-    assert set(hosts) == {"127.0.0.1", "manta.example.org"}
+    assert (hosts, listens_on) == (("manta.example.org",), "127.0.0.1")
     assert announced["url"].startswith("http://127.0.0.1:") and not announced["url"].endswith(":0")
     assert running_service(tmp_path) is None, "it is not announced any more"
     assert (tmp_path / "service.lock").stat().st_mode & 0o077 == 0, "what it makes is for its own user alone"

@@ -88,6 +88,8 @@ def test_names_of_the_service_are_separated_by_commas():
     assert Settings.from_environment({}).allowed_hosts == ()
     named = Settings.from_environment({"MANTA_ALLOWED_HOSTS": " a.example, b.example ,,"})
     assert named.allowed_hosts == ("a.example", "b.example")
+    with pytest.raises(BadSetting, match=r"'https://a.example'; it takes names such as manta.example.org or"):
+        Settings.from_environment({"MANTA_ALLOWED_HOSTS": "https://a.example"})
 
 
 def test_snapshots_of_failed_jobs_may_go_at_once():

@@ -266,7 +266,7 @@ class SampleServer:
         self.store = Store(f"sqlite:///{home}/manta.db")
         self.store.migrate()
         job, others = fill(self.store, home)
-        app = create_app(SampleControl(self.store, home))
+        app = create_app(SampleControl(self.store, home), listens_on="127.0.0.1")
         mount(app)
         self._listener = socket.create_server(("127.0.0.1", port))
         url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"

@@ -1,6 +1,8 @@
 /** The service's REST API, with the rights of whoever is signed in. */
 
 const BASE = document.documentElement.dataset.base ?? "";
+/** The version of the API that this speaks. Pages of other sites cannot send such a header, and so change nothing. */
+const VERSION = { "Manta-Rest": "1" };
 
 /** An answer that says what is wrong (RFC 9457). */
 export class Problem extends Error {
@@ -42,7 +44,7 @@ export function send(method, path, body, query = {}, { headers = {} } = {}) {
 }
 
 async function request(method, url, body, signal, more = {}) {
-  const headers = body === undefined ? more : { "Content-Type": "application/json", ...more };
+  const headers = { ...VERSION, ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...more };
   let response, text;
   try {
     response = await fetch(url, {
