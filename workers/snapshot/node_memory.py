@@ -24,6 +24,7 @@ from typing import Literal
 from workers.errors import SharedMemoryError
 from workers.snapshot.snapshot_file import NO_ROOM, Form, SnapshotFile, lay_out
 from workers.system.host_memory import memory_available
+from workers.system.own_files import make_folder, put
 from workers.system.unix_listener import LOOK_SECONDS, UnixListener
 
 Place = Literal["auto", "shared_memory", "node_memory"]
@@ -78,7 +79,7 @@ class SnapshotMemory:
         descriptor = os.memfd_create(_NAME)
         try:
             lay_out(descriptor, form)
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path.parent)
             hand_over(self.keeper, path, descriptor)
         except OSError as error:
             os.close(descriptor)
@@ -225,7 +226,7 @@ class MemoryKeeper:
         link = path.with_name(f"{path.name}.link")
         link.unlink(missing_ok=True)
         link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
-        link.rename(path)
+        put(link, path)
         with self._lock:
             self._held.add(descriptor)
         self.give_back()
