@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from service.cluster.agent_client import AgentClient, AgentError, within
-from service.recovery.decisions import Death, culprit_of, describe_exit
+from service.recovery.decisions import SENTENCE_KINDS, Death, culprit_of, describe_exit
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting
 
@@ -28,11 +28,6 @@ CULPRIT_SECONDS = 0.3
 # An agent that takes longer to stop its trainer is given up.
 STOP_SECONDS = 15.0
 LAST_REPORTS_TURN_SECONDS = 0.5
-# Kinds of failure whose message is a complete sentence, without the name of an exception.
-SENTENCE_KINDS = frozenset(
-    {"no_shared_memory", "bad_data", "bad_checkpoint", "unreadable_checkpoint", "not_saved", "not_finite", "spike"}
-    | {"device_lost", "unreadable_data"}
-)
 
 Question = Callable[[AgentClient], Awaitable[object]]
 Handler = Callable[[Report], Awaitable[None]]
@@ -275,12 +270,8 @@ class RunningGeneration:
             since = self._stalled_since.get(rank, at)  # the failure began when it stopped making progress
             self._note_death(Death(rank, reason.kind, message=reason.message, at=since))
         else:
-            # Whoever was killed before it could be brought to rest may be heard of later than its peers. Its agent says
-            # how many the kernel has killed, unless it sent the signal itself.
-            by_us = self._stopping and exited.memory_kills is None
-            kind = "stopped" if by_us else "killed"
             words = describe_exit(exited.code, exited.signal, exited.memory_kills)
-            self._note_death(Death(rank, kind, message=words, traceback="\n".join(exited.last_output), at=at))
+            self._note_death(Death(rank, "killed", message=words, traceback="\n".join(exited.last_output), at=at))
 
     def _note_death(self, death: Death) -> None:
         self.deaths.append(death)

@@ -11,6 +11,11 @@ from workers.protocol.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
 HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite", "spike")}
+# Kinds of failure whose message is a complete sentence, without the name of an exception.
+SENTENCE_KINDS = frozenset(
+    {"no_shared_memory", "bad_data", "bad_checkpoint", "unreadable_checkpoint", "not_saved", "not_finite", "spike"}
+    | {"device_lost", "unreadable_data"}
+)
 # Kinds of failure that are waited out: the system may later provide what it does not provide now.
 UNREADABLE = "unreadable_checkpoint"
 NOT_SAVED = "not_saved"
@@ -26,13 +31,13 @@ class Death:
     """exception, peer_lost, no_shared_memory, bad_data, unreadable_data, bad_checkpoint, unreadable_checkpoint,
     not_saved, not_finite, spike, corrupt, device_lost (reported by the trainer), killed (a signal, or an exit without a
     report), hung or straggler (ended by its agent for that reason), agent_lost (its agent or node is gone) or stopped
-    (by us)."""
+    (ended by its agent, since it did not come to rest or its generation was over)."""
     step: int | None = None
     """Step that was being computed, if known."""
     exception: str | None = None
     """Class of the exception."""
     message: str = ""
-    """One line."""
+    """One line: what the rank did, or for SENTENCE_KINDS a sentence."""
     traceback: str = ""
     """The trainer's traceback."""
     at: float | None = None
@@ -41,6 +46,8 @@ class Death:
     @property
     def sentence(self) -> str:
         """A sentence for events and messages."""
+        if self.kind in SENTENCE_KINDS and self.exception is not None:
+            return f"rank {self.rank} ended: {self.message}"
         where = f" at step {self.step}" if self.step is not None else ""
         return f"rank {self.rank} {self.message or self.kind}{where}"
 
@@ -71,10 +78,11 @@ def _cause(number: int, memory_kills: int | None) -> str:
 
 def culprit_of(deaths: Sequence[Death]) -> Death:
     """The death that caused the others: the first, in order of arrival, that is neither a consequence (a lost peer) nor
-    caused by us. `deaths` is not empty."""
-    for death in deaths:
-        if death.kind not in ("peer_lost", "stopped"):
-            return death
+    caused by us; otherwise the first that says what was lost. `deaths` is not empty."""
+    for consequences in (("peer_lost", "stopped"), ("stopped",)):
+        for death in deaths:
+            if death.kind not in consequences:
+                return death
     return deaths[0]
 
 

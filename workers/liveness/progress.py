@@ -53,6 +53,7 @@ from workers.liveness.record_layout import (
     Phase,
 )
 from workers.paths import rank_stem
+from workers.system.own_files import make_folder, open_regular, put
 
 _LOOKS = 64
 
@@ -87,12 +88,14 @@ class Progress:
         """
         path = progress_path(folder, rank)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path.parent)
             fresh = path.with_name(f"{path.name}.{os.getpid()}")
             descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, RECORD_BYTES)
                 memory = mmap.mmap(descriptor, RECORD_BYTES)
+                progress = cls(memory)
+                put(fresh, path)
             except OSError:
                 fresh.unlink(missing_ok=True)
                 raise
@@ -100,8 +103,6 @@ class Progress:
                 os.close(descriptor)
         except OSError:
             return cls()
-        progress = cls(memory)
-        fresh.rename(path)
         return progress
 
     def belongs_to(self, generation: int) -> None:
@@ -310,8 +311,8 @@ class ProgressReader:
     """The agent's end: the mapping of one process's record, which outlives its file's name."""
 
     def __init__(self, path: Path):
-        """Raises FileNotFoundError while there is no file, ValueError if the file is not a record."""
-        with path.open("rb") as file:
+        """Raises OSError while there is no file, ValueError if the file is not a record."""
+        with os.fdopen(open_regular(path), "rb") as file:
             self._memory = mmap.mmap(file.fileno(), RECORD_BYTES, prot=mmap.PROT_READ)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import signal
 from pathlib import Path
 
 from workers.paths import rank_stem
+from workers.system.own_files import make_folder, open_regular, remove
 
 STACKS_SIGNAL = signal.SIGUSR2
 MOST_CHARACTERS = 16_000
@@ -30,8 +31,8 @@ def answer_with_stacks(folder: str | Path, rank: int) -> None:
     """In the trainer: from now on STACKS_SIGNAL makes this process write the stacks of all its threads."""
     path = stacks_path(folder, rank)
     with contextlib.suppress(OSError):  # without room in shared memory there are no stacks, and nothing else is lost
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)
+        make_folder(path.parent)
+        remove(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # open until the process ends
         faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
 
@@ -58,7 +59,7 @@ async def _asked(pid: int, path: Path) -> str:
                 if now > before and now == seen and not _is_answering(pid):
                     break
                 seen = now
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as file:
         file.seek(before)
         return file.read().decode(errors="replace")
     return ""

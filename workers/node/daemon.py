@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,9 @@ from workers.node.notice_sources import notice_sources
 from workers.node.notice_watch import NoticeWatch
 from workers.node.notices import Notice, NoticeSource
 from workers.node.preemption import NOTICE_SECONDS, on_termination
+from workers.node.runtime_folder import RuntimeFolder
 from workers.node.shared_folders import SharedFolders
-from workers.paths import SHARED_MEMORY, memory_socket, zygote_socket
+from workers.paths import SHARED_MEMORY, UnsafePath, memory_socket, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
 from workers.protocol.messages import (
     Endpoint,
@@ -46,8 +48,11 @@ from workers.system.daemon_threads import in_daemon_thread
 from workers.system.own_address import LOOPBACK
 from workers.system.own_code import own_code
 from workers.system.ports import PortRange
+from workers.system.unix_listener import LOOK_SECONDS, UnixListener
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
+
+log = logging.getLogger(__name__)
 
 MACHINE = "machine"
 """Who asks for a drain with `manta drain --this-node`."""
@@ -97,7 +102,10 @@ class NodeDaemon:
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None
+        self._runtime_folder = RuntimeFolder(self._paths)
         self._drains: asyncio.Server | None = None
+        self._drain_listener: UnixListener | None = None
+        self._reachability: asyncio.Task[None] | None = None
         self._heartbeat = HeartbeatServer(this_host().address, node, self._ports)
         self._gpus = GpuWatch(self._heartbeat.note_gpus)
         self._notices = [self._watch(source) for source in notice_sources(notices)] if notices else []
@@ -109,16 +117,13 @@ class NodeDaemon:
     async def start(self) -> NodeDescription:
         """Start the zygote and begin to measure the CPU. Returns the same as `describe`. A second call does nothing."""
         if self._peak is None:
-            self._paths.make_runtime_folder()
+            self._runtime_folder.keep()
             self._paths.make_snapshot_root()
             address = memory_socket(self._paths.runtime_folder, this_host().node)
             self._memory = MemoryKeeper(address, self._paths.snapshot_root)
             await self._zygote.start()
-            self._drains = await serve_drains(
-                drain_socket(self._paths.runtime_folder, self._node),
-                self._node,
-                lambda seconds: self._heartbeat.drain(seconds, "the machine asks to be drained", MACHINE),
-            )
+            await self._serve_drains(UnixListener(drain_socket(self._paths.runtime_folder, self._node)))
+            self._reachability = asyncio.create_task(self._stay_reachable(), name="runtime folder")
             on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end", "SIGTERM"))
             for watch in self._notices:
                 watch.start()
@@ -231,8 +236,11 @@ class NodeDaemon:
         """End stores and the zygote, and with it every process forked on this node; remove all snapshots."""
         if self._peak is not None:
             self._peak.cancel()
-        if self._drains is not None:
+        if self._reachability is not None:
+            self._reachability.cancel()
+        if self._drains is not None and self._drain_listener is not None:
             self._drains.close()
+            self._drain_listener.close()
         for job in list(self._stores):
             await self.stop_store(job)
         self._paths.remove_snapshots()
@@ -243,6 +251,31 @@ class NodeDaemon:
             watch.stop()
         await asyncio.to_thread(self._gpus.stop)
         self._heartbeat.close()
+        self._runtime_folder.release()
+
+    async def _serve_drains(self, listener: UnixListener) -> None:
+        self._drain_listener = listener
+        self._drains = await serve_drains(
+            listener,
+            self._node,
+            lambda seconds: self._heartbeat.drain(seconds, "the machine asks to be drained", MACHINE),
+        )
+
+    async def _stay_reachable(self) -> None:
+        """Keep the runtime folder and the socket for drains; the zygote and the MemoryKeeper keep theirs."""
+        said = ""
+        while self._drains is not None and self._drain_listener is not None:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                await asyncio.to_thread(self._runtime_folder.keep)
+            except (OSError, UnsafePath) as error:
+                if said != (said := str(error)):
+                    log.warning("the sockets of this node cannot be reached: %s; it is tried again", error)
+                continue
+            if (successor := self._drain_listener.successor()) is not None:
+                self._drains.close()
+                self._drain_listener.close()
+                await self._serve_drains(successor)
 
     def _watch(self, source: NoticeSource) -> NoticeWatch:
         def noticed(notice: Notice) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from workers.errors import MantaError
 from workers.paths import RUNTIME_FOLDERS
+from workers.system.unix_listener import UnixListener
 
 ANSWER_SECONDS = 5.0
 LINE_BYTES = 4096
@@ -34,8 +35,8 @@ def drain_socket(runtime_folder: Path, node: str) -> Path:
     return runtime_folder / f"{_START}{node[:12]}.sock"
 
 
-async def serve_drains(path: Path, node: str, drain: Callable[[float], None]) -> asyncio.Server:
-    """Listen at `path`, replacing any previous listener, and call `drain` with the seconds that are received."""
+async def serve_drains(listener: UnixListener, node: str, drain: Callable[[float], None]) -> asyncio.Server:
+    """Call `drain` with the seconds that are received through `listener`."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(
@@ -48,8 +49,7 @@ async def serve_drains(path: Path, node: str, drain: Callable[[float], None]) ->
                 await writer.drain()
         writer.close()
 
-    path.unlink(missing_ok=True)
-    return await asyncio.start_unix_server(answer, path, limit=LINE_BYTES)
+    return await asyncio.start_unix_server(answer, sock=listener.socket, limit=LINE_BYTES)
 
 
 def drain_nodes_here(seconds: float) -> list[str]:

@@ -149,10 +149,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class KillReason:
-    """Why an agent killed its trainer on request."""
+    """Why an agent killed its trainer."""
 
     kind: str
-    """hung, not_saved or straggler."""
+    """hung, not_saved or straggler, or stopped: it did not come to rest, or its generation was over."""
     message: str
 
 
@@ -168,7 +168,7 @@ class Exited:
     failure: Failure | None = None
     """The reason, if it reported one."""
     killed_for: KillReason | None = None
-    """The reason, if its agent killed it on request."""
+    """The reason, if its agent killed it."""
     memory_kills: int | None = None
     """If it was ended by a SIGKILL that its agent did not send: the number of processes of its machine that the kernel
     has killed for lack of memory since it began; None: not known."""

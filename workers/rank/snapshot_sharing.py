@@ -14,6 +14,7 @@ from workers.snapshot.backup import BackupError, BackupProgress, BackupSender, B
 from workers.snapshot.files import snapshot_files, steps_kept
 from workers.snapshot.node_memory import SnapshotMemory
 from workers.snapshot.snapshot_file import committed_steps
+from workers.system.own_files import remove
 from workers.system.ports import PortRange
 
 
@@ -102,6 +103,6 @@ class SnapshotSharing:
             return
         folder = Path(self._folder)
         for file in folder.glob(f"{rank_stem(rank)}.*"):
-            file.unlink(missing_ok=True)
+            remove(file)
         with contextlib.suppress(OSError):  # other ranks of the job have files there
             folder.rmdir()

@@ -111,7 +111,7 @@ class TrainerHandle:
                 await asyncio.wait({resting, self._ending}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 resting.cancel()
         if not self.at_rest:
-            await self.stop()
+            await self.stop(f"was killed by its agent, since it did not come to rest within {grace + patience:.0f} s")
         return self.at_rest
 
     def become(self, rank: int, log: LineSink) -> None:
@@ -159,9 +159,12 @@ class TrainerHandle:
                 return await asyncio.shield(self._flight_record)
         return None
 
-    async def stop(self) -> Exit:
-        """SIGKILL the process and wait until it is reaped and reported."""
+    async def stop(self, why: str = "was stopped by its agent") -> Exit:
+        """SIGKILL the process and wait until it is reaped and reported; `why`: what its `exit` report says, unless it
+        is killed for another reason or has ended already."""
         self.stopped = True
+        if self._killed_for is None and not self.process.ended:
+            self._killed_for = KillReason("stopped", why)
         self.process.kill()
         return await self.wait()
 
@@ -198,10 +201,9 @@ class TrainerHandle:
         await asyncio.gather(*pumps, return_exceptions=True)
 
     def _memory_kills(self) -> int | None:
-        """Number of kills by the kernel since the process began; None if its end was requested."""
+        """Number of kills by the kernel since the process began; None if its agent killed it."""
         before, now = self._killed_before, killed_for_memory()
-        asked_for = self.stopped or self._killed_for is not None
-        return None if asked_for or before is None or now is None else now - before
+        return None if self._killed_for is not None or before is None or now is None else now - before
 
     async def _pump_reports(self) -> None:
         with contextlib.suppress(ConnectionError):

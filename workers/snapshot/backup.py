@@ -23,6 +23,7 @@ from workers.snapshot.files import backup_path, snapshot_path, steps_kept
 from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from workers.snapshot.notification import NotificationPipe, notification_path
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
+from workers.system.own_files import put, remove
 from workers.system.ports import PortRange, listen
 
 RETRY_SECONDS = 0.5
@@ -183,7 +184,7 @@ class BackupServer:
             backup, own = backup_path(self.folder, of, layout), steps_kept(self.folder, rank, layout)
             if own and max(committed_steps(backup), default=own[0]) < own[0]:
                 removed.append(in_node_memory(backup))
-                backup.unlink(missing_ok=True)
+                remove(backup)
         if any(removed):
             self._memory.give_back()
 
@@ -199,7 +200,7 @@ class BackupServer:
                 _shut(connection)
         for (rank, layout), (_, _, thread) in writers.items():
             thread.join()
-            backup_path(self.folder, rank, layout).unlink(missing_ok=True)
+            remove(backup_path(self.folder, rank, layout))
 
     def _accept(self) -> None:
         while True:
@@ -313,7 +314,7 @@ def fetch(
             steps = committed_steps(arriving)
             if not steps:
                 raise BackupError(f"no snapshot of rank {rank} came whole from {holder[0]}:{holder[1]}")
-            arriving.rename(path)
+            put(arriving, path)
         finally:
             arriving.unlink(missing_ok=True)
     return steps

@@ -11,6 +11,7 @@ from typing import Any
 
 from workers.snapshot.node_memory import in_node_memory
 from workers.snapshot.snapshot_file import committed_steps
+from workers.system.own_files import remove
 
 BACKUP_PREFIX = "replica-"
 """Beginning of the name of a backup; the rest is the name of the rank's own file."""
@@ -45,8 +46,10 @@ class SnapshotEntry:
 
 def snapshot_files(folder: str | Path) -> list[SnapshotEntry]:
     """All snapshot files of a job on this node, including those in the memory of its daemon."""
-    folder = Path(folder)
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    try:
+        paths = sorted(Path(folder).iterdir())
+    except OSError:  # there is no such folder, or what cannot be read is of no use to anybody
+        paths = []
     there = [path for path in paths if not path.is_symlink() or in_node_memory(path)]
     names = [(path, _NAME.fullmatch(path.name)) for path in there]
     return [SnapshotEntry(path, int(match[2]), match[3] or "", match[1] is not None) for path, match in names if match]
@@ -66,7 +69,7 @@ def remove_other_layouts(folder: str | Path, layout: str) -> bool:
     others = [file.path for file in snapshot_files(folder) if file.layout != layout]
     with_daemon = any(in_node_memory(path) for path in others)
     for path in others:
-        path.unlink(missing_ok=True)
+        remove(path)
     return with_daemon
 
 

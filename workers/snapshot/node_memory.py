@@ -3,7 +3,8 @@ which outlives trainers and agents. Pure Python.
 
 A file there has no folder (memfd_create(2)). What takes its place among the job's files is a symbolic link to the
 daemon's descriptor, through which any process of the same user opens it that sees the daemon in /proc. The memory is
-given back once no link leads to it any more; it ends with the daemon.
+given back once no link leads to it any more; it ends with the daemon. When the daemon's socket is removed, it listens
+anew, and what it holds stays.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,14 @@ from typing import Literal
 from workers.errors import SharedMemoryError
 from workers.snapshot.snapshot_file import NO_ROOM, Form, SnapshotFile, lay_out
 from workers.system.host_memory import memory_available
+from workers.system.own_files import make_folder, put
+from workers.system.unix_listener import LOOK_SECONDS, UnixListener
 
 Place = Literal["auto", "shared_memory", "node_memory"]
 ANSWER_SECONDS = 30.0
+ABSENT_SECONDS = 5 * LOOK_SECONDS
+"""Seconds that a file is handed over in vain to a MemoryKeeper whose socket is gone: a living one listens anew."""
+RETRY_SECONDS = 0.05
 _NAME = "manta-snapshot"
 _LINK = re.compile(r"/proc/(\d+)/fd/(\d+)")
 _REQUEST_BYTES = 4096
@@ -72,7 +79,7 @@ class SnapshotMemory:
         descriptor = os.memfd_create(_NAME)
         try:
             lay_out(descriptor, form)
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path.parent)
             hand_over(self.keeper, path, descriptor)
         except OSError as error:
             os.close(descriptor)
@@ -105,7 +112,7 @@ def in_node_memory(path: Path) -> bool:
 def hand_over(keeper: Path, path: Path, descriptor: int) -> None:
     """Have the MemoryKeeper that listens at `keeper` hold the file `descriptor`, which is found at `path` from then on.
     Raises OSError."""
-    with _connected(keeper) as connection:
+    with _connected(keeper, ABSENT_SECONDS) as connection:
         socket.send_fds(connection, [json.dumps(str(path)).encode() + b"\n"], [descriptor])
         answer = connection.makefile("rb").readline()
     if answer != b"kept\n":
@@ -113,11 +120,21 @@ def hand_over(keeper: Path, path: Path, descriptor: int) -> None:
 
 
 @contextlib.contextmanager
-def _connected(keeper: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(ANSWER_SECONDS)
-        connection.connect(str(keeper))
-        yield connection
+def _connected(keeper: Path, patience: float = 0.0) -> Iterator[socket.socket]:
+    """A connection to the MemoryKeeper that listens at `keeper`, within `patience` seconds. Raises OSError."""
+    deadline = time.monotonic() + patience
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(ANSWER_SECONDS)
+            try:
+                connection.connect(str(keeper))
+            except (FileNotFoundError, ConnectionRefusedError):
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                yield connection
+                return
+        time.sleep(RETRY_SECONDS)  # there is no event for a socket that does not exist yet
 
 
 class MemoryKeeper:
@@ -125,14 +142,12 @@ class MemoryKeeper:
 
     def __init__(self, address: Path, root: Path):
         """Listen at the socket `address`; `root`: folder that links to the files must be in, in folders of jobs."""
-        self._address, self._root = address, root
+        self._root = root
         self._held: set[int] = set()
         self._lock = threading.Lock()
         self._remove_links_of_the_dead()
-        address.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(address))
-        self._listener.listen()
+        self._listener = UnixListener(address)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="snapshot memory", daemon=True)
         self._thread.start()
 
@@ -148,11 +163,11 @@ class MemoryKeeper:
 
     def close(self) -> None:
         """Stop listening, and free everything."""
+        self._closing.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self._listener.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._address.unlink(missing_ok=True)
+        self._listener.close()
         with self._lock:
             for descriptor in self._held:
                 os.close(descriptor)
@@ -175,11 +190,18 @@ class MemoryKeeper:
                 path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
+            self._listener.socket.settimeout(LOOK_SECONDS)
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+                connection, _ = self._listener.socket.accept()
+            except TimeoutError:
+                if (successor := self._listener.successor()) is not None:
+                    self._listener.close()
+                    self._listener = successor
+                continue
+            except OSError:  # it is closed, or there is no room for another connection
+                self._closing.wait(LOOK_SECONDS)
+                continue
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(ANSWER_SECONDS)
                 connection.sendall(self._answer(connection))
@@ -204,7 +226,7 @@ class MemoryKeeper:
         link = path.with_name(f"{path.name}.link")
         link.unlink(missing_ok=True)
         link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
-        link.rename(path)
+        put(link, path)
         with self._lock:
             self._held.add(descriptor)
         self.give_back()

@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 
 from workers.paths import rank_stem
+from workers.system.own_files import make_folder, remove
 
 
 def notification_path(folder: str | Path, rank: int) -> Path:
@@ -37,8 +38,8 @@ class NotificationPipe:
     def __init__(self, path: Path):
         """Create the pipe at `path`, replacing an existing one."""
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)
+        make_folder(path.parent)
+        remove(path)
         os.mkfifo(path, 0o600)
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
 

@@ -29,6 +29,7 @@ from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.checkpoint.crc import crc32
 from workers.errors import CheckpointError, SharedMemoryError
 from workers.system.host_memory import memory_available
+from workers.system.own_files import make_folder, open_regular, remove
 
 SLOTS = 2
 NOTE_BYTES = 256 * 1024
@@ -135,12 +136,12 @@ def committed_steps(path: str | Path) -> list[int]:
     """Steps whose state is complete in the file at `path`, ascending; none if there is no usable file."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             head = file.read(mmap.PAGESIZE)
             size = os.fstat(file.fileno()).st_size
         if Form.of(path, head).size != size:
             return []
-    except (FileNotFoundError, CheckpointError):
+    except (OSError, CheckpointError):
         return []
     markers = (_WORD.unpack_from(head, _MARKERS_AT + _WORD.size * slot)[0] for slot in range(SLOTS))
     return sorted(step for marker in markers if (step := _step_of(marker)) is not None)
@@ -158,8 +159,8 @@ class SnapshotFile:
     def create(cls, path: Path, form: Form) -> SnapshotFile:
         """A new file without any step, replacing the one that is there. Raises SharedMemoryError if there is no
         room."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)
+        make_folder(path.parent)
+        remove(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             lay_out(descriptor, form)
@@ -179,21 +180,20 @@ class SnapshotFile:
     @classmethod
     def open(cls, path: Path, access: int = mmap.ACCESS_READ) -> SnapshotFile:
         """The file at `path`. Raises DamagedCheckpoint if head, table or size are not as written, CheckpointError if
-        there is none."""
+        there is none, or something else."""
         try:
-            # Non-blocking, since a link into a process's memory may lead to another process's pipe by now.
-            flags = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
-            descriptor = os.open(path, flags | os.O_NONBLOCK)
+            # A link into a process's memory may lead to another process's pipe by now.
+            descriptor = open_regular(path, os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY)
+            try:
+                return cls(path, _form_of_file(path, descriptor), descriptor, access)
+            except BaseException:
+                os.close(descriptor)
+                raise
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no snapshot file {path}") from error
         except OSError as error:
             # Not UnreadableCheckpoint: nobody waits for a snapshot; the next source of the state is used.
             raise CheckpointError(f"the snapshot file {path} cannot be read: {error.strerror or error}") from error
-        try:
-            return cls(path, _form_of_file(path, descriptor), descriptor, access)
-        except BaseException:
-            os.close(descriptor)
-            raise
 
     def close(self) -> None:
         """Close the file; its memory stays mapped as long as something refers to it."""

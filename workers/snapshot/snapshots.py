@@ -235,7 +235,7 @@ class Snapshots:
         """Copy the state of `step` back and return its note. Discards a newer one, which not all ranks committed.
 
         Raises CheckpointError if the file does not hold that step, DamagedCheckpoint naming file and byte if it is not
-        as written. The state is then unchanged, and a damaged step is not offered again.
+        as written. The state is then unchanged, and no damaged step is offered again.
         """
         self.finish()
         self._follow()
@@ -246,8 +246,7 @@ class Snapshots:
         try:
             sealed = self._file.check(slot)
         except DamagedCheckpoint:
-            self._begin(slot)
-            self._constants.forget()
+            self._discard_damaged()
             raise
         copy_tensors(self.state, self._slots[slot], None)
         self._constants.forget()
@@ -255,6 +254,15 @@ class Snapshots:
         if not sealed:
             self._summing = self._summer.submit(self._seal, slot, step, self._turns[slot])
         return self._file.note(slot)
+
+    def _discard_damaged(self) -> None:
+        """Of all slots: otherwise the next attempt fails as well, with the other step."""
+        for slot in range(SLOTS):
+            try:
+                self._file.check(slot)
+            except DamagedCheckpoint:
+                self._begin(slot)
+        self._constants.forget()
 
     def kept(self, step: int) -> list[torch.Tensor] | None:
         """The copy of the state of `step`, in the order of `state`; None if there is none. The second copy from now
@@ -327,7 +335,7 @@ class Snapshots:
     def _is_at_its_path(self) -> bool:
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self._file.descriptor))
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def _go_on_in(self, file: SnapshotFile) -> None:

@@ -15,8 +15,8 @@ started it, while a node's zygote serves the agents of all jobs there, each of t
 notice that a requester died, so a trainer would outlive its agent; and a child gets its work as a pickle and keeps the
 parent's standard output, while a trainer gets descriptors and JSON, a session of its own and a death signal.
 
-When the requester's connection closes, its child is killed. When the owner's pipe closes (the node daemon is gone),
-all children are killed and the zygote ends.
+When the requester's connection closes, its child is killed. When the socket's file is removed, the zygote listens anew.
+When the owner's pipe closes (the node daemon is gone), all children are killed and the zygote ends.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from workers.protocol.json_codec import MalformedMessage, from_json, to_json
 from workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
 from workers.system.parent_death import ParentDeathSignal
 from workers.system.process_end import kill_group
+from workers.system.unix_listener import LOOK_SECONDS, UnixListener
 from workers.threads import OF_COMPUTATION
 from workers.zygote.child import Entry, reset_signals, run_child
 
@@ -86,27 +87,25 @@ class Zygote:
     """Serves fork requests until its owner is gone. One loop, one thread, no state outside this object."""
 
     def __init__(self, path: Path, owner_pipe: int, entries: dict[str, Entry]):
-        self._path = path
         self._owner_pipe = owner_pipe
         self._entries = entries
         self._death_signal = ParentDeathSignal()
         self._connections: set[Connection] = set()
         self._by_child: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
-        self._listener = _listen(path)
-        self._inode = path.stat().st_ino
+        self._listener = UnixListener(path)
         self._wake_reader, self._wake_writer = socket.socketpair()
 
     def serve(self) -> None:
         """Fork on request until the owner's pipe closes; then kill and reap all children, and remove the socket."""
-        for endpoint in (self._wake_reader, self._wake_writer, self._listener):
+        for endpoint in (self._wake_reader, self._wake_writer):
             endpoint.setblocking(False)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGINT, signal.SIGTERM):  # they are meant for the owner, which then closes the pipe
             signal.signal(number, signal.SIG_IGN)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_signal)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
+        self._accept_on(self._listener)
         self._selector.register(self._owner_pipe, selectors.EVENT_READ, None)
         try:
             while self._serve_once():
@@ -116,7 +115,8 @@ class Zygote:
 
     def _serve_once(self) -> bool:
         """Handle what is ready; False if the owner is gone."""
-        for key, _ in self._selector.select():
+        events = self._selector.select(LOOK_SECONDS)
+        for key, _ in events:
             if key.data is None:
                 if not os.read(self._owner_pipe, 4096):
                     return False
@@ -124,7 +124,16 @@ class Zygote:
                 self._on_request(key.data)
             else:
                 key.data()
+        if not events and (successor := self._listener.successor()) is not None:
+            self._selector.unregister(self._listener.socket)
+            self._listener.close()
+            self._accept_on(successor)
         return True
+
+    def _accept_on(self, listener: UnixListener) -> None:
+        listener.socket.setblocking(False)
+        self._selector.register(listener.socket, selectors.EVENT_READ, self._on_connect)
+        self._listener = listener
 
     def _on_signal(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -134,7 +143,7 @@ class Zygote:
 
     def _on_connect(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-            accepted, _ = self._listener.accept()
+            accepted, _ = self._listener.socket.accept()
             accepted.setblocking(False)
             connection = Connection(accepted)
             self._connections.add(connection)
@@ -213,7 +222,7 @@ class Zygote:
         self._selector.close()
         for connection in self._connections:
             connection.close()
-        for endpoint in (self._listener, self._wake_reader, self._wake_writer):
+        for endpoint in (self._listener.socket, self._wake_reader, self._wake_writer):
             endpoint.close()
         os.close(self._owner_pipe)
 
@@ -224,21 +233,7 @@ class Zygote:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-        with contextlib.suppress(FileNotFoundError):
-            if self._path.stat().st_ino == self._inode:  # not that of a successor
-                self._path.unlink()
-
-
-def _listen(path: Path) -> socket.socket:
-    """A listening socket at `path` that only this user can reach; it replaces that of a dead zygote."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    listener.bind(str(temporary))
-    temporary.chmod(0o600)
-    listener.listen(128)
-    temporary.rename(path)
-    return listener
+        self._listener.close()
 
 
 def _complete_line(received: bytearray) -> bytes | None:

@@ -180,7 +180,7 @@ def test_rank_that_is_too_slow_to_rest_is_killed_and_the_change_is_made_all_the_
 
     async def before_rest(agent):
         if agent.rank == 1:
-            agent.die()
+            agent.be_stopped()
 
     async def body():
         await job.start()

@@ -104,17 +104,27 @@ def test_rank_that_moved_on_again_was_of_use_until_it_died():
     run(body)
 
 
-@pytest.mark.parametrize(("memory_kills", "kind"), [(0, "killed"), (None, "stopped")])
-def test_rank_that_was_killed_before_it_could_be_brought_to_rest_was_not_stopped_by_us(memory_kills, kind):
+STOPPED = KillReason("stopped", "did not come to rest")
+
+
+@pytest.mark.parametrize(
+    ("exited", "kind", "said"),
+    [
+        (Exited(signal=9, memory_kills=0), "killed", "rank 1 was killed by SIGKILL, not for lack of memory"),
+        (Exited(7, None), "killed", "rank 1 exited with code 7"),
+        (Exited(signal=9, killed_for=STOPPED), "peer_lost", "rank 0 lost a peer: a peer is gone"),
+    ],
+)
+def test_rank_killed_before_it_could_be_brought_to_rest_is_blamed_unless_by_its_agent(exited, kind, said):
     """Its peers may say sooner that they have lost it than its agent says how it ended."""
 
     async def body(running, agents, handled):
         agents[0].rest_by_itself(3)
         await running.wait(asyncio.Event())
-        agents[1]._exit(Exited(signal=9, memory_kills=memory_kills))
+        agents[1]._exit(exited)
         await running.rest(0.01)
-        assert [(death.rank, death.kind) for death in running.deaths] == [(1, kind)]
-        assert running.culprit.kind == kind
+        assert [death.rank for death in running.deaths] == [1]
+        assert (running.culprit.kind, running.culprit.sentence) == (kind, said)
 
     run(body)
 

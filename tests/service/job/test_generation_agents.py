@@ -91,7 +91,7 @@ def test_ranks_that_take_a_while_to_say_how_they_ended_are_heard_out(monkeypatch
 
     async def body(running, agents, handled):
         async def later(*arguments):
-            asyncio.get_running_loop().call_later(0.02, agents[1].die)
+            asyncio.get_running_loop().call_later(0.02, agents[1].be_stopped)
 
         agents[1].rest = later
         await running.rest(0.01)

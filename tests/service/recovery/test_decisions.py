@@ -70,7 +70,13 @@ def test_ranks_one_commit_apart_meet_at_the_older_step():
 def test_culprit_is_the_first_that_is_neither_a_consequence_nor_our_doing(gang_deaths):
     culprit = culprit_of(gang_deaths)
     guilty = [death for death in gang_deaths if death.kind not in ("peer_lost", "stopped")]
-    assert culprit == (guilty[0] if guilty else gang_deaths[0])
+    lost = [death for death in gang_deaths if death.kind == "peer_lost"]
+    assert culprit == [*guilty, *lost, *gang_deaths][0]
+
+
+def test_sentence_of_a_rank_whose_message_is_one_is_read_as_such():
+    damaged = Death(1, "bad_checkpoint", 1, "DamagedCheckpoint", "the snapshot file /f is damaged at byte 9")
+    assert damaged.sentence == "rank 1 ended: the snapshot file /f is damaged at byte 9"
 
 
 def died(**changes):

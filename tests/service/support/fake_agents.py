@@ -128,6 +128,10 @@ class FakeAgent:
         failure = Failure(kind, step, "RuntimeError", message)  # type: ignore[arg-type]
         self._exit(Exited(code=1, failure=failure))
 
+    def be_stopped(self) -> None:
+        """The agent kills its trainer."""
+        self._exit(Exited(signal=SIGKILL, killed_for=KillReason("stopped", "was stopped by its agent")))
+
     def _exit(self, exited: Exited) -> None:
         self.running = self.resting = False
         self.say(exited)
@@ -158,7 +162,7 @@ class FakeAgent:
         kept = self.resting
         if not kept:
             if self.running:
-                self.die()
+                self.be_stopped()
             self._pid += 1
         self.orders.append(order)
         self.rank, self.generation = order.rank, order.generation
@@ -265,7 +269,7 @@ class FakeAgent:
         self.stops += 1
         await self._answer("stop")
         if self.running or self.resting:
-            self.die()
+            self.be_stopped()
         return Exit(None, SIGKILL)
 
     async def close(self) -> None:

@@ -1,6 +1,8 @@
 """The record of progress: readable whatever the writer does, and next to free to write."""
 
+import asyncio
 import errno
+import faulthandler
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 
 from workers.liveness import progress
 from workers.liveness.progress import COUNTED, PHASES, RECENT, RECORD_BYTES, Progress, ProgressReader, progress_path
+from workers.liveness.stacks import STACKS_SIGNAL, answer_with_stacks, stacks_path, take_stacks
 
 ROOT = Path(__file__).parents[3]
 
@@ -201,9 +204,30 @@ def test_a_new_process_of_the_rank_writes_elsewhere(tmp_path):
 
 def test_a_folder_that_cannot_be_written_turns_the_record_off(tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    private = Progress.shared(tmp_path / "file", 0)
+    private = Progress.shared(tmp_path / "file" / "job", 0)
     private.begin_step(1)
-    assert len(private.memory) == RECORD_BYTES
+    assert len(private.memory) == RECORD_BYTES and (tmp_path / "file").is_file()
+
+
+@pytest.mark.parametrize("be", [Path.mkdir, os.mkfifo])
+def test_what_is_in_the_place_of_a_ranks_files_holds_nobody_up_and_is_replaced(tmp_path, be):
+    path, stacks = progress_path(tmp_path, 3), stacks_path(tmp_path, 3)
+    for each in (path, stacks):
+        be(each)
+    with pytest.raises(OSError, match="not a regular file"):
+        ProgressReader(path)
+    Progress.shared(tmp_path, 3)
+    reader = ProgressReader(path)
+    assert reader.read().pid == os.getpid()
+    reader.close()
+    try:
+        answer_with_stacks(tmp_path, 3)
+        assert stacks.is_file() and "test_progress" in asyncio.run(take_stacks(os.getpid(), stacks))
+        stacks.unlink()
+        be(stacks)
+        assert "State:" in asyncio.run(take_stacks(os.getpid(), stacks)), "what the kernel says"
+    finally:
+        faulthandler.unregister(STACKS_SIGNAL)
 
 
 def test_shared_memory_without_room_turns_the_record_off_and_is_left_as_it_was(tmp_path, monkeypatch):

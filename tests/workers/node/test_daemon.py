@@ -4,6 +4,7 @@ it looks after on its node."""
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import threading
@@ -290,6 +291,43 @@ def test_snapshots_outside_of_shared_memory_are_the_daemons_until_their_job_has_
         assert held_bytes(daemon._memory) == 0
         await daemon.shutdown()
         assert not memory.keeper.exists()
+
+    try:
+        go(body)
+    finally:
+        home.remove_runtime_folder()
+
+
+@pytest.mark.parametrize("removed", ["a socket", "the folder"])
+def test_daemon_whose_socket_or_folder_is_removed_is_reached_again(go, daemon, home, monkeypatch, removed):
+    async def nothing(owner):
+        return None
+
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "on_termination", lambda act: None)
+    monkeypatch.setattr(NodeDaemon, "_measure_peak", nothing)
+    for method in ("start", "close"):
+        monkeypatch.setattr(ZygoteOwner, method, nothing)
+    folder = home.runtime_folder
+    here, keeper = drain_socket(folder, "n1"), paths.memory_socket(folder, module.this_host().node)
+
+    async def body():
+        await daemon.start()
+        if removed == "a socket":
+            here.unlink()
+            keeper.unlink()
+        else:
+            home.remove_runtime_folder()
+        while not (here.exists() and keeper.exists()):
+            await asyncio.sleep(0.01)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert await asyncio.to_thread(_ask, here, 5.0) == "n1" and daemon._heartbeat.state.draining
+        descriptor = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        await daemon.shutdown()
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
 
     try:
         go(body)

@@ -13,6 +13,7 @@ import pytest
 
 from workers.node import local_drain
 from workers.node.local_drain import drain_nodes_here, drain_socket, serve_drains
+from workers.system.unix_listener import UnixListener
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def with_daemon(folder, use, node="ab" * 28):
 
     async def run():
         deadlines = []
-        server = await serve_drains(drain_socket(folder, node), node, deadlines.append)
+        server = await serve_drains(UnixListener(drain_socket(folder, node)), node, deadlines.append)
         async with server:
             returned = await asyncio.to_thread(use)
         return deadlines, returned

@@ -391,6 +391,37 @@ def test_a_trainer_that_does_not_tell_its_flight_record_has_none(monkeypatch):
     story(body)
 
 
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda it: it.rest(1, grace=0.0), "was killed by its agent, since it did not come to rest within 0 s"),
+        (lambda it: it.stop(), "was stopped by its agent"),
+    ],
+)
+def test_end_of_a_trainer_that_its_agent_killed_says_so_and_of_one_that_had_ended_does_not(end, said, monkeypatch):
+    monkeypatch.setattr(trainer_handle, "killed_for_memory", lambda: 2)
+
+    async def killed(rig):
+        await end(rig.trainer)
+        (report,) = await rig.reports.read(0, 0.0)
+        assert report.payload == Exited(None, 9, killed_for=KillReason("stopped", said))
+
+    async def had_ended(rig):
+        rig.process.end(signal=9)
+        await end(rig.trainer)
+        (report,) = await rig.reports.read(0, 0.0)
+        assert report.payload == Exited(None, 9, memory_kills=0)
+
+    async def hung(rig):
+        rig.trainer.kill(KillReason("hung", "stood still"))
+        await end(rig.trainer)
+        (report,) = await rig.reports.read(0, 0.0)
+        assert report.payload.killed_for == KillReason("hung", "stood still")
+
+    for body in (killed, had_ended, hung):
+        story(body)
+
+
 @pytest.mark.parametrize(("before", "after", "reported"), [(2, 3, 1), (2, 2, 0), (None, 3, None), (2, None, None)])
 def test_end_of_a_trainer_says_what_the_kernel_has_killed_since_it_began(monkeypatch, before, after, reported):
     said = [before, after]

@@ -67,6 +67,15 @@ def test_a_process_that_is_killed_leaves_its_snapshot(tmp_path, folder, keeper):
     assert steps_kept(folder, 3) == [], "with the daemon they are gone"
 
 
+def test_a_keeper_whose_socket_is_removed_takes_more_and_still_has_what_it_had(folder, memory, keeper, monkeypatch):
+    monkeypatch.setattr(node_memory, "ABSENT_SECONDS", 60.0)
+    for rank in (0, 1):
+        memory.create(snapshot_path(folder, rank), FORM).close()
+        memory.keeper.unlink()
+    memory.create(snapshot_path(folder, 2), FORM).close()
+    assert held_bytes(keeper) == 3 * FORM.size and len(snapshot_files(folder)) == 3
+
+
 def test_memory_is_given_back_once_no_link_leads_to_it(folder, memory, keeper):
     for rank in (0, 1):
         memory.create(snapshot_path(folder, rank), FORM).close()
@@ -127,7 +136,8 @@ def test_memory_that_the_machine_does_not_have_is_one_clear_sentence(folder, mem
     assert held_bytes(keeper) == 0 and snapshot_files(folder) == []
 
 
-def test_no_daemon_is_one_clear_sentence_with_what_shared_memory_lacks(tmp_path, folder, full):
+def test_no_daemon_is_one_clear_sentence_with_what_shared_memory_lacks(tmp_path, folder, full, monkeypatch):
+    monkeypatch.setattr(node_memory, "ABSENT_SECONDS", 0.0)
     with pytest.raises(SharedMemoryError, match="no node's daemon here"):
         SnapshotMemory("node_memory").create(snapshot_path(folder, 0), FORM)
     with pytest.raises(SharedMemoryError, match=r"no room in shared memory .*; the node's daemon does not take"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -16,9 +18,10 @@ from stepped_snapshots import IDENTITY, bring, holds, opened, save, snapshot_eac
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError
-from workers.snapshot.files import snapshot_path
+from workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from workers.snapshot.snapshots import Snapshots
+from workers.system.own_files import put
 
 
 def test_what_is_constant_and_changes_in_the_file_is_found_though_the_slot_was_summed_again_since(tmp_path):
@@ -127,6 +130,68 @@ def test_a_file_that_does_not_fit_is_made_anew(tmp_path, change):
     assert holds(tmp_path, 6)
 
 
+def be_folder(path):
+    path.unlink()
+    path.mkdir()
+    (path / "file").touch()
+
+
+def be_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def be_socket(path):
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+
+
+def be_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def be_link_to_itself(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
+def be_in_a_file(path):
+    shutil.rmtree(path.parent)
+    path.parent.touch()
+
+
+def be_in_a_closed_folder(path):
+    path.unlink()
+    path.parent.chmod(0o300)
+
+
+@pytest.mark.parametrize(
+    "be", [be_folder, be_pipe, be_socket, be_device, be_link_to_itself, be_in_a_file, be_in_a_closed_folder]
+)
+def test_a_snapshot_that_is_no_file_is_one_without_steps_and_is_replaced(tmp_path, be):
+    folder = tmp_path / "job"
+    save(opened(folder), 5)
+    path = snapshot_path(folder, 3)
+    be(path)
+    assert committed_steps(path) == steps_kept(folder, 3) == []
+    with pytest.raises(CheckpointError, match=r"cannot be read: |there is no snapshot file"):
+        SnapshotFile.open(path)
+    save(opened(folder), 6)
+    assert holds(folder, 6) and folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_is_in_the_place_of_files_that_are_removed_or_fetched_goes_too(tmp_path):
+    """The snapshot of another layout, and that of a rank which comes from another node."""
+    for name in ("rank-00003.0a0a0a0a.snapshot", "rank-00003.0b0b0b0b.snapshot"):
+        (tmp_path / name / "folder").mkdir(parents=True)
+    save(opened(tmp_path), 5)
+    put(snapshot_path(tmp_path, 3), snapshot_path(tmp_path, 3, "0b0b0b0b"))
+    remove_other_layouts(tmp_path, "0b0b0b0b")
+    assert [(file.layout, committed_steps(file.path)) for file in snapshot_files(tmp_path)] == [("0b0b0b0b", [5])]
+
+
 @pytest.mark.parametrize("content", [b"", b"MANTASNP", b"x" * 8192], ids=["empty", "short", "foreign"])
 def test_committed_steps_of_a_file_that_is_none(tmp_path, content):
     path = tmp_path / "file"
@@ -199,6 +264,17 @@ def test_damage_is_located_and_the_other_slot_is_offered_instead(tmp_path):
     assert committed_steps(snapshots.path) == [5]
     snapshots.load(5)
     assert torch.equal(state[0], kept - 1)
+
+
+def test_damage_of_both_slots_is_found_at_once(tmp_path):
+    snapshots = opened(tmp_path)
+    for step in (5, 6):
+        save(snapshots, step)
+    for slot in range(2):
+        snapshots._file.memory[snapshots._file.form.payload_at(slot) + 7] ^= 1
+    with pytest.raises(DamagedCheckpoint, match="of step 6 are not what was written"):
+        snapshots.load(6)
+    assert committed_steps(snapshots.path) == [], "the next attempt does not fail with the other step"
 
 
 def test_a_file_that_is_cut_off_under_a_running_rank_is_reported_and_does_not_kill_it(tmp_path):

@@ -180,6 +180,20 @@ def test_zygote_that_ends_leaves_the_socket_of_its_successor(tmp_path, go, start
     go(body)
 
 
+def test_zygote_whose_socket_is_removed_is_reached_again_and_keeps_its_children(zygote_to_end, go):
+    async def body():
+        child = await fork(zygote_to_end.socket, "wait", {})
+        await child.control.readline()
+        zygote_to_end.socket.unlink()
+        other = await fork(zygote_to_end.socket, "echo", {})
+        assert await other.wait() == Exit(0, None)
+        assert not child.ended and zygote_to_end.process.poll() is None
+        for each in (child, other):
+            each.close()
+
+    go(body)
+
+
 def test_death_of_the_zygote_takes_its_children_along(zygote_to_end, go, gone):
     async def body():
         child = await fork(zygote_to_end.socket, "wait", {})
@@ -398,20 +412,6 @@ def test_a_request_without_an_end_does_not_take_all_memory(monkeypatch):
     assert server._complete_line(bytearray(b"ab\nc")) == b"ab"
     with pytest.raises(BadRequest, match="may have 4 bytes"):
         server._complete_line(bytearray(b"abcde"))
-
-
-def test_nobody_else_reaches_the_socket_and_one_that_was_left_is_replaced(tmp_path):
-    path = tmp_path / "zygote.sock"
-    first = server._listen(path)
-    second = server._listen(path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert [file.name for file in tmp_path.iterdir()] == ["zygote.sock"]
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.connect(str(path))
-        second.setblocking(False)
-        second.accept()[0].close()
-    for listener in (first, second):
-        listener.close()
 
 
 def test_an_end_is_reported_as_a_status_or_as_a_signal():

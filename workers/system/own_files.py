@@ -1,0 +1,50 @@
+"""Files in folders of ours: what is found in the place of one, such as a folder or a named pipe, holds nobody up and is
+replaced. Pure Python."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of the regular file at `path`. Never waits. Raises OSError, also for anything else."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` unless it is there, for this user alone. Raises OSError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except FileExistsError:
+        with contextlib.suppress(IsADirectoryError):  # another process was faster
+            folder.unlink(missing_ok=True)
+        folder.mkdir(exist_ok=True, mode=0o700)
+    mode = folder.stat().st_mode
+    if mode & stat.S_IRWXU != stat.S_IRWXU:
+        folder.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
+
+
+def remove(path: Path) -> None:
+    """Remove what is at `path`, if there is anything. Raises OSError."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+
+
+def put(file: Path, path: Path) -> None:
+    """Rename `file` to `path`, in the place of what is there. Raises OSError."""
+    try:
+        file.rename(path)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+        file.rename(path)
