@@ -87,6 +87,12 @@ def attach(scope: AsgiScope, request: RequestOfCaller) -> None:
     scope[_REQUEST] = request
 
 
+def is_stranger(scope: AsgiScope) -> bool:
+    """Whether a request has come without a valid key."""
+    about = cast(RequestOfCaller | None, scope.get(_REQUEST))
+    return about is not None and about.who is None
+
+
 def request_of_caller(request: Request) -> RequestOfCaller:
     """What is known about a request."""
     return cast(RequestOfCaller, request.scope[_REQUEST])

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.access import is_stranger
 from api.problem_codes import KINDS
 from api.problems import problem
 from api.rest_version import HEADER, REST, other_client
@@ -121,7 +122,7 @@ class RequestGuard:
             return
         headers = Headers(scope=scope)
         refused = refusal(scope["method"], scope["path"], headers, self._own_names)
-        if refused is None and _has_body(headers):
+        if refused is None and _has_body(headers) and not is_stranger(scope):  # what answers a stranger reads no body
             body = await _arrived(receive, headers)
             if body is None:
                 return
