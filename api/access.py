@@ -3,10 +3,11 @@ all projects if the key is for the whole installation. Every other job is answer
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, Path, Request
 from fastapi.concurrency import run_in_threadpool
@@ -14,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Scope as AsgiScope
 
 from api.app_state import state_of
-from api.credentials import Credential
+from api.credentials import KNOWN_SECONDS, Credential
 from api.permissions import Need, is_anonymous, needs
 from service.identity import Identity
 from service.ids import is_job_id
@@ -87,6 +88,12 @@ def attach(scope: AsgiScope, request: RequestOfCaller) -> None:
     scope[_REQUEST] = request
 
 
+def is_stranger(scope: AsgiScope) -> bool:
+    """Whether a request has come without a valid key."""
+    about = cast(RequestOfCaller | None, scope.get(_REQUEST))
+    return about is not None and about.who is None
+
+
 def request_of_caller(request: Request) -> RequestOfCaller:
     """What is known about a request."""
     return cast(RequestOfCaller, request.scope[_REQUEST])
@@ -108,7 +115,7 @@ def begin_stream(request: Request) -> None:
 
 
 async def is_still_authorized(request: Request) -> bool:
-    """Whether the key that a stream was opened with is still valid. It counts as valid while the database does not
+    """Whether the key that a request was sent with is still valid. It counts as valid while the database does not
     answer."""
     about, identities = request_of_caller(request), state_of(request.app).identities
     try:
@@ -117,11 +124,32 @@ async def is_still_authorized(request: Request) -> bool:
         return True
 
 
+async def _refuse_if_ended(request: Request) -> None:
+    """Raise Unauthenticated if the key is no longer valid."""
+    credential = request_of_caller(request).credential
+    if credential is not None and not await is_still_authorized(request):
+        raise Unauthenticated(await state_of(request.app).identities.why_ended(credential))
+
+
+async def while_authorized(request: Request, waiting: Coroutine[Any, Any, None]) -> None:
+    """Wait for `waiting`, as long as the key is valid. Raises Unauthenticated, and what `waiting` raises."""
+    task = asyncio.create_task(waiting)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=KNOWN_SECONDS)
+            await _refuse_if_ended(request)
+    finally:
+        task.cancel()
+    await task
+
+
 async def authorize(request: Request) -> None:
-    """Let a request pass to its route. Raises Unauthenticated, Forbidden."""
+    """Let a request pass to its route. Raises Unauthenticated, also if the key was revoked while the body arrived;
+    Forbidden."""
     if is_anonymous(request.scope["path"]):  # `request.url` is built from the Host header, which is not trusted
         return
     who = caller_of(request)
+    await _refuse_if_ended(request)
     need = needs(request.scope["route"].name)
     if need is None or not need.is_met_by(who):
         raise Forbidden(need, who)

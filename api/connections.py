@@ -1,7 +1,8 @@
-"""Limits the service's connections: their number, how long one may be silent, and how long it may leave answers unread.
-Before a client has sent a key, these are the only resources that it can use up.
+"""Limits the service's connections: their number, how long one may be silent, how long it may leave answers unread, and
+how much of it is kept before a request begins. Before a client has sent a key, these are the only resources that it can
+use up.
 
-A connection that is refused is answered before anything is read from it.
+A connection that is one too many is answered before anything is read from it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ HEAD_SECONDS = 15.0
 UNREAD_SECONDS = 300.0
 """Seconds that a connection may leave sent data unread. A client that pages through a stream can reconnect where it
 broke off."""
+MOST_HEAD_BYTES = 64 * 1024
+"""Maximum size of a request's line and headers; also of what comes between two parts of a body, or after the last."""
+MOST_HEADERS = 200
+MOST_PIPELINED = 8
+"""Requests that a connection may send before it has the answer to an earlier one. Ordinary clients send none."""
 MOST_CONNECTIONS = 8192
 _OTHER_FILES = 256
 """Files that the service opens in addition to connections: its database, logs, Ray."""
@@ -39,23 +45,70 @@ class LimitedConnection(HttpToolsProtocol):
     """Maximum number of connections."""
     _head_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
+    _outside_bodies = 0
+    """Bytes that have arrived since the last whole head or part of a body. The parser keeps them, and does not say how
+    many there are."""
+    _is_too_much = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or refuse it if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            transport.write(_as_bytes(_one_too_many()))
+            transport.write(_as_bytes(_refusal("too_many_connections")))
             transport.close()
         else:
             self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Continue with a request; when its head is complete, the wait for it ends."""
+        """Continue with a request; when its head is complete, the wait for it ends. Close if that has no end."""
+        if self.transport.is_closing():
+            return
+        self._outside_bodies += len(data)
         super().data_received(data)
-        if self._reads_a_body_or_answers():
+        if self._outside_bodies > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse("head_too_large")
+        elif self._reads_a_body_or_answers():
             self._end_wait()
         else:
             self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One more header, or trailer."""
+        self._stop_unless(len(self.headers) < MOST_HEADERS)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is complete. The parser is fed more than a head at once, so its size is known only here."""
+        self._outside_bodies = 0
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        self._stop_unless(size <= MOST_HEAD_BYTES and len(self.pipeline) < MOST_PIPELINED)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._outside_bodies = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The body has ended, and its trailers."""
+        self._outside_bodies = 0
+        super().on_message_complete()
+
+    def _stop_unless(self, is_acceptable: bool) -> None:
+        """Stop the parser, which then calls `send_400_response`, unless what arrives `is_acceptable`."""
+        if not is_acceptable:
+            self._is_too_much = True
+            raise ValueError("more than a request needs")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser cannot read, or was stopped at."""
+        self._refuse("head_too_large" if self._is_too_much else "http_error")
+
+    def _refuse(self, code: str) -> None:
+        """Close the connection, with an answer unless that could be taken for the answer to an earlier request."""
+        if not self.pipeline and not (self._reads_a_body_or_answers() and not self.cycle.more_body):
+            self.transport.write(_as_bytes(_refusal(code)))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         """Sent data is not being read: a stream would wait for that forever, even after its key is revoked."""
@@ -101,9 +154,16 @@ def limited_to(most: int) -> type[LimitedConnection]:
     return type("LimitedConnection", (LimitedConnection,), {"most": most})
 
 
-def _one_too_many() -> Response:
-    detail = "the service holds as many connections as it can; try again in a moment"
-    return problem("too_many_connections", detail, headers={HEADER: str(REST)})
+_DETAILS = {
+    "too_many_connections": "the service holds as many connections as it can; try again in a moment",
+    "head_too_large": f"the request's line and headers, or what is around its body, have more than {MOST_HEAD_BYTES} "
+    f"bytes or {MOST_HEADERS} lines, which no request needs",
+    "http_error": "this is not HTTP that the service can read",
+}
+
+
+def _refusal(code: str) -> Response:
+    return problem(code, _DETAILS[code], headers={HEADER: str(REST)})
 
 
 def _as_bytes(response: Response) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from fastapi import Depends, Header, Path, Query, Request
@@ -29,16 +29,45 @@ async def control_of(request: Request) -> ControlPlane:
 
 
 async def json_body(request: Request) -> Any:
-    """The body as JSON. Raises MalformedJson unless it is strict JSON in UTF-8."""
+    """The body as JSON. Raises MalformedJson unless it is strict JSON in UTF-8, with each key of an object once."""
     body = await request.body()
     if not body:
         raise MalformedJson("the request has no body; it takes one in JSON")
     try:
-        document = json.loads(body, parse_constant=_no_constant)
+        document = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
         digest_of(document)  # also finds invalid Unicode, which could be stored but never sent back
+    except _Repeated:
+        key = next(_repeated_in(json.loads(body, object_pairs_hook=_Pairs), ""))
+        raise MalformedJson(f"the body has the key {key[:200]} twice: leave one of them out") from None
     except (ValueError, RecursionError) as error:
         raise MalformedJson(f"the body is not valid JSON: {str(error) or 'nested too deeply'}") from error
     return document
+
+
+class _Repeated(Exception):
+    """An object has a key twice."""
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The members of an object."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises _Repeated. Python would take the last one of several members."""
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise _Repeated
+    return document
+
+
+def _repeated_in(value: Any, path: str) -> Iterator[str]:
+    """Paths of the keys that are there twice; `path`: that of `value`, with a dot."""
+    known = set()
+    for key, part in value if isinstance(value, _Pairs) else enumerate(value) if isinstance(value, list) else ():
+        if key in known:
+            yield f"{path}{key}"
+        known.add(key)
+        yield from _repeated_in(part, f"{path}{key}.")
 
 
 def digest_of(document: Any) -> str:

@@ -71,6 +71,7 @@ KINDS: dict[str, Kind] = {
     "unsupported": Kind(422, "the JobSpec uses features that are not built yet; `errors` say what works"),
     "size_out_of_bounds": Kind(422, "the job cannot have this size"),
     "too_many_requests": Kind(429, "the caller sends more requests than it may at once or in a second"),
+    "head_too_large": Kind(431, "the address and headers are longer, or more, than any request needs"),
     "internal_error": Kind(500, "an error of the service itself; its log says more"),
     "too_many_connections": Kind(503, "the service holds as many connections as it can"),
     "not_ready": Kind(503, "jobs cannot run right now; `errors` has the reasons"),
@@ -89,6 +90,7 @@ _ANY_REQUEST = (
     "body_too_slow",
     "body_too_large",
     "too_many_requests",
+    "head_too_large",
     "internal_error",
     "too_many_connections",
 )

@@ -20,6 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.access import is_stranger
 from api.credentials import credential_in
 from api.problem_codes import KINDS
 from api.problems import problem
@@ -175,7 +176,7 @@ class RequestGuard:
         headers = Headers(scope=scope)
         scheme = self._scheme or scope.get("scheme", "http")  # the latter also from a trusted proxy
         refused = refusal(scope["method"], scope["path"], headers, self._ours, scheme)
-        if refused is None and _has_body(headers):
+        if refused is None and _has_body(headers) and not is_stranger(scope):  # what answers a stranger reads no body
             body = await _arrived(receive, headers)
             if body is None:
                 return

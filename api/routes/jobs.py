@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
 from api import requests, schemas, views
-from api.access import Caller, JobId, refuse_priority, request_of_caller
+from api.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
 from api.app_state import state_of
 from api.auditing import append_with_change
 from api.control import ControlPlane
@@ -123,7 +123,7 @@ async def get_job(
     """One job. With `wait`: returns when its state differs from `state` (default: its current state) or is final, or
     after `wait` seconds."""
     if wait:
-        await state_of(request.app).waits.until_changed(job_id, state, wait)
+        await while_authorized(request, state_of(request.app).waits.until_changed(job_id, state, wait))
     rendered, threads = state_of(request.app).rendered_jobs, read_threads_of(request).jobs
     job = await threads.run(control.store, lambda: rendered.one(control.store, job_id))
     return Response(job.body, media_type="application/json", headers={"ETag": job.etag})

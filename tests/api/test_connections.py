@@ -1,4 +1,4 @@
-"""Connections that say nothing, and more connections than a service can hold."""
+"""Connections that say nothing, or never stop saying it, and more connections than a service can hold."""
 
 import asyncio
 import contextlib
@@ -92,6 +92,9 @@ class Wire(asyncio.Transport):
     def is_closing(self):
         return self.closed
 
+    def pause_reading(self):
+        pass
+
 
 async def echo(scope, receive, send):
     """Answers with what it is sent."""
@@ -119,20 +122,90 @@ def test_body_that_takes_longer_than_a_head_may_is_not_cut_off():
     run_with_answers_at_once(main())
 
 
+def said_by_the_service(*pieces):
+    """Its answer to what a connection sends while no request is answered, and how many of the pieces it takes."""
+
+    async def main():
+        config, wire = uvicorn.Config(echo, log_config=None, lifespan="off"), Wire()
+        connection = connections.LimitedConnection(config, ServerState(), {})
+        connection.connection_made(wire)
+        taken = 0
+        while taken < len(pieces) and not wire.closed:
+            connection.data_received(pieces[taken])
+            taken += 1
+        said = wire.sent, taken, wire.closed
+        connection.connection_lost(None)  # which closes it, too
+        return said
+
+    return run_with_answers_at_once(main())
+
+
+CHUNKED = HEAD.replace(b"GET", b"POST") + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [100, 1000, 250_000])
 @pytest.mark.parametrize(
-    "head",
-    [
-        HEAD.replace(b"GET", b"POST"),
-        f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        f"Content-Type: application/json\r\nAuthorization: Bearer {ADMIN}\r\n".encode(),
-    ],
-    ids=["a stranger", "a key"],
+    ("begin", "without_end"),
+    [(b"GET /?q=", b"a"), (HEAD + b"X-Long: ", b"a"), (HEAD, b"x"), (HEAD, b"A: b\r\n"),
+     (CHUNKED + b"1;", b"a"), (CHUNKED + b"1;a=", b"a"), (CHUNKED + b"0\r\nX-Long: ", b"a"),
+     (CHUNKED + b"0\r\n", b"A: b\r\n"), (CHUNKED + b"1\r\na\r\n2;", b"a")],
+    ids=["address", "header", "header's name", "headers", "chunk's extension", "its value", "trailer",
+         "trailers", "a later chunk's extension"],
+)  # fmt: skip
+def test_head_or_rest_of_a_body_without_end_is_refused_and_the_connection_closed(begin, without_end, size):
+    piece = (without_end * size)[:size]
+    most = connections.MOST_HEAD_BYTES // size + 2
+    said, taken, closed = said_by_the_service(begin, *[piece] * (2 * most))
+    assert closed and taken <= most
+    assert said.startswith(b"HTTP/1.1 431 ") and b'"head_too_large"' in said
+    assert b"application/problem+json" in said and f"{HEADER}: {REST}".lower().encode() in said.lower()
+
+
+@pytest.mark.parametrize("long", [b"A: b\r\n" * 201, b"A: " + b"b" * 65536 + b"\r\n"], ids=["lines", "bytes"])
+def test_whole_head_that_is_too_large_is_refused_though_it_arrives_at_once(long):
+    said, _, closed = said_by_the_service(HEAD + long + b"\r\n")
+    assert closed and said.startswith(b"HTTP/1.1 431 ")
+    assert b'"head_too_large"' in said
+
+
+def test_what_is_not_http_is_refused_with_a_problem_document():
+    said, _, closed = said_by_the_service(b"\x16\x03\x01\x02\x00\x01\x00")
+    assert closed and said.startswith(b"HTTP/1.1 400 ") and b'"http_error"' in said
+
+
+@pytest.mark.parametrize(
+    "more", [HEAD + b"\r\n", b"\x16\x03", HEAD + b"A: b\r\n" * 201], ids=["whole", "none", "large"]
 )
-def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(service, monkeypatch, head):
-    """A stranger too may send one, to what answers without a key: nobody else would get a connection any more."""
+def test_requests_without_end_before_an_answer_are_closed_and_answer_no_other_request(more):
+    said, taken, closed = said_by_the_service(HEAD + b"\r\n", *[more] * 100)
+    assert closed and taken <= connections.MOST_PIPELINED + 2
+    assert said == b"", "it would be taken for the answer to the first"
+
+
+@pytest.mark.parametrize("large", [b"A: b\r\n" * 199, b"A: " + b"b" * 65_000 + b"\r\n"], ids=["lines", "bytes"])
+def test_head_as_large_as_it_may_be_is_answered(service, large):
+    with connected(httpx.URL(service.url)) as connection:
+        connection.sendall(HEAD + large + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_body_in_chunks_of_one_byte_is_no_head():
+    said, _, closed = said_by_the_service(CHUNKED, *[b"1\r\na\r\n"] * 20_000)
+    assert not closed and said == b""
+
+
+def test_what_answers_a_stranger_does_so_before_the_body(service):
+    """It would be kept in memory, and nobody else would get a connection any more."""
+    with connected(httpx.URL(service.url)) as stranger:
+        stranger.sendall(HEAD.replace(b"GET", b"POST") + b"Connection: close\r\nContent-Length: 1000000\r\n\r\n{")
+        assert answer(stranger).startswith(b"HTTP/1.1 405 Method Not Allowed")
+
+
+def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(service, monkeypatch):
+    head = f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\n".encode()
     monkeypatch.setattr(request_guard, "BODY_SECONDS", 0.2)
     with connected(httpx.URL(service.url)) as slow:
-        slow.sendall(head + b"Connection: close\r\nContent-Length: 10\r\n\r\n{")
+        slow.sendall(head + b"Content-Type: application/json\r\nConnection: close\r\nContent-Length: 10\r\n\r\n{")
         said = answer(slow)
     assert said.startswith(b"HTTP/1.1 408 Request Timeout") and b"body_too_slow" in said
 

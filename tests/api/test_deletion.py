@@ -33,6 +33,16 @@ def test_deleted_job_is_gone_and_the_answer_says_what_went(service, job):
     assert [each["id"] for each in service.http.get("/v1/jobs").json()["items"]] == [other["id"]]
 
 
+def test_idempotency_key_is_deleted_with_its_job_so_that_it_creates_another(service, document):
+    submit = lambda: service.http.post("/v1/jobs", json=document, headers={"Idempotency-Key": "k"})  # noqa: E731
+    first = submit().json()["id"]
+    service.move(first, "CANCELLED")
+    assert (submit().status_code, submit().json()["id"]) == (200, first)
+    assert service.http.delete(f"/v1/jobs/{first}").status_code == 200
+    again = submit()
+    assert again.status_code == 201 and again.json()["id"] != first
+
+
 @pytest.mark.parametrize("states", [(), ("STARTING",), ("STARTING", "RUNNING", "CANCELLING")])
 def test_job_that_is_not_over_has_to_be_cancelled_first(service, states):
     job = service.submit()

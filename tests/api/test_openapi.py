@@ -69,6 +69,7 @@ def test_errors_are_those_of_the_operation_and_no_others(api):
         408: ["body_too_slow"],
         413: ["body_too_large"],
         429: ["too_many_requests"],
+        431: ["head_too_large"],
         500: ["internal_error"],
         503: ["too_many_connections"],
     }

@@ -63,6 +63,18 @@ def test_a_body_that_is_no_json_is_malformed(service, body):
     check(service.http.post("/v1/jobs", content=body, headers=JSON), 400, "malformed_json")
 
 
+@pytest.mark.parametrize(("body", "key"), [
+    ('{"name": "a", "train": {"steps": 1, "seed": 2, "steps": 3}}', "train.steps"),
+    ('{"name": "a", "name": "a"}', "name"), ('{"": {"": [0, {"a": 1, "\\u0061": 1}]}}', "..1.a"),
+    ('{"a": {"b": 1}, "a": {"b": 1, "b": 2}}', "a"),
+    ('[{"' + "k" * 999 + '": 1, "' + "k" * 999 + '": 2}]', "0." + "k" * 198),
+])  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/plans", "/v1/keys"])
+def test_body_with_a_key_twice_is_refused_with_the_path_of_the_key(service, body, key, path):
+    problem = check(service.http.post(path, content=body, headers=JSON), 400, "malformed_json")
+    assert problem["detail"] == f"the body has the key {key} twice: leave one of them out"
+
+
 @pytest.mark.parametrize("body", [b"null", b"[]", b"5", b'"name: x"', b"{}"])
 def test_json_that_is_no_spec_is_an_invalid_spec(service, body):
     check(service.http.post("/v1/jobs", content=body, headers=JSON), 422, "invalid_spec")

@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import api.ui
+from api import credentials, request_guard
 from api.app import create_app
 from api.credentials import cookie_name
 from api.request_guard import MAX_BODY_BYTES, OwnAddresses, RequestGuard, refusal
 from api.rest_version import HEADER, REST
+from service.identity import digest_of
+from service.store import keys
 from tests.api.support.described_api import description_at
+from tests.api.support.keys import add_key, bearer
 
 PUBLIC = ("manta.example.org", "other.example.org:8443")
 SESSION = {"cookie": "manta_session_8400=secret"}
@@ -100,8 +104,8 @@ def test_our_own_pages_may_change_something(scheme, host, origin):
 
 @pytest.mark.parametrize(("scheme", "host", "origin"), FOREIGN)
 def test_pages_of_others_change_nothing(scheme, host, origin):
-    for credentials in ({}, {"authorization": "Bearer key"}, SESSION):
-        assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **credentials) == CROSS_SITE
+    for given in ({}, {"authorization": "Bearer key"}, SESSION):
+        assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **given) == CROSS_SITE
     assert code(scheme=scheme, host=host, method="GET", origin=origin) is None, "a browser keeps the answer from it"
 
 
@@ -162,6 +166,21 @@ def test_body_that_no_request_needs_is_refused_by_every_operation(service, chunk
         path = re.sub(r"\{\w+\}", "job_000000000001", operation.path)
         response = service.http.request(operation.method, path, content=content, headers=JSON)
         assert (response.status_code, response.json()["code"]) == (413, "body_too_large"), operation.id
+
+
+def test_request_whose_key_is_revoked_while_its_body_arrives_changes_nothing(service, document, monkeypatch):
+    key, arrived = add_key(service.store), request_guard._arrived
+
+    async def after_revocation(*arguments):
+        body = await arrived(*arguments)
+        service.store.write(lambda s: keys.revoke(s, None, keys.by_digest(s, digest_of(key)).id))
+        return body
+
+    monkeypatch.setattr(credentials, "KNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(request_guard, "_arrived", after_revocation)
+    response = service.http.post("/v1/jobs", json=document, headers=bearer(key))
+    assert (response.status_code, response.json()["code"]) == (401, "unauthenticated")
+    assert service.http.get("/v1/jobs").json()["items"] == []
 
 
 @pytest.mark.parametrize(("comes", "passed_on"), [

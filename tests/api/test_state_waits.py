@@ -6,11 +6,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
 from api import state_waits
 from api.client import MantaClient
 from api.state_waits import StateWaits
+from service.identity import digest_of
+from service.store.access_tables import ApiKey
+from tests.api.support.keys import add_key, bearer
 from tests.service.support.virtual_time import run_with_answers_at_once
 
 LONG = 20  # seconds that no test waits for
@@ -122,6 +126,30 @@ def test_all_that_wait_share_one_look():
     assert all(len(look) == 1 for look in first), "each looks once when it comes"
     assert 1 <= len(later) <= 4
     assert max(map(len, later)) == 20
+
+
+@pytest.mark.parametrize("ended", [{"revoked_at": 1.0}, {"expires_at": 1.0}], ids=["revoked", "expired"])
+def test_request_that_waits_is_refused_once_its_key_is_no_longer_valid(service, monkeypatch, ended):
+    job, key, waits, until_changed = (
+        service.submit(),
+        add_key(service.store),
+        threading.Event(),
+        StateWaits.until_changed,
+    )
+
+    def noted(*arguments):
+        waits.set()
+        return until_changed(*arguments)
+
+    monkeypatch.setattr(StateWaits, "until_changed", noted)
+    with ThreadPoolExecutor(1) as pool:
+        address = f"/v1/jobs/{job['id']}?wait={LONG}"
+        answer = pool.submit(service.http.get, address, headers=bearer(key), timeout=2 * LONG)
+        assert waits.wait(LONG)
+        service.store.write(lambda s: s.execute(update(ApiKey).where(ApiKey.digest == digest_of(key)).values(**ended)))
+        response = answer.result()
+    assert (response.status_code, response.json()["code"]) == (401, "unauthenticated")
+    assert ("was revoked" if "revoked_at" in ended else "has expired") in response.json()["detail"]
 
 
 def test_database_that_does_not_answer_is_told_to_who_waits(service, monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 
+import psutil
 from torch.distributed import TCPStore
 
 from workers.protocol.json_codec import JsonObject, from_json, to_json
@@ -15,6 +17,10 @@ from workers.system.ports import listen
 BACKLOG = 1024
 MOST_CONNECTIONS = 16_384
 """Number of connections for which the store makes room, if that is permitted: each rank has several."""
+
+MEMORY_BYTES = 512 * 1024 * 1024
+"""Memory that the store may allocate: anyone who reaches its port may write to it, and a store without memory is only
+replaced, whereas a machine without memory is not. An entry of a rank has some hundred bytes."""
 
 
 def run(argument: JsonObject, control: socket.socket) -> int:
@@ -31,7 +37,14 @@ def run(argument: JsonObject, control: socket.socket) -> int:
     store = TCPStore(
         wanted.host, port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=listener.detach()
     )
+    _limit_memory()
     control.sendall(json.dumps(to_json(StorePort(store.port))).encode() + b"\n")
     while control.recv(4096):
         pass
     return 0
+
+
+def _limit_memory() -> None:
+    """Let this process allocate no more than MEMORY_BYTES from now on."""
+    most = psutil.Process().memory_info().data + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))

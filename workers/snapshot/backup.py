@@ -29,6 +29,8 @@ from workers.system.ports import PortRange, listen
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach a partner that refuses or is gone."""
 CONNECT_SECONDS = 5.0
+MOST_UNAUTHENTICATED = 64
+"""Most callers at a time that have not proved that they know the token. Each has a thread."""
 
 
 @dataclass
@@ -163,6 +165,7 @@ class BackupServer:
         self._writers: dict[tuple[int, str], tuple[int, socket.socket, threading.Thread]] = {}
         """Who writes each backup, by rank and layout: generation, connection and thread."""
         self._connections: set[socket.socket] = set()
+        self._unauthenticated: dict[socket.socket, None] = {}  # the oldest first
         self._thread = threading.Thread(target=self._accept, name="backup server", daemon=True)
         self._thread.start()
 
@@ -208,6 +211,12 @@ class BackupServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed
+            with self._lock:
+                self._unauthenticated[connection] = None
+                if len(self._unauthenticated) > MOST_UNAUTHENTICATED:
+                    oldest = next(iter(self._unauthenticated))
+                    del self._unauthenticated[oldest]
+                    _shut(oldest)  # its thread ends
             threading.Thread(target=self._serve, args=(connection,), name="backup", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -222,10 +231,13 @@ class BackupServer:
         finally:
             with self._lock:
                 self._connections.discard(connection)
+                self._unauthenticated.pop(connection, None)
 
     def _answer(self, connection: socket.socket) -> None:
         try:
             request = wire.challenge(connection, self._token)
+            with self._lock:
+                self._unauthenticated.pop(connection, None)
             rank, layout, generation = request.rank, request.layout, request.generation
             if generation < self._generation:
                 raise BackupError(f"generation {generation} was replaced by {self._generation}")

@@ -60,7 +60,9 @@ def value_in(path: str, text: str) -> Any:
     try:
         return read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
-        raise SpecError([Problem(path, f"{text!r} is not a valid YAML value", "put it into quotes")]) from error
+        why = getattr(error, "problem", None)  # of PyYAML
+        rule = f"{text!r} is not a valid YAML value{f' ({why})' if why else ''}"
+        raise SpecError([Problem(path, rule, "put it into quotes")]) from error
 
 
 def _with(document: Any, parts: Sequence[str], value: Any, path: str) -> Any:

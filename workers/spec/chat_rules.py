@@ -28,8 +28,8 @@ def _template_is_known(spec: JobSpec) -> Iterator[Problem]:
     if _has_conversations(spec) and data.template is None and data.tokenizer_file is None:
         problem = f"conversations need a chat template, and the {data.tokenizer} tokenizer has none"
         yield Problem("data.template", problem, CHATML)
-    if data.template is not None and "\0" in data.template:
-        yield Problem("data.template", "a path cannot contain a zero byte", CHATML)
+    if data.template is not None and ("\0" in data.template or not data.template.strip()):
+        yield Problem("data.template", "a path cannot be blank or contain a zero byte", CHATML)
 
 
 def _has_conversations(spec: JobSpec) -> bool:

@@ -74,7 +74,7 @@ def _tokenizer_is_whole(spec: JobSpec) -> Iterator[Problem]:
             f"the bytes tokenizer supports {END_OF_TEXT} (id {BYTE_VOCABULARY}) and none, not {data.end_of_document!r}",
             END_OF_TEXT,
         )
-    if not data.tokenizer or "\0" in data.tokenizer:
+    if not data.tokenizer.strip() or "\0" in data.tokenizer:
         yield Problem("data.tokenizer", "must be bytes, bpe, or the path of a tokenizer.json", "bytes")
 
 
@@ -95,6 +95,9 @@ def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
             f"source {data.source} needs at least one file or directory",
             f"[{example.get(data.source, 'corpus.bin')}]",
         )
+    if not all(path.strip() for path in data.paths):
+        named = [path for path in data.paths if path.strip()]
+        yield Problem(f"{where}.paths", "a path cannot be blank", json.dumps(named or ["/data/corpus.txt"]))
     if any("\0" in path for path in data.paths):
         kept = [path.replace("\0", "") for path in data.paths]
         yield Problem(f"{where}.paths", "a path cannot contain a zero byte", json.dumps(kept))

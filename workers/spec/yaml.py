@@ -9,8 +9,8 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number (YAML 1.1 requires a dot and a sign), and rejects duplicate keys, of which
-    PyYAML would use the last one."""
+    """SafeLoader that reads 1e-3 as a number (YAML 1.1 requires a dot and a sign). It rejects duplicate keys, of which
+    PyYAML would use the last one, and numbers that are not what they look like: 010 is 8 in YAML 1.1, 1:30 is 90."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -22,9 +22,25 @@ class _Loader(yaml.SafeLoader):
                 seen.add((key.tag, key.value))
         return node
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        text = node.value.lstrip("+-")
+        read_as = "to base 60" if ":" in text else "as octal" if _OCTAL.match(text) else None
+        if read_as is not None:
+            advice = "write it in decimal, without a leading zero, or in quotes if it is a text"
+            problem = f"YAML reads {node.value[:40]} {read_as}: {advice}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        is_whole = node.tag == _INT
+        number: int | float = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
+        return number
+
+
+_OCTAL = re.compile(r"0[0-9_]*[0-9]$")
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+for _tag in (_INT, _FLOAT):
+    _Loader.add_constructor(_tag, _Loader.construct_number)
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    _FLOAT,
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+0123456789."),
 )

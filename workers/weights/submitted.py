@@ -29,8 +29,8 @@ def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
     folder = model.get("from") if isinstance(model, dict) else None
     if model is None or not isinstance(folder, str) or not folder:
         return document
-    if "\0" in folder:
-        raise SpecError([Problem("model.from", "a folder's name has no zero byte")])
+    if "\0" in folder or not folder.strip():
+        raise SpecError([Problem("model.from", "a folder's name has no zero byte, and is not blank")])
     if "://" in folder:
         raise SpecError(
             [Problem("model.from", f"{folder} is not a folder of this machine; copy the weights here first")]

@@ -18,7 +18,7 @@ from workers.errors import SharedMemoryError
 from workers.rank.agent import Agent
 from workers.rank.trainer_slot import StaleGeneration
 from workers.snapshot import backup_transport as wire
-from workers.snapshot.backup import BackupError, BackupSender, BackupServer, fetch
+from workers.snapshot.backup import MOST_UNAUTHENTICATED, BackupError, BackupSender, BackupServer, fetch
 from workers.snapshot.files import backup_path, snapshot_path
 from workers.snapshot.notification import NotificationPipe, notification_path, notify
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
@@ -245,6 +245,18 @@ def test_snapshots_of_a_rank_with_the_same_state_may_be_had_instead(tmp_path, se
     assert fetch(tmp_path / "new", 1, LAYOUT, server.address, TOKEN, 3, of=0) == [1]
     assert committed_steps(snapshot_path(tmp_path / "new", 1, LAYOUT)) == [1]
     assert not snapshot_path(tmp_path / "new", 0, LAYOUT).exists()
+
+
+def test_silent_strangers_make_room_for_each_other_and_hold_nobody_up(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 100 * SECONDS)
+    with contextlib.ExitStack() as stack:
+        dial = lambda: stack.enter_context(socket.create_connection(server.address, timeout=SECONDS))  # noqa: E731
+        first, *others = (dial() for _ in range(MOST_UNAUTHENTICATED + 1))
+        for each in (first, *others):
+            assert each.recv(wire.NONCE_BYTES)
+        assert first.recv(1) == b"", "the oldest had to go"
+        with pytest.raises(BackupError, match="there is no snapshot of rank 0"):
+            fetch(tmp_path / "here", 0, LAYOUT, server.address, TOKEN, 3)
 
 
 def test_without_the_token_nobody_reads_or_writes(tmp_path, server, send):

@@ -29,6 +29,33 @@ def test_a_key_that_is_there_twice_is_refused_with_its_place(text):
         read_yaml(text)
 
 
+@pytest.mark.parametrize(("text", "read_as"), [
+    ("010", "as octal"), ("-010", "as octal"), ("+0_17", "as octal"), ("00", "as octal"), ("1:30", "to base 60"),
+    ("-1:30.5", "to base 60"), ("1" + ":59" * 100_000, "to base 60"),
+])  # fmt: skip
+def test_number_that_yaml_reads_otherwise_than_people_is_refused_with_its_place(text, read_as):
+    with pytest.raises(
+        yaml.YAMLError, match=rf"(?s)^YAML reads .{{1,40}} {read_as}: write it in decimal.*line 2, column 8"
+    ):
+        read_yaml(f"seed: 1\nsteps: {text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("1_000", 1000), ("0x10", 16), ("0b11", 3), ("00.5", 0.5), ("'010'", "010"), ("'1:30'", "1:30"),
+     ("0o10", "0o10"), ("08", "08"), ("1:75", "1:75")],
+)  # fmt: skip
+def test_number_that_means_what_it_looks_like_or_is_a_text_stays_what_it_is(text, value):
+    read = read_yaml(f"- {text}")[0]
+    assert (type(read), read) == (type(value), value)
+
+
+@pytest.mark.parametrize("steps", ["0o10", "08", "yes", "2024-01-01", "'10'"])
+def test_what_is_no_number_to_yaml_is_none_to_a_job(steps):
+    with pytest.raises(SpecError, match="must be an integer, not"):
+        spec(train=read_yaml(f"steps: {steps}"))
+
+
 def test_a_key_of_its_own_counts_more_than_one_that_is_merged():
     text = "a: &a {x: 1, y: 1}\nin: {b: &b {<<: *a, x: 2}}\nc: {<<: *b, y: 3}"
     assert read_yaml(text)["c"] == {"x": 2, "y": 3}

@@ -102,6 +102,14 @@ DATA_RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "data.template", "https://there/a.jinja is a URL", "chatml",
     ),
     ("zero byte", {"data": {"paths": ["a\0b"]}}, "data.paths", "cannot contain a zero byte", '["ab"]'),
+    ("no path", {"data": {"paths": [""]}}, "data.paths", "cannot be blank", '["/data/corpus.txt"]'),
+    ("a blank path", {"data": {"paths": [" \n", "a"]}}, "data.paths", "cannot be blank", '["a"]'),
+    ("a blank tokenizer", {"data": {"tokenizer": " "}}, "data.tokenizer", "must be bytes, bpe, or the path", "bytes"),
+    (
+        "a blank template",
+        {"data": {"source": "chat", "template": " "}},
+        "data.template", "cannot be blank", "chatml",
+    ),
     (
         "learning rates",
         {"train": {"optimizer": {"learning_rate": 1e-5}}},

@@ -26,6 +26,7 @@ SETS: list[tuple[str, list[dict[str, Any]], str, str, str | None]] = [
     ("twice the same name", [{"name": "a", "paths": ["a"]}, {"name": "a", "paths": ["b"]}],
      "data.validation.1.name", "an earlier validation set has the name a", "a_2"),
     ("no paths", [{"name": "a"}], "data.validation.0.paths", "needs at least one file or directory", "[corpus.txt]"),
+    ("a blank path", [{"name": "a", "paths": ["", "b"]}], "data.validation.0.paths", "cannot be blank", '["b"]'),
     ("paths of the library", [{"name": "a", "source": "python-stdlib", "paths": ["b"]}],
      "data.validation.0.paths", "source python-stdlib takes no paths", "[]"),
     ("no name", [{"paths": ["b"]}], "data.validation.0.name", "required, but missing", None),

@@ -109,8 +109,9 @@ def test_what_is_wrong_with_the_folder_is_a_problem_of_the_key(tmp_path):
     assert path == "model.from" and f"{tmp_path} has no config.json" in rule
     ((path, rule, _),) = problems(job("s3://bucket/llama"))
     assert "copy the weights here first" in rule
-    ((path, rule, _),) = problems(job("a\0b"), DataRoots((tmp_path,)))
-    assert path == "model.from" and "zero byte" in rule
+    for name in ("a\0b", " "):
+        ((path, rule, _),) = problems(job(name), DataRoots((tmp_path,)))
+        assert path == "model.from" and "has no zero byte, and is not blank" in rule
     for name in ("x" * 5000, "\ud800", "."):
         assert problems(job(name))[0][0] == "model.from"
 
