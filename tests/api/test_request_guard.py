@@ -104,8 +104,8 @@ def test_our_own_pages_may_change_something(scheme, host, origin):
 
 @pytest.mark.parametrize(("scheme", "host", "origin"), FOREIGN)
 def test_pages_of_others_change_nothing(scheme, host, origin):
-    for given in ({}, {"authorization": "Bearer key"}, SESSION):
-        assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **given) == CROSS_SITE
+    for sender in ({}, {"authorization": "Bearer key"}, SESSION):
+        assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **sender) == CROSS_SITE
     assert code(scheme=scheme, host=host, method="GET", origin=origin) is None, "a browser keeps the answer from it"
 
 
