@@ -12,6 +12,24 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-3 as a number (YAML 1.1 requires a dot and a sign), and rejects duplicate keys, of which
     PyYAML would use the last one."""
 
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._written = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._written += 1
+        if self._written > MOST_WRITTEN:
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem=f"it has more than {MOST_WRITTEN} values", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node: yaml.ScalarNode = super().compose_scalar_node(anchor)
+        if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
+            problem = f"a number of {len(node.value)} characters, and at most {MOST_DIGITS} are read"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
@@ -30,6 +48,12 @@ _Loader.add_implicit_resolver(
 )
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+MOST_DIGITS = 1000
+"""Maximum length of a number: YAML 1.1 has integers in base 60, whose value takes time that grows with its square, and
+Python writes none of more than 4300 digits."""
+MOST_WRITTEN = 50_000
+"""Maximum number of values written in a document, each of which takes 30 microseconds."""
 MOST_VALUES = 1_000_000
 """Maximum number of values in a document, with aliases expanded: a few lines of aliases can expand to any number."""
 
@@ -44,6 +68,8 @@ def read_yaml(text: str) -> Any:
         if _values_in(node, {}) > MOST_VALUES:
             raise yaml.YAMLError(f"it has more than {MOST_VALUES} values after expanding its aliases")
         return loader.construct_document(node)
+    except OverflowError as error:
+        raise yaml.YAMLError(f"a number in it is out of range ({error})") from error
     finally:
         loader.dispose()
 
