@@ -34,7 +34,7 @@ BESIDE_TOKENIZER = (TEMPLATE, SETTINGS, SPECIAL_TOKENS)
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|endofdocument|>", "[SEP]")
 """Special tokens that are known to end a document, in order of preference."""
 MOST_BYTES = 64 * 2**20
-"""Maximum size of a tokenizer.json: the longest known, with 262,144 tokens, has 33 MB."""
+"""Maximum size of a tokenizer.json."""
 _WHOLE_TEXTS = (
     "One line.\nAnother one, of 12 words\n\nand (more\n\n\n#  of\r\nthem\n  indented\n\tand\nso on);\n}\nend\n",
     "Ein Satz über Größe\nétude №5\nДва слова\n日本語の文\n한국어\n\n«quoted» text\n<b>\n123\n456\n\n\n",

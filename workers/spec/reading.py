@@ -16,7 +16,7 @@ from workers.system.regular_files import read_regular
 from workers.weights.submitted import with_shape_of_weights
 
 MOST_BYTES = 2**20
-"""Maximum size of a job file: no body of a request may be longer, and a longer text would take minutes to parse."""
+"""Maximum size of a job file: no body of a request may be longer, and parsing a longer text could take minutes."""
 
 
 def parse_job_spec(document: Any) -> JobSpec:

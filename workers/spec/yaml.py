@@ -53,7 +53,7 @@ MOST_DIGITS = 1000
 """Maximum length of a number: YAML 1.1 has integers in base 60, whose value takes time that grows with its square, and
 Python writes none of more than 4300 digits."""
 MOST_WRITTEN = 50_000
-"""Maximum number of values written in a document, each of which takes 30 microseconds."""
+"""Maximum number of values written in a document, all of which take about two seconds."""
 MOST_VALUES = 1_000_000
 """Maximum number of values in a document, with aliases expanded: a few lines of aliases can expand to any number."""
 

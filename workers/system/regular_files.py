@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 MOST_SETTINGS_BYTES = 16 * 2**20
-"""For JSON that people write: the longest known, with a few thousand special tokens, has 2 MB."""
+"""Maximum size of JSON with settings, such as a config.json or tokenizer_config.json."""
 _BLOCK = 2**20
 _KINDS = {
     stat.S_IFDIR: "a folder",
