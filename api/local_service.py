@@ -8,12 +8,18 @@ import ssl
 from pathlib import Path
 
 from service.cluster.processes import same_process, start_of, started_in
-from service.home import writing_in
+from service.home import OwnFileUnusable, read_own, writing_in
 from service.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from workers.errors import MantaError
+from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
 
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 """The address of a service unless another one is given."""
+
+
+class CertificateUnreadable(MantaError):
+    """The certificate of the service of this home is not where the service has found it."""
 
 
 def announce(service_file: Path, url: str, database: str, certificate: Path | None = None) -> None:
@@ -38,9 +44,9 @@ def write_whole(file: Path, text: str) -> None:
 def running_service(home: Path) -> dict[str, object] | None:
     """What the service of `home` has published (`url`, `pid`, `started`, `database`), or None if none is running."""
     try:
-        announced = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
+        announced = json.loads(read_own(Settings(home).service_file) or "")
         alive = same_process(int(announced["pid"]), started_in(announced))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OwnFileUnusable, ValueError, KeyError, TypeError):
         return None
     return announced if alive else None
 
@@ -50,8 +56,8 @@ def find_url(settings: Settings) -> str:
     if settings.url is not None:
         return settings.url
     try:
-        url = json.loads(settings.service_file.read_text(encoding="utf-8"))["url"]
-    except (OSError, ValueError, KeyError, TypeError):
+        url = json.loads(read_own(settings.service_file) or "")["url"]
+    except (OwnFileUnusable, ValueError, KeyError, TypeError):
         url = None  # not running, or just being written
     return url if isinstance(url, str) else DEFAULT_URL
 
@@ -67,13 +73,22 @@ def find_key(settings: Settings, url: str) -> str | None:
 def trust_in(settings: Settings, url: str) -> ssl.SSLContext | bool:
     """Which certificate the service at `url` must have. If it runs in MANTA_HOME: its own one, for any name; otherwise
     one that the machine trusts, for that name. Without TLS there is none, since loading the machine's certificates
-    would take longer than most calls."""
+    would take longer than most calls. Raises CertificateUnreadable."""
     if not url.startswith("https:"):
         return False
     announced = _runs_here(settings.home, url) or {}
     if not isinstance(announced.get("certificate"), str):
         return True
-    trust = ssl.create_default_context(cafile=str(announced["certificate"]))
+    file = Path(str(announced["certificate"]))
+    try:
+        certificate = read_regular(file, MOST_SETTINGS_BYTES).decode("ascii", "ignore")
+        trust = ssl.create_default_context(
+            cadata=certificate or "nothing"
+        )  # for "" it would trust what the machine does
+    except OSError as error:  # SSLError is one
+        raise CertificateUnreadable(
+            f"{file}, the certificate of the service at {url}, cannot be read ({error.strerror or error}): put it back"
+        ) from error
     trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     trust.check_hostname = False
     return trust

@@ -31,6 +31,7 @@ from service.store.location import RECORD, file_of, noted_in, parse_url, url_in
 from service.traces.traces import refuse_without_packages
 from workers.errors import MantaError
 from workers.storage.files import files_of
+from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -204,7 +205,7 @@ def _try_certificate(tls: Tls) -> None:
         return
     for file in (tls.certificate, tls.key):
         try:
-            file.read_bytes()
+            read_regular(file, MOST_SETTINGS_BYTES)
         except OSError as error:
             raise CertificateUnusable(f"{file} cannot be read: {error.strerror}; it is the file for TLS") from error
     try:  # with an invalid password, so that the user is not prompted for one

@@ -9,16 +9,39 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from workers.errors import MantaError
+from workers.system.regular_files import read_regular
+
+_MOST_BYTES = 2**20
 
 
 class HomeUnusable(MantaError):
     """A service cannot write to its home."""
 
     def __init__(self, home: Path, error: OSError):
+        where = error.filename2 or error.filename or home
         super().__init__(
-            f"the home {home} cannot be used ({error.filename or home}: {error.strerror}): see to it that it can be "
-            "written and has room, or name another one in MANTA_HOME"
+            f"the home {home} cannot be used ({where}: {error.strerror}): see to it that it can be written and has "
+            "room, or name another one in MANTA_HOME"
         )
+
+
+class OwnFileUnusable(MantaError):
+    """A file of a home is not one that a service can have written."""
+
+    def __init__(self, path: Path, why: str):
+        super().__init__(f"{path} cannot be read ({why}): move it away, and put back the file that was there, if any")
+
+
+def read_own(path: Path) -> str | None:
+    """The text of a small file of a home; None if there is none. Raises OwnFileUnusable."""
+    try:
+        return read_regular(path, _MOST_BYTES).decode()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        raise OwnFileUnusable(path, "it is not text") from error
+    except OSError as error:
+        raise OwnFileUnusable(path, str(error.strerror)) from error
 
 
 @contextlib.contextmanager

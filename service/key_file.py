@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from service.home import write_private
 from workers.errors import MantaError
+from workers.system.regular_files import open_regular
 
 FILE_NAME = "api.key"
 _LONGEST = 200
@@ -24,20 +24,21 @@ def read_key(home: Path) -> str | None:
     """The automatic key of `home`; None if there is none. Raises KeyFileUnsafe."""
     path = home / FILE_NAME
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        opened = open_regular(path, follow=False)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise KeyFileUnsafe(path, f"cannot be read ({error.strerror})") from error
-    with os.fdopen(descriptor, encoding="utf-8") as file:
+    with opened as file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise KeyFileUnsafe(path, "is not a file")
         if status.st_uid != os.geteuid():
             raise KeyFileUnsafe(path, "belongs to another user")
         if status.st_mode & 0o077:
             raise KeyFileUnsafe(path, "can be read or written by others")
-        return file.read(_LONGEST).strip() or None
+        try:
+            return file.read(_LONGEST).decode().strip() or None
+        except UnicodeDecodeError as error:
+            raise KeyFileUnsafe(path, "is not text") from error
 
 
 def write_key(path: Path, secret: str) -> None:

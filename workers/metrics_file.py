@@ -13,6 +13,9 @@ from workers.errors import MantaError
 from workers.metric_names import VALIDATION_LOSS
 from workers.nonfinite import spell
 from workers.protocol.reports import Event, Message, Metrics
+from workers.system.regular_files import open_regular
+
+_MOST_ROW_BYTES = 2**20
 
 
 class MetricsFile:
@@ -97,11 +100,12 @@ class MetricsFile:
 def _end_of_rows_before(path: Path, step: int) -> int:
     """Length in bytes of the rows of steps before `step` at the beginning of a file of metrics."""
     end = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            if not line.endswith(b"\n") or not json.loads(line)["step"] < step:
+    with open_regular(path) as file:
+        while line := file.readline(_MOST_ROW_BYTES):
+            try:
+                if not line.endswith(b"\n") or not json.loads(line)["step"] < step:
+                    break
+            except (ValueError, KeyError, TypeError):  # not a row of metrics
                 break
-        except (ValueError, KeyError, TypeError):  # not a row of metrics
-            break
-        end += len(line)
+            end += len(line)
     return end

@@ -62,7 +62,7 @@ def _read(file: Path) -> JobSpec:
     try:
         return with_vocabulary(load_job_spec(file))
     except OSError as error:
-        raise fail(f"{file} cannot be read: {error.strerror}", EXIT_BAD_INPUT) from error
+        raise fail(f"cannot read {file}: {error.strerror}", EXIT_BAD_INPUT) from error
 
 
 def _say(finding: Finding) -> None:

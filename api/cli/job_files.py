@@ -10,7 +10,7 @@ import typer
 
 from api.cli.main import EXIT_BAD_INPUT, fail
 from workers.spec.changes import changes_in, with_changes
-from workers.spec.reading import document_in, read_document, with_absolute_paths
+from workers.spec.reading import MOST_BYTES, document_of, read_document, with_absolute_paths
 
 Changes = Annotated[
     list[str] | None,
@@ -23,11 +23,13 @@ def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
     against the file's folder, or the current one for standard input. Raises SpecError."""
     try:
         if file == Path("-"):
-            document = document_in(typer.get_text_stream("stdin").read(), "standard input", Path.cwd())
+            content = typer.get_binary_stream("stdin").read(MOST_BYTES + 1)
+            document = document_of(content, "standard input", Path.cwd())
         else:
             document = read_document(file)
     except OSError as error:
-        raise fail(f"cannot read {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
+        advice = "; give - to read what another command writes" if file.is_fifo() else ""
+        raise fail(f"cannot read {file}: {error.strerror or error}{advice}", EXIT_BAD_INPUT) from error
     return with_absolute_paths(with_changes(document, changes_in(changes)), Path.cwd())
 
 

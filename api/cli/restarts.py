@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from service.home import OwnFileUnusable, read_own
 from workers.system.parent_death import ParentDeathSignal
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,8 @@ def _ended_from_within(status: int) -> bool:
 def _is_said_to_serve(pid: int, service_file: Path) -> bool:
     """Whether `service_file` still names `pid`: a service that ends regularly removes its file."""
     try:
-        return int(json.loads(service_file.read_text())["pid"]) == pid
-    except (OSError, ValueError, TypeError, KeyError):
+        return int(json.loads(read_own(service_file) or "")["pid"]) == pid
+    except (OwnFileUnusable, ValueError, TypeError, KeyError):
         return False
 
 

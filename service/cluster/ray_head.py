@@ -33,7 +33,7 @@ from service.cluster.ray_private import (
     address_file,
     sockets_of,
 )
-from service.home import write_private, writing_in
+from service.home import OwnFileUnusable, read_own, write_private, writing_in
 from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths
@@ -99,10 +99,10 @@ class RayHead:
     def record(self) -> HeadRecord | None:
         """The record of a living head, or None. A head whose record is lost or damaged is found by its mark."""
         try:
-            record = HeadRecord.of(json.loads(self._paths.ray_record.read_text()))
+            record = HeadRecord.of(json.loads(read_own(self._paths.ray_record) or ""))
             if same_process(record.pid, record.started):
                 return record
-        except (OSError, KeyError, ValueError, TypeError):
+        except (OwnFileUnusable, KeyError, ValueError, TypeError):
             pass
         return self._running_head()
 
@@ -198,7 +198,7 @@ class RayHead:
             self._paths.home.mkdir(parents=True, exist_ok=True)
             self._paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
         self._paths.make_runtime_folder()
-        if not self._paths.ray_token.exists():
+        if read_own(self._paths.ray_token) is None:
             write_private(self._paths.home, self._paths.ray_token, secrets.token_hex(32))
 
     def _authentication(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
+from service.home import read_own
 from workers.errors import MantaError
 
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
@@ -55,8 +56,7 @@ def parse_url(text: str) -> URL:
 
 def noted_in(home: Path) -> str | None:
     """The database, as `shown`, that the jobs of `home` were in when a service last started there; None before that."""
-    record = home / RECORD
-    return (record.read_text(encoding="utf-8") if record.exists() else "") or None
+    return read_own(home / RECORD) or None
 
 
 def file_of(url: URL) -> Path | None:

@@ -1,6 +1,7 @@
 """Submitting, listing, reading and cancelling jobs over HTTP, by the contract's status codes."""
 
 import json
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -326,6 +327,18 @@ def test_a_tokenizers_vocabulary_is_read_at_the_door_and_stays_in_the_spec(servi
     small = {**document, "data": data, "model": {**document["model"], "vocabulary_size": 300}}
     (error,) = service.http.post("/v1/jobs?dry_run=true", json=small).json()["errors"]
     assert (error["path"], error["suggestion"]) == ("model.vocabulary_size", "400")
+
+
+def test_a_tokenizer_that_is_a_pipe_or_of_40_gb_is_a_problem_of_its_key(service, document, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 40 * 2**30)
+    for name, why in (("pipe", "a pipe, not a regular file"), ("large", "it has 42949672960 bytes or more")):
+        data = {"source": "python-stdlib", "tokenizer": str(tmp_path / name)}
+        answer = service.http.post("/v1/jobs?dry_run=true", json={**document, "data": data})
+        (error,) = answer.json()["errors"]
+        assert (answer.status_code, error["path"]) == (422, "data.tokenizer")
+        assert f"no tokenizer can be read from {tmp_path / name} ({why}" in error["rule"]
 
 
 def test_a_tokenizer_outside_of_the_folders_that_jobs_may_read_is_refused_unread(service, document, tmp_path):

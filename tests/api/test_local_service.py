@@ -1,14 +1,19 @@
 """Which key a command sends: that of its user's own service, and to nobody else."""
 
 import json
+import os
 import ssl
+from pathlib import Path
 
 import pytest
 
 from api.client import MantaClient
-from api.local_service import announce, find_key, find_url, running_service, trust_in
-from service.home import HomeUnusable
+from api.local_service import CertificateUnreadable, announce, find_key, find_url, running_service, trust_in
+from service.cluster.ray_head import RayHead
+from service.home import HomeUnusable, OwnFileUnusable
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from service.store.location import RECORD, noted_in
+from workers.paths import Paths
 
 URL = "http://127.0.0.1:1234"
 
@@ -40,6 +45,20 @@ def test_file_that_says_nothing_is_no_service(tmp_path, content):
         Settings(tmp_path).service_file.write_text(content)
     assert running_service(tmp_path) is None
     assert find_url(Settings(tmp_path)) == f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_bytes(b"\xff")])
+def test_own_files_that_are_none_are_a_sentence_or_nothing_and_nobody_waits(tmp_path, make):
+    paths = Paths.of(tmp_path)
+    for file in (Settings(tmp_path).service_file, paths.ray_record, paths.ray_token, tmp_path / RECORD):
+        make(file)
+    assert running_service(tmp_path) is None and find_url(Settings(tmp_path)) == f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+    assert RayHead(tmp_path).record() is None
+    uses = {paths.ray_token: RayHead(tmp_path)._prepare, tmp_path / RECORD: lambda: noted_in(tmp_path)}
+    for file, use in uses.items():
+        with pytest.raises(OwnFileUnusable, match=rf"{file} cannot be read \(.*\): move it away, and put back"):
+            use()
+    paths.remove_runtime_folder()
 
 
 def test_home_that_cannot_be_written_is_a_sentence_with_what_to_do(tmp_path):
@@ -87,3 +106,8 @@ def test_service_of_the_home_is_known_by_its_certificate_and_others_by_what_the_
     assert (trust.verify_mode, trust.check_hostname) == (ssl.CERT_REQUIRED, False)
     assert trust.cert_store_stats()["x509"] == 1, "it and no other"
     assert trust_in(Settings(tmp_path), "https://0.0.0.0:2") is True
+    other = r"cert\.pem, the certificate of the service at .* cannot be read"
+    for make in (Path.unlink, os.mkfifo, lambda path: (path.unlink(), path.touch()), lambda path: path.write_text("a")):
+        make(certificate)
+        with pytest.raises(CertificateUnreadable, match=other):
+            trust_in(Settings(tmp_path), "https://0.0.0.0:1")

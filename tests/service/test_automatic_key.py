@@ -72,17 +72,22 @@ def test_file_that_others_could_have_read_or_written_is_not_used(store, home, mo
             use()
 
 
-def test_file_of_another_user_a_link_or_a_pipe_is_not_used(home, monkeypatch):
+def test_file_of_another_user_a_link_or_what_is_no_text_in_a_file_is_not_used(home, monkeypatch):
     path = home / "api.key"
     (home / "other").touch(mode=0o600)
     path.symlink_to(home / "other")
     with pytest.raises(KeyFileUnsafe, match="cannot be read"):
         read_key(home)
     path.unlink()
-    os.mkfifo(path, 0o600)
-    with pytest.raises(KeyFileUnsafe, match="is not a file"):
-        read_key(home)
-    path.unlink()
+    for make, why in (
+        (lambda: os.mkfifo(path, 0o600), r"cannot be read \(a pipe, not a regular file\): remove it"),
+        (path.mkdir, r"cannot be read \(a folder, not a regular file\): remove it"),
+        (lambda: (path.touch(0o600), path.write_bytes(b"\xff")), "is not text: remove it"),
+    ):
+        make()
+        with pytest.raises(KeyFileUnsafe, match=why):
+            read_key(home)
+        path.rmdir() if path.is_dir() else path.unlink()
     path.touch(mode=0o600)
     monkeypatch.setattr(automatic_key.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(KeyFileUnsafe, match="belongs to another user"):

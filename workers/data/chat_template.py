@@ -30,6 +30,7 @@ from workers.data.read_errors import is_there, read_error
 from workers.data.render_bounds import MOST_CHARACTERS, TooMuch, bounded
 from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
 from workers.errors import DataError
+from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
 
 MOST_BYTES = 2**20
 """Maximum size of a template."""
@@ -184,7 +185,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not is_there(path):
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, MOST_SETTINGS_BYTES))
     except OSError as error:
         raise read_error(path, error) from error
     except (ValueError, RecursionError) as error:
@@ -196,11 +197,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        content = path.open("rb").read(MOST_BYTES + 1)
+        content = read_regular(path, MOST_BYTES)
     except OSError as error:
         raise read_error(path, error, f"the chat template cannot be read: {path} ({error.strerror})") from error
-    if len(content) > MOST_BYTES:
-        raise DataError(f"{path} is not a chat template: it has more than {MOST_BYTES} bytes")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

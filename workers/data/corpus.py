@@ -12,6 +12,7 @@ from workers.data.corpus_record import ADVICE, HEAD_BYTES, head_digest
 from workers.data.read_errors import read_error
 from workers.data.sources import CorpusFile
 from workers.errors import DataError
+from workers.system.regular_files import open_regular
 
 
 class ByteCorpus:
@@ -58,7 +59,8 @@ class ByteCorpus:
 
     def _opened(self, file: CorpusFile) -> int:
         try:
-            descriptor = os.open(file.path, os.O_RDONLY)
+            with open_regular(file.path) as opened:
+                descriptor = os.dup(opened.fileno())
             head = os.pread(descriptor, min(HEAD_BYTES, file.size), 0)
         except OSError as error:
             raise read_error(file.path, error) from error

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from workers.data.read_errors import read_error
@@ -17,6 +16,7 @@ from workers.errors import DataError
 from workers.storage.files import files_of
 from workers.storage.places import Place
 from workers.system.daemon_threads import answered_within
+from workers.system.regular_files import open_regular
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def _recorded_now(files: Sequence[CorpusFile], record: Place) -> list[CorpusFile
 
 def _head_of(file: CorpusFile) -> str:
     try:
-        with Path(file.path).open("rb") as content:
+        with open_regular(file.path) as content:
             return head_digest(content.read(min(HEAD_BYTES, file.size)))
     except OSError as error:
         raise read_error(file.path, error) from error

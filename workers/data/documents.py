@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workers.config import DataConfig
@@ -13,6 +12,7 @@ from workers.data.read_errors import read_error
 from workers.data.shards import PIECE_BYTES, Section, pieces_of
 from workers.data.sources import is_compressed, kind_of_file
 from workers.errors import DataError
+from workers.system.regular_files import open_regular
 
 if TYPE_CHECKING:
     from workers.data.chat_template import ChatTemplate
@@ -122,7 +122,7 @@ def _pieces(section: Section, cuts_are_exact: bool) -> Iterator[Text]:
 
 def _content(section: Section) -> bytes:
     try:
-        with Path(section.path).open("rb") as file:
+        with open_regular(section.path) as file:
             file.seek(section.start)
             content = file.read(section.stop - section.start)
     except OSError as error:
@@ -148,7 +148,7 @@ def _lines_before(section: Section) -> int:
     count = 0
     if section.start and not is_compressed(section.path):
         try:
-            with Path(section.path).open("rb") as file:
+            with open_regular(section.path) as file:
                 left = section.start
                 while left > 0 and (block := file.read(min(left, 2**20))):
                     count += block.count(b"\n")

@@ -9,23 +9,29 @@ stored in one too: a document encoded in pieces is several sequences.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from workers.data.read_errors import read_error
 from workers.errors import DataError
+from workers.system.regular_files import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
 _TYPES: dict[int, npt.DTypeLike] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Token types by Megatron's number; its floating-point types cannot be tokens."""
+_MOST_BYTES = 16 * 2**30
+"""Maximum size of an index: enough for 800 million documents."""
+_BLOCK = 2**20
+"""Sequences whose lengths are read at a time."""
 _NUMBERS = {np.dtype(name): number for number, name in _TYPES.items()}
 
 
@@ -48,35 +54,80 @@ class Index:
 
 def read_index(prefix: str | Path) -> Index:
     """The index of the dataset `prefix`. Raises DataError if it is invalid, or its tokens are not contiguous."""
-    path = f"{prefix}.idx"
-    content = _content(path)
-    head = len(MAGIC) + _HEADER.size
-    if len(content) < head or not content.startswith(MAGIC):
-        raise DataError(f"{path} is not an index of Megatron-LM's: it does not begin with MMIDIDX")
-    version, number, sequences, boundaries = _HEADER.unpack_from(content, len(MAGIC))
-    if version != 1 or number not in _TYPES:
-        raise DataError(f"{path} is of version {version} with tokens of type {number}, which are not known")
-    if len(content) < head + 12 * sequences + 8 * boundaries:
-        raise DataError(f"{path} is cut short: {sequences} sequences do not fit into its {len(content)} bytes")
-    dtype = np.dtype(_TYPES[number])
-    lengths = np.frombuffer(content, "<i4", sequences, head)
-    pointers = np.frombuffer(content, "<i8", sequences, head + 4 * sequences)
-    documents = np.frombuffer(content, "<i8", boundaries, head + 12 * sequences)
-    begins = _begins(lengths, dtype)
-    wrong = np.flatnonzero(pointers != begins[:-1])
-    if len(wrong) or (lengths < 0).any():
-        raise DataError(
-            f"{path}: sequence {wrong[0] if len(wrong) else int(np.argmin(lengths))} does not begin where the one "
-            "before it ends; rewrite the dataset with its sequences end to end"
-        )
-    return Index(dtype, lengths, documents)
+    with _opened(prefix) as index:
+        lengths = np.concatenate([np.zeros(0, "<i4"), *_lengths(index)])
+        documents = np.frombuffer(_part(index, index.at + 12 * index.sequences, 8 * index.boundaries), "<i8")
+        return Index(index.dtype, lengths, documents)
 
 
 def tokens_in(prefix: str | Path) -> int:
-    """Number of tokens of the dataset. Raises DataError if its two files do not match."""
-    index = read_index(prefix)
-    _check_size(prefix, index.dtype, index.tokens)
-    return index.tokens
+    """Number of tokens of the dataset, whose index, of any size, is read a part at a time. Raises DataError if its two
+    files do not match."""
+    with _opened(prefix) as index:
+        tokens = sum(int(lengths.sum(dtype=np.int64)) for lengths in _lengths(index))
+    _check_size(prefix, index.dtype, tokens)
+    return tokens
+
+
+@dataclass(frozen=True)
+class _Open:
+    """An .idx whose header is valid."""
+
+    path: str
+    file: IO[bytes]
+    dtype: np.dtype
+    sequences: int
+    boundaries: int
+    at: int = len(MAGIC) + _HEADER.size
+    """Where the lengths begin."""
+
+
+@contextlib.contextmanager
+def _opened(prefix: str | Path) -> Iterator[_Open]:
+    path = f"{prefix}.idx"
+    try:
+        with open_regular(path, buffering=0) as file:
+            size, head = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), _Open.at, 0)
+            if size > _MOST_BYTES:
+                raise DataError(f"{path} has {size} bytes, and at most {_MOST_BYTES} are read: divide the dataset")
+            if len(head) < _Open.at or not head.startswith(MAGIC):
+                raise DataError(f"{path} is not an index of Megatron-LM's: it does not begin with MMIDIDX")
+            version, number, sequences, boundaries = _HEADER.unpack_from(head, len(MAGIC))
+            if version != 1 or number not in _TYPES:
+                raise DataError(f"{path} is of version {version} with tokens of type {number}, which are not known")
+            if size < _Open.at + 12 * sequences + 8 * boundaries:
+                raise DataError(f"{path} is cut short: {sequences} sequences do not fit into its {size} bytes")
+            yield _Open(path, file, np.dtype(_TYPES[number]), sequences, boundaries)
+    except OSError as error:
+        raise read_error(path, error) from error
+
+
+def _lengths(index: _Open) -> Iterator[npt.NDArray[np.int32]]:
+    """Tokens of each sequence, a block at a time. Raises DataError if one does not begin where the one before ends."""
+    end = 0
+    for first in range(0, index.sequences, _BLOCK):
+        count = min(_BLOCK, index.sequences - first)
+        lengths = np.frombuffer(_part(index, index.at + 4 * first, 4 * count), "<i4")
+        pointers = np.frombuffer(_part(index, index.at + 4 * index.sequences + 8 * first, 8 * count), "<i8")
+        begins = _begins(lengths, index.dtype) + end
+        wrong = np.flatnonzero((pointers != begins[:-1]) | (lengths < 0))
+        if len(wrong):
+            raise DataError(
+                f"{index.path}: sequence {first + wrong[0]} does not begin where the one before it ends; rewrite the "
+                "dataset with its sequences end to end"
+            )
+        end = int(begins[-1])
+        yield lengths
+
+
+def _part(index: _Open, start: int, count: int) -> bytes:
+    parts = []
+    while count and (part := os.pread(index.file.fileno(), count, start)):
+        parts.append(part)
+        start, count = start + len(part), count - len(part)
+    if count:
+        raise DataError(f"{index.path} became shorter while it was read")
+    return b"".join(parts)
 
 
 def _check_size(prefix: str | Path, dtype: np.dtype, tokens: int) -> None:
@@ -129,7 +180,7 @@ class IndexedTokens:
             self._dtype, self._length = np.dtype(known[0]), known[1]
         _check_size(prefix, self._dtype, self._length)
         try:
-            self._file = Path(f"{prefix}.bin").open("rb", buffering=0)  # noqa: SIM115 - open as long as the row
+            self._file = open_regular(f"{prefix}.bin", buffering=0)
         except OSError as error:
             raise read_error(f"{prefix}.bin", error) from error
 
@@ -174,10 +225,3 @@ def boundaries(ends: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.int64]:
     """First sequence of each document, and one past the last; `ends`: whether a document ends with each sequence."""
     marks = np.flatnonzero(np.concatenate([*ends, np.zeros(0, bool)])) + 1
     return np.concatenate([np.zeros(1, np.int64), marks])
-
-
-def _content(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise read_error(path, error) from error

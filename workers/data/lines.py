@@ -6,12 +6,12 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 from workers.data.read_errors import read_error
 from workers.data.shards import Section
 from workers.errors import DataError
+from workers.system.regular_files import open_regular
 
 _BLOCK = 2**20
 _KINDS = {"str": "a text", "dict": "an object", "list": "a list", "bool": "a boolean", "NoneType": "null"}
@@ -21,7 +21,7 @@ def lines_of(section: Section) -> Iterator[bytes]:
     """The lines of `section`, with their ends; a compressed file is read as a whole. Raises DataError, naming the line
     after which a compressed file is truncated or damaged."""
     try:
-        with Path(section.path).open("rb") as file:
+        with open_regular(section.path) as file:
             name = section.path.lower()
             if name.endswith(".gz"):
                 yield from _counted(_gzip_blocks(file), section.path)

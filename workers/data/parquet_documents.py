@@ -8,6 +8,7 @@ from typing import Any
 from workers.data.read_errors import read_error
 from workers.data.shards import Section
 from workers.errors import DataError
+from workers.system.regular_files import open_regular
 
 _ROWS = 256
 
@@ -66,7 +67,7 @@ def _opened(path: str) -> Any:
     except ImportError as error:
         raise DataError("source parquet needs the library pyarrow here: pip install pyarrow") from error
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(open_regular(path))
     except (OSError, ValueError) as error:
         raise _error(path, "is not a parquet file that can be read", error) from error
 

@@ -45,7 +45,15 @@ from workers.data.token_cache import (
     read_info,
     write_json,
 )
-from workers.data.tokenizer import FILE_NAME, KEPT_CHAT, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_path
+from workers.data.tokenizer import (
+    FILE_NAME,
+    KEPT_CHAT,
+    FileTokenizer,
+    Tokenizer,
+    content_of,
+    open_tokenizer,
+    tokenizer_path,
+)
 from workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
 from workers.errors import DataError
 from workers.storage.files import files_of
@@ -263,8 +271,8 @@ def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: P
     if record is None or not as_recorded_tokens(pins, record, records):
         return False
     if tokenizer is not None:
-        with contextlib.suppress(OSError):
-            files_of(record).write_whole(record.parent / FILE_NAME, tokenizer.read_bytes())
+        with contextlib.suppress(OSError, DataError):
+            files_of(record).write_whole(record.parent / FILE_NAME, content_of(tokenizer))
     return True
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from workers.config import DataConfig
 from workers.data.read_errors import read_error
 from workers.data.sources import CorpusFile, is_compressed, kind_of_file
+from workers.system.regular_files import open_regular
 
 SHARD_BYTES = 2 * 2**20
 MOST_SHARDS = 4096
@@ -103,7 +103,7 @@ def _cut_after(file: CorpusFile, position: int, cut: re.Pattern[bytes]) -> int:
 
 
 def _cut_in(file: CorpusFile, position: int, cut: re.Pattern[bytes]) -> int:
-    with Path(file.path).open("rb") as content:
+    with open_regular(file.path) as content:
         while position < file.size:
             content.seek(position - _CONTEXT)
             window = content.read(_CONTEXT + _WINDOW)

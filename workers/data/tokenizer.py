@@ -18,6 +18,7 @@ import numpy.typing as npt
 from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, DataConfig
 from workers.data.read_errors import read_error
 from workers.errors import DataError
+from workers.system.regular_files import read_regular
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,6 +33,8 @@ BESIDE_TOKENIZER = (TEMPLATE, SETTINGS, SPECIAL_TOKENS)
 """Files next to the tokenizer that may contain chat templates and their variables."""
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|endofdocument|>", "[SEP]")
 """Special tokens that are known to end a document, in order of preference."""
+MOST_BYTES = 64 * 2**20
+"""Maximum size of a tokenizer.json."""
 _WHOLE_TEXTS = (
     "One line.\nAnother one, of 12 words\n\nand (more\n\n\n#  of\r\nthem\n  indented\n\tand\nso on);\n}\nend\n",
     "Ein Satz über Größe\nétude №5\nДва слова\n日本語の文\n한국어\n\n«quoted» text\n<b>\n123\n456\n\n\n",
@@ -109,7 +112,7 @@ class FileTokenizer:
         """`end_of_document`: the token's text, `none`, or None for the first of `ENDS` that is one of its special
         tokens (it may have none unless it `needs_end`); `content`: of the file, if it was already read. Raises
         DataError if the file is invalid, or has no such token."""
-        content = _content(Path(path)) if content is None else content
+        content = content_of(Path(path)) if content is None else content
         self.path = str(path)
         self.digest = hashlib.sha256(content).hexdigest()
         self._tokenizer = _parsed(content, path)
@@ -218,9 +221,10 @@ def library() -> Any:
     return tokenizers
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
+    """The content of a tokenizer.json. Raises DataError."""
     try:
-        return path.read_bytes()
+        return read_regular(path, MOST_BYTES)
     except OSError as error:
         otherwise = (
             f"no tokenizer can be read from {path} ({error.strerror}): name bytes, bpe, a tokenizer.json or a folder "

@@ -14,6 +14,10 @@ from workers.errors import MantaError
 from workers.inference.loaded_model import LoadedModel
 from workers.inference.scoring import score, text_log_likelihood
 from workers.inference.text_tokens import TextTokens
+from workers.system.regular_files import read_regular
+
+_MOST_BYTES = 2**30
+"""Maximum size of a file of questions or texts, which is read as a whole."""
 
 
 class BadTask(MantaError):
@@ -145,7 +149,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _content(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return read_regular(path, _MOST_BYTES).decode()
     except OSError as error:
         raise BadTask(f"cannot be read: {path} ({error.strerror})") from error
     except UnicodeDecodeError as error:

@@ -53,7 +53,8 @@ from workers.liveness.record_layout import (
     Phase,
 )
 from workers.paths import rank_stem
-from workers.system.own_files import make_folder, open_regular, put
+from workers.system.own_files import make_folder, put
+from workers.system.regular_files import open_regular
 
 _LOOKS = 64
 
@@ -312,7 +313,7 @@ class ProgressReader:
 
     def __init__(self, path: Path):
         """Raises OSError while there is no file, ValueError if the file is not a record."""
-        with os.fdopen(open_regular(path), "rb") as file:
+        with open_regular(path) as file:
             self._memory = mmap.mmap(file.fileno(), RECORD_BYTES, prot=mmap.PROT_READ)
 
     def close(self) -> None:

@@ -14,7 +14,8 @@ import signal
 from pathlib import Path
 
 from workers.paths import rank_stem
-from workers.system.own_files import make_folder, open_regular, remove
+from workers.system.own_files import make_folder, remove
+from workers.system.regular_files import open_regular
 
 STACKS_SIGNAL = signal.SIGUSR2
 MOST_CHARACTERS = 16_000
@@ -59,7 +60,7 @@ async def _asked(pid: int, path: Path) -> str:
                 if now > before and now == seen and not _is_answering(pid):
                     break
                 seen = now
-    with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as file:
+    with contextlib.suppress(OSError), open_regular(path) as file:
         file.seek(before)
         return file.read().decode(errors="replace")
     return ""

@@ -29,7 +29,8 @@ from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.checkpoint.crc import crc32
 from workers.errors import CheckpointError, SharedMemoryError
 from workers.system.host_memory import memory_available
-from workers.system.own_files import make_folder, open_regular, remove
+from workers.system.own_files import make_folder, remove
+from workers.system.regular_files import open_regular
 
 SLOTS = 2
 NOTE_BYTES = 256 * 1024
@@ -136,7 +137,7 @@ def committed_steps(path: str | Path) -> list[int]:
     """Steps whose state is complete in the file at `path`, ascending; none if there is no usable file."""
     path = Path(path)
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with open_regular(path) as file:
             head = file.read(mmap.PAGESIZE)
             size = os.fstat(file.fileno()).st_size
         if Form.of(path, head).size != size:
@@ -183,7 +184,8 @@ class SnapshotFile:
         there is none, or something else."""
         try:
             # A link into a process's memory may lead to another process's pipe by now.
-            descriptor = open_regular(path, os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY)
+            with open_regular(path, mode="r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
+                descriptor = os.dup(file.fileno())
             try:
                 return cls(path, _form_of_file(path, descriptor), descriptor, access)
             except BaseException:

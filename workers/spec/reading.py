@@ -12,7 +12,11 @@ from workers.config import BUILT_IN_TOKENIZERS, CHATML, JobSpec
 from workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from workers.spec.rules import find_problems
 from workers.spec.yaml import read_yaml
+from workers.system.regular_files import read_regular
 from workers.weights.submitted import with_shape_of_weights
+
+MOST_BYTES = 2**20
+"""Maximum size of a job file: no body of a request may be longer, and parsing a longer text could take minutes."""
 
 
 def parse_job_spec(document: Any) -> JobSpec:
@@ -45,11 +49,18 @@ def read_document(path: Path) -> Any:
 
     Raises SpecError if it is not YAML, OSError if it cannot be read.
     """
+    return document_of(read_regular(path, MOST_BYTES), str(path), path.resolve().parent)
+
+
+def document_of(content: bytes, name: str, folder: Path) -> Any:
+    """The same for the content of a file, which may be longer than is read."""
+    if len(content) > MOST_BYTES:
+        raise SpecError([Problem("", f"{name} is no job file: it has more than {MOST_BYTES} bytes")])
     try:
-        text = path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise _not_yaml(str(path), error) from error
-    return document_in(text, str(path), path.resolve().parent)
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise _not_yaml(name, error) from error
+    return document_in(text, name, folder)
 
 
 def document_in(text: str, name: str, folder: Path) -> Any:

@@ -12,6 +12,24 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-3 as a number (YAML 1.1 requires a dot and a sign). It rejects duplicate keys, of which
     PyYAML would use the last one, and numbers that are not what they look like: 010 is 8 in YAML 1.1, 1:30 is 90."""
 
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._written = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._written += 1
+        if self._written > MOST_WRITTEN:
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem=f"it has more than {MOST_WRITTEN} values", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node: yaml.ScalarNode = super().compose_scalar_node(anchor)
+        if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
+            problem = f"a number of {len(node.value)} characters, and at most {MOST_DIGITS} are read"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
@@ -46,6 +64,12 @@ _Loader.add_implicit_resolver(
 )
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+MOST_DIGITS = 1000
+"""Maximum length of a number: YAML 1.1 has integers in base 60, whose value takes time that grows with its square, and
+Python writes none of more than 4300 digits."""
+MOST_WRITTEN = 50_000
+"""Maximum number of values written in a document, all of which take about two seconds."""
 MOST_VALUES = 1_000_000
 """Maximum number of values in a document, with aliases expanded: a few lines of aliases can expand to any number."""
 

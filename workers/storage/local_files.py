@@ -8,9 +8,14 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from workers.storage.files import Reader, Writer
 from workers.storage.places import Place
+from workers.system.regular_files import open_regular, read_regular
+
+_MOST_BYTES = 2**30
+"""Maximum size of a file that is read as a whole: indices, records and manifests, not weights."""
 
 
 class LocalFiles:
@@ -51,17 +56,14 @@ class LocalFiles:
 
     def read(self, file: Place) -> bytes:
         """The whole contents."""
-        return _path(file).read_bytes()
+        return read_regular(_path(file), _MOST_BYTES)
 
     def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
         """Each file is opened: one that may not be read is of no use."""
         for name in names:
             try:
-                descriptor = os.open(_path(folder) / name, os.O_RDONLY)
-                try:
-                    size: int | OSError = os.fstat(descriptor).st_size
-                finally:
-                    os.close(descriptor)
+                with open_regular(_path(folder) / name) as file:
+                    size: int | OSError = os.fstat(file.fileno()).st_size
             except OSError as error:
                 size = error
             yield name, size
@@ -69,7 +71,7 @@ class LocalFiles:
     @contextmanager
     def reader(self, file: Place) -> Iterator[Reader]:
         """The open file."""
-        with io.FileIO(_path(file)) as opened:
+        with open_regular(_path(file), buffering=0) as opened:
             yield _LocalReader(opened)
 
     @contextmanager
@@ -110,13 +112,12 @@ def bytes_in(folder: Path) -> int:
 
 
 class _LocalReader:
-    def __init__(self, opened: io.FileIO):
+    def __init__(self, opened: IO[bytes]):
         self._opened = opened
         self.size = os.fstat(opened.fileno()).st_size
 
     def read_into(self, buffer: memoryview, at: int) -> int:
-        self._opened.seek(at)
-        return self._opened.readinto(buffer)
+        return os.preadv(self._opened.fileno(), [buffer], at)
 
     def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
         """The kernel reads ahead by itself."""

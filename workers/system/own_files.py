@@ -4,20 +4,9 @@ replaced. Pure Python."""
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import shutil
 import stat
 from pathlib import Path
-
-
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of the regular file at `path`. Never waits. Raises OSError, also for anything else."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return descriptor
 
 
 def make_folder(folder: Path) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from workers.config import NO_TOKEN, JobSpec
+from workers.data.read_errors import weights_error
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
 from workers.data.tokenizer import KEPT_CHAT as CHAT
-from workers.data.tokenizer import TEMPLATE, FileTokenizer, tokenizer_path
+from workers.data.tokenizer import MOST_BYTES, TEMPLATE, FileTokenizer, content_of, tokenizer_path
 from workers.errors import DataError, WeightsError
 from workers.storage.files import files_of
 from workers.storage.places import Place
+from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
 from workers.weights.byte_tokenizer import byte_tokenizer
 from workers.weights.config_in import shape_of
 from workers.weights.config_keys import CONFIG, Keys, read_config
@@ -52,7 +53,7 @@ def companion_files(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, s
         # The way to draw text from the model is as good a guess as before.
         theirs = Path(spec.model.from_) / GENERATION
         if theirs.is_file():
-            texts[GENERATION] = theirs.read_text(encoding="utf-8")
+            texts[GENERATION] = _content(theirs, MOST_SETTINGS_BYTES).decode(errors="replace")
     return texts
 
 
@@ -78,7 +79,7 @@ def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
     if named is not None:
         for file in (named.parent / name for name in _TOKENIZER_FILES):
             if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+                (folder / file.name).write_bytes(_content(file, MOST_BYTES))
     kept = _kept(checkpoint, CHAT)
     if kept is not None:  # takes precedence over the settings
         (folder / TEMPLATE).write_text(str(json.loads(kept)["template"]), encoding="utf-8")
@@ -99,7 +100,7 @@ def _tokenizer(spec: JobSpec, checkpoint: Place) -> bytes | None:
     if kept is None and data.tokenizer == "bytes" and data.source != "megatron":
         return _json(byte_tokenizer(data.end_of_document not in (None, NO_TOKEN))).encode()
     if kept is None and named is not None and named.is_file():
-        return named.read_bytes()
+        return content_of(named)
     return kept
 
 
@@ -120,6 +121,13 @@ def _kept(checkpoint: Place, name: str) -> bytes | None:
         with contextlib.suppress(OSError):
             return files_of(folder).read(folder / name)
     return None
+
+
+def _content(file: Path, most: int) -> bytes:
+    try:
+        return read_regular(file, most)
+    except OSError as error:
+        raise weights_error(file, error) from error
 
 
 _FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
 from workers.data.read_errors import weights_error
 from workers.errors import WeightsError
+from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
 
 CONFIG = "config.json"
-_MOST_BYTES = 16 * 2**20
 
 
 class Keys:
@@ -75,10 +74,7 @@ def read_config(folder: Path) -> Keys:
     try:
         if not folder.is_dir():
             raise WeightsError(f"there is no folder {folder}; if it should be there, is it mounted here?")
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
-            raise WeightsError(f"{path} is not a regular file of at most {_MOST_BYTES} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(path, MOST_SETTINGS_BYTES))
     except FileNotFoundError:
         raise WeightsError(
             f"{folder} has no {CONFIG}: name a folder as transformers' save_pretrained writes it"

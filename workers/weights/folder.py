@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from workers.config import JobSpec
 from workers.data.read_errors import is_of_the_storage, weights_error
 from workers.errors import WeightsError
+from workers.system.regular_files import open_regular, read_regular
 from workers.weights.mapping import TheirTensor, their_tensors
 
 ONE_FILE = "model.safetensors"
@@ -26,6 +28,8 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _ALL_BYTES = {**BYTES, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_HEADER_BYTES = 100_000_000
 """The library's limit too."""
+_MOST_INDEX_BYTES = 64 * 2**20
+"""Of the index: enough for 600,000 tensors at 100 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
 
 def _weight_map(index: Path) -> dict[str, Path]:
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = json.loads(read_regular(index, _MOST_INDEX_BYTES))["weight_map"]
         files = {name: index.parent / file for name, file in names.items()}
         inside = all(Path(file).name == file and file not in ("", "..") for file in names.values())
     except OSError as error:
@@ -149,14 +153,14 @@ def _weight_map(index: Path) -> dict[str, Path]:
 
 
 def _header(file: Path) -> Iterator[FileTensor]:
-    if _is_there(file) and not file.is_file():
-        raise WeightsError(f"{file} is not a regular file")  # reading others may never end
     try:
-        with file.open("rb") as stream:
-            size = file.stat().st_size
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+            if size < 8 or length > size - 8:
                 raise WeightsError(f"{file} is cut off, or no safetensors file: its header does not end in it")
+            if length > _MOST_HEADER_BYTES:
+                raise WeightsError(f"{file}: its header has {length} bytes, and at most {_MOST_HEADER_BYTES} are read")
             header = json.loads(stream.read(length))
             entries = [_entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"]
     except OSError as error:

@@ -82,4 +82,4 @@ def test_a_service_that_does_not_answer_is_a_problem(doctor):
 def test_a_job_file_that_makes_no_sense_is_refused_as_ever(doctor, tmp_path):
     (tmp_path / "job.yaml").write_text("model: 3")
     doctor(tmp_path / "job.yaml", code=2)
-    assert "cannot be read: No such file or directory" in doctor(tmp_path / "none.yaml", code=2)
+    assert "none.yaml: No such file or directory" in doctor(tmp_path / "none.yaml", code=2)

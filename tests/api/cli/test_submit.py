@@ -1,21 +1,26 @@
 """`manta submit`: which document it sends, what it prints, and what is wrong with a file."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
 import pytest
 import yaml
 
+from api.cli import doctor as doctor_command
 from api.cli import jobs as job_commands
 from api.cli import main
 from api.cli import plan as plan_command
 from api.cli import submit as submit_commands
+from api.cli import tokenize as tokenize_command
 from api.cli.main import app
 
+doctor_command.register(app)
 job_commands.register(app)
 plan_command.register(app)
 submit_commands.register(app)
+tokenize_command.register(app)
 
 
 def test_submit_prints_the_id_and_nothing_else(manta, service, spec_file):
@@ -149,3 +154,33 @@ def test_a_file_that_is_no_spec_is_a_sentence(manta, tmp_path, content):
     path = tmp_path / "odd.yaml"
     path.write_bytes(content)
     assert manta("submit", path, code=2).stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (os.mkfifo, "cannot read FILE: a pipe, not a regular file"),
+        (lambda file: file.symlink_to("/dev/zero"), "cannot read FILE: a device, not a regular file"),
+        (
+            lambda file: file.write_bytes(b"# x\n" * 2**18 + b"\n"),
+            "cannot read FILE: it has 1048577 bytes or more, and",
+        ),
+        (lambda file: file.write_text("name: 0x" + "f" * 500_000), "FILE is not valid YAML: a number of 500002"),
+        (lambda file: file.write_bytes(b"\xff"), "FILE is not text in UTF-8: see byte 1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["submit", "plan", "tokenize", "doctor"])
+def test_a_job_file_that_cannot_be_read_is_one_sentence_in_every_command(manta, tmp_path, command, make, why):
+    make(tmp_path / "job.yaml")
+    said = manta(command, tmp_path / "job.yaml", code=2)
+    (line,) = [each for each in said.output.splitlines() if str(tmp_path) in each]
+    assert why.replace("FILE", str(tmp_path / "job.yaml")) in line
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"# x\n" * 2**18 + b"\n", "it has more than 1048576 bytes"), (b"\xff", "is not text in UTF-8: see byte 1")],
+)
+def test_standard_input_is_read_within_the_same_limits(manta, content, why):
+    said = manta("submit", "-", code=2, input=content).stderr
+    assert "standard input" in said and why in said and len(said.splitlines()) == 1

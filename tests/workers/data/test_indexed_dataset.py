@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from megatron_files import DOCUMENTS, megatron_dataset
 
+from workers.data import indexed_dataset
 from workers.data.indexed_dataset import IndexedTokens, boundaries, read_index, tokens_in, write_index
 from workers.errors import DataError
 
@@ -116,3 +117,14 @@ def test_what_is_wrong_is_named_with_its_file(tmp_path):
     )
     assert "cannot be read" in broken(tmp_path, lambda index, _: index.unlink())
     assert "cannot be read" in broken(tmp_path, lambda _, tokens: tokens.unlink())
+
+
+def test_an_index_is_checked_a_part_at_a_time_as_it_is_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed_dataset, "_BLOCK", 2)
+    test_what_is_wrong_is_named_with_its_file(tmp_path)
+    prefix = megatron_dataset(tmp_path / "b", DOCUMENTS)
+    index = read_index(prefix)
+    assert index.tokens == tokens_in(prefix) == 10
+    monkeypatch.setattr(indexed_dataset, "_MOST_BYTES", 100)
+    with pytest.raises(DataError, match=r"b\.idx has \d+ bytes, and at most 100 are read: divide the dataset"):
+        tokens_in(prefix)

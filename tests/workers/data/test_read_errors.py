@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from engine_specs import spec
 from megatron_files import DOCUMENTS, megatron_dataset
 from storage_away import away
+from tokenizer_files import byte_level
 
 from workers.config import DataConfig
 from workers.data import token_cache, token_process, trained_tokenizer
@@ -31,7 +33,9 @@ from workers.data.sources import CorpusFile, corpus_files
 from workers.data.token_cache import Watcher
 from workers.data.token_processes import tokenize_shards
 from workers.data.tokenizer import ByteTokenizer, file_tokenizer, open_tokenizer
+from workers.data.vocabulary import with_vocabulary
 from workers.errors import DataError, DataNotStored, DataUnreadable
+from workers.spec.problems import SpecError
 
 OF_THE_STORAGE = [
     errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV
@@ -39,6 +43,14 @@ OF_THE_STORAGE = [
 OF_THE_FILE = [errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG]
 BROKEN = "/proc/self/mem"
 """A regular file whose first bytes nobody can read: the system answers with EIO, as for a bad disk."""
+
+
+KINDS = ("a pipe", "a device", "40 GB")
+
+
+def sparse(path):
+    path.touch()
+    os.truncate(path, 40 * 2**30)
 
 
 @pytest.fixture
@@ -199,3 +211,38 @@ def test_a_job_in_the_queue_is_not_refused_for_data_of_which_nothing_is_known(fi
         assert ANYWHERE.problem_of_data(job) is None
     file.unlink()
     assert ANYWHERE.problem_of_data(job) == f"no such file or directory: {file}"
+
+
+def named_by(key, file):
+    """A job that names the file, which something reads before the job runs."""
+    if key == "data.template":
+        data = {"source": "chat", "paths": [__file__], "template": str(file), "tokenizer": "bpe"}
+    elif key == "data.paths":
+        data = {"source": "megatron", "paths": [str(file.with_suffix(""))]}
+    else:  # a file next to the tokenizer's
+        data = {"source": "chat", "paths": [__file__], "tokenizer": str(byte_level(file.parent / "tokenizer.json"))}
+        if key == "data.tokenizer":
+            data |= {"source": "jsonl", "tokenizer": str(file), "tokenizer_vocabulary": 400}
+    return spec(model={"vocabulary_size": 8192}, data=data)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), sparse], ids=KINDS)
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("data.tokenizer", "t.json"), ("data.template", "t.jinja"), ("data.paths", "a.idx"),
+        ("beside", "tokenizer_config.json"), ("beside", "special_tokens_map.json"), ("beside", "chat_template.jinja"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_file_or_too_large_is_bad_data_and_read_by_nobody(tmp_path, key, name, make):
+    file = tmp_path / name
+    file.with_suffix(".bin").touch()
+    make(file)
+    with pytest.raises(DataError) as error:
+        ANYWHERE.check(named_by(key, file))
+    assert not isinstance(error.value, DataUnreadable)
+    assert str(file) in str(error.value)
+    assert re.search("not a regular file|no such file|at most [0-9]+ are read", str(error.value))
+    if key == "data.tokenizer":
+        with pytest.raises(SpecError, match=r"data\.tokenizer: no tokenizer can be read from"):
+            with_vocabulary(named_by(key, file))

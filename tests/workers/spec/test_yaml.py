@@ -1,5 +1,7 @@
 """YAML as people write it."""
 
+import json
+
 import pytest
 import yaml
 from engine_specs import spec
@@ -31,7 +33,7 @@ def test_a_key_that_is_there_twice_is_refused_with_its_place(text):
 
 @pytest.mark.parametrize(("text", "read_as"), [
     ("010", "as octal"), ("-010", "as octal"), ("+0_17", "as octal"), ("00", "as octal"), ("1:30", "to base 60"),
-    ("-1:30.5", "to base 60"), ("1" + ":59" * 100_000, "to base 60"),
+    ("-1:30.5", "to base 60"), ("1" + ":59" * 300 + ".5", "to base 60"),
 ])  # fmt: skip
 def test_number_that_yaml_reads_otherwise_than_people_is_refused_with_its_place(text, read_as):
     with pytest.raises(
@@ -97,3 +99,24 @@ def test_document_that_contains_itself_is_none(text):
 @pytest.mark.parametrize(("text", "value"), [("", None), ("# nothing", None), ("a: &a 1\nb: *a", {"a": 1, "b": 1})])
 def test_document_may_be_empty_or_repeat_itself(text, value):
     assert read_yaml(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: 0x" + "f" * 500_000, "a number of 500002 characters, and at most 1000 are read"),
+        ("a: 1" + ":59" * 300_000, "a number of 900001 characters"),
+        ("a: 1" + ":59" * 300_000 + ".5", "a number of 900003 characters"),
+        ("a: !!int '" + "7" * 5000 + "'", "a number of 5000 characters"),
+        ("a: [" + "1," * 60_000 + "]", "it has more than 50000 values"),
+        ("- a\n" * 60_000, "it has more than 50000 values"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_numbers_and_documents_without_measure_are_refused_before_they_are_computed(text, why):
+    with pytest.raises(YAMLError, match=why):
+        read_yaml(text)
+
+
+def test_a_number_that_is_read_can_be_written():
+    assert len(json.dumps(read_yaml("a: 0x" + "f" * 998))) > 1000

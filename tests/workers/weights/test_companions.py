@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from engine_specs import document
 
 from workers.config import JobSpec
+from workers.data.tokenizer import MOST_BYTES
+from workers.errors import WeightsError
 from workers.weights.byte_tokenizer import byte_tokenizer
 from workers.weights.companions import add_tokenizer, companion_files
 
@@ -65,6 +68,17 @@ def test_files_beside_a_named_one_come_along(tmp_path):
         (source / name).write_text(name)
     made = added(tmp_path, tokenizer=str(source))
     assert made == {name: name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}
+
+
+def test_one_that_is_too_large_is_named_and_not_copied(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "vocab.json").touch()
+    os.truncate(tmp_path / "vocab.json", MOST_BYTES + 1)
+    with pytest.raises(
+        WeightsError, match=r"vocab\.json cannot be read: it has \d+ bytes or more, and at most 67108864"
+    ):
+        added(tmp_path, tokenizer=str(tmp_path))
+    assert not (tmp_path / "out" / "vocab.json").exists()
 
 
 def test_a_chat_template_that_was_kept_counts_more_than_the_one_beside_the_named_tokenizer(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -181,8 +182,8 @@ def test_a_header_that_makes_no_sense_is_named(whole, copied, header):
 
 def test_a_header_beyond_all_measure_is_not_read(whole, monkeypatch):
     monkeypatch.setattr("workers.weights.folder._MOST_HEADER_BYTES", 100)
-    assert sentence_about(whole) == (
-        f"{whole / ONE_FILE} is cut off, or no safetensors file: its header does not end in it"
+    assert re.fullmatch(
+        rf"{whole / ONE_FILE}: its header has \d+ bytes, and at most 100 are read", sentence_about(whole)
     )
 
 
@@ -190,11 +191,21 @@ def test_what_is_no_regular_file_is_not_opened(whole, copied):
     file = copied(whole) / ONE_FILE
     file.unlink()
     os.mkfifo(file)
-    assert f"{file} is not a regular file" in sentence_about(file.parent)
+    assert sentence_about(file.parent) == f"{file} cannot be read: a pipe, not a regular file"
     (file.parent / "config.json").unlink()
     os.mkfifo(file.parent / "config.json")
-    with pytest.raises(SpecError, match=r"config\.json is not a regular file"):
+    with pytest.raises(SpecError, match=r"config\.json cannot be read: a pipe, not a regular file"):
         spec_of(file.parent)
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_a_file_of_40_gb_where_json_is_expected_is_not_read(whole, copied, name):
+    folder = copied(whole)
+    spec = spec_of(folder)
+    (folder / name).touch()
+    os.truncate(folder / name, 40 * 2**30)
+    with pytest.raises(WeightsError, match=rf"{name} cannot be read: it has 42949672960 bytes or more, and at most"):
+        read_config(folder) if name == "config.json" else check_weights(spec)
 
 
 def test_pickles_are_never_read(whole, copied):

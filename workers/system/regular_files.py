@@ -1,0 +1,62 @@
+"""Reading files that somebody else has named, or could have replaced: regular ones only, and no more than a limit. A
+device may never end, a pipe may never begin, and a sparse file of any size costs nothing to make.
+
+`tests/test_file_reads.py` lists every place that opens a file in another way.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import IO, Literal
+
+MOST_SETTINGS_BYTES = 16 * 2**20
+"""Maximum size of JSON with settings, such as a config.json or tokenizer_config.json."""
+_BLOCK = 2**20
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+}
+
+
+def open_regular(
+    path: str | os.PathLike[str], buffering: int = -1, follow: bool = True, mode: Literal["rb", "r+b"] = "rb"
+) -> IO[bytes]:
+    """Open a regular file that exists, without waiting for anything. `follow`: also at the end of a link. Raises
+    OSError, whose `strerror` says what else it is."""
+    _refuse_others(Path(path).stat(follow_symlinks=follow), path)  # first: opening a device can do something
+    access = os.O_RDONLY if mode == "rb" else os.O_RDWR
+    flags = access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        _refuse_others(os.fstat(descriptor), path)  # again: it may have been replaced
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, mode, buffering)
+
+
+def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises OSError, whose `strerror` names the limit."""
+    content = bytearray()
+    with open_regular(path, buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        while size <= most and (block := os.read(file.fileno(), _BLOCK)):  # what it says may be too little
+            content += block
+            size = max(size, len(content))
+    if size > most:
+        raise OSError(errno.EFBIG, f"it has {size} bytes or more, and at most {most} are read", os.fspath(path))
+    return bytes(content)
+
+
+def _refuse_others(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+        raise OSError(number, f"{kind}, not a regular file", os.fspath(path))
