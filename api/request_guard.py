@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.access import is_stranger
 from api.credentials import credential_in
+from api.permissions import LINK_PATH
 from api.problem_codes import KINDS
 from api.problems import problem
 from api.rest_version import HEADER, REST, other_client
@@ -34,6 +35,7 @@ clients without a key could otherwise use up."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON_PATHS = "/v1/"
 _NO_HOST = re.compile(r"[/?#@\\\s]")
+_WITH_PORT = re.compile(r":\d+$")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -59,18 +61,34 @@ class OwnAddresses:
     origins: frozenset[tuple[str, str, int]] = frozenset()
     """(Scheme, host, port) of the addresses that were configured: what browsers show behind a proxy that sends another
     `Host` on."""
+    by_tls: bool = False
+    """Whether browsers reach the service over TLS."""
 
     @classmethod
-    def of(cls, names: Collection[str], public: Collection[str], scheme: str) -> OwnAddresses:
-        """`names`: host names of the machine; `public`: configured ones, each with or without a port; `scheme`: by
-        which browsers reach those."""
-        own = (_origin(f"{scheme}://{each}") for each in public)
+    def of(cls, names: Collection[str], public: Collection[str], by_tls: bool) -> OwnAddresses:
+        """`names`: host names of the machine; `public`: configured ones, each with or without a port."""
+        own = (_origin(f"{'https' if by_tls else 'http'}://{each}") for each in public)
         origins = frozenset(each for each in own if each is not None)
-        return cls(frozenset({*(name.lower() for name in names), *(host for _, host, _ in origins)}), origins)
+        return cls(frozenset({*(name.lower() for name in names), *(host for _, host, _ in origins)}), origins, by_tls)
+
+    def has(self, origin: str, host: str, scheme: str) -> bool:
+        """Whether a page of `origin` is the service's own, when it asks `host` for something, which arrives by
+        `scheme`."""
+        known = _origin(origin)
+        return known is not None and (
+            known in self.origins or known in {_origin(f"{each}://{host}") for each in self._schemes(host, scheme)}
+        )
+
+    def _schemes(self, host: str, arrived_by: str) -> set[str]:
+        """By which a browser may have asked `host`. It also reaches a port that is forwarded to its own machine, past
+        the proxy that terminates TLS; behind one port there is one server, so no other page has that address."""
+        if self.by_tls and not (_is_loopback(_name_in(host)) and _WITH_PORT.search(host)):
+            return {"https"}
+        return {"https", arrived_by} if self.by_tls else {arrived_by}
 
 
 def refusal(method: str, path: str, headers: Mapping[str, str], ours: OwnAddresses, scheme: str) -> Refusal | None:
-    """Why a request is refused; None if it may pass. `scheme`: by which browsers reach the service."""
+    """Why a request is refused; None if it may pass. `scheme`: by which it has arrived."""
     host = headers.get("host", "")
     if not _is_ours(host, ours.names):
         return Refusal(
@@ -80,9 +98,11 @@ def refusal(method: str, path: str, headers: Mapping[str, str], ours: OwnAddress
     misunderstanding = other_client(headers.get(HEADER.lower()))
     if misunderstanding is not None:
         return Refusal("other_release", misunderstanding)
+    if path.startswith(LINK_PATH) and headers.get("sec-fetch-dest", "document") != "document":
+        return Refusal("cross_site", "a link signs in whoever opens it, not a browser whose page asks for it")
     if method in _SAFE:
         return None
-    foreign = _cross_site(headers, ours, f"{scheme}://{host}")
+    foreign = _cross_site(headers, ours, scheme)
     if foreign is not None:
         return Refusal("cross_site", foreign)
     if path.startswith(_JSON_PATHS) and _has_body(headers) and not _is_json(headers.get("content-type", "")):
@@ -113,12 +133,18 @@ def _name_of(address: SplitResult) -> str:
     return (address.hostname or "").rstrip(".")
 
 
-def _cross_site(headers: Mapping[str, str], ours: OwnAddresses, address: str) -> str | None:
-    """Why a request for a change may come from a page that is not ours; None if it does not. `address`: where the
-    browser believes it to go. With a browser's cookie it must be certain, since browsers send cookies by themselves; a
-    key is only sent by who knows it."""
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def _cross_site(headers: Mapping[str, str], ours: OwnAddresses, scheme: str) -> str | None:
+    """Why a request for a change may come from a page that is not ours; None if it does not. With a browser's cookie it
+    must be certain, since browsers send cookies by themselves; a key is only sent by who knows it."""
     origin = headers.get("origin")
-    if origin is not None and ((known := _origin(origin)) is None or known not in {*ours.origins, _origin(address)}):
+    if origin is not None and not ours.has(origin, headers.get("host", ""), scheme):
         return (
             f"pages of {origin[:100]!r} may not change anything here; if that is the service's own address, behind a "
             "proxy, name it in MANTA_ALLOWED_HOSTS, and give --tls-terminated if browsers reach it by https"
@@ -163,10 +189,9 @@ class RequestGuard:
         self, app: ASGIApp, listens_on: str = "localhost", allowed_hosts: Collection[str] = (), by_tls: bool = False
     ):
         """`listens_on`: name or address; `allowed_hosts`: names of the service in addition to those of this machine,
-        such as a proxy's; `by_tls`: browsers only reach the service over TLS."""
-        self._app, self._scheme = app, "https" if by_tls else None
-        names = ("localhost", socket.gethostname(), listens_on)
-        self._ours = OwnAddresses.of(names, allowed_hosts, self._scheme or "http")
+        such as a proxy's; `by_tls`: browsers reach the service over TLS."""
+        self._app = app
+        self._ours = OwnAddresses.of(("localhost", socket.gethostname(), listens_on), allowed_hosts, by_tls)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request pass, or answer it."""
@@ -174,7 +199,7 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        scheme = self._scheme or scope.get("scheme", "http")  # the latter also from a trusted proxy
+        scheme = scope.get("scheme", "http")  # or what a trusted proxy says of it
         refused = refusal(scope["method"], scope["path"], headers, self._ours, scheme)
         if refused is None and _has_body(headers) and not is_stranger(scope):  # what answers a stranger reads no body
             body = await _arrived(receive, headers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from workers.system.ports import BadPorts, PortRange
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
 _KEY = "MANTA_API_KEY"
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
 SECRETS = (
     *(_KEY, "MANTA_DATABASE_URL", "PGPASSWORD"),
     *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
@@ -214,8 +216,11 @@ def _names(source: Mapping[str, str], name: str) -> tuple[str, ...]:
 def _hosts(source: Mapping[str, str], name: str) -> tuple[str, ...]:
     hosts = _names(source, name)
     for host in hosts:
-        if "/" in host:
-            raise BadSetting(f"{name} names {host!r}; it takes names such as manta.example.org or example.org:8443")
+        match = _HOST.fullmatch(host)
+        if match is None or int(match["port"] or DEFAULT_PORT) not in range(1, 65536):
+            raise BadSetting(
+                f"{name} names {host!r}; it takes names such as manta.example.org, example.org:8443 or [fe80::1]:8400"
+            )
     return hosts
 
 

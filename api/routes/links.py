@@ -49,7 +49,7 @@ def create_link(response: Response, control: Control, caller: Caller) -> access_
     responses={
         200: {"description": "Signed in: a page that forwards to the dashboard"},
         303: {"description": "The link is not valid: redirects to the dashboard, or to instructions for signing in"},
-        **anonymous("link_not_good", "database_unavailable"),
+        **anonymous("cross_site", "link_not_good", "database_unavailable"),
     },
 )
 def open_link(request: Request, control: Control, token: Annotated[str, Path(description="The secret")]) -> Response:

@@ -23,14 +23,15 @@ from tests.api.support.described_api import description_at
 from tests.api.support.keys import add_key, bearer
 
 PUBLIC = ("manta.example.org", "other.example.org:8443")
+TERMINATED = "https that a proxy terminates, without saying so"
 SESSION = {"cookie": "manta_session_8400=secret"}
 JSON = {"content-type": "application/json"}
 
 
 def code(method="POST", path="/v1/jobs/job_0/cancel", host="127.0.0.1:8400", scheme="http", **headers):
     given = {"host": host, **{name.replace("_", "-"): value for name, value in headers.items()}}
-    ours = OwnAddresses.of(["localhost", "Trainer7"], PUBLIC, scheme)
-    refused = refusal(method, path, given, ours, scheme)
+    ours = OwnAddresses.of(["localhost", "Trainer7"], PUBLIC, by_tls=scheme != "http")
+    refused = refusal(method, path, given, ours, "http" if scheme == TERMINATED else scheme)
     return None if refused is None else (refused.status, refused.code)
 
 
@@ -70,8 +71,13 @@ OURS = [
     ("https", "manta.example.org:8400", "https://manta.example.org:8400"),
     ("https", "trainer7:8400", "https://other.example.org:8443"),
     ("http", "trainer7:8400", "http://manta.example.org"),
+    (TERMINATED, "localhost:8400", "https://localhost:8400"),
+    (TERMINATED, "manta.example.org", "https://manta.example.org"),
+    (TERMINATED, "127.0.0.1:9000", "http://127.0.0.1:9000"),
+    (TERMINATED, "localhost:9000", "http://localhost:9000"),
+    (TERMINATED, "[::1]:9000", "http://[::1]:9000"),
 ]
-"""By scheme in browsers and Host: an origin of our own, the last four behind a proxy."""
+"""By scheme in browsers and Host: an origin of our own, behind a proxy, and past it by a forwarded port."""
 FOREIGN = [
     ("http", "127.0.0.1:8400", "http://127.0.0.1:3000"),
     ("http", "127.0.0.1:8400", "https://127.0.0.1:8400"),
@@ -91,6 +97,12 @@ FOREIGN = [
     ("https", "manta.example.org", "http://manta.example.org"),
     ("https", "manta.example.org", "https://manta.example.org:8443"),
     ("https", "other.example.org:8443", "https://other.example.org"),
+    ("https", "localhost:8400", "http://localhost:8400"),
+    (TERMINATED, "localhost", "http://localhost"),
+    (TERMINATED, "localhost:9000", "http://localhost:9001"),
+    (TERMINATED, "trainer7:8400", "http://trainer7:8400"),
+    (TERMINATED, "192.0.2.7:8400", "http://192.0.2.7:8400"),
+    (TERMINATED, "manta.example.org:8400", "http://manta.example.org:8400"),
 ]
 """The same with origins of others: other ports, names and schemes of this machine, too."""
 
@@ -119,6 +131,14 @@ def test_cookie_changes_something_only_where_it_comes_from_our_own_page(method, 
     assert code(method, manta_rest="1", sec_fetch_site="same-origin", **SESSION) is None
     assert code(method, sec_fetch_site="same-origin", **SESSION) == CROSS_SITE, "a header of ours cannot be in a form"
     assert code(method, origin="http://127.0.0.1:8400", **SESSION) == CROSS_SITE
+
+
+@pytest.mark.parametrize("asked_as", ["empty", "image", "iframe", "script", "object"])
+def test_page_signs_nobody_in_with_a_link_that_it_asks_for(asked_as):
+    assert code("GET", "/link/secret", sec_fetch_dest=asked_as) == CROSS_SITE
+    for opened in ({"sec_fetch_dest": "document", "sec_fetch_site": "cross-site"}, {}):
+        assert code("GET", "/link/secret", **opened) is None
+    assert code("GET", sec_fetch_dest=asked_as) is None
 
 
 def test_dashboard_sends_the_version_of_the_api_that_the_service_speaks():

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import json
 import re
 import socket
 import subprocess
@@ -11,9 +12,11 @@ import urllib.request
 
 import pytest
 
+from api.request_guard import OwnAddresses, refusal
 from api.sse_server import KEEPALIVE_SECONDS
 from api.state_waits import LONGEST_SECONDS
 from api.threads import FILE_SECONDS
+from tests.deploy import compose_file
 from tests.deploy.compose_file import ROOT
 from tests.e2e.images import missing_programs
 
@@ -38,6 +41,13 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.server.name.encode())
 
+    def do_POST(self):
+        said = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
     def log_message(self, *_):
         pass
 
@@ -60,7 +70,7 @@ def planes():
 
 @pytest.fixture
 def ask(planes, tmp_path):
-    """Asks the gateway for the list of jobs: the status, and which control plane has answered."""
+    """Asks the gateway for the list of jobs: the status, and which control plane has answered, or what it was sent."""
     for reason in missing_programs():
         pytest.skip(reason)
     (port, grafana, health), text = free_ports(3), CONFIGURATION.read_text(encoding="utf-8")
@@ -78,9 +88,10 @@ def ask(planes, tmp_path):
     (tmp_path / "haproxy.cfg").write_text(text, encoding="utf-8")
     with subprocess.Popen(["haproxy", "-db", "-f", tmp_path / "haproxy.cfg"], stdout=-3, stderr=-3) as gateway:
 
-        def get():
+        def get(**request):
+            asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/jobs", **request)
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/jobs", timeout=SECONDS) as answer:
+                with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
                     return answer.status, answer.read().decode()
             except urllib.error.HTTPError as error:
                 return error.code, None
@@ -112,3 +123,22 @@ def test_who_is_ready_is_asked_and_where_nobody_is_whoever_lives(planes, ask):
     assert {ask()[0] for _ in range(50)} == {200}
     planes["control-1"].is_ready = True
     until(lambda: {ask() for _ in range(5)}, lambda answers: answers == {(200, "control-1")})
+
+
+@pytest.mark.parametrize("name", ["", "train.example.org"])
+def test_pages_of_the_address_that_is_published_may_change_something_and_others_nothing(ask, name):
+    until(ask, lambda answer: answer[0] == 200)
+    variables = dict.fromkeys(compose_file.required_variables(compose_file.FILE.read_text()), "x")
+    environment = compose_file.containers({**variables, "MANTA_NAME": name})["control-1"].environment
+    ours = OwnAddresses.of(["control-1"], environment["MANTA_ALLOWED_HOSTS"].split(","), by_tls=True)
+    host = name or "localhost"
+
+    def refused(origin):
+        headers = {"Host": f"{host}:8400", "Origin": origin, "X-Forwarded-Proto": "http"}
+        arrived = json.loads(ask(method="POST", data=b"", headers=headers)[1])
+        answer = refusal("POST", "/v1/jobs/job_0/cancel", arrived, ours, arrived["x-forwarded-proto"])
+        return answer and answer.code
+
+    assert refused(f"https://{host}:8400") is None
+    for origin in (f"https://{host}:3000", f"https://{host}", f"http://{host}:8400", "https://control-1", "null"):
+        assert refused(origin) == "cross_site", origin

@@ -11,10 +11,12 @@ import signal
 import subprocess
 from dataclasses import replace
 
+import httpx
 import psutil
 import pytest
 
 from api.client import MantaClient
+from api.rest_version import HEADER, REST
 from service.cluster.existing_ray import HEAD_FORGETS
 from tests.deploy import compose_file
 from tests.e2e.cluster_apart import MANTA_PORTS
@@ -154,6 +156,15 @@ def test_users_get_keys_of_their_own(installation, engine):
     assert made.returncode == 0, made.stderr
     with MantaClient(installation.client.url, key=made.stdout.strip()) as ada:
         assert ada.jobs().items
+
+
+def test_browser_changes_something_through_the_gateway_from_its_own_pages_only(installation):
+    url = installation.client.url
+    with httpx.Client(base_url=url) as browser:
+        assert browser.get(installation.client.link().path).status_code == 200
+        for origin, status in ((url, 404), (url.replace("https", "http"), 403), ("https://127.0.0.1:3000", 403)):
+            headers = {"Origin": origin, HEADER: str(REST)}
+            assert browser.post("/v1/jobs/job_000000000000/cancel", headers=headers).status_code == status, origin
 
 
 def test_audit_has_the_address_of_the_client_and_not_of_the_gateway(installation, engine, network):

@@ -1,5 +1,6 @@
 """Settings come from the environment, and only from there."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,8 +89,18 @@ def test_names_of_the_service_are_separated_by_commas():
     assert Settings.from_environment({}).allowed_hosts == ()
     named = Settings.from_environment({"MANTA_ALLOWED_HOSTS": " a.example, b.example ,,"})
     assert named.allowed_hosts == ("a.example", "b.example")
-    with pytest.raises(BadSetting, match=r"'https://a.example'; it takes names such as manta.example.org or"):
-        Settings.from_environment({"MANTA_ALLOWED_HOSTS": "https://a.example"})
+    good = ("a_b.example:8443", "127.0.0.1", "[fe80::1]:8400", "xn--mnchen-3ya.example")
+    assert Settings.from_environment({"MANTA_ALLOWED_HOSTS": ",".join(good)}).allowed_hosts == good
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["https://a.example", "a.example/ui", "a.example:84x", "a:99999", "a:0", "a:", "a:1:2", "fe80::1", "*", "a b",
+     "münchen.example"],
+)  # fmt: skip
+def test_name_of_the_service_that_no_request_could_have_is_refused(host):
+    with pytest.raises(BadSetting, match=f"names '{re.escape(host)}'; it takes names such as manta.example.org,"):
+        Settings.from_environment({"MANTA_ALLOWED_HOSTS": f"good.example,{host}"})
 
 
 def test_snapshots_of_failed_jobs_may_go_at_once():

@@ -91,6 +91,17 @@ def test_page_from_elsewhere_cancels_no_job_of_a_browser_that_is_signed_in(
     assert state(followed) == "RUNNING"
 
 
+def test_page_from_elsewhere_signs_no_browser_in(followed, browser: Browser):
+    """Else what its user does from then on would be seen by whoever has the key behind the link."""
+    context = browser.new_context()
+    page = context.new_page()
+    with empty_pages() as port:
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.evaluate("link => fetch(link, { mode: 'no-cors', credentials: 'include' })", followed.link)
+    assert context.cookies() == []
+    assert sign_in(browser, followed, followed.link), "the link is still good"
+
+
 def test_extension_that_may_reach_the_service_cancels_no_job(followed, browser: Browser, tmp_path: Path):
     """Its requests carry the cookie even where a page's would not."""
     folder = tmp_path / "extension"
