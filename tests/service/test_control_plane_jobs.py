@@ -89,10 +89,11 @@ def test_job_that_is_placed_before_its_last_owner_has_quite_left_keeps_its_new_o
     plane.submitted(job.id)
     behave(cluster, start_training)
     until(plane, job, "RUNNING")
-    lease = plane._leases.of(job.id)
+    lease, owner = plane._leases.of(job.id), plane._owners.of(job.id)
     plane._loop.call_soon_threadsafe(may_leave.set)
     plane._call(reached(last.done))
     assert plane._leases.of(job.id) is lease is not None
+    assert plane._owners.of(job.id) is owner is not None, "the one that the job's user reaches"
     assert plane._job(job.id).restarts == 0
 
 

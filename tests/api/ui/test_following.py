@@ -275,11 +275,36 @@ def test_what_is_marked_in_a_log_stays_marked_while_more_is_printed(followed, br
     line.wait_for()
     line.evaluate("(element) => { getSelection().selectAllChildren(element); }")
     marked = page.evaluate("() => String(getSelection())")
-    entry = {"time": time.time() + 60, "rank": 0, "generation": 2, "stream": "stdout", "text": "one more line"}
-    with log_file(log_folder(tmp_path, followed.job), 0).open("a") as file:
-        file.write(json.dumps(entry) + "\n")
+    _print(followed, tmp_path, "one more line")
     expect(page.get_by_role("log")).to_contain_text("one more line")
     assert marked and page.evaluate("() => String(getSelection())") == marked
+
+
+HELD = """() => { const real = window.fetch; window.fetch = async (...asked) => {
+    const answer = await real(...asked), text = await answer.clone().text();
+    if (text.includes("of all ranks")) await new Promise((go) => { window.go = go; });
+    return answer; }; }"""
+
+
+def test_lines_that_come_after_another_rank_is_chosen_are_those_of_that_rank(followed, browser, tmp_path):
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/logs")
+    lines = page.get_by_role("log").locator(".log-line")
+    expect(lines.filter(has_text="[7]").first).to_be_visible()
+    page.evaluate(HELD)
+    _print(followed, tmp_path, "the last one of all ranks")
+    page.wait_for_function("() => window.go")
+    page.get_by_label("Rank of the log").select_option("3")
+    with page.expect_response(lambda answer: "/logs?rank=3" in answer.url):
+        page.evaluate("() => window.go()")
+    expect(lines.first).to_contain_text("[3]")
+    expect(lines).to_have_count(31)
+
+
+def _print(sample: Sample, home, text: str) -> None:
+    """As rank 0 does."""
+    entry = {"time": time.time() + 60, "rank": 0, "generation": 2, "stream": "stdout", "text": text}
+    with log_file(log_folder(home, sample.job), 0).open("a") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:

@@ -49,10 +49,13 @@ def test_moments_are_ticked_at_full_minutes_hours_and_days(call, low, high):
 
 
 @drawn()
-@given(st.lists(st.floats(-1e3, 1e3, allow_nan=False), max_size=50), st.floats(0, 0.99))
+@given(st.lists(st.floats(-1e3, 1e3, allow_nan=False) | st.just(math.nan), max_size=50), st.floats(0, 0.99))
 def test_smoothing_stays_between_the_values_and_begins_with_the_first(call, values, weight):
-    smoothed = call("charts/scale.js", "smoothed", values, weight)
-    assert len(smoothed) == len(values)
+    """What is no number stays as it is, and moves nothing."""
+    with_holes = call("charts/scale.js", "smoothed", values, weight)
+    assert [each is None for each in with_holes] == [math.isnan(each) for each in values]
+    values = [each for each in values if not math.isnan(each)]
+    smoothed = [each for each in with_holes if each is not None]
     for place, each in enumerate(smoothed):
         assert min(values[: place + 1]) - 1e-6 <= each <= max(values[: place + 1]) + 1e-6
     if values:
