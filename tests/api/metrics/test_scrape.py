@@ -13,7 +13,7 @@ from api.metrics import jobs
 from api.metrics.names import FAMILIES, sample_names
 from service.cluster.errors import ClusterUnavailable
 from service.measurements import Measurements, NodeMeasurements
-from service.store import job_numbers
+from service.store import events, job_numbers
 from service.store.job_numbers import Saved
 from tests.api.support.keys import bearer
 from tests.deploy import monitoring
@@ -90,6 +90,13 @@ def test_jobs_without_series_of_their_own_are_counted(service, running, monkeypa
     samples = scraped(service)
     assert (samples["manta_jobs_unlisted",], samples["manta_job_step", running]) == (2, 3)
     assert not any(("manta_job_step", job) in samples for job in waiting)
+
+
+def test_trouble_of_the_last_hour_is_that_of_jobs_that_hold_places(service, running):
+    service.store.write(lambda session: events.append(session, running, "rank_hung", "rank 1 hangs"))
+    assert scraped(service)["manta_job_recent_events", running, "rank_hung"] == 1
+    service.move(running, "PAUSING", "PAUSED")
+    assert ("manta_job_recent_events", running, "rank_hung") not in scraped(service)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from service.logs import log_file, log_folder
 from service.states import JobState
-from service.store import events, failed_jobs, jobs, keys, metrics, ranks
+from service.store import checkpoints, events, failed_jobs, jobs, keys, metrics, ranks
 from tests.api.ui.browser import Sample, needs_chromium, sign_in
 from tests.api.ui.sample import row
 
@@ -163,6 +163,17 @@ def test_checkpoints_are_deleted_with_a_warning_for_the_newest(followed, browser
     expect(page.get_by_role("dialog").get_by_label("Folder")).to_have_value("quickstart-step-50")
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_newest_checkpoint_of_a_job_that_went_back_is_warned_about_with_its_size(followed, browser):
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/checkpoints")
+    saving = followed.store.write(lambda session: checkpoints.begin(session, followed.job, 3, 30, "/somewhere/30").id)
+    line = page.locator(".checkpoints tbody tr", has_text="/somewhere/30")
+    expect(line).to_contain_text("saving")
+    followed.store.write(lambda session: checkpoints.complete(session, saving, 7 * 2**20))
+    line.get_by_role("button", name="delete").click()
+    expect(page.get_by_role("dialog")).to_contain_text("It is the newest")
+    expect(page.get_by_role("dialog")).to_contain_text("Step 30, 7.00 MiB.")
 
 
 def test_who_may_only_read_is_offered_nothing_else_and_signs_out(viewed, browser):

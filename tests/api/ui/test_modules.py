@@ -281,6 +281,33 @@ def test_whoever_cancels_a_job_is_told_what_is_lost(call, step, saved, cost):
     assert call("parts/actions.js", "costOfCancelling", step, saved) == cost
 
 
+def test_newest_checkpoint_is_the_complete_one_that_was_made_last(call):
+    made = [(30, 3, "saving"), (20, 1, "complete"), (10, 2, "complete"), (5, 2, "complete"), (50, 2, "deleted")]
+    rows = [dict(zip(("step", "generation", "state"), each, strict=True)) for each in made]
+    assert call("parts/actions.js", "newestCheckpoint", rows) == rows[2]
+    assert call("parts/actions.js", "newestCheckpoint", rows[:1]) is None
+
+
+def test_trace_on_the_screen_is_the_one_chosen_last_however_late_another_one_comes(run):
+    trace = {
+        "ranks": [{"rank": 0, "steps": [{}], "slices": []}], "critical_path": [], "profiles": [], "planned": None,
+        "first_step": 1, "generation": 1, "schedule": "1f1b", "requested_at": "2026-01-02T03:04:05Z",
+        "clock": {"error_seconds": None}, "bubble": None, "message": None,
+    }  # fmt: skip
+    shown = run("pages/job/step.js", """async (module, trace) => {
+        const job = { spec: {} }, [real, answers] = [window.fetch, {}];
+        const tab = module.create({ id: "job_1", job, viewer: Promise.resolve(null), refreshNow() {} });
+        window.fetch = (url) => new Promise((done) => { answers[url.split("/").at(-1)] = done; });
+        try {
+            const chosen = ["trace_1", "trace_2"].map((id) => tab.choose(id));
+            for (const id of ["trace_2", "trace_1"]) answers[id](new Response(JSON.stringify(trace)));
+            await Promise.all(chosen);
+            return [tab.shownTrace, tab.tools.querySelector("a").download];
+        } finally { window.fetch = real; tab.close(); }
+    }""", trace)  # fmt: skip
+    assert shown == ["trace_2", "job_1-trace_2.pftrace"]
+
+
 def test_labels_that_are_left_out_are_taken_away(call):
     changes = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
     assert changes == {"team": "text", "old": None, "new": "", "a": "b=c"}
