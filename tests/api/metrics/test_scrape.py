@@ -152,6 +152,8 @@ def test_gpus_are_reported_by_node_and_number(service):
     samples = scraped(service)
     assert samples["manta_gpu_utilization_ratio", "0", "host-1", "n1"] == 0.9
     assert samples["manta_gpu_power_watts", "0", "host-1", "n1"] == 350.5
+    used, whole = (samples[f"manta_gpu_memory{name}_bytes", "0", "host-1", "n1"] for name in ("_used", ""))
+    assert (used, whole) == (2**30, 2**36)
     assert samples["manta_gpu_ecc_errors_total", "0", "host-1", "corrected", "n1"] == 7
     assert samples["manta_gpu_xid_errors_total", "0", "host-1", "n1", "31"] == 2
     assert samples["manta_gpu_up", "1", "host-1", "n1"] == 0
