@@ -308,6 +308,19 @@ def test_trace_on_the_screen_is_the_one_chosen_last_however_late_another_one_com
     assert shown == ["trace_2", "job_1-trace_2.pftrace"]
 
 
+def test_service_that_has_answered_is_asked_as_often_as_ever_when_it_fails_again(run):
+    pauses = run("core/live.js", """async ({ Live }, outcomes) => {
+        const { Unreachable } = await import(new URL("core/api.js", document.querySelector("script[type=module]").src));
+        const [left, pauses] = [[...outcomes], []];
+        const live = new Live(() => { if (!left.shift()) throw new Unreachable(); });
+        try {
+            for (const _ of outcomes) { await live.now(); pauses.push(live.pause()); }
+        } finally { live.stop(); }
+        return pauses;
+    }""", [False, False, False, True, False, True])  # fmt: skip
+    assert pauses == [1, 2, 4, 1, 1, 1]
+
+
 def test_labels_that_are_left_out_are_taken_away(call):
     changes = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
     assert changes == {"team": "text", "old": None, "new": "", "a": "b=c"}
