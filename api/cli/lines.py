@@ -69,7 +69,8 @@ def events(
             return
         wanted = WantedEvents(type=type, rank=rank, generation=generation)
         answer = client.follow_events(job, **wanted) if follow else _events_of(client, job, wanted)
-        show_lines(answer, as_json, render.event_line, _none_of("event", any(wanted.values())))
+        narrowed = any(value is not None for value in wanted.values())
+        show_lines(answer, as_json, render.event_line, _none_of("event", narrowed))
 
 
 def _none_of(what: str, narrowed: bool) -> str:

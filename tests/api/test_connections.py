@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from api import connections, request_guard
-from api.connections import MOST_CONNECTIONS, connections_at_once
+from api.connections import MOST_CONNECTIONS, LimitedConnection, connections_at_once
 from api.rate_limits import CallerLimits
 from api.rest_version import HEADER, REST
 from service.store import events
@@ -213,22 +213,45 @@ def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(serv
 def test_stream_that_nobody_reads_is_broken_off_and_gives_its_place_back(service, monkeypatch):
     """It would not even notice that its key was revoked."""
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
-    job, ended, end = service.submit()["id"], threading.Event(), CallerLimits.end_stream
+    ended, end = threading.Event(), CallerLimits.end_stream
 
     def noted(limits, key_id):
         end(limits, key_id)
         ended.set()
 
+    monkeypatch.setattr(CallerLimits, "end_stream", noted)
+    with long_stream(service):
+        assert ended.wait(SECONDS)
+
+
+def test_stream_that_is_read_again_is_not_broken_off_any_more(service, monkeypatch):
+    paused, left = threading.Event(), []
+    pause, resume = LimitedConnection.pause_writing, LimitedConnection.resume_writing
+    monkeypatch.setattr(LimitedConnection, "pause_writing", lambda self: (pause(self), paused.set()))
+    monkeypatch.setattr(
+        LimitedConnection, "resume_writing", lambda self: (resume(self), left.append(self._unread_timer))
+    )
+    with long_stream(service) as stream:
+        assert paused.wait(SECONDS)
+        while not left:
+            assert stream.recv(2**20)
+    assert left[0] is None, "nothing waits to end it"
+
+
+@contextlib.contextmanager
+def long_stream(service):
+    """A connection to which much more is sent than it holds."""
+    job = service.submit()["id"]
+
     def say_much(session):
         for _ in range(120):
             events.append(session, job, "told", "x" * 100_000)
 
-    monkeypatch.setattr(CallerLimits, "end_stream", noted)
     service.store.write(say_much)
-    with connected(httpx.URL(service.url)) as silent:
+    with connected(httpx.URL(service.url)) as stream:
         head = f"GET /v1/jobs/{job}/events?follow=true HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\n"
-        silent.sendall(f"{head}\r\n".encode())
-        assert ended.wait(SECONDS)
+        stream.sendall(f"{head}\r\n".encode())
+        yield stream
 
 
 def test_one_connection_too_many_is_told_so_and_the_next_is_served_once_there_is_room():

@@ -9,7 +9,7 @@ from service.logs import log_file, log_folder
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import planned
 from service.recovery.timeline import RecoveryTimeline
-from service.store import checkpoints, events, exports, generations, plans, rank_numbers, ranks, recoveries
+from service.store import checkpoints, events, exports, generations, jobs, plans, rank_numbers, ranks, recoveries
 from service.store.recoveries import Beginning
 from service.store.tables import Generation
 from tests.api.conftest import DOCUMENT
@@ -101,10 +101,11 @@ def test_events_of_a_rank_that_the_job_never_had_are_refused_and_of_one_of_befor
     assert [event["message"] for event in before["items"]] == ["from before"]
     assert service.http.get(path, params={"rank": 30, "type": "b"}).json()["items"] == []
     assert service.http.get(path, params={"rank": 0}).json()["items"] == [], "a rank without events"
-    for parameters in ({}, {"order": "desc"}, {"follow": True}):
-        answer = service.http.get(path, params={"rank": 31, **parameters})
+    size = service.http.get(f"/v1/jobs/{job}").json()["parallel"]["world_size"]
+    for rank, parameters in ((31, {}), (31, {"order": "desc"}), (31, {"follow": True}), (size, {})):
+        answer = service.http.get(path, params={"rank": rank, **parameters})
         assert (answer.status_code, answer.json()["code"]) == (404, "rank_not_found")
-        assert answer.json()["detail"].startswith(f"{job} has no rank 31; its ")
+        assert answer.json()["detail"].startswith(f"{job} has no rank {rank}; its ")
 
 
 def test_page_without_events_leads_on_from_where_it_was_asked_for(service):
@@ -172,6 +173,10 @@ def test_checkpoints_say_why_they_are_kept(service):
         (10, True, "checkpoint.keep asks for the newest 2"), (5, True, None),
     ]  # fmt: skip
     assert (shown[0]["age_seconds"], shown[1]["age_seconds"] >= 0) == (None, True)
+    for state, why in (("FAILED", shown[1]["kept_because"]), ("SUCCEEDED", "it has the job's last state")):
+        service.store.write(lambda session, state=state: setattr(jobs.get(session, job), "state", state))
+        listed = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
+        assert listed[1]["kept_because"] == why
 
 
 def test_checkpoint_is_deleted_unless_the_job_needs_it(service):

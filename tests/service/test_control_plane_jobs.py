@@ -77,8 +77,9 @@ def test_job_that_is_placed_before_its_last_owner_has_quite_left_keeps_its_new_o
 
     async def release_late(name):
         await release(name)
-        with contextlib.suppress(asyncio.CancelledError):
-            await may_leave.wait()
+        while not may_leave.is_set():  # without its lease it is told to end, again and again
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_leave.wait()
 
     monkeypatch.setattr(plane._leases, "release", release_late)
     _, last = plane._owners.by_job[job.id]
@@ -89,10 +90,11 @@ def test_job_that_is_placed_before_its_last_owner_has_quite_left_keeps_its_new_o
     plane.submitted(job.id)
     behave(cluster, start_training)
     until(plane, job, "RUNNING")
-    lease = plane._leases.of(job.id)
+    lease, owner = plane._leases.of(job.id), plane._owners.of(job.id)
     plane._loop.call_soon_threadsafe(may_leave.set)
     plane._call(reached(last.done))
     assert plane._leases.of(job.id) is lease is not None
+    assert plane._owners.of(job.id) is owner is not None, "the one that the job's user reaches"
     assert plane._job(job.id).restarts == 0
 
 

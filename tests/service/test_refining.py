@@ -21,7 +21,7 @@ from service.states import JobState
 from service.store import Generation, generations, jobs, plans, rank_numbers, ranks
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.measured_jobs import ENOUGH, begin, train, train_on
-from workers.liveness.rank_samples import RankSample
+from workers.liveness.rank_samples import EVERY_SECONDS, RankSample
 from workers.protocol.messages import AgentDescription
 from workers.system.processor import node_type
 
@@ -120,7 +120,8 @@ def test_a_job_that_was_disturbed_says_nothing(trained):
     train(trained.store, one)
     assert not trained.seen().by_type, "it has a straggler"
     four = trained.planned()
-    store_sample(trained.store, four, [])
+    store_sample(trained.store, four, slow, generation=0)  # which it had before, elsewhere
+    store_sample(trained.store, four, [], at=1.0 + EVERY_SECONDS)
     train(trained.store, four)
     assert [each.job for each in trained.seen().by_type[node_type()]] == [four]
 
@@ -141,9 +142,9 @@ def in_state(store, job_id, state):
     store.write(lambda session: setattr(jobs.get(session, job_id), "state", state))
 
 
-def store_sample(store, job_id, stragglers):
+def store_sample(store, job_id, stragglers, generation=1, at=1.0):
     sample = RankSample(ENOUGH, 1.0, None, "", tuple(stragglers))
-    store.write(lambda session: rank_numbers.store(session, job_id, 1, sample, 1.0))
+    store.write(lambda session: rank_numbers.store(session, job_id, generation, sample, at))
 
 
 def keep(store, job_id, generation, planned):

@@ -75,6 +75,22 @@ def test_the_newest_complete_one_of_a_job_is_meant_or_that_of_a_step(manta, job,
     assert sentence in manta("checkpoints", "verify", job, "--step", 30, code=2)
 
 
+def test_newest_checkpoint_of_a_job_that_went_back_is_the_one_saved_last(manta, service, folder, tmp_path):
+    job = service.submit()["id"]
+
+    def prepare(session):
+        for generation, step in ((1, 20), (2, 10)):
+            row = checkpoints.begin(session, job, generation, step, str(saved(folder, step, generation)))
+            checkpoints.complete(session, row.id, 5)
+
+    service.store.write(prepare)
+    for number, what in enumerate((job, folder)):
+        manta("checkpoints", "pull", what, "--to", tmp_path / f"{number}")
+        assert verify(tmp_path / f"{number}" / "step-00000010-generation-2").step == 10
+        manta("export", what, "--to", tmp_path / f"exported {number}")
+        assert verify(tmp_path / f"exported {number}").step == 10
+
+
 def test_a_folder_of_one_or_of_several_may_be_named_without_a_service(folder, monkeypatch):
     one, two = saved(folder, 10), saved(folder, 20)
     for what, expected in ((folder, two), (one, one)):

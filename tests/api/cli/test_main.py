@@ -125,6 +125,13 @@ def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, 
     assert manta("events", job, "--type", "recoverd", "--json").stderr == ""
 
 
+@pytest.mark.parametrize("filters", ["events --rank", "events --generation", "logs --rank"])
+def test_filter_by_rank_or_generation_0_is_one(manta, service, filters):
+    command, option = filters.split()
+    sentence = f"no {command.removesuffix('s').replace('log', 'line')} matches\n"
+    assert manta(command, service.submit()["id"], option, 0).stderr == sentence
+
+
 def test_names_that_cannot_be_are_refused_in_words(manta, service, job):
     assert "name: must be letters, digits, '.', '_'" in manta("edit", job, "--name", "a/b", code=2).stderr
     assert "name: must have at least 1 character" in manta("edit", job, "--name", "", code=2).stderr

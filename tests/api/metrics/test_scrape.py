@@ -13,7 +13,7 @@ from api.metrics import jobs
 from api.metrics.names import FAMILIES, sample_names
 from service.cluster.errors import ClusterUnavailable
 from service.measurements import Measurements, NodeMeasurements
-from service.store import job_numbers
+from service.store import events, job_numbers
 from service.store.job_numbers import Saved
 from tests.api.support.keys import bearer
 from tests.deploy import monitoring
@@ -92,6 +92,13 @@ def test_jobs_without_series_of_their_own_are_counted(service, running, monkeypa
     assert not any(("manta_job_step", job) in samples for job in waiting)
 
 
+def test_trouble_of_the_last_hour_is_that_of_jobs_that_hold_places(service, running):
+    service.store.write(lambda session: events.append(session, running, "rank_hung", "rank 1 hangs"))
+    assert scraped(service)["manta_job_recent_events", running, "rank_hung"] == 1
+    service.move(running, "PAUSING", "PAUSED")
+    assert ("manta_job_recent_events", running, "rank_hung") not in scraped(service)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_loss_that_is_not_finite_is_said_to_be(service, running, loss):
     service.report(running, [{"step": 4, "loss": loss}])
@@ -145,6 +152,8 @@ def test_gpus_are_reported_by_node_and_number(service):
     samples = scraped(service)
     assert samples["manta_gpu_utilization_ratio", "0", "host-1", "n1"] == 0.9
     assert samples["manta_gpu_power_watts", "0", "host-1", "n1"] == 350.5
+    used, whole = (samples[f"manta_gpu_memory{name}_bytes", "0", "host-1", "n1"] for name in ("_used", ""))
+    assert (used, whole) == (2**30, 2**36)
     assert samples["manta_gpu_ecc_errors_total", "0", "host-1", "corrected", "n1"] == 7
     assert samples["manta_gpu_xid_errors_total", "0", "host-1", "n1", "31"] == 2
     assert samples["manta_gpu_up", "1", "host-1", "n1"] == 0

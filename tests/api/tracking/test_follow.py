@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from api.schemas import MetricSeries
 from api.tracking.follow import track
 
 
 class Growing:
-    """A job that has committed one of `ends` steps at each look; SUCCEEDED at the last one."""
+    """A job that has committed one of `ends` steps at each look; in `state` at the last one."""
 
-    def __init__(self, *ends: int):
-        self._ends, self._looks = ends, 0
+    def __init__(self, *ends: int, state: str = "SUCCEEDED"):
+        self._ends, self._looks, self._state = ends, 0, state
 
     def job(self, job_id):
         last = self._looks == len(self._ends) - 1
         self._committed = self._ends[self._looks]
         self._looks += 1
-        return SimpleNamespace(id=job_id, state="SUCCEEDED" if last else "RUNNING", step=self._committed)
+        return SimpleNamespace(id=job_id, state=self._state if last else "RUNNING", step=self._committed)
 
     def metrics(self, job_id, names=None, after_step=0, max_points=1000):
         steps = list(range(after_step + 1, self._committed + 1))
@@ -50,3 +52,10 @@ def test_each_step_comes_once_with_the_numbers_that_are_known_and_finite():
     ]
     assert second.rows == first.rows
     assert first.ended == second.ended == [True]
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "FAILED"])
+def test_job_that_did_not_reach_its_last_step_has_not_succeeded(state):
+    target = Noted()
+    track(Growing(1, 2, state=state), "j", [target], poll_seconds=0.0)
+    assert (len(target.rows), target.ended) == (2, [False])

@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from service.logs import log_file, log_folder
 from service.states import JobState
-from service.store import events, failed_jobs, jobs, keys, metrics, ranks
+from service.store import checkpoints, events, failed_jobs, jobs, keys, metrics, ranks
 from tests.api.ui.browser import Sample, needs_chromium, sign_in
 from tests.api.ui.sample import row
 
@@ -165,6 +165,17 @@ def test_checkpoints_are_deleted_with_a_warning_for_the_newest(followed, browser
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 
+def test_newest_checkpoint_of_a_job_that_went_back_is_warned_about_with_its_size(followed, browser):
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/checkpoints")
+    saving = followed.store.write(lambda session: checkpoints.begin(session, followed.job, 3, 30, "/somewhere/30").id)
+    line = page.locator(".checkpoints tbody tr", has_text="/somewhere/30")
+    expect(line).to_contain_text("saving")
+    followed.store.write(lambda session: checkpoints.complete(session, saving, 7 * 2**20))
+    line.get_by_role("button", name="delete").click()
+    expect(page.get_by_role("dialog")).to_contain_text("It is the newest")
+    expect(page.get_by_role("dialog")).to_contain_text("Step 30, 7.00 MiB.")
+
+
 def test_who_may_only_read_is_offered_nothing_else_and_signs_out(viewed, browser):
     viewer = sign_in(browser, viewed, viewed.of_reader)
     page = viewer.open(f"jobs/{viewed.job}")
@@ -275,11 +286,36 @@ def test_what_is_marked_in_a_log_stays_marked_while_more_is_printed(followed, br
     line.wait_for()
     line.evaluate("(element) => { getSelection().selectAllChildren(element); }")
     marked = page.evaluate("() => String(getSelection())")
-    entry = {"time": time.time() + 60, "rank": 0, "generation": 2, "stream": "stdout", "text": "one more line"}
-    with log_file(log_folder(tmp_path, followed.job), 0).open("a") as file:
-        file.write(json.dumps(entry) + "\n")
+    _print(followed, tmp_path, "one more line")
     expect(page.get_by_role("log")).to_contain_text("one more line")
     assert marked and page.evaluate("() => String(getSelection())") == marked
+
+
+HELD = """() => { const real = window.fetch; window.fetch = async (...asked) => {
+    const answer = await real(...asked), text = await answer.clone().text();
+    if (text.includes("of all ranks")) await new Promise((go) => { window.go = go; });
+    return answer; }; }"""
+
+
+def test_lines_that_come_after_another_rank_is_chosen_are_those_of_that_rank(followed, browser, tmp_path):
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/logs")
+    lines = page.get_by_role("log").locator(".log-line")
+    expect(lines.filter(has_text="[7]").first).to_be_visible()
+    page.evaluate(HELD)
+    _print(followed, tmp_path, "the last one of all ranks")
+    page.wait_for_function("() => window.go")
+    page.get_by_label("Rank of the log").select_option("3")
+    with page.expect_response(lambda answer: "/logs?rank=3" in answer.url):
+        page.evaluate("() => window.go()")
+    expect(lines.first).to_contain_text("[3]")
+    expect(lines).to_have_count(31)
+
+
+def _print(sample: Sample, home, text: str) -> None:
+    """As rank 0 does."""
+    entry = {"time": time.time() + 60, "rank": 0, "generation": 2, "stream": "stdout", "text": text}
+    with log_file(log_folder(home, sample.job), 0).open("a") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:

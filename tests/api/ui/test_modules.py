@@ -49,10 +49,13 @@ def test_moments_are_ticked_at_full_minutes_hours_and_days(call, low, high):
 
 
 @drawn()
-@given(st.lists(st.floats(-1e3, 1e3, allow_nan=False), max_size=50), st.floats(0, 0.99))
+@given(st.lists(st.floats(-1e3, 1e3, allow_nan=False) | st.just(math.nan), max_size=50), st.floats(0, 0.99))
 def test_smoothing_stays_between_the_values_and_begins_with_the_first(call, values, weight):
-    smoothed = call("charts/scale.js", "smoothed", values, weight)
-    assert len(smoothed) == len(values)
+    """What is no number stays as it is, and moves nothing."""
+    with_holes = call("charts/scale.js", "smoothed", values, weight)
+    assert [each is None for each in with_holes] == [math.isnan(each) for each in values]
+    values = [each for each in values if not math.isnan(each)]
+    smoothed = [each for each in with_holes if each is not None]
     for place, each in enumerate(smoothed):
         assert min(values[: place + 1]) - 1e-6 <= each <= max(values[: place + 1]) + 1e-6
     if values:
@@ -276,6 +279,46 @@ def test_charts_mark_what_happened_at_a_step_once(call):
 )
 def test_whoever_cancels_a_job_is_told_what_is_lost(call, step, saved, cost):
     assert call("parts/actions.js", "costOfCancelling", step, saved) == cost
+
+
+def test_newest_checkpoint_is_the_complete_one_that_was_made_last(call):
+    made = [(30, 3, "saving"), (20, 1, "complete"), (10, 2, "complete"), (5, 2, "complete"), (50, 2, "deleted")]
+    rows = [dict(zip(("step", "generation", "state"), each, strict=True)) for each in made]
+    assert call("parts/actions.js", "newestCheckpoint", rows) == rows[2]
+    assert call("parts/actions.js", "newestCheckpoint", rows[:1]) is None
+
+
+def test_trace_on_the_screen_is_the_one_chosen_last_however_late_another_one_comes(run):
+    trace = {
+        "ranks": [{"rank": 0, "steps": [{}], "slices": []}], "critical_path": [], "profiles": [], "planned": None,
+        "first_step": 1, "generation": 1, "schedule": "1f1b", "requested_at": "2026-01-02T03:04:05Z",
+        "clock": {"error_seconds": None}, "bubble": None, "message": None,
+    }  # fmt: skip
+    shown = run("pages/job/step.js", """async (module, trace) => {
+        const job = { spec: {} }, [real, answers] = [window.fetch, {}];
+        const tab = module.create({ id: "job_1", job, viewer: Promise.resolve(null), refreshNow() {} });
+        window.fetch = (url) => new Promise((done) => { answers[url.split("/").at(-1)] = done; });
+        try {
+            const chosen = ["trace_1", "trace_2"].map((id) => tab.choose(id));
+            for (const id of ["trace_2", "trace_1"]) answers[id](new Response(JSON.stringify(trace)));
+            await Promise.all(chosen);
+            return [tab.shownTrace, tab.tools.querySelector("a").download];
+        } finally { window.fetch = real; tab.close(); }
+    }""", trace)  # fmt: skip
+    assert shown == ["trace_2", "job_1-trace_2.pftrace"]
+
+
+def test_service_that_has_answered_is_asked_as_often_as_ever_when_it_fails_again(run):
+    pauses = run("core/live.js", """async ({ Live }, outcomes) => {
+        const { Unreachable } = await import(new URL("core/api.js", document.querySelector("script[type=module]").src));
+        const [left, pauses] = [[...outcomes], []];
+        const live = new Live(() => { if (!left.shift()) throw new Unreachable(); });
+        try {
+            for (const _ of outcomes) { await live.now(); pauses.push(live.pause()); }
+        } finally { live.stop(); }
+        return pauses;
+    }""", [False, False, False, True, False, True])  # fmt: skip
+    assert pauses == [1, 2, 4, 1, 1, 1]
 
 
 def test_labels_that_are_left_out_are_taken_away(call):

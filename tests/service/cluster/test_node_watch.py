@@ -102,6 +102,29 @@ def test_node_that_lost_its_daemon_meanwhile_is_back_if_ray_does_not_give_it_up(
     watched(cluster, story)
 
 
+def test_node_that_is_off_for_longer_than_ray_takes_to_give_it_up_stays_lost(cluster, frequent_looks, monkeypatch):
+    """Each look at its Ray takes nearly as long."""
+    looks = []
+
+    def looked_at(address):
+        looks.append(address)
+        return listens(address)
+
+    clock = SimpleNamespace(monotonic=lambda: len(looks) * 0.9 * node_watch.GIVE_UP_SECONDS)
+    monkeypatch.setattr(node_watch, "listens", looked_at)
+    monkeypatch.setattr(node_watch, "time", clock)
+
+    async def story(news):
+        await until(lambda: cluster.asked)
+        cluster.fall_silent()
+        await news.get()
+        before = len(looks)
+        await until(lambda: len(looks) > before + 5)
+        return news.empty() and cluster.lost == {"n1"}
+
+    assert watched(cluster, story)
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["answers", "lost_before"])
 def test_node_that_ray_gives_up_is_lost_once_and_then_forgotten(cluster, frequent_looks, silent):
     """Its id never comes again: nobody is to ask for ever whether a node that is gone may be used."""

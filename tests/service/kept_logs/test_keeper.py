@@ -269,19 +269,25 @@ def test_files_that_have_grown_large_and_are_kept_begin_anew(make_plane, shared,
     monkeypatch.setattr("service.kept_logs.spool.SHRINK_BYTES", 2000)
     mine, agent, texts = make_plane(shared), Agent(), []
     mine.take(job)
-    for number in range(30):
+    for number in range(35):
         agent.prints(f"{number}" * 20)
         texts.append(f"{number}" * 20)
         agent.reports_to(mine)
         mine.keep()
         assert mine.spool.lines.file(0).stat().st_size < 3000
     assert mine.texts(job) == make_plane(shared).texts(job) == texts
+    assert mine.spool.lines.file(0).stat().st_size, "the next one's file begins with what is kept"
     again = make_plane(shared, mine.home)
     again.take(job)
-    agent.prints("last")
-    agent.reports_to(again)
     again.keep()
-    assert again.texts(job) == [*texts, "last"]
+    for number in range(30):
+        agent.prints(f"again {number} " * 20)
+        texts.append(f"again {number} " * 20)
+        agent.reports_to(again)
+        newest = again.spool.read(0, again.spool.end(0) - 1, 1)
+        assert newest is not None and newest.content == b"\n", "also where the file begins anew, before that is kept"
+        again.keep()
+    assert again.texts(job) == make_plane(shared).texts(job) == texts
 
 
 def test_lines_that_were_written_before_logs_were_kept_elsewhere_are_read_and_kept_too(make_plane, shared, job):

@@ -26,6 +26,7 @@ def test_ranks_on_cores_share_those_of_their_nodes():
     two = cluster_of([Place(4, 2, has_gpus=False), Place(3, 4, has_gpus=False)], NODE)
     assert (two.nodes, two.gpus_per_node, two.machine.cores, two.machine.has_gpus) == (2, 4, 2, False)
     assert cluster_of([Place(1, 0, has_gpus=False)], NODE).machine.cores == 8
+    assert cluster_of([Place(3, 4, has_gpus=False), Place(4, 2, has_gpus=False)], NODE).gpus_per_node == 4
     plan = planned(job(tensor=2, data=4), two)
     assert (plan["assumed"], plan["has_gpus"]) == (True, False)
 

@@ -27,12 +27,14 @@ def nodes(cluster):
 
 @pytest.fixture
 def look(store, cluster):
-    """One pass over the queue; answers (job, generation) of the jobs that were handed to supervisors."""
+    """One pass over the queue, all of one scheduler; answers (job, generation) of the jobs that were handed to
+    supervisors."""
+    placed = []
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append((job.id, generation)))
 
     def once():
-        placed = []
-        scheduler = Scheduler(store, cluster, lambda job, generation: placed.append((job.id, generation)))
+        placed.clear()
         asyncio.run(scheduler._round())
-        return placed
+        return list(placed)
 
     return once

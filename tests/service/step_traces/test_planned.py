@@ -28,6 +28,9 @@ def test_a_planned_step_has_a_lane_for_each_stage():
         ends = [each["end"] for each in rank["slices"]]
         assert ends == sorted(ends) and ends[-1] <= planned.seconds == rank["steps"][0]["end"]
     assert [part.name for part in planned.parts] == list(PARTS)
+    (optimizer,) = [part.seconds for part in planned.parts if part.name == "optimizer"]
+    update = planned.ranks[0]["slices"][-1]
+    assert (update["kind"], update["end"] - update["start"]) == ("optimizer", pytest.approx(optimizer, abs=1e-6))
     assert sum(part.seconds for part in planned.parts) == pytest.approx(planned.seconds)
     assert planned.to_json()["bubble"]["mean"] == planned.bubble_ratio > 0
 

@@ -57,6 +57,10 @@ def test_what_is_complete_cannot_fail_any_more(store, started):
     assert not store.write(lambda session: checkpoints.fail(session, saved))
     assert not store.write(lambda session: checkpoints.complete(session, saved, 7)), "nor be completed again"
     assert (newest(store, started).id, newest(store, started).bytes) == (saved, 100)
+    deleted = save(store, started, 60)
+    store.write(lambda session: checkpoints.mark_deleted(session, deleted))
+    assert not store.write(lambda session: checkpoints.complete(session, deleted, 7)), "however late that is said"
+    assert newest(store, started).id == saved
     for change in (checkpoints.fail, checkpoints.mark_deleted):
         assert not store.write(lambda session, change=change: change(session, "ckpt_nowhere"))
 

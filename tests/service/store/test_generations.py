@@ -4,6 +4,7 @@ import pytest
 
 from service.states import JobState
 from service.store import JobNotFound, checkpoints, generations, jobs, metrics, ranks
+from service.store.generations import TrainedStep
 
 
 def begin(store, job, restart=False):
@@ -17,6 +18,16 @@ def test_generations_count_up_and_only_recoveries_count_as_restarts(store, start
         first, second = generations.of_job(session, started.id)
     assert (job.generation, job.restarts) == (2, 1)
     assert first.ended_at is not None and second.ended_at is None
+
+
+def test_training_of_a_generation_lasts_until_the_latest_of_its_reports(store, started):
+    number = begin(store, started)
+    for at in (12.0, 20.0, 15.0):  # a rank whose clock was set back, or a copy by a peer
+        trained = TrainedStep.of({"wall": 1.0}, at)
+        store.write(lambda session, trained=trained: generations.add_training(session, started.id, number, trained))
+    with store.read() as session:
+        (row,) = generations.of_job(session, started.id)
+    assert (row.trained_from, row.trained_until, row.committed_steps) == (11.0, 20.0, 3)
 
 
 def test_a_generation_begins_in_the_same_transaction_as_a_transition(store, started):

@@ -166,6 +166,7 @@ def test_job_that_nobody_looks_after_is_counted_until_somebody_does(store):
 def test_numbers_of_a_project_are_its_own(store):
     theirs = made(store, JobState.STARTING, project="theirs")
     made(store, JobState.STARTING, JobState.FAILED, reason="bad_data")
+    made(store)
     seen = numbers(store, bound="theirs")
     assert [job.row.id for job in seen.listed] == [theirs]
     assert (seen.recent_failures, seen.queued_since, seen.by_state[JobState.FAILED]) == ({}, None, 0)

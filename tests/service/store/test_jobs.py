@@ -233,3 +233,19 @@ def test_a_new_job_can_be_changed_in_the_transaction_that_stores_it(store, make_
     job_id = store.write(submit_and_cancel)
     with store.read() as session:
         assert jobs.get(session, job_id).state == JobState.CANCELLED
+
+
+def test_a_job_says_that_it_is_held_unless_it_has_another_reason(store, started):
+    def hold(why):
+        job = store.write(lambda session: jobs.set_held(session, started.id, why))
+        return job.reason, job.message
+
+    assert [hold(why) for why in ("no disk", "no data", None)] == [
+        ("held", "no disk"),
+        ("held", "no data"),
+        (None, None),
+    ]
+    store.write(
+        lambda session: jobs.transition(session, started.id, JobState.CANCELLING, "cancelled_by_user", "enough")
+    )
+    assert [hold(why) for why in ("no disk", None)] == [("cancelled_by_user", "enough")] * 2

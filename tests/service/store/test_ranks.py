@@ -40,6 +40,8 @@ def test_ranks_that_are_lost_have_no_process_and_the_others_keep_theirs(store, t
     store.write(lambda s: ranks.end(s, first, [0, 2, 7]))
     assert states(store, first) == [(0, "exited", None, 1), (1, "running", 7, 1), (2, "exited", None, 1)]
     assert states(store, second) == [(0, "running", 7, 1), (1, "running", 7, 1)]
+    assert store.write(lambda s: ranks.set_state(s, second, 1, 1, "exited")), "which it says itself"
+    assert states(store, second) == [(0, "running", 7, 1), (1, "exited", None, 1)]
 
 
 def test_what_a_rank_of_an_older_generation_says_changes_nothing(store, two):

@@ -128,6 +128,11 @@ def test_what_cannot_be_recorded_is_refused(store, training, wanted, why):
         request(store, training, **wanted)
 
 
+def test_last_step_of_a_job_can_be_recorded(store, training):
+    number = request(store, training, step=10)
+    assert (row(store, training, number).state, row(store, training, number).wanted_step) == ("requested", 10)
+
+
 def test_a_job_of_one_rank_is_said_to_have_that_one(store, submit):
     job = submit().id
     with pytest.raises(TraceNotPossible, match=f"job {job} has no rank 2; its only rank is 0"):

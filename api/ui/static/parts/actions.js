@@ -83,9 +83,15 @@ function post(job, action, body) {
   return send("POST", `/v1/jobs/${job.id}/${action}`, body);
 }
 
+/** The complete checkpoint that was made last, from which the job would continue; null if there is none. */
+export function newestCheckpoint(checkpoints) {
+  const complete = checkpoints.filter((each) => each.state === "complete");
+  // Of a job that went back to an earlier state, those of higher steps may be older.
+  return complete.sort((one, other) => other.generation - one.generation || other.step - one.step)[0] ?? null;
+}
+
 async function lastCheckpoint(job) {
-  const checkpoints = await optional(all(`/v1/jobs/${job.id}/checkpoints`), []);
-  return Math.max(0, ...checkpoints.filter((each) => each.state === "complete").map((each) => each.step));
+  return newestCheckpoint(await optional(all(`/v1/jobs/${job.id}/checkpoints`), []))?.step ?? 0;
 }
 
 function askPause(job) {

@@ -5,6 +5,7 @@ import { KeyedRows, badge, emptyNote, h, panel, setText, setVisible, table } fro
 import { UNKNOWN, age, bytes, clock, counted, number, utc } from "../../core/format.js";
 import { confirmed, notify } from "../../core/notices.js";
 import { may } from "../../core/shell.js";
+import { newestCheckpoint } from "../../parts/actions.js";
 
 const TONES = { complete: "good", saving: "busy", failed: "bad", deleted: "idle" };
 
@@ -36,7 +37,8 @@ export function create({ id, viewer, refreshNow }) {
   let [me, job, last, closed] = [null, null, null, false];
   viewer.then((known) => (me = known));
 
-  function row(checkpoint) {
+  function row(first) {
+    let checkpoint = first;
     const state = badge();
     const cells = Array.from({ length: 6 }, () => h("td", { class: "number" }));
     cells[1].append(state.element);
@@ -53,6 +55,7 @@ export function create({ id, viewer, refreshNow }) {
     return {
       element: h("tr", {}, cells, h("td", {}, buttons)),
       show(now) {
+        checkpoint = now;
         setText(cells[0], number(now.step));
         state.show(now.state, TONES[now.state] ?? "idle");
         setText(cells[2], bytes(now.bytes));
@@ -169,7 +172,7 @@ export function create({ id, viewer, refreshNow }) {
         (one, other) => other.step - one.step,
       );
       const kept = items.filter((each) => each.state !== "deleted");
-      last = kept.find((each) => each.state === "complete") ?? null;
+      last = newestCheckpoint(kept);
       const deleted = items.filter((each) => each.state === "deleted");
       const total = kept.reduce((sum, each) => sum + (each.bytes ?? 0), 0);
       setText(

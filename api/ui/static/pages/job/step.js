@@ -167,8 +167,9 @@ class StepTab {
   }
 
   async choose(traceId) {
+    this.chosen = traceId;
     const trace = await optional(get(`/v1/jobs/${this.id}/traces/${traceId}`));
-    if (!trace?.ranks?.length) return;
+    if (this.chosen !== traceId || !trace?.ranks?.length) return;
     this.shownTrace = traceId;
     const lanes = lanesOf(trace);
     const range = rangeOf(lanes);
