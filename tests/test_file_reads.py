@@ -40,18 +40,14 @@ SAFE = {
         workers/data/token_cache.py:read_info
         workers/data/tokenize.py:write_dataset
         workers/data/trained_tokenizer.py:trained_tokenizer
-        workers/liveness/progress.py:__init__
         workers/liveness/progress.py:shared
-        workers/liveness/stacks.py:_asked
         workers/snapshot/backup.py:_give
         workers/snapshot/backup.py:_run
         workers/snapshot/backup_transport.py:file_of
         workers/snapshot/backup_transport.py:send_slot
         workers/snapshot/notification.py:__init__
         workers/snapshot/reshard.py:__init__
-        workers/snapshot/snapshot_file.py:committed_steps
         workers/snapshot/snapshot_file.py:create
-        workers/snapshot/snapshot_file.py:open
         workers/snapshot/snapshots.py:_opened
         workers/torch_profile.py:content
     """,

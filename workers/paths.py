@@ -127,24 +127,14 @@ class Paths:
         return self.home / "logs" / f"zygote-{safe_name(node)[:12]}.log"
 
     def make_runtime_folder(self) -> Path:
-        """Create the runtime folder with mode 0700. Raises UnsafePath when it belongs to another user."""
-        folder = self.runtime_folder
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise UnsafePath(f"{folder} must be a folder of mode 0700 that is yours; remove it and try again.")
-        return folder
+        """Create the runtime folder with mode 0700, or make one of ours so. Raises UnsafePath like
+        `make_snapshot_root`."""
+        return _make_private(self.runtime_folder)
 
     def make_snapshot_root(self) -> Path:
         """Create the folder in shared memory with mode 0700, or make one of ours so. Raises UnsafePath when another
-        user else was there first, or could have put something into it."""
-        folder = self.snapshot_root
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise UnsafePath(f"{folder} must be a folder that is yours and only you can write to; have it removed.")
-        folder.chmod(0o700)
-        return folder
+        user was there first, or could have put something into it."""
+        return _make_private(self.snapshot_root)
 
     def remove_snapshots(self) -> None:
         """Remove all snapshots of this home from this node's shared memory."""
@@ -153,6 +143,15 @@ class Paths:
     def remove_runtime_folder(self) -> None:
         """Remove the runtime folder and all in it, if it is there."""
         shutil.rmtree(self.runtime_folder, ignore_errors=True)
+
+
+def _make_private(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UnsafePath(f"{folder} must be a folder that is yours and only you can write to; have it removed.")
+    folder.chmod(0o700)
+    return folder
 
 
 def zygote_socket(runtime_folder: str | Path, node: str | None = None) -> Path:

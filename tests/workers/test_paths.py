@@ -81,12 +81,15 @@ def test_folder_of_sockets_is_for_its_user_alone(runtime):
         os.umask(before)
 
 
-@pytest.mark.parametrize("bits", [0o710, 0o701, 0o740])
-def test_folder_of_sockets_that_others_may_look_into_is_refused(runtime, bits):
+@pytest.mark.parametrize(("bits", "is_refused"), [(0o755, False), (0o740, False), (0o720, True), (0o702, True)])
+def test_folder_of_sockets_is_closed_unless_others_could_have_put_something_there(runtime, bits, is_refused):
     runtime.runtime_folder.mkdir()
     runtime.runtime_folder.chmod(bits)
-    with pytest.raises(UnsafePath, match="mode 0700 that is yours"):
-        runtime.make_runtime_folder()
+    if is_refused:
+        with pytest.raises(UnsafePath, match="only you can write to"):
+            runtime.make_runtime_folder()
+    else:
+        assert mode(runtime.make_runtime_folder()) == 0o700
 
 
 def test_folder_of_sockets_of_somebody_else_is_refused(runtime, monkeypatch):
