@@ -24,6 +24,7 @@ from service.retention import Retention, SeenExpired
 from service.scheduler import Placed, Scheduler
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, checkpoints, deletion, failed_jobs, jobs
+from service.store.retries import in_a_line, may_pass
 from service.stored_specs import SpecNotUnderstood
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.protocol.messages import ProtocolMismatch
@@ -225,8 +226,9 @@ class Housekeeping:
                     async with self._leases.borrowed(job_id) as lease:
                         if lease is not None:
                             await self._remove_snapshots_of(job_id, self._store.fenced(lease))
-            except Exception:  # the rest is found by the next search
-                log.exception("could not remove snapshots that were kept for long enough")
+            except Exception as error:  # the rest is found by the next search
+                what = "could not remove snapshots that were kept for long enough"
+                log.error("%s: %s", what, in_a_line(error), exc_info=not may_pass(error))
             await asyncio.sleep(MEMORY_SECONDS)
 
     async def _remove_snapshots_of(self, job_id: str, store: Store) -> None:
