@@ -9,13 +9,16 @@ import os
 import socket
 import ssl
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from api.local_service import announce, running_service, write_whole
+from api.local_service import LOCK, announce, running_service, sign, write_whole
 from service import automatic_key
 from service.cluster.cluster import NodeOptions
 from service.cluster.existing_ray import ExistingRay
@@ -23,7 +26,7 @@ from service.cluster.ray_head import RayHead
 from service.control_plane import ControlPlane
 from service.control_plane_options import ControlPlaneOptions
 from service.data_roots import LOOPBACK_HOSTS, roots_of
-from service.home import writing_in
+from service.home import HomeUnusable, writing_in
 from service.model_packages import ModelPackages
 from service.settings import DEFAULT_HOST, Settings, Tls
 from service.store import Store, StoreUnusable, keys
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
+KEEP_SECONDS = 1.0
+"""Between two looks whether the files in the home that others need are still there."""
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept: longer than any client or load balancer would use it again (httpx 5 s, AWS's
 60 s). A request that meets its connection's end is lost, and its sender cannot know whether it was carried out."""
@@ -92,6 +97,8 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     if running is not None and running["pid"] != os.getpid():
         raise AlreadyRunning(f"a service with home {home} runs already at {running['url']}; end it with `manta down`")
     locks = [lock_home(home)]
+    with writing_in(home):
+        sign(locks[0])
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     scheme = "http" if tls.certificate is None else "https"
@@ -105,15 +112,40 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         if host in LOOPBACK_HOSTS:
             automatic_key.ensure(control.store, home)
         app = build_app(control, settings, host)
-        announce(service_file, url, control.store.location, tls.certificate)
+        say = partial(announce, service_file, url, control.store.location, tls.certificate)
+        say()
         log.info("Manta is up at %s, listening on %s", url, host)
-        _answer_requests(app, settings, listener)
+        with _kept(say, control.keep_token):
+            _answer_requests(app, settings, listener)
     finally:
         with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
             service_file.unlink(missing_ok=True)
         control.stop()
         for lock in locks:
             lock.close()
+
+
+@contextlib.contextmanager
+def _kept(*files: Callable[[], None]) -> Iterator[None]:
+    """During the block, each of these writes its file of the home again as soon as somebody has removed or damaged
+    it."""
+    done = threading.Event()
+
+    def keep() -> None:
+        while not done.wait(KEEP_SECONDS):
+            for write in files:
+                try:
+                    write()
+                except HomeUnusable as error:  # such as a full disk
+                    log.warning("%s", error)
+
+    thread = threading.Thread(target=keep, name="files of the home", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _control_plane(
@@ -235,7 +267,7 @@ def lock_home(home: Path) -> IO[str]:
     """Lock the home until the file is closed: of two services that start at the same time, one gives up. Raises
     AlreadyRunning, HomeUnusable."""
     with writing_in(home):
-        file = (home / "service.lock").open("w")
+        file = (home / LOCK).open("a")  # leaves what whoever has locked it has written
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from service.home import write_private, writing_in
 from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths
+
+log = logging.getLogger(__name__)
 
 NAMESPACE = "manta"
 """Namespace of programs that do not belong to an installation; each installation has its own."""
@@ -64,12 +66,15 @@ class HeadRecord:
     """When that process started, in the form for `same_process`: a pid alone may belong to another process by now."""
     session: str
     """Ray's session folder, with its logs."""
+    token: str = field(default="", repr=False, compare=False)
+    """What it lets processes in by, in case its file is removed; empty: not known."""
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> HeadRecord:
         """From its JSON, also of an earlier release. Raises KeyError, ValueError, TypeError if it is damaged."""
         pid = int(document["pid"])
-        return cls(str(document["address"]), pid, started_in(document), str(document["session"]))
+        session, token = str(document["session"]), str(document.get("token", ""))
+        return cls(str(document["address"]), pid, started_in(document), session, token)
 
 
 class RayHead:
@@ -80,6 +85,8 @@ class RayHead:
         them."""
         self._paths = Paths.of(home)
         self._slots = DEFAULT_SLOTS if slots is None else slots
+        self._token = ""
+        """Of the head that this process is connected to."""
         self._warm = min(max(self._slots, count_gpus()), WARM_WORKERS) + 1  # one more for the node's daemon
 
     def record(self) -> HeadRecord | None:
@@ -107,8 +114,8 @@ class RayHead:
 
     def ensure(self) -> HeadRecord:
         """The living head if there is one; otherwise a new one, also if a head's address refuses connections, since
-        that head is about to end. Raises RayUnavailable; a head that lives and does not answer is left alone, with all
-        jobs in it."""
+        that head is about to end, or if nobody knows its token any more. Raises RayUnavailable; a head that lives and
+        does not answer is left alone, with all jobs in it."""
         record = self.record()
         if record is None or _refuses(record.address):
             return self.start()
@@ -117,7 +124,7 @@ class RayHead:
                 f"Ray (process {record.pid}) runs but does not answer at {record.address}, and its jobs may run on: "
                 f"try again, or end it and them with `manta down`. Its log is {self._paths.ray_log}."
             )
-        return record
+        return record if self._has_token(record) else self.start()
 
     def start(self) -> HeadRecord:
         """Start a new head, and end an earlier one of this home. Takes about 3 s. Raises RayUnavailable,
@@ -126,7 +133,8 @@ class RayHead:
         self._prepare()
         process = self._spawn()
         address = self._wait_for_address(process)
-        record = HeadRecord(address, process.pid, start_of(process.pid), self._session())
+        token = self._stored_token()
+        record = HeadRecord(address, process.pid, start_of(process.pid), self._session(), token)
         write_private(self._paths.home, self._paths.ray_record, json.dumps(asdict(record)))
         return record
 
@@ -141,7 +149,28 @@ class RayHead:
         if record is None:
             raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
         os.environ.update(self._authentication())
+        self._token = self._stored_token()
         return connect(record.address, namespace)
+
+    def keep_token(self) -> None:
+        """Write the file of the token again if it is not the one by which this process was let in: whatever Ray starts
+        reads it. Raises HomeUnusable."""
+        if self._token and self._stored_token() != self._token:
+            write_private(self._paths.home, self._paths.ray_token, self._token)
+
+    def _has_token(self, record: HeadRecord) -> bool:
+        """Whether the token of a head is known; its file is written again if it is not the recorded one."""
+        self._token = record.token or self._stored_token()
+        self.keep_token()
+        if not self._token:
+            log.error("Ray (process %d) is replaced: its token is gone (%s)", record.pid, self._paths.ray_token)
+        return bool(self._token)
+
+    def _stored_token(self) -> str:
+        try:
+            return self._paths.ray_token.read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
 
     def stop(self) -> None:
         """Kill all processes of this home's head and no others, and remove Ray's temporary files.
@@ -159,7 +188,7 @@ class RayHead:
             self._paths.home.mkdir(parents=True, exist_ok=True)
             self._paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
         self._paths.make_runtime_folder()
-        if not self._paths.ray_token.exists():
+        if not self._stored_token():
             write_private(self._paths.home, self._paths.ray_token, secrets.token_hex(32))
 
     def _authentication(self) -> dict[str, str]:

@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -19,7 +21,7 @@ from api import app as api_app
 from api import server, ui
 from api.cli import service
 from api.client import MantaClient
-from api.local_service import announce, running_service
+from api.local_service import announce, running_service, service_process
 from service.cluster.existing_ray import ExistingRay
 from service.control_plane import ControlPlane
 from service.home import HomeUnusable
@@ -74,6 +76,9 @@ class FakeControl:
     def start(self):
         pass
 
+    def keep_token(self):
+        pass
+
     def stop(self):
         FakeControl.left = "jobs run on"
 
@@ -118,6 +123,7 @@ class NotedControl:
     """A control plane that remembers what it was made of."""
 
     made = None
+    kept = threading.Event()
     store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
     def __init__(self, *arguments, **options):
@@ -126,8 +132,39 @@ class NotedControl:
     def start(self):
         pass
 
+    def keep_token(self):
+        NotedControl.kept.set()
+
     def stop(self):
         pass
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("garbage")])
+def test_service_whose_announcement_is_lost_announces_itself_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(server, "KEEP_SECONDS", 0.001)
+    file, seen = Settings(tmp_path).service_file, []
+
+    def run(*arguments, **options):
+        before = running_service(tmp_path)
+        assert json.loads((tmp_path / "service.lock").read_text()) == {
+            each: before[each] for each in ("pid", "started")
+        }
+        with pytest.raises(server.AlreadyRunning):
+            server.lock_home(tmp_path)  # leaves what is in the file
+        damage(file)
+        assert service_process(tmp_path) == os.getpid()
+        NotedControl.kept.clear()
+        for _ in range(2):  # looks, the second of which has begun since
+            assert NotedControl.kept.wait(60)
+            NotedControl.kept.clear()
+        seen.append((before, running_service(tmp_path)))
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+    assert seen[0][0] == seen[0][1] is not None
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(("hours", "seconds", "dashboard"), [(0.5, 1800, True), (0.0, 0, False)])

@@ -191,7 +191,7 @@ def test_head_that_refuses_is_about_to_end_and_another_is_started(tmp_path, monk
     monkeypatch.setattr(head, "start", lambda: "another")
     with socket.create_server(("127.0.0.1", 0)) as listens:
         address = f"127.0.0.1:{listens.getsockname()[1]}"
-        record = HeadRecord(address, os.getpid(), start_of(os.getpid()), "x")
+        record = HeadRecord(address, os.getpid(), start_of(os.getpid()), "x", "a token")
         Paths.of(tmp_path).ray_record.write_text(record_text(record))
         assert head.ensure() == record
     assert head.ensure() == "another"
@@ -209,6 +209,33 @@ def test_ray_keeps_as_many_workers_ready_as_there_may_be_agents_and_one_for_the_
     assert f'--resources={{"manta_slot": {slots}}}' in command
     assert "--object-store-memory=104857600" in command, "the rest of /dev/shm is for snapshots"
     assert {"--head", "--block", "--disable-usage-stats", "--port=0", "--include-dashboard=false"} <= set(command)
+
+
+@pytest.mark.parametrize("said", [None, "", "garbage"])
+def test_token_that_was_removed_is_written_again_by_whoever_knows_it(tmp_path, monkeypatch, said):
+    head, token = RayHead(tmp_path), Paths.of(tmp_path).ray_token
+    known = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there", "a token")
+    Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(known)))
+    monkeypatch.setattr(module, "answers", lambda address: True)
+    monkeypatch.setattr(module, "_refuses", lambda address: False)
+    for write_again in (head.ensure, head.keep_token):
+        if said is None:
+            token.unlink(missing_ok=True)
+        else:
+            token.write_text(said)
+        write_again()
+        assert token.read_text() == "a token" and stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert "a token" not in repr(known)
+
+
+def test_head_whose_token_nobody_knows_is_replaced(tmp_path, monkeypatch):
+    head = RayHead(tmp_path)
+    record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there")
+    Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(record)))
+    monkeypatch.setattr(module, "answers", lambda address: True)
+    monkeypatch.setattr(module, "_refuses", lambda address: False)
+    monkeypatch.setattr(head, "start", lambda: "another one")
+    assert head.ensure() == "another one"
 
 
 def test_token_stays_the_same_for_all_heads_of_a_home(tmp_path):
