@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from api.cli.main import Json
+from api.cli.main import EXIT_BAD_INPUT, Json
 from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service, service_process
@@ -279,11 +279,20 @@ def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, b
             if running is not None and _is_ready(home):
                 return str(running["url"])
             continue
-        with log.open("rb") as file:
-            file.seek(began)
-            words = file.read().decode(errors="replace").strip().splitlines()
-        raise NotStarted(f"the service did not start: {words[-1] if words else 'it printed nothing'} (log: {log})")
+        raise NotStarted(f"the service did not start: {_why_it_ended(process.returncode, log, began)} (log: {log})")
     raise NotStarted(f"the service is not ready after {UP_SECONDS:.0f} s; see its log: {log}")
+
+
+def _why_it_ended(status: int, log: Path, began: int) -> str:
+    """The sentence that a service prints last when it refuses to start. What others print, such as the frames of a
+    stack, is none."""
+    with log.open("rb") as file:
+        file.seek(began)
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    if status == EXIT_BAD_INPUT and lines:
+        return lines[-1]
+    how = f"by signal {-status}" if status < 0 else f"with status {status}"
+    return f"its process ended {how}" + (", and the end of its log may say why" if lines else " and printed nothing")
 
 
 def _is_ready(home: Path) -> bool:
