@@ -46,6 +46,11 @@ UNKNOWN_JOB = (
     "it is left running"
 )
 
+FOREIGN_JOB = (
+    "agents of %s are in the Ray of this home, under another database: that of another service which uses this Ray, or "
+    "one that was lost; they are left running, and `manta down` ends them"
+)
+
 
 class Housekeeping:
     """Housekeeping, done in this process whenever it holds the lease."""
@@ -158,6 +163,9 @@ class Housekeeping:
     async def _release_those_without_owner(self, only: Collection[str] | None) -> set[str]:
         """Returns the jobs whose resources cannot be released. `only`: consider only these jobs; None: all."""
         there = await self._cluster.jobs()
+        if only is None and not self._cluster.is_elsewhere:
+            for job in await self._cluster.agents.jobs_elsewhere():
+                log.warning(FOREIGN_JOB, job)
         held = there if only is None else [job for job in there if job in only]
         states, deleted = await self._fates(held)
         keeping = await self._store.read_async(partial(failed_jobs.holding_memory, job_ids=held))
