@@ -57,7 +57,7 @@ def never_had_jobs(store: Store) -> bool:
     try:
         with database.readers.connect() as connection:
             present = set(inspect(connection).get_table_names())
-            tables = [table for table in (Job.__table__, DeletedJob.__table__) if table.name in present]
+            tables = [table for table in (Job, DeletedJob) if table.__tablename__ in present]
             return not any(connection.execute(select(exists().select_from(table))).scalar_one() for table in tables)
     except SQLAlchemyError:
         return False
