@@ -6,6 +6,7 @@ import json
 import os
 import ssl
 from pathlib import Path
+from typing import IO
 
 from service.cluster.processes import same_process, start_of, started_in
 from service.home import OwnFileUnusable, read_own, writing_in
@@ -18,18 +19,35 @@ DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 """The address of a service unless another one is given."""
 
 
+LOCK = "service.lock"
+"""In the home: locked by the service as long as it runs, from before it starts anything."""
+
+
 class CertificateUnreadable(MantaError):
     """The certificate of the service of this home is not where the service has found it."""
 
 
 def announce(service_file: Path, url: str, database: str, certificate: Path | None = None) -> None:
-    """Publish the service's address, database and certificate for the commands of the same home. Raises
-    HomeUnusable."""
-    me = os.getpid()
-    words = {"url": url, "pid": me, "started": start_of(me), "database": database}
+    """Publish the service's address, database and certificate for the commands of the same home, unless that is what
+    the file says. Raises HomeUnusable."""
+    words = {"url": url, **_this_process(), "database": database}
     if certificate is not None:
         words["certificate"] = str(certificate)
-    write_whole(service_file, json.dumps(words))
+    if _document_in(service_file) != words:
+        write_whole(service_file, json.dumps(words))
+
+
+def sign(lock: IO[str]) -> None:
+    """Write into the locked file of the home which process is its service. Raises OSError."""
+    lock.seek(0)
+    lock.truncate()
+    lock.write(json.dumps(_this_process()))
+    lock.flush()
+
+
+def _this_process() -> dict[str, object]:
+    me = os.getpid()
+    return {"pid": me, "started": start_of(me)}
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -43,22 +61,39 @@ def write_whole(file: Path, text: str) -> None:
 
 def running_service(home: Path) -> dict[str, object] | None:
     """What the service of `home` has published (`url`, `pid`, `started`, `database`), or None if none is running."""
+    announced = _living(_document_in(Settings(home).service_file))
+    return announced if announced is not None and isinstance(announced.get("url"), str) else None
+
+
+def service_process(home: Path) -> int | None:
+    """Process id of the service of `home`, which may have published nothing yet, or not any more; None if none is
+    running."""
+    found = _living(_document_in(Settings(home).service_file)) or _living(_document_in(home / LOCK))
+    return None if found is None else int(str(found["pid"]))
+
+
+def _document_in(file: Path) -> dict[str, object] | None:
     try:
-        announced = json.loads(read_own(Settings(home).service_file) or "")
-        alive = same_process(int(announced["pid"]), started_in(announced))
-    except (OwnFileUnusable, ValueError, KeyError, TypeError):
+        document = json.loads(read_own(file) or "")
+    except (OwnFileUnusable, ValueError):
         return None
-    return announced if alive else None
+    return document if isinstance(document, dict) else None
+
+
+def _living(document: dict[str, object] | None) -> dict[str, object] | None:
+    """`document`, if it names a process that runs."""
+    try:
+        alive = document is not None and same_process(int(str(document["pid"])), started_in(document))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return document if alive else None
 
 
 def find_url(settings: Settings) -> str:
     """The service's address: MANTA_URL, or that of the service running in MANTA_HOME, or the default."""
     if settings.url is not None:
         return settings.url
-    try:
-        url = json.loads(read_own(settings.service_file) or "")["url"]
-    except (OwnFileUnusable, ValueError, KeyError, TypeError):
-        url = None  # not running, or just being written
+    url = (_document_in(settings.service_file) or {}).get("url")  # none: not running, or just being written
     return url if isinstance(url, str) else DEFAULT_URL
 
 

@@ -35,6 +35,7 @@ from service.running_ranks import NoRanks, RankNotFound, RankSilent
 from service.step_traces.reading import NothingMeasured
 from service.store import (
     CheckpointNotFound,
+    DatabaseLost,
     ExportNotFound,
     IdempotencyConflict,
     IllegalTransition,
@@ -175,6 +176,11 @@ def database_unavailable(error: Exception) -> Response:
     detail = "the job database does not answer; jobs run on, and nothing was changed by this request: try it again"
     if isinstance(error, OutcomeUnknown):
         detail = "the job database went away in the middle; jobs run on; see whether this request has changed anything"
+    elif isinstance(error, DatabaseLost):
+        detail = (
+            "the file of the job database is gone, or is not the one that the service has opened, whose log says what "
+            "to do; jobs run on, and nothing was changed by this request"
+        )
     return problem("database_unavailable", detail)
 
 

@@ -9,13 +9,16 @@ import os
 import socket
 import ssl
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from api.local_service import announce, running_service, write_whole
+from api.local_service import LOCK, announce, running_service, sign, write_whole
 from service import automatic_key
 from service.cluster.cluster import NodeOptions
 from service.cluster.existing_ray import ExistingRay
@@ -23,11 +26,14 @@ from service.cluster.ray_head import RayHead
 from service.control_plane import ControlPlane
 from service.control_plane_options import ControlPlaneOptions
 from service.data_roots import LOOPBACK_HOSTS, roots_of
-from service.home import writing_in
+from service.home import HomeUnusable, writing_in
+from service.ids import is_job_id
 from service.model_packages import ModelPackages
 from service.settings import DEFAULT_HOST, Settings, Tls
 from service.store import Store, StoreUnusable, keys
+from service.store.health import never_had_jobs
 from service.store.location import RECORD, file_of, noted_in, parse_url, url_in
+from service.takeover import MOST_NAMED
 from service.traces.traces import refuse_without_packages
 from workers.errors import MantaError
 from workers.storage.files import files_of
@@ -39,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
+KEEP_SECONDS = 1.0
+"""Between two looks whether the files in the home that others need are still there."""
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept: longer than any client or load balancer would use it again (httpx 5 s, AWS's
 60 s). A request that meets its connection's end is lost, and its sender cannot know whether it was carried out."""
@@ -72,13 +80,26 @@ class OtherDatabase(MantaError):
     """The home's jobs are in a database that was not named this time."""
 
 
+class DatabaseMissing(MantaError):
+    """The home has the files of jobs, and its database knows none."""
+
+    def __init__(self, location: str, folder: Path, jobs: Sequence[str]):
+        more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
+        super().__init__(
+            f"the database {location} is missing or has no jobs, but {folder} has the files of "
+            f"{', '.join(jobs[:MOST_NAMED])}{more}, which may be running: put the database's file back, with its -wal, "
+            "or restore a backup with `manta db restore FILE`; to begin anew without these jobs, move them away: "
+            f"`mv {folder} {folder}.old`"
+        )
+
+
 def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool = False) -> None:
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of an existing Ray, which a
     `patient` service waits for.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, CertificateUnusable, RayUnavailable, KeyFileUnsafe,
-    HomeUnusable, StoreNotInstalled, TracesNotInstalled.
+    PortTaken, AlreadyRunning, OtherDatabase, DatabaseMissing, NotForOthers, CertificateUnusable, RayUnavailable,
+    KeyFileUnsafe, HomeUnusable, StoreNotInstalled, TracesNotInstalled.
     """
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
@@ -93,11 +114,14 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     if running is not None and running["pid"] != os.getpid():
         raise AlreadyRunning(f"a service with home {home} runs already at {running['url']}; end it with `manta down`")
     locks = [lock_home(home)]
+    with writing_in(home):
+        sign(locks[0])
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     scheme = "http" if tls.certificate is None else "https"
     url = f"{scheme}://{DEFAULT_HOST if host in EVERY_ADDRESS else host}:{port}"
     control = _control_plane(settings, host, port, slots, ray, patient)
+    _refuse_lost_database(home, control.store)
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)
     control.start()
@@ -106,15 +130,40 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         if host in LOOPBACK_HOSTS:
             automatic_key.ensure(control.store, home)
         app = build_app(control, settings, host)
-        announce(service_file, url, control.store.location, tls.certificate)
+        say = partial(announce, service_file, url, control.store.location, tls.certificate)
+        say()
         log.info("Manta is up at %s, listening on %s", url, host)
-        _answer_requests(app, settings, listener)
+        with _kept(say, control.keep_token):
+            _answer_requests(app, settings, listener)
     finally:
         with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
             service_file.unlink(missing_ok=True)
         control.stop()
         for lock in locks:
             lock.close()
+
+
+@contextlib.contextmanager
+def _kept(*files: Callable[[], None]) -> Iterator[None]:
+    """During the block, each of these writes its file of the home again as soon as somebody has removed or damaged
+    it."""
+    done = threading.Event()
+
+    def keep() -> None:
+        while not done.wait(KEEP_SECONDS):
+            for write in files:
+                try:
+                    write()
+                except HomeUnusable as error:  # such as a full disk
+                    log.warning("%s", error)
+
+    thread = threading.Thread(target=keep, name="files of the home", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _control_plane(
@@ -236,7 +285,7 @@ def lock_home(home: Path) -> IO[str]:
     """Lock the home until the file is closed: of two services that start at the same time, one gives up. Raises
     AlreadyRunning, HomeUnusable."""
     with writing_in(home):
-        file = (home / "service.lock").open("w")
+        file = (home / LOCK).open("a")  # leaves what whoever has locked it has written
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -266,6 +315,19 @@ def lock_database(home: Path, url: str | None) -> list[IO[str]]:
     return [file]
 
 
+def _refuse_lost_database(home: Path, store: Store) -> None:
+    """Raise DatabaseMissing if the home's jobs are in a database that is gone: with an empty one they would run on
+    unseen. Another database than the recorded one is named on purpose. Raises HomeUnusable."""
+    folder = home / "jobs"
+    if noted_in(home) not in (None, store.location):
+        return
+    jobs: list[str] = []
+    with writing_in(home), contextlib.suppress(FileNotFoundError):
+        jobs = sorted(each.name for each in folder.iterdir() if is_job_id(each.name))
+    if jobs and never_had_jobs(store):
+        raise DatabaseMissing(store.location, folder, jobs)
+
+
 def _keep_to_database(settings: Settings, location: str) -> None:
     """Record which database this home's jobs are in, without a password. If none is named it must be the recorded one:
     with an empty one, running jobs would have no owner. Raises OtherDatabase, HomeUnusable."""
@@ -273,7 +335,7 @@ def _keep_to_database(settings: Settings, location: str) -> None:
     if settings.database_url is None and known not in (None, location):
         raise OtherDatabase(
             f"the jobs of {settings.home} are in the database {known}: name it with --database or MANTA_DATABASE_URL, "
-            f"or remove {record} to begin with an empty one in the home"
+            f"or begin with an empty one in the home: --database {location}"
         )
     if known != location:
         write_whole(record, location)

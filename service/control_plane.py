@@ -174,6 +174,12 @@ class ControlPlane:
         self._head.stop()
         self._start_over()
 
+    def keep_token(self) -> None:
+        """Write the token of our own Ray again if it was removed or changed: whatever starts there reads it. Raises
+        HomeUnusable."""
+        if isinstance(self._head, RayHead):
+            self._head.keep_token()
+
     def _connect(self, namespace: str) -> Cluster:
         self._home_of_jobs.mark(namespace)
         ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)

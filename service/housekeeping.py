@@ -24,6 +24,7 @@ from service.retention import Retention, SeenExpired
 from service.scheduler import Placed, Scheduler
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, checkpoints, deletion, failed_jobs, jobs
+from service.store.retries import in_a_line, may_pass
 from service.stored_specs import SpecNotUnderstood
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.protocol.messages import ProtocolMismatch
@@ -43,6 +44,11 @@ CLAIM_SECONDS = 1.0
 UNKNOWN_JOB = (
     "agents or places of %s are there, but the database does not know that job (is it restored from an older backup?): "
     "it is left running"
+)
+
+FOREIGN_JOB = (
+    "agents of %s are in the Ray of this home, under another database: that of another service which uses this Ray, or "
+    "one that was lost; they are left running, and `manta down` ends them"
 )
 
 
@@ -157,6 +163,9 @@ class Housekeeping:
     async def _release_those_without_owner(self, only: Collection[str] | None) -> set[str]:
         """Returns the jobs whose resources cannot be released. `only`: consider only these jobs; None: all."""
         there = await self._cluster.jobs()
+        if only is None and not self._cluster.is_elsewhere:
+            for job in await self._cluster.agents.jobs_elsewhere():
+                log.warning(FOREIGN_JOB, job)
         held = there if only is None else [job for job in there if job in only]
         states, deleted = await self._fates(held)
         keeping = await self._store.read_async(partial(failed_jobs.holding_memory, job_ids=held))
@@ -225,8 +234,9 @@ class Housekeeping:
                     async with self._leases.borrowed(job_id) as lease:
                         if lease is not None:
                             await self._remove_snapshots_of(job_id, self._store.fenced(lease))
-            except Exception:  # the rest is found by the next search
-                log.exception("could not remove snapshots that were kept for long enough")
+            except Exception as error:  # the rest is found by the next search
+                what = "could not remove snapshots that were kept for long enough"
+                log.error("%s: %s", what, in_a_line(error), exc_info=not may_pass(error))
             await asyncio.sleep(MEMORY_SECONDS)
 
     async def _remove_snapshots_of(self, job_id: str, store: Store) -> None:

@@ -21,6 +21,7 @@ from service.leases.errors import LeaseLost
 from service.leases.held import HeldLease, Leases
 from service.states import SUPERVISED, JobState
 from service.store import Store, step_traces
+from service.store.retries import in_a_line, may_pass
 from service.store.tables import Job
 from service.tasks import log_failure
 
@@ -82,6 +83,7 @@ class JobOwners:
 
     async def run(self) -> None:
         """Look after all owners until cancelled: regularly, and whenever another control plane announces a change."""
+        said = ""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLAIM_SECONDS):
@@ -91,8 +93,12 @@ class JobOwners:
             try:
                 await self.look()
                 self.lag.done()
-            except Exception:  # a job without an owner gets one in the next round
-                log.exception("the jobs could not be listed")
+                said = ""
+            except Exception as error:  # a job without an owner gets one in the next round
+                why = in_a_line(error)
+                if why != said:
+                    log.error("the jobs could not be listed: %s", why, exc_info=not may_pass(error))
+                said = why
 
     async def look(self) -> None:
         """Give up jobs that another control plane owns by now; own every job that may hold places and has no owner,

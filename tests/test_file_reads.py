@@ -22,7 +22,7 @@ READERS = {
 SAFE = {
     "a file that Manta itself writes, in its home, its cache, its temporary folder or shared memory": """
         api/cli/service.py:_private
-        api/cli/service.py:_wait_until_ready
+        api/cli/service.py:_why_it_ended
         api/demo/replay.py:_train
         service/job/received_lines.py:_mend
         service/kept_logs/spool.py:_chunk
@@ -32,6 +32,7 @@ SAFE = {
         service/logs.py:read
         service/store/backup_file.py:_into_file
         service/store/backup_file.py:_leave_log
+        service/store/opened_files.py:keep_log
         workers/data/prepare.py:_bounds
         workers/data/token_cache.py:_done
         workers/data/token_cache.py:_join

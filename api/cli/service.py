@@ -10,17 +10,15 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import psutil
 import typer
-from sqlalchemy.exc import SQLAlchemyError
 
-from api.cli.main import Json
+from api.cli.main import EXIT_BAD_INPUT, Json
 from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.local_service import running_service
-from api.server import EVERY_ADDRESS, configure_logging, refuse_without_protection, serve, serve_command
+from api.local_service import running_service, service_process
 from service.cluster.own_raylet import end_raylet
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
@@ -29,14 +27,15 @@ from service.home import writing_in
 from service.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings, Tls
 from service.states import JobState
-from service.store import Job, Store
-from service.store.checkpoints import newest
-from service.store.jobs import unfinished_in_brief
-from service.store.location import file_of, parse_url, shown, url_in
 from workers.errors import MantaError
 from workers.paths import Paths
 
+if TYPE_CHECKING:  # imported where it is needed: on a busy machine that takes half a minute
+    from service.store import Job
+
 UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 240.0, 60.0, 0.1
+ANNOUNCE_SECONDS = 10.0
+"""How long a process that has locked the home may take to say where it answers."""
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
@@ -92,25 +91,41 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start the service in the background."""
+    home = Settings.from_environment().home
+    if (running := running_service(home) or _awaited(home)) is not None:
+        answer = {"url": running["url"], "home": str(home), "started": False}
+        typer.echo(json.dumps(answer) if as_json else f"Manta is already running: {running['url']}")
+        return
+    from api import server
+
     settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
-    home = settings.home
-    running = running_service(home)
-    if running is None:
-        refuse_without_protection(settings, host)
-        url = start_service(settings, host, port, slots, ray)
-    else:
-        url = str(running["url"])
+    server.refuse_without_protection(settings, host)
+    url = start_service(settings, host, port, slots, ray)
     if as_json:
-        typer.echo(json.dumps({"url": url, "home": str(home), "started": running is None}))
+        typer.echo(json.dumps({"url": url, "home": str(home), "started": True}))
         return
-    if running is not None:
-        typer.echo(f"Manta is already running: {url}")
-        return
-    everywhere = " and this machine's other addresses" if host in EVERY_ADDRESS else ""
+    everywhere = " and this machine's other addresses" if host in server.EVERY_ADDRESS else ""
     typer.echo(f"Manta is up: {url}{everywhere} (home: {home})")
     if settings.dashboard and read_key(home) is not None and host in LOOPBACK_HOSTS:
         with MantaClient.of_home(home) as client:
             typer.echo(f"Dashboard, link valid once: {url}{client.link().path} (`manta link` prints another one)")
+
+
+def _awaited(home: Path) -> dict[str, object] | None:
+    """What the service that has locked `home` publishes soon: it starts, or writes its removed file again. None if none
+    has. Raises NotStarted."""
+    deadline = time.monotonic() + ANNOUNCE_SECONDS
+    while (pid := service_process(home)) is not None:
+        if (running := running_service(home)) is not None:
+            return running
+        if time.monotonic() > deadline:
+            raise NotStarted(
+                f"process {pid} is the service of {home}, which starts or hangs, and has not said where it answers: "
+                f"try again, or end it with `manta down` (log: {home / 'logs' / 'service.log'})"
+            )
+        with contextlib.suppress(psutil.NoSuchProcess):
+            wait_until_ended([psutil.Process(pid)], POLL_SECONDS)
+    return None
 
 
 def _with_options(
@@ -126,6 +141,8 @@ def _with_options(
 
 def settings_with(database: str | None) -> Settings:
     """Settings from the environment, except for the database if one is given. Raises BadSetting, BadDatabaseUrl."""
+    from service.store.location import parse_url, url_in
+
     settings = Settings.from_environment()
     settings = replace(settings, database_url=database or settings.database_url)
     parse_url(url_in(settings.home, settings.database_url))
@@ -134,6 +151,8 @@ def settings_with(database: str | None) -> Settings:
 
 def down(database: Database = None, as_json: Json = False) -> None:
     """Stop the service and everything it runs, and list what was running."""
+    from service.store.location import parse_url, shown, url_in
+
     settings = settings_with(database)
     home, looked_at = settings.home, shown(parse_url(url_in(settings.home, settings.database_url)))
     used = (running_service(home) or {}).get("database", looked_at)
@@ -176,6 +195,13 @@ def _what_becomes_of(job: Job, saved: int | None, own_ray: bool) -> str:
 def running_jobs(home: Path, database: str | None = None) -> list[tuple[Job, int | None]]:
     """Unfinished jobs in the database of `home`, each with the step of its newest checkpoint, whether or not a service
     is running; none if it cannot be read."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from service.store import Store
+    from service.store.checkpoints import newest
+    from service.store.jobs import unfinished_in_brief
+    from service.store.location import file_of, parse_url, url_in
+
     file = file_of(parse_url(url_in(home, database)))
     if file is not None and not file.exists():
         return []
@@ -203,19 +229,24 @@ def serve_in_foreground(
     database: Database = None,
 ) -> None:
     """Run the service in the foreground, for containers."""
-    configure_logging()
+    from api import server
+
+    server.configure_logging()
     settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
     if ray is None:
-        serve(settings, host, port, slots, None)
+        server.serve(settings, host, port, slots, None)
     else:
         run_again_when_ended_by_ray(
-            lambda again: serve(settings, host, port, slots, ray, patient=again or wait_for_ray), settings.service_file
+            lambda again: server.serve(settings, host, port, slots, ray, patient=again or wait_for_ray),
+            settings.service_file,
         )
 
 
 def start_service(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> str:
     """Start the service in the background and return its address once it is ready. Raises HomeUnusable and NotStarted;
     in these cases a Ray that was already running keeps running, with its jobs."""
+    from api.server import serve_command
+
     home = settings.home
     ray_ran = RayHead(home).record() is not None
     log = home / "logs" / "service.log"
@@ -258,11 +289,20 @@ def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, b
             if running is not None and _is_ready(home):
                 return str(running["url"])
             continue
-        with log.open("rb") as file:
-            file.seek(began)
-            words = file.read().decode(errors="replace").strip().splitlines()
-        raise NotStarted(f"the service did not start: {words[-1] if words else 'it printed nothing'} (log: {log})")
+        raise NotStarted(f"the service did not start: {_why_it_ended(process.returncode, log, began)} (log: {log})")
     raise NotStarted(f"the service is not ready after {UP_SECONDS:.0f} s; see its log: {log}")
+
+
+def _why_it_ended(status: int, log: Path, began: int) -> str:
+    """The sentence that a service prints last when it refuses to start. What others print, such as the frames of a
+    stack, is none."""
+    with log.open("rb") as file:
+        file.seek(began)
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    if status == EXIT_BAD_INPUT and lines:
+        return lines[-1]
+    how = f"by signal {-status}" if status < 0 else f"with status {status}"
+    return f"its process ended {how}" + (", and the end of its log may say why" if lines else " and printed nothing")
 
 
 def _is_ready(home: Path) -> bool:
@@ -278,10 +318,10 @@ def stop_service(home: Path) -> bool:
     running."""
     paths, head = Paths.of(home), RayHead(home)
     has_own_ray = paths.ray_record.exists()  # on an existing Ray cluster the jobs keep running and need these
-    running = running_service(home)
-    if running is not None:
+    pid = service_process(home)
+    if pid is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(int(str(running["pid"])))
+            process = psutil.Process(pid)
             process.send_signal(signal.SIGTERM)
             if not wait_until_ended([process], DOWN_SECONDS):
                 process.kill()
@@ -290,4 +330,4 @@ def stop_service(home: Path) -> bool:
         head.stop()
         paths.remove_snapshots()
         paths.remove_runtime_folder()
-    return running is not None or has_own_ray
+    return pid is not None or has_own_ray

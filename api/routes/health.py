@@ -41,7 +41,7 @@ def _reasons(control: ControlPlane) -> list[str]:
     try:
         control.store.ping()
     except SQLAlchemyError as error:
-        return [f"the database does not answer: {' '.join(str(error).split())}"]
+        return [f"the database does not answer: {' '.join(str(getattr(error, 'orig', None) or error).split())}"]
     return control.ready()
 
 

@@ -95,6 +95,10 @@ class Agents:
         """Names of all agents of all jobs."""
         return [name for name in await self._ray.actor_names() if job_of(name) is not None]
 
+    async def jobs_elsewhere(self) -> list[str]:
+        """The jobs of other installations, and of databases that are lost, that have agents in this Ray."""
+        return sorted({job for name in await self._ray.actor_names_elsewhere() if (job := job_of(name)) is not None})
+
     async def names_on(self, node: str) -> list[str]:
         """Names of the agents on a node."""
         names = await self._ray.run(actors_on, self._ray.module, node)

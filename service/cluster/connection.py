@@ -73,6 +73,12 @@ class RayConnection:
         """Names of all named actors."""
         return [str(name) for name in await self.run(self.module.util.list_named_actors)]
 
+    async def actor_names_elsewhere(self) -> list[str]:
+        """Names of all named actors in other namespaces than ours."""
+        listed = await self.run(self.module.util.list_named_actors, all_namespaces=True)
+        own = self.module.get_runtime_context().namespace
+        return [str(each["name"]) for each in listed if each["namespace"] != own]
+
     def _find_all(self, names: list[str]) -> list[Any | None]:
         there = set(self.module.util.list_named_actors())
         return [self._find(name) if name in there else None for name in names]

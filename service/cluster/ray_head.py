@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,15 @@ class HeadRecord:
     """When that process started, in the form for `same_process`: a pid alone may belong to another process by now."""
     session: str
     """Ray's session folder, with its logs."""
+    token: str = field(default="", repr=False, compare=False)
+    """What it lets processes in by, in case its file is removed; empty: not known."""
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> HeadRecord:
         """From its JSON, also of an earlier release. Raises KeyError, ValueError, TypeError if it is damaged."""
         pid = int(document["pid"])
-        return cls(str(document["address"]), pid, started_in(document), str(document["session"]))
+        session, token = str(document["session"]), str(document.get("token", ""))
+        return cls(str(document["address"]), pid, started_in(document), session, token)
 
 
 class RayHead:
@@ -94,6 +97,8 @@ class RayHead:
         them."""
         self._paths = Paths.of(home)
         self._slots = DEFAULT_SLOTS if slots is None else slots
+        self._token = ""
+        """Of the head that this process is connected to."""
         self._warm = min(max(self._slots, count_gpus()), WARM_WORKERS) + 1  # one more for the node's daemon
 
     def record(self) -> HeadRecord | None:
@@ -120,19 +125,21 @@ class RayHead:
         return str((self._paths.ray_folder / "session_latest").resolve())
 
     def ensure(self) -> HeadRecord:
-        """The living head if ranks can be placed by it; otherwise a new one, since jobs continue from shared memory. A
-        head that does not answer is waited for first. Raises RayUnavailable, HomeUnusable."""
+        """The living head if ranks can be placed by it; otherwise a new one, also if nobody knows its token any more,
+        since jobs continue from shared memory. A head that does not answer is waited for first. Raises RayUnavailable,
+        HomeUnusable."""
         record = self.record()
         if record is None:
             return self.start()
         problem, deadline = self.problem_of(record), time.monotonic() + SILENT_SECONDS
-        while problem is None:
-            silent = _silent_process(record.pid)
-            if silent is None:
-                return record
+        while problem is None and (silent := _silent_process(record.pid)) is not None:
             problem = self.problem_of(record)
             if problem is None and time.monotonic() > deadline:
                 problem = f"its {silent} has not answered for {SILENT_SECONDS:g} s"
+        if problem is None and not self._has_token(record):
+            problem = f"its token is gone ({self._paths.ray_token})"
+        if problem is None:
+            return record
         log.error("Ray (process %d) is replaced: %s", record.pid, problem)
         return self.start()
 
@@ -165,7 +172,8 @@ class RayHead:
         self._prepare()
         process = self._spawn()
         address = self._wait_for_address(process)
-        record = HeadRecord(address, process.pid, start_of(process.pid), self._session())
+        token = self._stored_token()
+        record = HeadRecord(address, process.pid, start_of(process.pid), self._session(), token)
         write_private(self._paths.home, self._paths.ray_record, json.dumps(asdict(record)))
         return record
 
@@ -180,7 +188,26 @@ class RayHead:
         if record is None:
             raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
         os.environ.update(self._authentication())
+        self._token = self._stored_token()
         return connect(record.address, namespace)
+
+    def keep_token(self) -> None:
+        """Write the file of the token again if it is not the one by which this process was let in: whatever Ray starts
+        reads it. Raises HomeUnusable."""
+        if self._token and self._stored_token() != self._token:
+            write_private(self._paths.home, self._paths.ray_token, self._token)
+
+    def _has_token(self, record: HeadRecord) -> bool:
+        """Whether the token of a head is known; its file is written again if it is not the recorded one."""
+        self._token = record.token or self._stored_token()
+        self.keep_token()
+        return bool(self._token)
+
+    def _stored_token(self) -> str:
+        try:
+            return (read_own(self._paths.ray_token) or "").strip()
+        except OwnFileUnusable:
+            return ""
 
     def stop(self) -> None:
         """Kill all processes of this home's head and no others, and remove Ray's temporary files.
@@ -198,7 +225,7 @@ class RayHead:
             self._paths.home.mkdir(parents=True, exist_ok=True)
             self._paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
         self._paths.make_runtime_folder()
-        if read_own(self._paths.ray_token) is None:
+        if not self._stored_token():
             write_private(self._paths.home, self._paths.ray_token, secrets.token_hex(32))
 
     def _authentication(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from service.store.control_plane_tables import Lease
 from service.store.database import Store
 from service.store.errors import (
     CheckpointNotFound,
+    DatabaseLost,
     ExportNotFound,
     IdempotencyConflict,
     IllegalTransition,
@@ -43,6 +44,7 @@ __all__ = [
     "AuditEntry",
     "Checkpoint",
     "CheckpointNotFound",
+    "DatabaseLost",
     "Event",
     "ExportNotFound",
     "Generation",

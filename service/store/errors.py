@@ -182,6 +182,15 @@ class OutcomeUnknown(OperationalError):
     was made. Operations that may be repeated are repeated."""
 
 
+class DatabaseLost(OperationalError):
+    """The file of the database is not the one that was opened: it was moved, removed, replaced or emptied. It may come
+    back."""
+
+    def __init__(self, problem: str):
+        """`problem`: names the file."""
+        super().__init__(None, None, FileNotFoundError(problem))
+
+
 class StoreOfNewerRelease(StoreUnusable):
     """A newer release has brought the database to a schema that this one cannot use."""
 

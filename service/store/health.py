@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sqlalchemy import Connection, func, inspect, select
+from sqlalchemy import Connection, exists, func, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.store.control_plane_tables import Compatibility, Installation
 from service.store.database import Store, newest_revision
 from service.store.errors import StoreEmpty, StoreUnusable
 from service.store.sqlite import SqliteDatabase
-from service.store.tables import Base
+from service.store.tables import Base, DeletedJob, Job
 
 _MAKE = "`manta up` and `manta db upgrade` make one"
 _ONE_ROW = (Installation, Compatibility)
@@ -44,6 +44,23 @@ def refuse_none(store: Store) -> None:
         raise StoreUnusable(store.location, error) from error
     if not is_there:
         raise StoreEmpty(store.location, ValueError("it has neither jobs nor tables for them"), _MAKE)
+
+
+def never_had_jobs(store: Store) -> bool:
+    """Whether the database is a file that is missing, empty or has no job, not even a deleted one; it is not created
+    then. False for a server, and for a file that cannot be read."""
+    database = store.database
+    if not isinstance(database, SqliteDatabase):
+        return False
+    if not database.file.exists() or database.file.stat().st_size == 0:
+        return True
+    try:
+        with database.readers.connect() as connection:
+            present = set(inspect(connection).get_table_names())
+            tables = [table for table in (Job, DeletedJob) if table.__tablename__ in present]
+            return not any(connection.execute(select(exists().select_from(table))).scalar_one() for table in tables)
+    except SQLAlchemyError:
+        return False
 
 
 def _schema(connection: Connection) -> Iterator[str]:

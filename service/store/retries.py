@@ -35,10 +35,11 @@ async def until_done(operation: Callable[[], Awaitable[T]]) -> T:
         except Exception as error:
             if not may_pass(error):
                 raise
-            log.warning("the database does not answer (%s); again in %.1f s", _in_a_line(error), pause)
+            log.warning("the database does not answer (%s); again in %.1f s", in_a_line(error), pause)
         await asyncio.sleep(pause)
     raise AssertionError("the pauses have no end")
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
+    """What a log says about `error`, without the values in its statement."""
     return " ".join(str(getattr(error, "orig", None) or error).split())

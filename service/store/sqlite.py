@@ -9,10 +9,12 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, RootTransaction, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, RootTransaction, create_engine, event, make_url
+from sqlalchemy.exc import OperationalError
 
-from service.store.errors import StoreUnusable
+from service.store.errors import DatabaseLost, OutcomeUnknown, StoreUnusable
 from service.store.location import file_of, shown, sqlite_url
+from service.store.opened_files import OpenedFiles
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class SqliteDatabase:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreUnusable(self.location, error) from error
+        self._files = OpenedFiles(self.file)
         self.readers = self._engine(url, "BEGIN", pool_size=_KEPT_READERS, max_overflow=_MOST_EXTRA_READERS)
         self.single_readers = self.readers.execution_options(**{_ONE_STATEMENT: True})
         # Writers take the lock at once: SQLite refuses to let a read wait for becoming a write.
@@ -56,10 +59,15 @@ class SqliteDatabase:
 
     def _engine(self, url: URL, begin: str, **pool: int) -> Engine:
         engine = create_engine(url, **pool)
+        event.listen(engine, "handle_error", _explain_damage)
+        event.listen(engine, "do_connect", lambda *_: self._files.refuse_others())
         event.listen(engine, "connect", _configure)
+        event.listen(engine, "connect", lambda connection, _: self._files.opened(connection))
+        event.listen(engine, "close", lambda connection, _: self._files.closed(connection))
 
         @event.listens_for(engine, "begin")
         def begin_transaction(connection: Connection) -> None:
+            self._files.refuse_others()
             if _ONE_STATEMENT not in connection.get_execution_options():
                 connection.exec_driver_sql(begin)
 
@@ -86,8 +94,14 @@ class SqliteDatabase:
         log.warning("the database is brought from revision %s to %s; %s is as it was", current, newest, copy)
 
     def commit(self, connection: Connection, transaction: RootTransaction) -> None:
-        """The result of a commit is always known here."""
+        """Raises DatabaseLost, and OutcomeUnknown if the file was lost in the middle."""
+        self._files.logged()
+        self._files.refuse_others()
         transaction.commit()
+        try:
+            self._files.refuse_others()
+        except DatabaseLost as error:
+            raise OutcomeUnknown(None, None, error.orig or error) from error
 
     def is_conflict(self, error: BaseException) -> bool:
         """Always False: there is one writer at a time."""
@@ -95,6 +109,7 @@ class SqliteDatabase:
 
     def close(self) -> None:
         """Close all connections."""
+        self._files.keep_log()
         self.readers.dispose()
         self.writer.dispose()
 
@@ -105,6 +120,14 @@ def copy_to(file: Path, copy: Path) -> None:
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with contextlib.closing(sqlite3.connect(file, timeout=BUSY_MILLISECONDS / 1000)) as connection:
         connection.execute("VACUUM INTO ?", (str(copy),))
+
+
+def _explain_damage(context: ExceptionContext) -> None:
+    """A damaged file says nothing about the operation, and may be replaced. Raises OperationalError, so that the
+    operation is tried again and none counts as refused."""
+    error = context.original_exception
+    if type(error) is sqlite3.DatabaseError:  # the other errors are of its subclasses
+        raise OperationalError(context.statement, None, error)
 
 
 def _configure(connection: Any, _record: Any) -> None:

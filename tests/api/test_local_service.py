@@ -54,10 +54,16 @@ def test_own_files_that_are_none_are_a_sentence_or_nothing_and_nobody_waits(tmp_
         make(file)
     assert running_service(tmp_path) is None and find_url(Settings(tmp_path)) == f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
     assert RayHead(tmp_path).record() is None
-    uses = {paths.ray_token: RayHead(tmp_path)._prepare, tmp_path / RECORD: lambda: noted_in(tmp_path)}
-    for file, use in uses.items():
-        with pytest.raises(OwnFileUnusable, match=rf"{file} cannot be read \(.*\): move it away, and put back"):
-            use()
+    with pytest.raises(
+        OwnFileUnusable, match=rf"{tmp_path / RECORD} cannot be read \(.*\): move it away, and put back"
+    ):
+        noted_in(tmp_path)
+    if make is Path.mkdir:
+        with pytest.raises(HomeUnusable, match=rf"{paths.ray_token}: Is a directory"):
+            RayHead(tmp_path)._prepare()
+    else:
+        RayHead(tmp_path)._prepare()
+        assert len(paths.ray_token.read_text()) == 64, "what is no token is replaced"
     paths.remove_runtime_folder()
 
 

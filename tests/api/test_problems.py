@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import InternalError, OperationalError
@@ -228,3 +229,17 @@ def test_a_database_that_does_not_answer_is_a_503_that_says_when_to_try_again(
     assert "BEGIN" not in response.text
     monkeypatch.undo()
     assert service.http.get("/v1/jobs").json()["items"] == []
+
+
+@pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
+def test_a_database_whose_file_is_gone_is_a_503_for_all_until_it_is_back(service, document):
+    file, job = service.control.store.database.file, service.http.post("/v1/jobs", json=document).json()["id"]
+    file.rename(f"{file}.away")
+    paths = ("/v1/jobs", f"/v1/jobs/{job}", "/v1/events", f"/v1/jobs/{job}/events", "/v1/projects", "/metrics")
+    answers = [service.http.post(each, json=document) for each in ("/v1/jobs", f"/v1/jobs/{job}/cancel")]
+    for response in (*answers, *map(service.http.get, paths)):
+        check(response, 503, "database_unavailable")
+        assert "log says what to do" in response.text and str(file.parent) not in response.text
+    assert f"file {file} is gone" in service.http.get("/readyz").text
+    Path(f"{file}.away").rename(file)
+    assert [(each["id"], each["state"]) for each in service.http.get("/v1/jobs").json()["items"]] == [(job, "QUEUED")]

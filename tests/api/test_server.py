@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -19,14 +21,16 @@ from api import app as api_app
 from api import server, ui
 from api.cli import service
 from api.client import MantaClient
-from api.local_service import announce, running_service
+from api.local_service import announce, running_service, service_process
 from service.cluster.existing_ray import ExistingRay
 from service.control_plane import ControlPlane
 from service.home import HomeUnusable
 from service.identity import Scope
 from service.settings import RequestLimits, Settings, Tls
-from service.store import keys
+from service.store import Store, deletion, jobs, keys
+from service.store.location import url_in
 from service.traces.traces import TracesNotInstalled
+from workers.spec.reading import parse_job_spec
 from workers.storage.places import ObjectPath
 
 
@@ -74,6 +78,9 @@ class FakeControl:
     def start(self):
         pass
 
+    def keep_token(self):
+        pass
+
     def stop(self):
         FakeControl.left = "jobs run on"
 
@@ -118,6 +125,7 @@ class NotedControl:
     """A control plane that remembers what it was made of."""
 
     made = None
+    kept = threading.Event()
     store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
     def __init__(self, *arguments, **options):
@@ -126,8 +134,39 @@ class NotedControl:
     def start(self):
         pass
 
+    def keep_token(self):
+        NotedControl.kept.set()
+
     def stop(self):
         pass
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("garbage")])
+def test_service_whose_announcement_is_lost_announces_itself_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(server, "KEEP_SECONDS", 0.001)
+    file, seen = Settings(tmp_path).service_file, []
+
+    def run(*arguments, **options):
+        before = running_service(tmp_path)
+        assert json.loads((tmp_path / "service.lock").read_text()) == {
+            each: before[each] for each in ("pid", "started")
+        }
+        with pytest.raises(server.AlreadyRunning):
+            server.lock_home(tmp_path)  # leaves what is in the file
+        damage(file)
+        assert service_process(tmp_path) == os.getpid()
+        NotedControl.kept.clear()
+        for _ in range(2):  # looks, the second of which has begun since
+            assert NotedControl.kept.wait(60)
+            NotedControl.kept.clear()
+        seen.append((before, running_service(tmp_path)))
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+    assert seen[0][0] == seen[0][1] is not None
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(("hours", "seconds", "dashboard"), [(0.5, 1800, True), (0.0, 0, False)])
@@ -171,6 +210,74 @@ def test_home_whose_jobs_are_elsewhere_does_not_begin_with_an_empty_database(tmp
         server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     (tmp_path / "database").unlink()
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+
+
+class StoringControl(NotedControl):
+    """One with a database."""
+
+    def __init__(self, home, head, options, start_over=None):
+        self.store = Store(url_in(home, options.database_url))
+
+    def stop(self):
+        self.store.close()
+
+
+def make_no_file(store, job):
+    pass
+
+
+def make_empty_file(store, job):
+    store.database.file.touch()
+
+
+def make_tables(store, job):
+    store.migrate()
+
+
+def add_job(store, job):
+    store.migrate()
+    store.write(lambda session: jobs.create(session, job))
+
+
+def delete_job(store, job):
+    add_job(store, job)
+    store.write(lambda session: deletion.end(session, jobs.unfinished(session)[0].id))
+
+
+@pytest.mark.parametrize(("make", "record", "refused"), [
+    (make_no_file, True, True), (make_no_file, False, True), (make_empty_file, True, True), (make_tables, True, True),
+    (add_job, True, False), (delete_job, True, False),
+])  # fmt: skip
+def test_home_with_files_of_jobs_does_not_begin_with_a_database_that_never_had_any(
+    tmp_path, monkeypatch, document, make, record, refused
+):
+    monkeypatch.setattr(server, "ControlPlane", StoringControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
+    serve = lambda **more: server.serve(Settings(tmp_path, **more), "127.0.0.1", 0, None, None)  # noqa: E731
+    store = Store(url_in(tmp_path, None))
+    make(store, parse_job_spec(document))
+    store.close()
+    (tmp_path / "jobs" / "job_0w1bg0yqhw1e").mkdir(parents=True)
+    if record:
+        (tmp_path / "database").write_text(store.location)
+    before = sorted(each.name for each in tmp_path.iterdir() if each.suffix != ".lock")
+    if not refused:
+        serve()
+        return
+    said = (
+        rf"{store.location} is missing .*job_0w1bg0yqhw1e, which may be .*`manta db restore FILE`.*`mv {tmp_path}/jobs "
+    )
+    with pytest.raises(server.DatabaseMissing, match=said):
+        serve()
+    assert (
+        sorted(each.name for each in tmp_path.iterdir() if each.suffix not in (".lock", ".db-wal", ".db-shm")) == before
+    )
+    if record:  # another one is named on purpose
+        serve(database_url=f"sqlite:///{tmp_path}/other.db")
+        (tmp_path / "database").unlink()
+    (tmp_path / "jobs").rename(tmp_path / "jobs.old")
+    serve()
 
 
 def test_disk_that_is_full_at_a_start_leaves_what_the_home_knows(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from service.control_plane_options import ControlPlaneOptions
 from service.home_of_jobs import HomeOfJobs, JobsElsewhere
 from service.job.supervisor import Supervisor
 from service.leases.errors import OtherRay
+from service.leases.held import Leases
 from service.states import JobState
 from service.store import jobs
 from service.store.database import newest_revision
@@ -143,6 +144,40 @@ def test_job_that_nobody_owns_is_taken_up(start, cluster, submit, store, monkeyp
     job = submit()
     store.write(lambda s: jobs.transition(s, job.id, JobState.STARTING))
     assert until(plane, job, "SUCCEEDED").step == 10
+
+
+@pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
+def test_job_that_ends_while_its_database_is_moved_away_has_ended_when_it_is_back(
+    start, cluster, submit, store, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(owners, "CLAIM_SECONDS", 0.001)
+    plane, looks, look = start(), [], Leases._look
+    monkeypatch.setattr(Leases, "_look", lambda leases, session: (looks.append(1), look(leases, session))[1])
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    files = [tmp_path / each for each in ("manta.db", "manta.db-wal", "manta.db-shm")]
+    (tmp_path / "away").mkdir()
+    for file in files:
+        file.rename(tmp_path / "away" / file.name)
+
+    async def end():
+        for agent in list(cluster.agents.living.values()):
+            if agent.rank == 0:
+                agent.commit(2)
+            agent.finish(2)
+        already = len(looks)
+        await reached(lambda: len(looks) > already + 5)
+        await reached(lambda: "the database does not answer" in caplog.text)
+        assert len(cluster.agents.living) == 2, "nothing is decided"
+
+    plane._call(end())
+    assert not list(tmp_path.glob("manta.db*")), "none is begun"
+    for file in reversed(files):
+        (tmp_path / "away" / file.name).rename(file)
+    assert until(plane, job, "SUCCEEDED").step == 2
+    assert caplog.text.count("the jobs could not be listed") == caplog.text.count("is gone: jobs train on") == 1
 
 
 def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(

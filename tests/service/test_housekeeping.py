@@ -91,6 +91,15 @@ def test_job_that_the_database_does_not_know_is_left_running_and_reported(start,
     assert f"{unknown.id} are there, but the database does not know that job" in caplog.text
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_job_of_a_lost_database_is_reported_where_the_ray_is_our_own(start, cluster, caplog, is_elsewhere):
+    """In a Ray of others, other installations are none of our business."""
+    plane = start()
+    cluster.agents.elsewhere, cluster.is_elsewhere = ["job_of_before"], is_elsewhere
+    plane._call(plane._housekeeping._release_those_without_owner(None))
+    assert ("agents of job_of_before are in the Ray of this home" in caplog.text) != is_elsewhere
+
+
 def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, submit, store):
     plane = start()
     job = submit()

@@ -18,9 +18,9 @@ LOADED = "import sys; from api.cli.main import command_line; [command_line(each)
 LOADED += "print(*sys.modules)"
 
 
-def test_what_asks_a_service_loads_no_library_of_databases_and_no_torch() -> None:
+def test_what_asks_a_service_or_sees_that_it_runs_loads_no_library_of_databases_and_no_torch() -> None:
     """Together in one process, since it takes longer to start one than to load all of them."""
-    commands = ("status", "ps", "checkpoints", "submit", "compare", "logs")
+    commands = ("status", "ps", "checkpoints", "submit", "compare", "logs", "up")
     output = subprocess.run([sys.executable, "-c", LOADED, *commands], capture_output=True, text=True, check=True)
     modules = output.stdout.split()
     assert {"sqlalchemy", "torch", "ray", "fastapi"}.isdisjoint(modules) and "httpx" in modules

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from api import local_service, server
 from api.cli import service
+from service.cluster.processes import start_of
 from service.cluster.ray_head import RayHead
 from service.settings import Settings, Tls
 from service.states import JobState
@@ -51,9 +53,9 @@ POSTGRESQL = "postgresql://me:secret@there/manta"
 def served(monkeypatch):
     """What the service is run with."""
     runs = []
-    monkeypatch.setattr(service, "serve", lambda *arguments, **more: runs.append(arguments))
+    monkeypatch.setattr(server, "serve", lambda *arguments, **more: runs.append(arguments))
     monkeypatch.setattr(service, "run_again_when_ended_by_ray", lambda run, service_file: run(False))
-    monkeypatch.setattr(service, "configure_logging", lambda: None)
+    monkeypatch.setattr(server, "configure_logging", lambda: None)
     return runs
 
 
@@ -78,7 +80,7 @@ def started(monkeypatch):
 def test_service_in_the_background_is_run_with_what_up_was_told(
     manta, served, started, tmp_path, monkeypatch, options, taken, allow_faults, tls
 ):
-    monkeypatch.setattr(service, "refuse_without_protection", lambda settings, host: None)
+    monkeypatch.setattr(server, "refuse_without_protection", lambda settings, host: None)
     everywhere = " and this machine's other addresses" if options else ""
     assert f"Manta is up: http://127.0.0.1:1{everywhere} (home: " in manta("up", *options)
     ((command, environment),) = started
@@ -102,9 +104,9 @@ def test_a_ray_that_does_not_answer_is_waited_for_where_it_did_before_or_is_to_c
     manta, monkeypatch, options, again, patient
 ):
     waits = []
-    monkeypatch.setattr(service, "serve", lambda *arguments, patient: waits.append(patient))
+    monkeypatch.setattr(server, "serve", lambda *arguments, patient: waits.append(patient))
     monkeypatch.setattr(service, "run_again_when_ended_by_ray", lambda run, service_file: run(again))
-    monkeypatch.setattr(service, "configure_logging", lambda: None)
+    monkeypatch.setattr(server, "configure_logging", lambda: None)
     manta("serve", "--ray", "there:6379", *options)
     assert waits == [patient]
 
@@ -137,6 +139,25 @@ def test_down_of_a_service_with_another_database_says_where_its_jobs_are(manta, 
     assert "Its jobs are in its database, postgresql://me:***@there/manta" in manta("down")
 
 
+def test_up_waits_for_what_has_locked_the_home_and_starts_no_second_service(manta, started, tmp_path, monkeypatch):
+    """It starts, or writes again where it answers."""
+    with server.lock_home(tmp_path) as lock:
+        local_service.sign(lock)
+        say = [lambda: local_service.announce(Settings(tmp_path).service_file, "http://there", "sqlite:///there")]
+        monkeypatch.setattr(service, "wait_until_ended", lambda *anything: say.pop()())
+        assert manta("up") == "Manta is already running: http://there\n"
+        Settings(tmp_path).service_file.write_text("garbage")
+        monkeypatch.setattr(service, "ANNOUNCE_SECONDS", 0.0)
+        monkeypatch.setattr(service, "wait_until_ended", lambda *anything: None)
+        with pytest.raises(
+            service.NotStarted, match=f"process {os.getpid()} is the service of .* end it with `manta d"
+        ):
+            service._awaited(tmp_path)
+    (tmp_path / "service.lock").write_text(json.dumps({"pid": os.getpid(), "started": "another boot/1"}))
+    assert service._awaited(tmp_path) is None, "one that has ended"
+    assert started == []
+
+
 def test_up_starts_no_second_service(manta, started, tmp_path):
     local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "sqlite:///there")
     assert manta("up") == "Manta is already running: http://127.0.0.1:1234\n"
@@ -145,9 +166,12 @@ def test_up_starts_no_second_service(manta, started, tmp_path):
     assert started == []
 
 
-@pytest.mark.parametrize(
-    ("words", "said"), [("echo starting; echo the disk is full", "the disk is full"), ("true", "it printed nothing")]
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("echo starting; echo the disk is full; exit 2", "the disk is full"),
+    ("echo '.../python(_start+0x21) [0x5555d58d2081] _start'; kill -ABRT $$", "its process ended by signal 6, and the"),
+    ("echo 'r local development, use x'; exit 1", "its process ended with status 1, and the end of its log"),
+    ("exit 2", "its process ended with status 2 and printed nothing"),
+])  # fmt: skip
 def test_service_that_does_not_start_says_why_and_nothing_of_earlier_times(tmp_path, words, said):
     log = tmp_path / "service.log"
     log.write_text("an error of last week\n")
@@ -155,7 +179,7 @@ def test_service_that_does_not_start_says_why_and_nothing_of_earlier_times(tmp_p
     with (
         log.open("ab") as output,
         subprocess.Popen(["sh", "-c", words], stdout=output) as process,
-        pytest.raises(service.NotStarted, match=f"the service did not start: {said} "),
+        pytest.raises(service.NotStarted, match=f"the service did not start: {re.escape(said)}"),
     ):
         service._wait_until_ready(tmp_path, process, log, began)
 
@@ -209,7 +233,7 @@ def test_service_is_asked_to_end_and_is_ended_where_it_does_not(home, monkeypatc
     with subprocess.Popen(["sh", "-c", "trap '' TERM; echo ready; while :; do read line; done"],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as deaf:  # fmt: skip
         assert deaf.stdout.readline() == b"ready\n"
-        monkeypatch.setattr(service, "running_service", lambda home: {"pid": deaf.pid})
+        (home.home / "service.lock").write_text(json.dumps({"pid": deaf.pid, "started": start_of(deaf.pid)}))
         monkeypatch.setattr(service, "DOWN_SECONDS", 0.05)
         assert service.stop_service(home.home)
         assert deaf.wait(10) == -9

@@ -113,6 +113,10 @@ def test_what_does_not_fit_is_given_back(ray_head):
     go(body)
 
 
+class Lost:
+    """An agent that a database knew which is gone."""
+
+
 def test_jobs_that_hold_anything_are_named_and_released_alone(ray_head):
     cluster = ray_head.cluster
 
@@ -121,7 +125,10 @@ def test_jobs_that_hold_anything_are_named_and_released_alone(ray_head):
         await place(cluster, "orphan", layout=ParallelConfig(data=2))
         await cluster.groups.acquire("empty", 3, ParallelConfig(), "manta_slot")
         await alive.describe()
+        lost = ray_head.ray.remote(Lost).options(name=agent_name("lost", 1, 0), namespace="lost", num_cpus=0).remote()
+        await asyncio.to_thread(ray_head.ray.get, lost.__ray_ready__.remote())
         assert await cluster.jobs() == ["alive", "empty", "orphan"]
+        assert await cluster.agents.jobs_elsewhere() == ["lost"]
         await cluster.release("empty")
         await cluster.release("orphan")
         assert (await alive.describe()).generation == 0

@@ -156,7 +156,7 @@ def living(tmp_path, monkeypatch):
     monkeypatch.setattr(head, "start", lambda: "another")
     with ray_processes(*HEAD_PROCESSES) as processes:
         pid = processes["start"]
-        record = HeadRecord("127.0.0.1:1", pid, start_of(pid), str(session))
+        record = HeadRecord("127.0.0.1:1", pid, start_of(pid), str(session), "a token")
         Paths.of(tmp_path).ray_record.write_text(record_text(record))
         yield SimpleNamespace(head=head, record=record, processes=processes, session=session)
 
@@ -245,6 +245,33 @@ def test_ray_keeps_as_many_workers_ready_as_there_may_be_agents_and_one_for_the_
     assert f'--resources={{"manta_slot": {slots}}}' in command
     assert "--object-store-memory=104857600" in command, "the rest of /dev/shm is for snapshots"
     assert {"--head", "--block", "--disable-usage-stats", "--port=0", "--include-dashboard=false"} <= set(command)
+
+
+@pytest.mark.parametrize("said", [None, "", "garbage"])
+def test_token_that_was_removed_is_written_again_by_whoever_knows_it(tmp_path, monkeypatch, said):
+    head, token = RayHead(tmp_path), Paths.of(tmp_path).ray_token
+    known = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there", "a token")
+    Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(known)))
+    monkeypatch.setattr(head, "problem_of", lambda record: None)
+    monkeypatch.setattr(module, "_silent_process", lambda pid: None)
+    for write_again in (head.ensure, head.keep_token):
+        if said is None:
+            token.unlink(missing_ok=True)
+        else:
+            token.write_text(said)
+        write_again()
+        assert token.read_text() == "a token" and stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert "a token" not in repr(known)
+
+
+def test_head_whose_token_nobody_knows_is_replaced(tmp_path, monkeypatch):
+    head = RayHead(tmp_path)
+    record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there")
+    Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(record)))
+    monkeypatch.setattr(head, "problem_of", lambda record: None)
+    monkeypatch.setattr(module, "_silent_process", lambda pid: None)
+    monkeypatch.setattr(head, "start", lambda: "another one")
+    assert head.ensure() == "another one"
 
 
 def test_token_stays_the_same_for_all_heads_of_a_home(tmp_path):

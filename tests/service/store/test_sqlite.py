@@ -1,14 +1,28 @@
 """What only SQLite does: files, copies beside them, one writer at a time."""
 
 import contextlib
+import os
 import sqlite3
 
 import pytest
 from sqlalchemy import event, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
-from service.store import JobNotFound, Store, StoreUnusable, events, failed_jobs, job_numbers, job_rows, jobs, leases
+from service.store import (
+    JobNotFound,
+    OutcomeUnknown,
+    Store,
+    StoreUnusable,
+    events,
+    failed_jobs,
+    job_numbers,
+    job_rows,
+    jobs,
+    leases,
+)
+from service.store.errors import DatabaseLost
 from service.store.job_filters import JobFilter
+from service.store.retries import may_pass
 from tests.service.support.older_databases import UNDO_0010
 
 
@@ -123,6 +137,17 @@ def test_a_file_that_is_no_database_is_one_clear_sentence(tmp_path, content):
     store.close()
 
 
+def test_a_damaged_database_does_not_answer_and_has_refused_nothing(store, submit, tmp_path):
+    submit()
+    store.close()
+    os.truncate(tmp_path / "manta.db", 3 * 4096)
+    damaged = Store(f"sqlite:///{tmp_path}/manta.db")
+    with damaged.read() as session, pytest.raises(OperationalError, match="malformed") as caught:
+        jobs.unfinished(session)
+    assert may_pass(caught.value)
+    damaged.close()
+
+
 def test_a_database_is_copied_before_it_is_migrated(store, submit, tmp_path):
     job = submit()
     store.migrate()
@@ -154,3 +179,83 @@ def test_a_folder_that_cannot_be_made_is_one_clear_sentence(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreUnusable, match="file"):
         Store(f"sqlite:///{tmp_path}/file/manta.db")
+
+
+def move_away(file):
+    file.rename(f"{file}.away")
+
+
+def put_another_there(file):
+    move_away(file)
+    file.write_bytes(b"another one" * 1000)
+
+
+@pytest.mark.parametrize("name", ["manta.db", "manta.db-wal", "manta.db-shm"])
+@pytest.mark.parametrize("lose", [move_away, put_another_there])
+def test_open_database_of_which_a_file_is_lost_takes_nothing_until_it_is_back(
+    store, submit, tmp_path, caplog, lose, name
+):
+    job, file = submit(), tmp_path / name
+    lose(file)
+    there = {each.name: each.read_bytes() for each in tmp_path.glob("manta.db*")}
+    for use in (submit, store.ping, lambda: store.read_once().__enter__(), store.engine.connect().begin):
+        with pytest.raises(DatabaseLost, match=f"{file} is "):
+            use()
+    assert len([each for each in caplog.records if f"{file} is " in each.message]) == 1, "the log says it once"
+    assert {each.name: each.read_bytes() for each in tmp_path.glob("manta.db*")} == there
+    (tmp_path / f"{name}.away").replace(file)
+    later = submit()
+    with store.read() as session:
+        assert {each.id for each in jobs.unfinished(session)} == {job.id, later.id}
+
+
+def test_connection_that_is_new_makes_no_file_where_the_database_was(store, submit, tmp_path):
+    submit()
+    move_away(tmp_path / "manta.db")
+    store.database.readers.dispose()
+    with pytest.raises(DatabaseLost):
+        store.ping()
+    assert not (tmp_path / "manta.db").exists()
+
+
+@pytest.mark.parametrize("refilled", [False, True])
+def test_database_that_was_emptied_is_not_written_to_until_the_end_of_the_process(store, submit, tmp_path, refilled):
+    submit()
+    file = tmp_path / "manta.db"
+    os.truncate(file, 0)
+    with pytest.raises(DatabaseLost, match="was emptied"):
+        submit()
+    if refilled:  # in its place, as cp does: what SQLite knows of it and has in its log is of the one before
+        file.write_bytes(b"a backup" * 1000)
+    before = file.read_bytes()
+    with pytest.raises(DatabaseLost):
+        store.ping()
+    store.close()
+    assert file.read_bytes() == before
+
+
+def test_write_during_which_the_database_is_lost_is_not_said_to_be_done(store, submit, tmp_path):
+    job, file = submit(), tmp_path / "manta.db"
+    with pytest.raises(DatabaseLost):
+        store.write(lambda session: (setattr(jobs.get(session, job.id), "message", "lost"), move_away(file)))
+    (tmp_path / "manta.db.away").rename(file)
+    with store.read() as session:
+        assert jobs.get(session, job.id).message != "lost"
+    event.listen(store.engine, "commit", lambda _: move_away(file))
+    with pytest.raises(OutcomeUnknown):
+        store.write(lambda session: jobs.get(session, job.id))
+
+
+def test_log_that_is_removed_is_written_into_the_database_at_the_end(store, submit, tmp_path):
+    job = submit()
+    (tmp_path / "manta.db-wal").unlink()
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "manta.db")) as after:
+        assert after.execute("SELECT id FROM jobs").fetchall() == [(job.id,)]
+
+
+def test_log_that_sqlite_itself_removes_is_none_that_is_lost(store, submit, tmp_path):
+    submit()
+    store.database.close()
+    assert not (tmp_path / "manta.db-wal").exists()
+    submit()

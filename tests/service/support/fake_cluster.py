@@ -248,6 +248,8 @@ class FakeAgents:
         self.holders: list[SimulatedAgent] = []
         """Those that were started only to hand out snapshots, ended ones too."""
         self.ended: list[SimulatedAgent] = []
+        self.elsewhere: list[str] = []
+        """Jobs with agents under other databases."""
         self.memory: dict[str, Memory] = {}
         """Shared memory by host."""
         self.on_start: Callable[[SimulatedAgent], None] = lambda agent: None
@@ -287,6 +289,9 @@ class FakeAgents:
 
     async def names(self):
         return list(self.living)
+
+    async def jobs_elsewhere(self):
+        return self.elsewhere
 
     async def names_on(self, node):
         return [name for name, agent in self.living.items() if agent.node == node]
