@@ -219,12 +219,14 @@ def test_connection_that_is_new_makes_no_file_where_the_database_was(store, subm
 
 
 @pytest.mark.parametrize("refilled", [False, True])
-def test_database_that_was_emptied_is_not_written_to_until_the_end_of_the_process(store, submit, tmp_path, refilled):
-    submit()
-    file = tmp_path / "manta.db"
+def test_database_that_was_emptied_is_not_written_to_until_the_end_of_the_process(tmp_path, make_spec, refilled):
+    file = tmp_path / "new.db"
+    store = Store(f"sqlite:///{file}")
+    store.migrate()  # all of it is in the log, which SQLite would write into the file when it is closed
+    store.write(lambda session: jobs.create(session, make_spec()))
     os.truncate(file, 0)
     with pytest.raises(DatabaseLost, match="was emptied"):
-        submit()
+        store.write(lambda session: jobs.create(session, make_spec()))
     if refilled:  # in its place, as cp does: what SQLite knows of it and has in its log is of the one before
         file.write_bytes(b"a backup" * 1000)
     before = file.read_bytes()
