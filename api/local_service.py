@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import ssl
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 from service.cluster.processes import same_process, start_of, started_in
 from service.home import OwnFileUnusable, read_own, writing_in
@@ -19,6 +21,7 @@ DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 """The address of a service unless another one is given."""
 
 
+ANSWER_SECONDS = 5.0
 LOCK = "service.lock"
 """In the home: locked by the service as long as it runs, from before it starts anything."""
 
@@ -87,6 +90,22 @@ def _living(document: dict[str, object] | None) -> dict[str, object] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return document if alive else None
+
+
+def leaves_without_an_answer(url: str) -> bool:
+    """Whether a service at `url` does nothing at all about a request. The kernel accepts connections even for a process
+    that is stopped; a refusal, or an end of the connection, is an answer too."""
+    address = urlsplit(url)
+    try:
+        with socket.create_connection((address.hostname, address.port), ANSWER_SECONDS) as connection:
+            connection.settimeout(ANSWER_SECONDS)
+            connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            connection.recv(1)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def find_url(settings: Settings) -> str:

@@ -18,7 +18,7 @@ import typer
 from api.cli.main import EXIT_BAD_INPUT, Json
 from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.local_service import running_service, service_process
+from api.local_service import leaves_without_an_answer, running_service, service_process
 from service.cluster.own_raylet import end_raylet
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # imported where it is needed: on a busy machine that takes h
     from service.store import Job
 
 UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 240.0, 60.0, 0.1
-ANNOUNCE_SECONDS = 10.0
-"""How long a process that has locked the home may take to say where it answers."""
+SILENT_SECONDS = 30.0
+"""How long a running service may leave requests without an answer before `manta up` replaces it."""
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
@@ -92,7 +92,7 @@ def up(
 ) -> None:
     """Start the service in the background."""
     home = Settings.from_environment().home
-    if (running := running_service(home) or _awaited(home)) is not None:
+    if (running := _running_and_well(home)) is not None:
         answer = {"url": running["url"], "home": str(home), "started": False}
         typer.echo(json.dumps(answer) if as_json else f"Manta is already running: {running['url']}")
         return
@@ -111,20 +111,21 @@ def up(
             typer.echo(f"Dashboard, link valid once: {url}{client.link().path} (`manta link` prints another one)")
 
 
-def _awaited(home: Path) -> dict[str, object] | None:
-    """What the service that has locked `home` publishes soon: it starts, or writes its removed file again. None if none
-    has. Raises NotStarted."""
-    deadline = time.monotonic() + ANNOUNCE_SECONDS
+def _running_and_well(home: Path) -> dict[str, object] | None:
+    """What the service of `home` has published, once it answers; None if none runs. One that hangs is ended: its jobs
+    train on, and the next service takes them over."""
+    began = time.monotonic()
     while (pid := service_process(home)) is not None:
-        if (running := running_service(home)) is not None:
+        running = running_service(home)  # None: it starts, or its file was removed, which it writes again
+        if running is not None and not leaves_without_an_answer(str(running["url"])):
             return running
-        if time.monotonic() > deadline:
-            raise NotStarted(
-                f"process {pid} is the service of {home}, which starts or hangs, and has not said where it answers: "
-                f"try again, or end it with `manta down` (log: {home / 'logs' / 'service.log'})"
-            )
+        limit = UP_SECONDS if running is None else SILENT_SECONDS
         with contextlib.suppress(psutil.NoSuchProcess):
-            wait_until_ended([psutil.Process(pid)], POLL_SECONDS)
+            process = psutil.Process(pid)
+            if not wait_until_ended([process], POLL_SECONDS) and time.monotonic() - began > limit:
+                typer.echo(f"The service (process {pid}) hangs, and is replaced; jobs train on.", err=True)
+                process.kill()
+                wait_until_ended([process], DOWN_SECONDS)
     return None
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -146,16 +147,27 @@ def test_up_waits_for_what_has_locked_the_home_and_starts_no_second_service(mant
         say = [lambda: local_service.announce(Settings(tmp_path).service_file, "http://there", "sqlite:///there")]
         monkeypatch.setattr(service, "wait_until_ended", lambda *anything: say.pop()())
         assert manta("up") == "Manta is already running: http://there\n"
-        Settings(tmp_path).service_file.write_text("garbage")
-        monkeypatch.setattr(service, "ANNOUNCE_SECONDS", 0.0)
-        monkeypatch.setattr(service, "wait_until_ended", lambda *anything: None)
-        with pytest.raises(
-            service.NotStarted, match=f"process {os.getpid()} is the service of .* end it with `manta d"
-        ):
-            service._awaited(tmp_path)
+    Settings(tmp_path).service_file.unlink()
     (tmp_path / "service.lock").write_text(json.dumps({"pid": os.getpid(), "started": "another boot/1"}))
-    assert service._awaited(tmp_path) is None, "one that has ended"
+    assert service._running_and_well(tmp_path) is None, "one that has ended"
     assert started == []
+
+
+@pytest.mark.parametrize("has_said_where", [True, False])
+def test_up_ends_a_service_that_hangs_since_its_jobs_train_on(tmp_path, monkeypatch, capsys, has_said_where):
+    """The kernel accepts connections for it. Until it has said where it answers, it may only be starting."""
+    monkeypatch.setattr(local_service, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(service, "SILENT_SECONDS", 0.0 if has_said_where else 1000.0)
+    monkeypatch.setattr(service, "UP_SECONDS", 1000.0 if has_said_where else 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent, subprocess.Popen(["sleep", "1000"]) as hangs:
+        said = {"pid": hangs.pid, "started": start_of(hangs.pid)}
+        (tmp_path / "service.lock").write_text(json.dumps(said))
+        if has_said_where:
+            said |= {"url": f"http://127.0.0.1:{silent.getsockname()[1]}", "database": "sqlite:///there"}
+            Settings(tmp_path).service_file.write_text(json.dumps(said))
+        assert service._running_and_well(tmp_path) is None
+        assert hangs.wait(60) == -9
+    assert f"(process {hangs.pid}) hangs, and is replaced; jobs train on" in capsys.readouterr().err
 
 
 def test_up_starts_no_second_service(manta, started, tmp_path):
