@@ -11,17 +11,16 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from api import job_names
-from api.local_service import find_key, find_url, trust_in
+from api.local_service import find_url
 from api.patience import FollowedStream
 from api.rest_call import (
     STREAM_TIMEOUT,
-    TIMEOUT,
     ApiError,
     Call,
     ServiceUnreachable,
-    checked_url,
+    client_options,
+    proxies_in_words,
     raise_for_problem,
-    usual_headers,
 )
 from api.sse_client import EventParser, ServerEvent
 from service.ids import is_job_id
@@ -41,13 +40,9 @@ class AsyncMantaClient:
         returns. `transport`: for tests. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
         self.url = (url or find_url(settings)).rstrip("/")
-        self._http = httpx.AsyncClient(
-            base_url=checked_url(self.url),
-            transport=transport,
-            timeout=TIMEOUT,
-            headers=usual_headers(key or find_key(settings, self.url)),
-            verify=transport is not None or trust_in(settings, self.url),
-        )
+        with proxies_in_words(self.url):
+            options = client_options(settings, self.url, key, transport is not None)
+            self._http = httpx.AsyncClient(transport=transport, **options)
 
     async def __aenter__(self) -> Self:
         return self

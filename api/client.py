@@ -20,18 +20,17 @@ import httpx
 from api import calls, job_names
 from api.async_client import AsyncMantaClient
 from api.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
-from api.local_service import find_key, find_url, trust_in
+from api.local_service import find_key, find_url
 from api.patience import FollowedStream, Patience
 from api.requests import FaultRequest, NewKey, TraceRequest
 from api.rest_call import (
     STREAM_TIMEOUT,
-    TIMEOUT,
     ApiError,
     Call,
     ServiceUnreachable,
-    checked_url,
+    client_options,
+    proxies_in_words,
     raise_for_problem,
-    usual_headers,
 )
 from api.schemas import (
     Checkpoint,
@@ -88,13 +87,9 @@ class MantaClient:
         default the one that `find_key` returns. `transport`: for tests. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
         self.url = (url or find_url(settings)).rstrip("/")
-        self._http = httpx.Client(
-            base_url=checked_url(self.url),
-            transport=transport,
-            timeout=TIMEOUT,
-            headers=usual_headers(key or find_key(settings, self.url)),
-            verify=transport is not None or trust_in(settings, self.url),
-        )
+        with proxies_in_words(self.url):
+            options = client_options(settings, self.url, key, transport is not None)
+            self._http = httpx.Client(transport=transport, **options)
 
     @classmethod
     def of_home(cls, home: Path) -> Self:

@@ -11,7 +11,7 @@ LINK_PATH = "/link/"
 """Path prefix of one-time links."""
 DASHBOARD_PATH = "/ui"
 """Path of the dashboard."""
-_ANONYMOUS = frozenset({"/healthz", "/readyz"})
+PROBED = frozenset({"/healthz", "/readyz"})
 
 
 @dataclass(frozen=True)
@@ -106,4 +106,4 @@ def shown(path: str) -> str:
 
 def is_anonymous(path: str) -> bool:
     """Whether `path` answers without a key. No others do."""
-    return path in _ANONYMOUS or path.startswith(LINK_PATH)
+    return path in PROBED or path.startswith(LINK_PATH)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -13,8 +15,9 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from api import schemas
-from api.local_service import DEFAULT_URL
+from api.local_service import DEFAULT_URL, find_key, trust_in
 from api.rest_version import HEADER, REST, other_service
+from service.settings import Settings
 from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.spec.problems import Problem, SpecError
@@ -117,6 +120,35 @@ def checked_url(url: str) -> httpx.URL:
         example = f"http://{url}" if url and "://" not in url else DEFAULT_URL
         raise ServiceUnreachable(url, ValueError(f"an address begins with http:// or https://, such as {example}"))
     return checked
+
+
+def client_options(settings: Settings, url: str, key: str | None, is_test: bool) -> dict[str, Any]:
+    """Options of httpx's client for the service at `url`; `key`: by default the one that `find_key` returns; `is_test`:
+    it has a transport of its own. No proxy is used towards this machine: it would get the key, and cannot reach what
+    listens on loopback. Raises KeyFileUnsafe, CertificateUnreadable, ServiceUnreachable."""
+    return {
+        "base_url": checked_url(url),
+        "timeout": TIMEOUT,
+        "headers": usual_headers(key or find_key(settings, url)),
+        "verify": is_test or trust_in(settings, url),
+        "trust_env": not _is_loopback(httpx.URL(url).host),
+    }
+
+
+@contextlib.contextmanager
+def proxies_in_words(url: str) -> Iterator[None]:
+    """The block makes a client of httpx. Raises ServiceUnreachable if the environment names an unusable proxy."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        raise ServiceUnreachable(url, RuntimeError(f"the proxy of ALL_PROXY or HTTPS_PROXY: {error}")) from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def usual_headers(key: str | None) -> dict[str, str]:

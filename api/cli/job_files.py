@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,8 @@ def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
     against the file's folder, or the current one for standard input. Raises SpecError."""
     try:
         if file == Path("-"):
+            if sys.stdin is None:
+                raise fail("standard input is closed: name a file, or pass the job's document there", EXIT_BAD_INPUT)
             content = typer.get_binary_stream("stdin").read(MOST_BYTES + 1)
             document = document_of(content, "standard input", Path.cwd())
         else:

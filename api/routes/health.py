@@ -20,12 +20,14 @@ from api.problems import NotReady
 router = APIRouter(tags=["health"])
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", responses=anonymous())
 async def get_health() -> schemas.Health:
     """The process is alive."""
     return schemas.Health(status="ok")
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", responses=anonymous("not_ready", "database_unavailable"))
 def get_readiness(request: Request, control: Control) -> schemas.Health:
     """Whether database and cluster can be reached; otherwise 503, with the reasons if the request has a key."""

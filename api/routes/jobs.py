@@ -253,7 +253,7 @@ async def _checked(document: Any, control: ControlPlane, files: FileReads) -> Jo
     """The JobSpec in `document`. Raises SpecError."""
     if _begins_with_weights(document):
         document = await files.run(partial(with_shape_of_weights, document, control.data_roots))
-    spec = parse_job_spec(document)
+    spec = await run_in_threadpool(parse_job_spec, document)  # a document of a megabyte takes a while
     if foreign := control.model_packages.problems(spec):
         raise SpecError(foreign)
     # Resolving paths accesses file systems, which may be slow.

@@ -351,3 +351,18 @@ def test_client_that_is_closed_has_no_connection_left():
         pass
     asyncio.run(main())
     assert closed == ["blocking", "in a loop"]
+
+
+@pytest.mark.parametrize("kind", [MantaClient, AsyncMantaClient])
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTPS_PROXY", "ALL_PROXY"])
+def test_proxy_of_the_environment_never_gets_the_key_of_a_service_on_this_machine(monkeypatch, kind, variable):
+    """It could not reach the service either. Elsewhere it is used, or one that is unusable is named."""
+    for url in ("http://127.0.0.1:8400", "http://localhost:8400", "http://[::1]:8400"):
+        for proxy in ("http://127.0.0.1:9", "socks5://127.0.0.1:9", "nonsense://"):
+            monkeypatch.setenv(variable, proxy)
+            assert not kind(url, key="manta_secret")._http._mounts
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    assert kind("https://manta.example.org")._http._mounts or variable == "http_proxy"
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    with pytest.raises(ServiceUnreachable, match=r"at https://manta.example.org \(the proxy of ALL_"):
+        kind("https://manta.example.org")

@@ -53,6 +53,11 @@ def test_name_of_somebody_else_that_leads_here_is_refused(host, method):
     assert code(host=host, method=method) == (403, "unknown_host")
 
 
+def test_probe_without_a_host_is_answered_and_nothing_else_is():
+    assert code("GET", "/healthz", host="") is None and code("HEAD", "/readyz", host="") is None
+    assert code("GET", "/healthz", host="evil.example") == code("GET", "/v1/me", host="") == (403, "unknown_host")
+
+
 def test_service_is_reached_under_the_names_that_it_was_given(store):
     app = create_app(SimpleNamespace(store=store), ["Manta.Example.org"])
     for host, status in (("manta.example.org", 200), ("localhost", 200), ("evil.example", 403)):

@@ -431,6 +431,8 @@ def test_a_node_is_drained_by_the_start_of_its_id(service):
 
 
 def test_health_is_about_the_process_and_readiness_about_the_rest(service):
+    for path in ("/healthz", "/readyz"):
+        assert service.http.head(path).status_code == 200, "as some probes ask"
     assert service.http.get("/readyz").json() == {"status": "ready"}
     service.control.reasons = ["Ray does not answer"]
     response = service.http.get("/readyz")

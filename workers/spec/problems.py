@@ -6,6 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from datetime import date, datetime
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -97,18 +98,34 @@ _UNQUOTED = ": in quotes it stays as it was written"
 """What a number or date is told that is to be a string; its zeros and digits are not known any more."""
 
 
+MOST_PROBLEMS = 20
+"""Maximum number of problems that are described: a document may have as many as it has keys."""
+_MOST_KEY_CHARACTERS = 60
+
+
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Pydantic's errors as problems, at most one per field."""
+    """Pydantic's errors as problems, at most one per field and MOST_PROBLEMS, followed by how many more there are."""
     problems: dict[str, Problem] = {}
-    for item in error.errors(include_url=False):
+    items = error.errors(include_url=False)
+    for number, item in enumerate(items):
+        if len(problems) == MOST_PROBLEMS:
+            problems[""] = Problem("", f"and {len(items) - number} more problems, once these are mended")
+            break
         location = [part for part in item["loc"] if part not in _UNION_MEMBERS]
         if location[:2] == ["model", "options"] and len(location) > 3:
             location, item = location[:3], {**item, "type": "option_type"}  # a union of types
-        path = ".".join(str(part) for part in location)
+        path = ".".join(map(_readable, location))
         if item["type"] == "literal_error" and location == ["parallel"]:
             continue  # the mapping member of the union reports the problem
         problems.setdefault(path, _problem_of(path, item))
     return list(problems.values())
+
+
+def _readable(part: str | int) -> str:
+    """A part of a path, which may be a key of any length and with any characters, for a terminal."""
+    text = str(part)
+    shown = text if text.isprintable() else repr(text)[1:-1]
+    return shown if len(shown) <= _MOST_KEY_CHARACTERS else shown[: _MOST_KEY_CHARACTERS - 4] + " ..."
 
 
 def _problem_of(path: str, item: Any) -> Problem:
@@ -315,11 +332,15 @@ def _closest_key(parent: str, key: str) -> str | None:
     own = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if own:
         return own[0]
-    paths = {path.rpartition(".")[2]: path for path in _all_paths(JobSpec, "")}
-    elsewhere = difflib.get_close_matches(key, paths, n=1, cutoff=0.75)
+    elsewhere = difflib.get_close_matches(key, _paths_by_key(), n=1, cutoff=0.75)
     if elsewhere:
-        return paths[elsewhere[0]]
+        return _paths_by_key()[elsewhere[0]]
     return ", ".join(names) if names else None
+
+
+@cache
+def _paths_by_key() -> dict[str, str]:
+    return {path.rpartition(".")[2]: path for path in _all_paths(JobSpec, "")}
 
 
 def _keys_of(section: type[Section]) -> list[str]:

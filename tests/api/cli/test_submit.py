@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from api.cli import doctor as doctor_command
@@ -14,6 +15,7 @@ from api.cli import main
 from api.cli import plan as plan_command
 from api.cli import submit as submit_commands
 from api.cli import tokenize as tokenize_command
+from api.cli.job_files import read_file
 from api.cli.main import app
 
 doctor_command.register(app)
@@ -175,6 +177,13 @@ def test_a_job_file_that_cannot_be_read_is_one_sentence_in_every_command(manta, 
     said = manta(command, tmp_path / "job.yaml", code=2)
     (line,) = [each for each in said.output.splitlines() if str(tmp_path) in each]
     assert why.replace("FILE", str(tmp_path / "job.yaml")) in line
+
+
+def test_closed_standard_input_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(typer.Exit):
+        read_file(Path("-"))
+    assert capsys.readouterr().err == "standard input is closed: name a file, or pass the job's document there\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workers.spec import batch_rules
-from workers.spec.problems import Problem
+from workers.spec.problems import MOST_PROBLEMS, Problem, SpecError
+from workers.spec.reading import parse_job_spec
 
 
 def follow(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:
@@ -197,3 +199,23 @@ def test_following_the_advice_about_learning_rates_leads_to_a_spec(optimizer):
             return
         spec = follow(spec, problems[0])
     raise AssertionError(f"still wrong: {problems}")
+
+
+def test_document_with_thousands_of_unknown_keys_has_few_problems_and_says_how_many_more(monkeypatch):
+    """To look for near names takes milliseconds each."""
+    compared = []
+    close = difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *given, **how: compared.append(1) or close(*given, **how))
+    with pytest.raises(SpecError) as refused:
+        parse_job_spec({**{f"k{number}": 1 for number in range(3000)}, "\x1b]0;title\a" + "x" * 1000: 1})
+    *described, more = refused.value.problems
+    assert len(described) == MOST_PROBLEMS and more.rule.endswith("more problems, once these are mended")
+    assert len(compared) <= 2 * MOST_PROBLEMS
+
+
+def test_unknown_key_is_shown_in_characters_that_a_terminal_may_have():
+    with pytest.raises(SpecError) as refused:
+        parse_job_spec({"\x1b]0;title\a" + "x" * 1000: 1, None: 1})
+    paths = [problem.path for problem in refused.value.problems]
+    assert any(path.startswith("\\x1b]0;title\\x07xxx") and path.endswith(" ...") for path in paths)
+    assert all(path.isprintable() and len(path) <= 60 for path in paths)
