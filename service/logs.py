@@ -21,6 +21,7 @@ from service.log_filters import Level, LineTest, LogFilter, level_of
 from service.store.errors import InvalidCursor
 from service.store.paging import Cursors
 from workers.errors import MantaError
+from workers.system.regular_files import open_regular
 
 DEFAULT_LIMIT = 1000
 EVERY_LINE = LogFilter()
@@ -96,16 +97,19 @@ class LogFiles:
 
     def read(self, rank: int, start: int, size: int) -> LogBytes:
         """See `LogSource`."""
-        with reading_files(), contextlib.suppress(FileNotFoundError), log_file(self._folder, rank).open("rb") as file:
+        with (
+            reading_files(),
+            contextlib.suppress(FileNotFoundError),
+            open_regular(log_file(self._folder, rank)) as file,
+        ):
             file.seek(start)
             return LogBytes(start, file.read(size), bool(file.read(1)))
         return LogBytes(start, b"", more=False)
 
     def end(self, rank: int) -> int:
         """See `LogSource`."""
-        with reading_files(), contextlib.suppress(FileNotFoundError):
-            return log_file(self._folder, rank).stat().st_size
-        return 0
+        with reading_files():
+            return size_of(log_file(self._folder, rank))
 
 
 @contextlib.contextmanager
@@ -201,6 +205,13 @@ def log_folder(home: Path, job_id: str) -> Path:
 def log_file(folder: Path, rank: int) -> Path:
     """The log file of a rank."""
     return folder / f"rank-{rank:05d}.jsonl"
+
+
+def size_of(file: Path) -> int:
+    """Bytes of a log file; 0 if it does not exist. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), open_regular(file) as opened:
+        return opened.seek(0, os.SEEK_END)
+    return 0
 
 
 def ranks_in(folder: Path) -> list[int]:

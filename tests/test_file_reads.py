@@ -24,12 +24,6 @@ SAFE = {
         api/cli/service.py:_private
         api/cli/service.py:_why_it_ended
         api/demo/replay.py:_train
-        service/job/received_lines.py:_mend
-        service/kept_logs/spool.py:_chunk
-        service/kept_logs/spool.py:_end_of_chunk
-        service/kept_logs/spool.py:_passed
-        service/kept_logs/spool.py:read
-        service/logs.py:read
         service/store/backup_file.py:_into_file
         service/store/backup_file.py:_leave_log
         service/store/opened_files.py:keep_log

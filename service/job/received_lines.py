@@ -15,6 +15,8 @@ from service.kept_logs.line_marks import end_of_reports, last_mark
 from service.kept_logs.parts import Mark
 from workers.paths import rank_stem
 from workers.protocol.reports import Printed, Report
+from workers.system.own_files import open_to_append
+from workers.system.regular_files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ def _lines(about: dict[str, object], texts: tuple[str, ...]) -> bytes:
 
 def _append_whole(file: Path, content: bytes) -> None:
     """Append all of `content`, or nothing if possible. Raises OSError."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = open_to_append(file)
     try:
         before, left = os.fstat(descriptor).st_size, memoryview(content)
         try:
@@ -114,7 +116,7 @@ def _mend(file: Path) -> Mark:
     """Remove the remains of a report that was being written during a crash; returns the last complete report, or none
     if the file does not exist or cannot be read."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             size = opened.seek(0, os.SEEK_END)
             end = end_of_reports(opened, size)
             mark = last_mark(opened, end)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import IO
 
 from service.kept_logs.parts import Mark
 
 BLOCK_BYTES = 64 * 1024
 
 
-def lines_backwards(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
+def lines_backwards(file: IO[bytes], end: int) -> Iterator[tuple[int, bytes]]:
     """(First byte, line with its end) of all complete lines before byte `end`, the last one first. Raises OSError."""
     rest = b""
     while end > 0:
@@ -45,18 +45,18 @@ def left_after(line: bytes) -> int:
         return 0
 
 
-def end_of_reports(file: BinaryIO, end: int) -> int:
+def end_of_reports(file: IO[bytes], end: int) -> int:
     """The byte before `end` up to which all reports are complete. Raises OSError."""
     return next((at + len(line) for at, line in lines_backwards(file, end) if not left_after(line)), 0)
 
 
-def last_mark(file: BinaryIO, end: int) -> Mark:
+def last_mark(file: IO[bytes], end: int) -> Mark:
     """Mark of the last report before byte `end`; (0, 0) if there is none. Raises OSError."""
     marks = (mark_of(line) for _, line in lines_backwards(file, end))
     return next((mark for mark in marks if mark is not None), (0, 0))
 
 
-def end_of(file: BinaryIO, end: int, last: Mark) -> int:
+def end_of(file: IO[bytes], end: int, last: Mark) -> int:
     """The byte before `end` after the last line of the report `last`, or of an earlier one. Raises OSError."""
     for at, line in lines_backwards(file, end):
         mark = mark_of(line)

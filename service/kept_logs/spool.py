@@ -11,13 +11,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from service.job.received_lines import ReceivedLines
 from service.kept_logs.kept_log import KeptLog
 from service.kept_logs.line_marks import end_of, end_of_reports, last_mark
 from service.kept_logs.parts import Mark, Piece
-from service.logs import LogBytes, ranks_in, reading_files
+from service.logs import LogBytes, ranks_in, reading_files, size_of
+from workers.system.regular_files import open_regular
 
 CHUNK_BYTES = 16 * 1024
 """At least this many bytes of each rank are taken for one part."""
@@ -74,11 +75,10 @@ class Spool:
             self._places, self._planned = places, {}
 
     def _passed(self, rank: int, last: Mark) -> int:
-        try:
-            with self.lines.file(rank).open("rb") as file:
-                return end_of(file, file.seek(0, os.SEEK_END), last)
-        except FileNotFoundError:
+        if not self.lines.file(rank).is_file():
             return 0
+        with open_regular(self.lines.file(rank)) as file:
+            return end_of(file, file.seek(0, os.SEEK_END), last)
 
     def mark(self, rank: int) -> Mark:
         """Mark of the last report of `rank` whose lines are stored."""
@@ -89,15 +89,17 @@ class Spool:
         return self._places.setdefault(rank, _Place())
 
     def _size(self, rank: int) -> int:
-        try:
-            return self.lines.file(rank).stat().st_size
-        except FileNotFoundError:
-            return 0
+        return size_of(self.lines.file(rank))
+
+    def _with_files(self) -> list[int]:
+        """The ranks that have a log file here: something else in its place holds up no other rank's lines, and is
+        replaced with the next line."""
+        return [rank for rank in ranks_in(self.folder) if self.lines.file(rank).is_file()]
 
     def next_chunks(self, most_bytes: int) -> Chunks:
         """What is to be stored next: complete reports, of all ranks. Returns the same until `kept` is called. Empty if
         everything is stored. Raises OSError."""
-        ranks = ranks_in(self.folder)
+        ranks = self._with_files()
         size = max(CHUNK_BYTES, most_bytes // max(1, len(ranks)))
         if not self._planned:
             ends = {rank: self._end_of_chunk(rank, size) for rank in ranks}
@@ -108,7 +110,7 @@ class Spool:
         """0 if nothing is to be stored."""
         start, end = self._place(rank).kept, self._size(rank)
         while start < end:
-            with self.lines.file(rank).open("rb") as file:
+            with open_regular(self.lines.file(rank)) as file:
                 boundary = end_of_reports(file, min(end, start + size))
             if boundary > start:
                 return boundary
@@ -119,7 +121,7 @@ class Spool:
 
     def _chunk(self, rank: int, start: int, end: int) -> tuple[Piece, bytes]:
         place = self._place(rank)
-        with self.lines.file(rank).open("rb") as file:
+        with open_regular(self.lines.file(rank)) as file:
             mark = max(last_mark(file, end), place.mark)
             file.seek(start)
             content = file.read(end - start)
@@ -136,7 +138,7 @@ class Spool:
         self._shrink()
 
     def _shrink(self) -> None:
-        ranks = ranks_in(self.folder)
+        ranks = self._with_files()
         if sum(map(self._size, ranks)) < SHRINK_BYTES:
             return
         with self.lines.lock:
@@ -154,7 +156,7 @@ class Spool:
             if at < place.first or self.is_retired:
                 return None
             try:
-                with self.lines.file(rank).open("rb") as file:
+                with open_regular(self.lines.file(rank)) as file:
                     return _read(file, at, start, size)
             except FileNotFoundError:
                 return LogBytes(start, b"", more=False)
@@ -170,7 +172,7 @@ class Spool:
         return {*self._places, *ranks_in(self.folder)}
 
 
-def _read(file: BinaryIO, at: int, start: int, size: int) -> LogBytes:
+def _read(file: IO[bytes], at: int, start: int, size: int) -> LogBytes:
     file.seek(at)
     return LogBytes(start, file.read(size), bool(file.read(1)))
 

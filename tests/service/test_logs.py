@@ -1,11 +1,14 @@
 """Log pages: every line once, merged by time, from files that are still being written."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from service.log_tail import read_tail
 from service.logs import LogCursors, LogFiles, LogsUnavailable, log_file, log_folder, read_page
 from service.store import InvalidCursor
 from service.store.errors import ForeignCursor
@@ -40,14 +43,16 @@ def test_a_job_that_printed_nothing_has_an_empty_page(tmp_path):
     assert read_page(LogFiles(tmp_path), {}, rank=3).lines == []
 
 
-def test_log_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
-    log_file(tmp_path, 0).mkdir()
+@pytest.mark.parametrize("be", [Path.mkdir, os.mkfifo])
+def test_log_that_cannot_be_read_is_not_taken_for_an_empty_one_nor_waited_for(tmp_path, be):
+    be(log_file(tmp_path, 0))
     not_there, source = LogFiles(tmp_path / "nothing"), LogFiles(tmp_path)
     assert (not_there.ranks(), not_there.read(0, 0, 9).content, not_there.end(0), source.ranks()) == ([], b"", 0, [0])
-    with pytest.raises(LogsUnavailable, match="nothing of it is lost"):
-        read_page(source, {})
+    for read in (read_page, lambda source, _: read_tail(source, 1)):
+        with pytest.raises(LogsUnavailable, match=r"nothing of it is lost: .*not a regular file"):
+            read(source, {})
     with pytest.raises(LogsUnavailable):
-        LogFiles(log_file(tmp_path, 0) / ("x" * 300)).ranks()
+        LogFiles(tmp_path / ("x" * 300)).ranks()
 
 
 def test_one_rank_alone(tmp_path):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections import deque
 from pathlib import Path
 from typing import IO, Protocol
+
+from workers.system.own_files import open_to_append
 
 LINE_CHARACTERS = 8192
 TAIL_LINES = 20
@@ -40,7 +43,7 @@ class RankLog:
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8")
+                self._file = os.fdopen(open_to_append(self._path), "a", encoding="utf-8")
             self._file.write(text)
             self._file.flush()
         except OSError:

@@ -4,6 +4,7 @@ replaced. Pure Python."""
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import stat
 from pathlib import Path
@@ -28,6 +29,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
         shutil.rmtree(path)
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor of the file at `path` to append to, which is made unless it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.stat().st_mode):
+            remove(path)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
 
 
 def put(file: Path, path: Path) -> None:

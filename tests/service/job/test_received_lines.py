@@ -1,7 +1,9 @@
 """What ranks print on other machines is in the job's log files: each line once, as agents would write it."""
 
 import asyncio
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +87,14 @@ def test_disk_that_takes_nothing_loses_lines_and_raises_nothing(folder, caplog):
     folder.unlink()
     take(ReceivedLines(folder), 2, "there is room again")
     assert texts_in(folder) == ["there is room again"]
+
+
+@pytest.mark.parametrize("be", [os.mkfifo, Path.mkdir])
+def test_what_is_no_file_in_the_place_of_a_log_is_waited_for_by_nobody_and_replaced(folder, be):
+    folder.mkdir()
+    be(folder / "rank-00000.jsonl")
+    take(ReceivedLines(folder), 1, "kept")
+    assert texts_in(folder) == ["kept"]
 
 
 def test_disk_that_does_not_answer_holds_up_no_report(folder, monkeypatch):

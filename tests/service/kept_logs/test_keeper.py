@@ -1,13 +1,16 @@
 """Whatever becomes of control planes and of the store, each line of a job is read once and in order, by all of them."""
 
+import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 from s3_server import answer
 
 from service.job import received_lines
 from service.kept_logs import keeper, kept_log, part_writer
+from service.log_tail import read_tail
 from service.logs import LogsUnavailable
 from service.states import JobState
 from tests.service.kept_logs.conftest import Agent
@@ -301,6 +304,32 @@ def test_lines_that_were_written_before_logs_were_kept_elsewhere_are_read_and_ke
     agent.reports_to(mine)
     mine.keep()
     assert mine.texts(job) == make_plane(shared).texts(job) == ["old", "new"]
+
+
+@pytest.mark.parametrize("be", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("since", ["the beginning", "it printed"])
+def test_what_is_no_file_in_the_place_of_a_log_holds_up_no_other_rank(make_plane, shared, job, be, since):
+    mine, other, damaged = make_plane(shared), Agent(0), Agent(1)
+    file = mine.home / "jobs" / job / "logs" / "rank-00001.jsonl"
+    file.parent.mkdir(parents=True)
+    if since == "it printed":
+        mine.take(job)
+        damaged.prints("gone")
+        damaged.reports_to(mine)
+        file.unlink()
+    be(file)
+    mine.take(job)
+    other.prints("first")
+    other.reports_to(mine)
+    mine.keep()
+    assert mine.texts(job, rank=0) == make_plane(shared).texts(job) == ["first"]
+    for read in (lambda: mine.read(job), lambda: read_tail(mine.keeper.source(job), 1)):
+        with pytest.raises(LogsUnavailable, match="not a regular file"):
+            read()
+    damaged.prints("second")
+    damaged.reports_to(mine)
+    mine.keep()
+    assert mine.texts(job, rank=1)[-1:] == make_plane(shared).texts(job, rank=1)[-1:] == ["second"]
 
 
 def test_report_of_very_many_lines_is_kept_whole(make_plane, shared, job, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,15 @@ def test_a_disk_that_was_full_loses_lines_and_takes_the_next_ones(tmp_path):
     log.write(1, "stdout", ["kept"])
     log.close()
     assert [line["text"] for line in written(folder / "rank.jsonl")] == ["kept"]
+
+
+@pytest.mark.parametrize("be", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_in_the_place_of_a_log_blocks_no_trainer_and_is_replaced(tmp_path, be):
+    be(tmp_path / "rank.jsonl")
+    log = RankLog(tmp_path / "rank.jsonl", 3)
+    log.write(1, "stdout", ["kept"])
+    log.close()
+    assert [line["text"] for line in written(tmp_path / "rank.jsonl")] == ["kept"]
 
 
 def test_a_file_that_takes_no_more_is_opened_anew(tmp_path):
