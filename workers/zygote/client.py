@@ -103,12 +103,11 @@ async def fork(
 
 async def _connect(path: str | Path) -> socket.socket:
     """Connect, repeatedly while nothing listens: there is no event for a socket that does not exist yet."""
-    loop = asyncio.get_running_loop()
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
         try:
-            await loop.sock_connect(connection, str(path))
+            connection.connect(str(path))  # asyncio's takes a full queue for a connection
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
             connection.close()
             await asyncio.sleep(RETRY_SECONDS)

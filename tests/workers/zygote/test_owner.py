@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
+from workers.liveness.process_state import ProcessState
 from workers.zygote import owner as owning
-from workers.zygote.client import Exit, fork
+from workers.zygote.client import Exit, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
 
 
@@ -85,5 +87,70 @@ def test_a_zygote_that_cannot_be_started_again_is_tried_until_it_can(owner, tmp_
         await owner.close()
         await asyncio.sleep(0)
         assert (len(refused), pipes()) == (2, before)
+
+    go(body)
+
+
+@pytest.mark.parametrize("how", ["it is stopped", "it is silent", "its queue is full"])
+def test_a_zygote_that_hangs_is_ended_and_started_again(owner, tmp_path, go, monkeypatch, how):
+    """To whoever connects, one that hangs is a listener that accepts nothing."""
+    path = tmp_path / "zygote.sock"
+
+    async def body():
+        await owner.start()
+        (await fork(path, "echo", {})).close()
+        first = owner.pid
+        with monkeypatch.context() as patch, contextlib.ExitStack() as undo:
+            patch.setattr(owning, "LOOK_SECONDS", 0.02)
+            if how == "it is stopped":
+                patch.setattr(owning, "STOPPED_LOOKS", 3)
+                os.kill(first, signal.SIGSTOP)
+            else:
+                patch.setattr(owning, "SILENT_LOOKS", 3)
+                hangs, before = (undo.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+                path.unlink()
+                hangs.bind(str(path))
+                hangs.listen(0 if how == "its queue is full" else 128)
+                before.connect(str(path))
+            await owning.ended(first)
+        (await fork(path, "echo", {})).close()
+        assert owner.pid != first
+        await owner.close()
+
+    go(body)
+
+
+def test_a_zygote_that_starts_slowly_or_stops_for_a_moment_is_left_alone(tmp_path, go, monkeypatch):
+    monkeypatch.setattr(owning, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(owning, "STOPPED_LOOKS", 3)
+    monkeypatch.setattr(owning, "SILENT_LOOKS", 1)
+    letters, looked = list("TTRTTSTT"), asyncio.Event()
+
+    def seen(pid):
+        if len(letters) == 1:
+            looked.set()
+        return ProcessState(letters.pop(0) if len(letters) > 1 else "S", 0.0, 0.0, 0.0)
+
+    async def body():
+        monkeypatch.setattr(owning, "process_state", seen)
+        owner = ZygoteOwner(tmp_path / "zygote.sock", tmp_path / "log", ["--warm=signal:pause"], None)
+        await owner.start()
+        first = owner.pid
+        await looked.wait()
+        assert owner.pid == first and owner._process.poll() is None
+        os.kill(first, signal.SIGKILL)
+        await owner.close()
+
+    go(body)
+
+
+def test_a_request_to_a_zygote_with_a_full_queue_waits_for_its_turn(tmp_path, go):
+    async def body():
+        with socket.socket(socket.AF_UNIX) as hangs, socket.socket(socket.AF_UNIX) as before:
+            hangs.bind(str(tmp_path / "full.sock"))
+            hangs.listen(0)
+            before.connect(str(tmp_path / "full.sock"))
+            with pytest.raises(ZygoteUnavailable, match="did not answer within"):
+                await fork(tmp_path / "full.sock", "echo", {}, timeout=0.1)
 
     go(body)
