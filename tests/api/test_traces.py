@@ -139,6 +139,22 @@ def test_a_budget_is_made_of_a_trace_of_phases_or_of_what_is_known(service, job)
     assert service.http.get(address, params={"from": "dreams"}).status_code == 422
 
 
+def test_a_budget_without_parts_has_the_waits_of_the_newest_generation(service, job):
+    for generation, steps, waits in (
+        (1, range(1, 5), {"data_wait": 0.4, "snapshot_stall": 0.1, "checkpoint_stall": 0.2}),
+        (2, range(5, 9), {"data_wait": 0.05, "snapshot_stall": 0.02, "checkpoint_stall": 0.01}),
+        (3, (), {}),
+    ):
+        if generation > 1:
+            service.store.write(lambda s: generations.begin(s, job, "test", True))
+        row = {"time": time.time(), "step_seconds": 1.0, "seconds": {"wall": 1.0, **waits}}
+        rows = [{"step": step, **row} for step in steps]
+        service.store.write(lambda s, number=generation, rows=rows: metrics.record(s, job, number, 0, 1, rows))
+    known = service.http.get(f"/v1/jobs/{job}/budget").json()
+    parts = {part["name"]: part["seconds"] for part in known["parts"]}
+    assert (parts["loader"], parts["snapshot"]) == pytest.approx((0.05, 0.03))
+
+
 def test_a_job_on_slots_is_planned_on_slots_where_there_are_gpus_too(service, job, monkeypatch):
     node = {"id": "n1", "alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 4}
     monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": [node]})

@@ -1,10 +1,10 @@
 """From which state a generation goes on: memory of processes, shared memory here and elsewhere, checkpoints."""
 
 import asyncio
-import errno
 from pathlib import Path
 
 import pytest
+from storage_away import away
 
 from service.cluster.agent_client import AgentError
 from service.cluster.sizes import resized, shapes_of
@@ -16,7 +16,7 @@ from service.job.resume import known_checkpoints, newest_state
 from service.recovery.durable_state import CheckpointsUnreadable
 from service.store import checkpoints, generations
 from tests.service.support.fake_cluster import FakeCluster
-from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from workers.checkpoint.catalog import MANIFEST, Manifest, checkpoint_path, seal
 from workers.config import ElasticConfig
 from workers.protocol.messages import Resume
 from workers.snapshot.files import layout_tag
@@ -57,18 +57,6 @@ def completed(job, step):
     row = job.record.store.write(lambda s: checkpoints.begin(s, job.id, 1, step, path).id)
     job.record.store.write(lambda s: checkpoints.complete(s, row, 0))
     return path
-
-
-def unreadable(monkeypatch, path):
-    """The system answers with an error for the manifest in `path`."""
-    real = Path.read_bytes
-
-    def read(file):
-        if str(file.parent) == path:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(file)
-
-    monkeypatch.setattr(Path, "read_bytes", read)
 
 
 def resume_of(job, last_kind=None, last_step=None):
@@ -262,34 +250,34 @@ def test_state_that_could_not_be_read_is_not_tried_again(job):
     assert resume_of(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
 
 
-def test_newest_checkpoint_that_cannot_be_read_is_not_gone_back_behind(job, monkeypatch):
+def test_newest_checkpoint_that_cannot_be_read_is_not_gone_back_behind(job):
     older, newest = completed(job, 4), completed(job, 5)
-    unreadable(monkeypatch, newest)
-    with pytest.raises(CheckpointsUnreadable, match=r"of step 5, which cannot be read now: .*Input/output error"):
-        resume_of(job)
-    holds(job, 0, 4)
-    holds(job, 1, 4)
-    with pytest.raises(CheckpointsUnreadable, match="to continue from an older checkpoint instead, delete its folder"):
-        resume_of(job)
-    holds(job, 0, 5)
-    holds(job, 1, 5)
-    assert resume_of(job) == (Resume("snapshot", 5), "snapshot"), "what is in memory is as new"
-    monkeypatch.undo()
+    with away(Path(newest, MANIFEST)):
+        with pytest.raises(CheckpointsUnreadable, match=r"of step 5, which cannot be read now: .*Input/output error"):
+            resume_of(job)
+        holds(job, 0, 4)
+        holds(job, 1, 4)
+        with pytest.raises(CheckpointsUnreadable, match="continue from an older checkpoint instead, delete its folder"):
+            resume_of(job)
+        holds(job, 0, 5)
+        holds(job, 1, 5)
+        assert resume_of(job) == (Resume("snapshot", 5), "snapshot"), "what is in memory is as new"
     holds(job, 0)
     holds(job, 1)
     assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint")
-    unreadable(monkeypatch, older)
-    assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint"), "nobody needs the older one"
+    with away(Path(older, MANIFEST)):
+        assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint"), "nobody needs the older one"
 
 
-def test_checkpoint_that_is_known_to_be_damaged_is_not_waited_for(job, monkeypatch):
+def test_checkpoint_that_is_known_to_be_damaged_is_not_waited_for(job):
     older, newest = completed(job, 4), completed(job, 5)
     job.record.store.write(
         lambda s: generations.begin(s, job.id, "test", False, "checkpoint", 5, {"resume_path": newest})
     )
-    unreadable(monkeypatch, newest)
-    assert resume_of(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
-    monkeypatch.undo()
+    with away(Path(newest, MANIFEST)):
+        with pytest.raises(CheckpointsUnreadable):
+            resume_of(job)
+        assert resume_of(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
     assert resume_of(job, "unreadable_checkpoint") == (Resume("checkpoint", 5, newest), "checkpoint"), (
         "it can be read now"
     )

@@ -201,8 +201,9 @@ def test_reader_of_a_job_that_ends_meanwhile_misses_nothing(make_plane, shared, 
     assert b'"all"' in source.read(0, 0, 1000).content
 
 
+@pytest.mark.parametrize("process", ["the same", "the next"])
 def test_what_a_job_has_printed_last_is_kept_later_and_by_the_next_process_too(
-    make_plane, wired_bucket, wire, job, to_state
+    make_plane, wired_bucket, wire, job, to_state, process
 ):
     first, other, agent = make_plane(wired_bucket), make_plane(wired_bucket), Agent()
     first.take(job)
@@ -213,10 +214,10 @@ def test_what_a_job_has_printed_last_is_kept_later_and_by_the_next_process_too(
     to_state(*RUNNING, JobState.SUCCEEDED)
     first.finish(job)
     assert first.texts(job) == ["last"]
-    second = make_plane(wired_bucket, first.home)
+    later = first if process == "the same" else make_plane(wired_bucket, first.home)
     wire.meddle = lambda head: None
-    second.go_on(lambda: not second.files(job))
-    assert other.texts(job) == second.texts(job) == ["last"] and other.keeper.is_whole(job)
+    later.go_on(lambda: not (first.home / "jobs" / job).exists())
+    assert other.texts(job) == later.texts(job) == ["last"] and other.keeper.is_whole(job)
 
 
 def test_files_of_a_job_that_another_one_looks_after_go_when_it_is_over(make_plane, shared, job, to_state):

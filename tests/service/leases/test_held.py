@@ -25,10 +25,12 @@ class Plane:
         self.leases = Leases(self.store, new_id(), clock=lambda: self.now)
         self.leases.join(f"host:{name}", "ray-1")
 
-    def renew(self):
-        """As the keeper does."""
+    def renew(self, answered_after=0.0):
+        """As the keeper does, from whom the answer may come late."""
+        asked_at = self.now
         in_time = self.store.write(lambda session: leases.renew(session, self.leases.me))
-        self.leases._note_renewal(self.now, in_time)
+        self.now += answered_after
+        self.leases._note_renewal(asked_at, in_time)
 
     def seems_dead(self):
         late = text("UPDATE control_planes SET lease_until = 0 WHERE id = :me")
@@ -206,6 +208,17 @@ def test_order_waits_while_the_database_is_away_for_longer_than_the_lease_and_re
         assert one.leases.epoch(job, "stop") == 1
 
     story(body)
+
+
+@pytest.mark.parametrize("answered_after", [0.0, 2.0, LEASE_SECONDS])
+def test_renewal_counts_from_when_it_was_asked_for_however_late_its_answer(planes, answered_after):
+    one, _ = planes
+    one.now += LEASE_SECONDS
+    until = one.now + LEASE_SECONDS - MARGIN_SECONDS
+    one.renew(answered_after)
+    for at in (until - 0.5, until):
+        one.now = max(one.now, at)
+        assert one.leases.certain is (one.now < until)
 
 
 def test_what_is_not_held_may_be_read_and_have_faults_and_nothing_else(planes, job):

@@ -163,6 +163,17 @@ def test_the_oldest_goes_and_no_number_is_given_twice(store, training, monkeypat
         row(store, training, 2)
 
 
+def test_unfinished_traces_count_among_those_kept_and_are_not_what_goes(store, training, monkeypatch):
+    monkeypatch.setattr(trace_requests, "KEPT", 3)
+    all_kept = ([1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [4, 6, 7])
+    for kept in all_kept:
+        number = request(store, training)
+        with store.read() as session:
+            assert [each.number for each in step_traces.of_job(session, training)] == kept
+        for rank in range(2) if number not in (4, 6) else ():
+            recorded(store, training, number, rank)
+
+
 def test_who_wants_traces_is_known_to_all_control_planes(store, training):
     with store.read() as session:
         assert step_traces.jobs_that_want_some(session) == set()

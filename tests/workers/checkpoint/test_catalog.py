@@ -60,7 +60,7 @@ def fail(monkeypatch):
 
             return call
 
-        calls = ((os, "open"), (os, "listdir"), (os, "scandir"), (os, "stat"), (io, "FileIO"), (Path, "read_bytes"))
+        calls = ((os, "open"), (os, "listdir"), (os, "scandir"), (os, "stat"), (io, "FileIO"))
         for module, name in calls:
             monkeypatch.setattr(module, name, refuse(getattr(module, name)))
 

@@ -38,6 +38,7 @@ from workers.comm.shared_work import SharedWork
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
 from workers.protocol.messages import Resume
+from workers.storage.local_files import LocalFiles
 from workers.trainer import Trainer
 
 BLOCK = 4096
@@ -244,10 +245,10 @@ def test_every_byte_of_the_manifest_counts(saved):
             for bit in (1 << at % 8, 0x20, 0xFF):
                 changed.append(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
         for each in changed:
-            reading = patch.object(Path, "read_bytes", lambda _, each=each: each)
+            reading = patch.object(LocalFiles, "read", lambda *_, each=each: each)
             with reading, pytest.raises(DamagedCheckpoint, match=reason):
                 manifest_of(newest)
-        with patch.object(Path, "read_bytes", lambda _: content):
+        with patch.object(LocalFiles, "read", lambda *_: content):
             assert manifest_of(newest).step == 2
 
 

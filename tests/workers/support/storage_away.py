@@ -23,7 +23,7 @@ def away(folder: Path, number: int = errno.EIO) -> Iterator[None]:
 
         return instead
 
-    of_paths = {name: failing(getattr(Path, name)) for name in ("open", "stat", "read_bytes")}
+    of_paths = {name: failing(getattr(Path, name)) for name in ("open", "stat")}
     of_the_system = {name: failing(getattr(os, name)) for name in ("open", "scandir")}
     with patch.multiple(Path, **of_paths), patch.multiple(os, **of_the_system):
         yield
