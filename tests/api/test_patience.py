@@ -1,8 +1,10 @@
 """Whoever follows a job goes on doing so when the service is back; what could never be answered ends at once."""
 
 import asyncio
+import itertools
 import json
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -11,7 +13,7 @@ import pytest
 from api import async_client, calls, client, patience
 from api.cli.progress import watch
 from api.client import AsyncMantaClient, MantaClient
-from api.patience import Patience
+from api.patience import PATIENCE_SECONDS, Patience
 from api.rest_call import ApiError, ServiceUnreachable
 from api.schemas import Problem
 from tests.api.cli.test_progress import make_job
@@ -186,6 +188,18 @@ def test_a_stream_goes_on_where_it_broke_off(hear):
     )
     assert hear(transport) == ["1", "2", "3", "4"]
     assert [request.headers.get("last-event-id") for request in asked] == [None, "2", "2", "2", "3"]
+
+
+@both
+def test_a_stream_that_began_again_may_be_away_as_long_as_the_first_time(hear, monkeypatch):
+    def away(*answers):
+        clock = itertools.count(0, PATIENCE_SECONDS)
+        monkeypatch.setattr(patience, "Patience", partial(Patience, clock=lambda: next(clock)))
+        return answers_of(stream_of("1"), *answers)[0]
+
+    assert hear(away(stream_of(), stream_of("2", end=True))) == ["1", "2"]
+    with pytest.raises(ServiceUnreachable, match="refused"):
+        hear(away(httpx.ConnectError("refused")))
 
 
 @both

@@ -40,7 +40,7 @@ def losses(series):
 
 @pytest.fixture
 def ask(store, job, rendered):
-    return lambda after=0, most=1000: rendered.one(store, job, ["loss"], after, most)
+    return lambda after=0, most=1000, names=("loss",), **part: rendered.one(store, job, names, after, most, **part)
 
 
 def test_series_that_is_as_it_was_costs_one_statement_and_no_transaction(store, report, ask):
@@ -87,6 +87,10 @@ def test_each_part_is_kept_for_itself(report, ask):
     assert list(losses(ask(most=2))) == [1, 19]
     assert list(losses(ask(most=1))) == [19]
     assert list(losses(ask(after=17))) == [18, 19]
+    assert list(losses(ask())) == list(range(1, 20))
+    assert list(losses(ask(every=5))) == [5, 10, 15]
+    assert list(losses(ask(until_step=18))) == list(range(1, 19))
+    assert list(json.loads(ask(names=["grad_norm"]).body)["series"]) == ["grad_norm"]
     assert list(losses(ask(most=2))) == [1, 19]
 
 

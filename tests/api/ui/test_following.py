@@ -311,11 +311,20 @@ def test_lines_that_come_after_another_rank_is_chosen_are_those_of_that_rank(fol
     expect(lines).to_have_count(31)
 
 
-def _print(sample: Sample, home, text: str) -> None:
+def test_log_that_grows_beyond_twice_what_is_shown_goes_on_with_its_newest_lines(followed, browser, tmp_path):
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/logs")
+    lines = page.get_by_role("log").locator(".log-line")
+    expect(lines).to_have_count(8 * 31)
+    _print(followed, tmp_path, *(f"line {number}" for number in range(2001)))
+    expect(lines.last).to_contain_text("line 2000")
+    expect(page.get_by_role("log")).not_to_contain_text("step 1:")
+
+
+def _print(sample: Sample, home, *texts: str) -> None:
     """As rank 0 does."""
-    entry = {"time": time.time() + 60, "rank": 0, "generation": 2, "stream": "stdout", "text": text}
+    entry = {"time": time.time() + 60, "rank": 0, "generation": 2, "stream": "stdout"}
     with log_file(log_folder(home, sample.job), 0).open("a") as file:
-        file.write(json.dumps(entry) + "\n")
+        file.write("".join(json.dumps({**entry, "text": text}) + "\n" for text in texts))
 
 
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:

@@ -200,6 +200,40 @@ def test_parts_of_a_step_are_drawn_over_time(viewer):
     expect(page.get_by_text("No step was traced yet.")).to_be_visible()
 
 
+PAINTED = """() => { const pen = CanvasRenderingContext2D.prototype, { fillRect, fillText } = pen; window.painted = {};
+    pen.fillRect = function (...at) { this.under = this.fillStyle; fillRect.apply(this, at); };
+    pen.fillText = function (text, ...at) { window.painted[text] = this.under; fillText.call(this, text, ...at); }; }"""
+COLOUR = """(name) => { const pen = document.createElement("canvas").getContext("2d");
+    pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+    return pen.fillStyle; }"""
+
+
+@pytest.mark.parametrize(
+    ("compute", "idle", "name", "tone", "tip"),
+    [
+        (3, 60, "idle without capacity", "bad", "idle without capacity 1 min 0 s compute 3.00 s"),
+        (60, 3, "compute", "good", "compute 1 min 0 s idle without capacity 3.00 s"),
+    ],
+)
+def test_part_of_a_jobs_life_has_name_and_colour_of_most_of_it(viewer, compute, idle, name, tone, tip):
+    def with_one_interval(route):
+        answer = route.fetch()
+        ledger = answer.json()
+        seconds = {"compute": compute, "idle_without_capacity": idle}
+        ledger["intervals"] = [{"begin": ledger["began_at"], "end": ledger["until"], "seconds": seconds}]
+        route.fulfill(response=answer, json=ledger)
+
+    page = viewer.open(f"jobs/{viewer.sample.job}")
+    page.route("**/ledger?intervals=true", with_one_interval)
+    page.evaluate(PAINTED)
+    page.get_by_role("link", name="History", exact=True).click()
+    page.wait_for_function("() => 'RUNNING' in window.painted")
+    painted = page.evaluate("window.painted")
+    assert painted.get(name) == page.evaluate(COLOUR, tone)
+    page.locator(".lane-plot").hover(position={"x": 600, "y": 50})
+    expect(page.locator(".lane-plot .chart-tip")).to_have_text(f"time {tip}")
+
+
 def test_ranks_say_who_is_slow_who_waits_and_where_each_is(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/ranks")
     expect(page.get_by_role("table", name="Ranks").locator("tbody tr")).to_have_count(8)

@@ -3,7 +3,7 @@
 import pytest
 
 from service.cluster.node_shapes import shapes_in
-from tests.service.support.queue import LARGE, job_now
+from tests.service.support.queue import LARGE, job_now, resize
 
 
 @pytest.fixture
@@ -80,6 +80,16 @@ def test_elastic_job_asks_for_as_much_as_there_could_be(submit, look, growing):
     submit(parallel={"tensor": 2, "data": 8}, train=LARGE, elastic={"min_data": 1, "max_data": 8})
     look()
     assert asked(growing) == [2] * 4
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_resized_job_that_waits_asks_for_its_new_size_and_says_so(store, submit, look, growing, replicas):
+    job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 4})
+    resize(store, job, replicas)
+    assert look() == []
+    assert asked(growing) == [2] * replicas
+    message = job_now(store, job).message
+    assert f"needs {2 * replicas} slots" in message and f"; nodes for {2 * replicas} of them are asked for" in message
 
 
 def test_nodes_at_rest_are_woken_for_a_job_that_fits_there_only(submit, look, growing):

@@ -12,7 +12,7 @@ from service.leases.errors import LeaseLost
 from service.scheduler import Scheduler
 from service.store import edits, generations, jobs, pauses
 from service.stored_specs import stored_spec
-from tests.service.support.queue import LARGE, cancel, free, has, job_now
+from tests.service.support.queue import LARGE, cancel, free, has, job_now, resize
 from tests.service.support.waiting import reached
 from workers.data import roots
 
@@ -145,10 +145,6 @@ def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, su
     assert look() == [(job.id, 1)]
     assert job_now(store, job).replicas == 2, "which its supervisor goes by"
     assert free(nodes) == 1
-
-
-def resize(store, job, replicas):
-    store.write(lambda session: jobs.request_resize(session, job.id, replicas))
 
 
 def test_resize_of_a_queued_job_is_the_size_that_it_is_placed_with(store, submit, look, nodes):

@@ -27,6 +27,11 @@ def cancel(store, job):
     store.write(lambda session: jobs.request_cancel(session, job.id))
 
 
+def resize(store, job, replicas):
+    """As its user asks for it."""
+    store.write(lambda session: jobs.request_resize(session, job.id, replicas))
+
+
 def owned_by(store, plane):
     """The jobs of a control plane."""
     with store.read() as session:
