@@ -209,6 +209,8 @@ def test_a_job_in_the_queue_is_not_refused_for_data_of_which_nothing_is_known(fi
     job = spec(data={"source": "text", "paths": [str(file)]})
     with away(file.parent):
         assert ANYWHERE.problem_of_data(job) is None
+    with away(file.parent, errno.ENOENT):
+        assert ANYWHERE.problem_of_data(job) == f"no such file or directory: {file}", "it is what is asked"
     file.unlink()
     assert ANYWHERE.problem_of_data(job) == f"no such file or directory: {file}"
 
