@@ -349,7 +349,7 @@ class RankState:
         """Make sure that this rank's snapshot has the newest state, since other ranks may read it."""
         if self.snapshots is None:
             return
-        self.snapshots.finish()  # before this rank reports which step it can resume from
+        self.snapshots.stay_at_path()  # before this rank reports which step it can resume from
         held = self.settled_step
         if held is not None and held not in committed_steps(self.snapshots.path):
             self.snapshots.save(held, self._note())  # for ranks of another layout

@@ -247,6 +247,7 @@ class NodeDaemon:
         if self._memory is not None:
             await asyncio.to_thread(self._memory.close)
         await self._zygote.close()
+        self._paths.remove_snapshots()  # a trainer may have made its file anew
         for watch in self._notices:
             watch.stop()
         await asyncio.to_thread(self._gpus.stop)

@@ -8,7 +8,6 @@ the rank, on any node, fetches the file back.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -29,6 +28,9 @@ from workers.system.ports import PortRange, listen
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach a partner that refuses or is gone."""
 CONNECT_SECONDS = 5.0
+LOOK_SECONDS = 1.0
+"""Seconds between checks of whether files are at their paths, and for steps that no notification told of: its pipe may
+have been removed too."""
 MOST_UNAUTHENTICATED = 64
 """Most callers at a time that have not proved that they know the token. Each has a thread."""
 
@@ -114,15 +116,15 @@ class BackupSender:
                 self._connection = None
 
     def _stream(self, file: SnapshotFile, connection: socket.socket) -> None:
-        """Runs until it is stopped, or the trainer creates a new file."""
+        """Runs until it is stopped, or the file is not at its path: the trainer creates a new one."""
         wire.send_form(connection, file.form)
         wire.expect_agreement(connection)
         self.state.problem = None
         last: tuple[int, tuple[int, ...]] | None = None
-        while not self._stopped.is_set() and _is_at(file, self._path):
+        while not self._stopped.is_set() and file.is_at_its_path():
             newest = next((each for each in wire.sealed_slots(file) if each.step % self._every == 0), None)
             if newest is None or (newest.step, newest.sums) == last:
-                self._notifications.wait(None, connection)
+                self._notifications.wait(LOOK_SECONDS, connection)
                 wire.expect_silence(connection)
                 continue
             began = time.perf_counter()
@@ -134,13 +136,6 @@ class BackupSender:
                 self.state.step = newest.step  # last: whoever sees it, on another thread, sees it counted
             else:
                 self.state.dropped += 1
-
-
-def _is_at(file: SnapshotFile, path: Path) -> bool:
-    try:
-        return path.stat().st_ino == os.fstat(file.descriptor).st_ino
-    except FileNotFoundError:
-        return False
 
 
 class BackupServer:
@@ -275,7 +270,7 @@ class BackupServer:
             raise
         wire.agree(connection)
         with contextlib.closing(opened) as file, contextlib.suppress(EOFError):
-            while self._writers[key][1] is connection:
+            while self._writers[key][1] is connection and file.is_at_its_path():  # or the sender begins again
                 connection.settimeout(None)  # a step may take any time
                 connection.recv(1, socket.MSG_PEEK)
                 connection.settimeout(wire.SILENCE_SECONDS)

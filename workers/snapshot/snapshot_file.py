@@ -203,6 +203,21 @@ class SnapshotFile:
         with contextlib.suppress(BufferError):
             self.memory.close()
 
+    def is_at_its_path(self) -> bool:
+        """Whether its path still leads to it: anybody may have removed it, or put another file in its place."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
+        except OSError:
+            return False
+
+    def take_over(self, other: SnapshotFile) -> None:
+        """Copy all that `other`, which has the same form, holds into this new file: markers and seals last."""
+        with memoryview(other.memory) as theirs:
+            for at in range(self.form.data_at, self.form.size, BLOCK_BYTES):
+                end = min(at + BLOCK_BYTES, self.form.size)
+                self.memory[at:end] = theirs[at:end]
+            self.memory[_MARKERS_AT:_TABLE_AT] = theirs[_MARKERS_AT:_TABLE_AT]
+
     def table(self) -> dict[str, Any]:
         """The description of the payload."""
         table: dict[str, Any] = json.loads(self.form.table)

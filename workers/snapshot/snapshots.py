@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,13 +23,16 @@ import torch
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.checkpoint.shared_room import MappedFile
-from workers.errors import CheckpointError
+from workers.errors import CheckpointError, SharedMemoryError
 from workers.snapshot.files import snapshot_path
 from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from workers.snapshot.notification import notification_path, notify
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 from workers.snapshot.state_copy import Done, Ready, StateCopier, copy_tensors
 from workers.system.pinned import PinnedMemory
+
+RETRY_SECONDS = 60.0
+"""Seconds between two attempts to make a file anew that was removed, which may take seconds where there is no room."""
 
 
 class _Constants:
@@ -133,6 +135,8 @@ class Snapshots:
         """Step and slot of the last copy that was begun."""
         self._spared: int | None = None
         """The protected slot."""
+        self._retry_at = 0.0
+        """When a removed file may be made anew, by the monotonic clock."""
 
     def _opened(self, form: Form) -> SnapshotFile | None:
         if not self.path.exists():
@@ -180,6 +184,7 @@ class Snapshots:
         self.finish()
         if len(note) > NOTE_BYTES:
             raise ValueError(f"a note of {len(note)} bytes does not fit into {NOTE_BYTES}")
+        self.stay_at_path()
         self._unusable = None
         slot = self._file.oldest(self._spared)
         self._newest = step, slot
@@ -295,8 +300,9 @@ class Snapshots:
     @property
     def room(self) -> MappedFile:
         """The memory of all slots; it changes if the file does."""
-        if self._room is None or self._room.descriptor != self._file.descriptor:
-            self._room = MappedFile(self._file.descriptor, self._file.memory)
+        file = self._file
+        if self._room is None or self._room.descriptor != file.descriptor:
+            self._room = MappedFile(file.descriptor, file.memory)
         return self._room
 
     def _slot_of(self, step: int) -> int | None:
@@ -326,24 +332,38 @@ class Snapshots:
     def _follow(self) -> None:
         """Use the file that is at the path now, if it is a different one: a backup that the agent fetched after this
         process was prepared."""
-        if not self.path.exists() or self._is_at_its_path():
+        if not self.path.exists() or self._file.is_at_its_path():
             return
         file = self._opened(self._file.form)
         if file is not None:
             self._go_on_in(file)
 
-    def _is_at_its_path(self) -> bool:
+    def stay_at_path(self) -> None:
+        """If the file was removed, or another is in its place, make it anew with all that it holds: others find it by
+        its path, and what no path leads to ends with this process. What prevents that is logged, and does not end the
+        training."""
+        self.finish()
+        # A protected slot is being read: that comes first.
+        if self._spared is not None or self._file.is_at_its_path() or time.monotonic() < self._retry_at:
+            return
         try:
-            return os.path.samestat(self.path.stat(), os.fstat(self._file.descriptor))
-        except OSError:
-            return False
+            file = self._memory.create(self.path, self._file.form)
+        except (OSError, SharedMemoryError) as error:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            lost = f"the snapshot file {self.path} was removed and cannot be made anew yet: {error}"
+            print(f"{lost}; training goes on, and if this process ends its state is lost", flush=True)
+            return
+        self.wait_for_sums()
+        file.take_over(self._file)
+        self._go_on_in(file)
+        print(f"the snapshot file {self.path} was removed, and has been made anew; nothing is lost", flush=True)
 
     def _go_on_in(self, file: SnapshotFile) -> None:
         self.wait_for_sums()
         self._constants.forget()
         self.let_go()
         self._pinned.release()
-        before, self._file = self._file, file
+        before, self._file, self._room = self._file, file, None
         self._slots = [self._views(slot) for slot in range(SLOTS)]
         self._pinned = self._pin()
         before.close()
@@ -357,7 +377,7 @@ class Snapshots:
     def clear(self) -> None:
         """Discard everything: the job starts from a different state. A file that was removed is created again."""
         self.finish()
-        if not self._is_at_its_path():
+        if not self._file.is_at_its_path():
             self._go_on_in(self._memory.create(self.path, self._file.form))
         self._constants.forget()
         for slot in range(SLOTS):

@@ -12,8 +12,10 @@ from pathlib import Path
 
 def make_folder(folder: Path) -> None:
     """Make `folder` unless it is there, for this user alone. Raises OSError."""
+    if not folder.parent.exists():
+        make_folder(folder.parent)  # mkdir(parents=True) would open it to others
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
     except FileExistsError:
         with contextlib.suppress(IsADirectoryError):  # another process was faster
             folder.unlink(missing_ok=True)

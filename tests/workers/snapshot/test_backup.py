@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -127,6 +128,20 @@ def test_a_trainer_that_makes_a_new_file_is_followed(tmp_path, send):
     snapshot_path(tmp_path / "here", 0, LAYOUT).unlink()
     Rank(tmp_path / "here").commit(5)
     until(lambda: there(tmp_path) == [4, 5])
+
+
+@pytest.mark.parametrize("lost", ["here", "there"])
+def test_backups_go_on_though_the_folder_was_removed_at_one_end(tmp_path, send, lost):
+    """With the pipe that tells of new steps, or with the backup."""
+    rank, sender = Rank(tmp_path / "here"), send()
+    rank.commit(1)
+    until(lambda: sender.state.step == 1)
+    shutil.rmtree(tmp_path / lost)
+    for step in (2, 3):
+        rank.commit(step)
+        until(lambda step=step: sender.state.step == step)
+    until(lambda: 3 in there(tmp_path))
+    rank.snapshots.close()
 
 
 def test_steps_that_nobody_had_time_for_are_skipped(tmp_path, send, monkeypatch):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from held_memory import held_bytes
 from stepped_snapshots import IDENTITY, Held, bring, holds, opened, save, state_at
 
 from workers.checkpoint.checksums import BLOCK_BYTES
 from workers.errors import CheckpointError, SharedMemoryError
 from workers.snapshot import snapshot_file
 from workers.snapshot.files import snapshot_path
+from workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, in_node_memory
 from workers.snapshot.snapshot_file import NOTE_BYTES, SnapshotFile, committed_steps
 from workers.snapshot.snapshots import Snapshots
 
@@ -275,4 +279,72 @@ def test_a_backup_that_came_is_used_though_a_copy_was_being_summed(tmp_path):
     assert snapshots._file is not before
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(before.descriptor)
+    snapshots.close()
+
+
+LOSSES = {
+    "file removed": Path.unlink,
+    "folder removed": lambda path: shutil.rmtree(path.parent),
+    "folders removed": lambda path: shutil.rmtree(path.parent.parent),
+    "another file": lambda path: path.unlink() or path.write_bytes(b"x" * 99),
+    "a copy of it": lambda path: shutil.copy(path, path.with_name("copy")) and path.with_name("copy").rename(path),
+    "a folder": lambda path: path.unlink() or path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("again", ["next snapshot", "rest"])
+@pytest.mark.parametrize("place", ["shared_memory", "node_memory"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_file_lost_while_a_job_trains_is_made_anew_with_all_it_held(tmp_path, capsys, loss, place, again):
+    """Peers may be a step behind, and so need the step before the newest one."""
+    root = tmp_path / "snapshots"
+    keeper = MemoryKeeper(tmp_path / "memory.sock", root)
+    memory = SnapshotMemory(place, tmp_path / "memory.sock")
+    snapshots = Snapshots(root / "job", 3, state_at(0), IDENTITY, table={"a": "table"}, memory=memory)
+    for step in (5, 6):
+        save(snapshots, step)
+    LOSSES[loss](snapshots.path)
+    steps = [5, 6]
+    if again == "rest":
+        snapshots.stay_at_path()
+    else:
+        save(snapshots, 7)
+        steps = [6, 7]
+    assert committed_steps(snapshots.path) == steps and in_node_memory(snapshots.path) == (place == "node_memory")
+    assert all(snapshots._file.check(slot) for slot in (0, 1)), "the sums came with it"
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert capsys.readouterr().out.count("has been made anew") == 1
+    assert held_bytes(keeper) == (snapshots._file.form.size if place == "node_memory" else 0)
+    assert holds(root / "job", steps[1]) and holds(root / "job", steps[0])
+    snapshots.close()
+    keeper.close()
+
+
+def test_a_lost_file_is_made_anew_after_the_checkpoint_that_is_read_from_it(tmp_path):
+    snapshots = opened(tmp_path)
+    save(snapshots, 5)
+    held = snapshots.hold(5, bytes)
+    snapshots.path.unlink()
+    save(snapshots, 6)
+    assert not snapshots.path.exists() and torch.equal(held.part(0, 3), torch.cat(state_at(5)))
+    before = snapshots.room
+    snapshots.let_go()
+    save(snapshots, 7)
+    assert committed_steps(snapshots.path) == [6, 7] and snapshots.room is not before
+    snapshots.close()
+
+
+def test_without_room_to_make_a_lost_file_anew_training_goes_on_and_it_is_made_later(tmp_path, capsys, monkeypatch):
+    snapshots = opened(tmp_path)
+    snapshots.path.unlink()
+    monkeypatch.setattr(snapshot_file, "memory_available", lambda: 1000)
+    for step in (5, 6):
+        save(snapshots, step)
+    said = capsys.readouterr().out
+    assert said.count("cannot be made anew yet: no room in shared memory") == said.count("\n") == 1
+    assert torch.equal(snapshots.kept(6)[0], state_at(6)[0]) and not snapshots.path.exists()
+    monkeypatch.undo()
+    snapshots._retry_at = 0.0
+    save(snapshots, 7)
+    assert committed_steps(snapshots.path) == [6, 7]
     snapshots.close()
