@@ -126,12 +126,16 @@ def client_options(settings: Settings, url: str, key: str | None, is_test: bool)
     """Options of httpx's client for the service at `url`; `key`: by default the one that `find_key` returns; `is_test`:
     it has a transport of its own. No proxy is used towards this machine: it would get the key, and cannot reach what
     listens on loopback. Raises KeyFileUnsafe, CertificateUnreadable, ServiceUnreachable."""
+    address, verify = checked_url(url), is_test or trust_in(settings, url)
+    is_here = _is_loopback(address.host)
+    if is_here and verify is True and not is_test:
+        verify = httpx.create_ssl_context()  # SSL_CERT_FILE is of the environment, too
     return {
-        "base_url": checked_url(url),
+        "base_url": address,
         "timeout": TIMEOUT,
         "headers": usual_headers(key or find_key(settings, url)),
-        "verify": is_test or trust_in(settings, url),
-        "trust_env": not _is_loopback(httpx.URL(url).host),
+        "verify": verify,
+        "trust_env": not is_here,
     }
 
 

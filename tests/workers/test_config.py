@@ -359,7 +359,7 @@ def test_a_file_of_aliases_upon_aliases_is_refused_in_few_words(tmp_path):
 def test_a_huge_number_in_another_base_is_refused(tmp_path):
     file = tmp_path / "job.yaml"
     file.write_text("train: {steps: 0x" + "f" * 8000 + "}")
-    with pytest.raises(SpecError, match=r"train\.steps: must be at most 1000000000, not a huge number"):
+    with pytest.raises(SpecError, match="a number of 8002 characters, and at most 1000 are read"):
         load_job_spec(file)
 
 
