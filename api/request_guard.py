@@ -26,6 +26,7 @@ from api.permissions import LINK_PATH, PROBED
 from api.problem_codes import KINDS
 from api.problems import problem
 from api.rest_version import HEADER, REST, other_client
+from workers.system.own_address import is_loopback
 
 MAX_BODY_BYTES = 1024 * 1024
 """Maximum size of a body; a job spec is about a thousand times smaller."""
@@ -82,7 +83,7 @@ class OwnAddresses:
     def _schemes(self, host: str, arrived_by: str) -> set[str]:
         """By which a browser may have asked `host`. It also reaches a port that is forwarded to its own machine, past
         the proxy that terminates TLS; behind one port there is one server, so no other page has that address."""
-        if self.by_tls and not (_is_loopback(_name_in(host)) and _WITH_PORT.search(host)):
+        if self.by_tls and not (is_loopback(_name_in(host)) and _WITH_PORT.search(host)):
             return {"https"}
         return {"https", arrived_by} if self.by_tls else {arrived_by}
 
@@ -131,13 +132,6 @@ def _name_in(host: str) -> str:
 
 def _name_of(address: SplitResult) -> str:
     return (address.hostname or "").rstrip(".")
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
 
 
 def _cross_site(headers: Mapping[str, str], ours: OwnAddresses, scheme: str) -> str | None:

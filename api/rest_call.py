@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from service.settings import Settings
 from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.spec.problems import Problem, SpecError
+from workers.system.own_address import is_loopback
 
 T = TypeVar("T")
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
@@ -127,7 +127,7 @@ def client_options(settings: Settings, url: str, key: str | None, is_test: bool)
     it has a transport of its own. No proxy is used towards this machine: it would get the key, and cannot reach what
     listens on loopback. Raises KeyFileUnsafe, CertificateUnreadable, ServiceUnreachable."""
     address, verify = checked_url(url), is_test or trust_in(settings, url)
-    is_here = _is_loopback(address.host)
+    is_here = is_loopback(address.host)
     if is_here and verify is True and not is_test:
         verify = httpx.create_ssl_context()  # SSL_CERT_FILE is of the environment, too
     return {
@@ -146,13 +146,6 @@ def proxies_in_words(url: str) -> Iterator[None]:
         yield
     except (ImportError, ValueError) as error:
         raise ServiceUnreachable(url, RuntimeError(f"the proxy of ALL_PROXY or HTTPS_PROXY: {error}")) from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def usual_headers(key: str | None) -> dict[str, str]:

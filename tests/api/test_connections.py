@@ -176,7 +176,7 @@ def test_what_is_not_http_is_refused_with_a_problem_document():
 @pytest.mark.parametrize(
     "more", [HEAD + b"\r\n", b"\x16\x03", HEAD + b"A: b\r\n" * 201], ids=["whole", "none", "large"]
 )
-def test_requests_without_end_before_an_answer_are_closed_and_answer_no_other_request(more):
+def test_endless_pipelined_requests_close_the_connection_without_an_answer(more):
     said, taken, closed = said_by_the_service(HEAD + b"\r\n", *[more] * 100)
     assert closed and taken <= connections.MOST_PIPELINED + 2
     assert said == b"", "it would be taken for the answer to the first"

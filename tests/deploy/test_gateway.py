@@ -126,7 +126,7 @@ def test_who_is_ready_is_asked_and_where_nobody_is_whoever_lives(planes, ask):
 
 
 @pytest.mark.parametrize("name", ["", "train.example.org"])
-def test_pages_of_the_address_that_is_published_may_change_something_and_others_nothing(ask, name):
+def test_only_pages_of_the_published_address_may_change_something_behind_the_gateway(ask, name):
     until(ask, lambda answer: answer[0] == 200)
     variables = dict.fromkeys(compose_file.required_variables(compose_file.FILE.read_text()), "x")
     environment = compose_file.containers({**variables, "MANTA_NAME": name})["control-1"].environment

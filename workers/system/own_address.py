@@ -1,13 +1,22 @@
-"""The address under which others reach this machine."""
+"""Addresses of this machine: those under which others reach it, and those that lead nowhere else."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 LOOPBACK = "127.0.0.1"
 """Reachable only for processes of this machine."""
 _DISCARD_PORT = 9
 _SOMEWHERE_ELSE = "192.0.2.1"  # in a network that no machine is in (RFC 5737)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address in a URL leads to the machine of whoever opens it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def address_towards(host: str) -> str:

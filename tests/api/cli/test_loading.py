@@ -18,7 +18,7 @@ LOADED = "import sys; from api.cli.main import command_line; [command_line(each)
 LOADED += "print(*sys.modules)"
 
 
-def test_what_asks_a_service_or_sees_that_it_runs_loads_no_library_of_databases_and_no_torch() -> None:
+def test_commands_that_only_ask_a_service_load_neither_a_database_library_nor_torch() -> None:
     """Together in one process, since it takes longer to start one than to load all of them."""
     commands = ("status", "ps", "checkpoints", "submit", "compare", "logs", "up")
     output = subprocess.run([sys.executable, "-c", LOADED, *commands], capture_output=True, text=True, check=True)

@@ -115,7 +115,7 @@ STOPPED = KillReason("stopped", "did not come to rest")
         (Exited(signal=9, killed_for=STOPPED), "peer_lost", "rank 0 lost a peer: a peer is gone"),
     ],
 )
-def test_rank_killed_before_it_could_be_brought_to_rest_is_blamed_unless_by_its_agent(exited, kind, said):
+def test_killed_rank_is_blamed_unless_its_own_agent_killed_it(exited, kind, said):
     """Its peers may say sooner that they have lost it than its agent says how it ended."""
 
     async def body(running, agents, handled):

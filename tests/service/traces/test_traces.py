@@ -146,7 +146,7 @@ def test_end_of_the_service_does_not_wait_for_a_collector_that_is_silent(store, 
     assert sending._thread.is_alive() and sending._thread.daemon
 
 
-def test_more_spans_than_may_wait_are_left_out_and_counted_until_there_is_room_again(collector, monkeypatch):
+def test_spans_beyond_the_limit_are_dropped_and_counted_until_there_is_room_again(collector, monkeypatch):
     monkeypatch.setattr(exporter, "MOST_WAITING", 8)
     monkeypatch.setattr(exporter, "DELAY_SECONDS", 3600.0)
     lost = []
