@@ -148,11 +148,8 @@ class RayHead:
         if not same_process(record.pid, record.started):
             return "it has ended"
         running = children_named(record.pid, HEAD_PROCESSES)
-        for name in HEAD_PROCESSES:
-            if name not in running:
-                return f"its {name} has ended"
-        gone = [socket for socket in sockets_of(record.session) if not socket.exists()]
-        return f"its socket {gone[0]} is gone" if gone else None
+        ended = [name for name in HEAD_PROCESSES if name not in running]
+        return f"its {ended[0]} has ended" if ended else _problem_of_sockets(record)
 
     async def until_gone(self) -> str:
         """Return once nothing can be placed by the head any more, and why."""
@@ -161,8 +158,10 @@ class RayHead:
             return "it has ended"
         processes = (record.pid, *children_named(record.pid, HEAD_PROCESSES).values())
         async with ends_of(processes) as ends:
-            while (problem := self.problem_of(record)) is None:
-                await asyncio.wait(ends, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            problem = self.problem_of(record)
+            while problem is None:
+                ended, _ = await asyncio.wait(ends, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                problem = self.problem_of(record) if ended else _problem_of_sockets(record)
         return problem
 
     def start(self) -> HeadRecord:
@@ -318,6 +317,11 @@ def answers(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def _problem_of_sockets(record: HeadRecord) -> str | None:
+    gone = [socket for socket in sockets_of(record.session) if not socket.exists()]
+    return f"its socket {gone[0]} is gone" if gone else None
 
 
 def _silent_process(head: int) -> str | None:

@@ -73,6 +73,10 @@ class SimulatedNodes:
         """Their ids."""
         return [node for node in await self._asking.ask(SimulatedCluster.living) if node not in self.lost]
 
+    async def problem_of_all(self) -> str | None:
+        """None: ranks can always be placed."""
+        return None
+
     async def has_gpus(self) -> bool:
         """None of them has."""
         return False
@@ -173,6 +177,10 @@ class SimulatedAgents:
     async def names(self) -> list[str]:
         """Of all."""
         return await self._asking.ask(SimulatedCluster.agent_names)
+
+    async def jobs_elsewhere(self) -> list[str]:
+        """None: the cluster has no other installation."""
+        return []
 
     async def find(self, names: Sequence[str]) -> list[AgentClient | None]:
         """Those that live."""
