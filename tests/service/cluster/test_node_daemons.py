@@ -8,6 +8,7 @@ import pytest
 from service.cluster import node_daemons
 from service.cluster.cluster import Cluster
 from service.cluster.connection import RayConnection
+from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_daemons import HeartbeatSource, NodeDaemons
 from service.cluster.node_shapes import shapes_in
 from service.cluster.nodes import Nodes
@@ -203,6 +204,22 @@ def test_nodes_are_to_be_swept_where_ray_did_not_say_who_could_be_told(made):
     async def body():
         await daemons.of("well")
         daemons.note_missed_end()
+        assert nodes.unswept == {"well"}
+
+    asyncio.run(body())
+
+
+def test_every_node_is_to_be_swept_where_ray_failed_while_a_job_was_released(made):
+    daemons, nodes, _ = made
+
+    async def fail():
+        raise ClusterUnavailable("Ray does not answer")
+
+    async def body():
+        await daemons.of("well")
+        cluster = Cluster(Paths.of("/nowhere"), nodes, None, SimpleNamespace(names=fail), daemons, None)
+        with pytest.raises(ClusterUnavailable):
+            await cluster.end_job("job")
         assert nodes.unswept == {"well"}
 
     asyncio.run(body())

@@ -101,6 +101,8 @@ def test_a_jobs_own_file_can_be_planned():
         ({"current": "yes"}, "cluster.current", "must be true or false"),
         ({"current": True, "nodes": 2, "gpus_per_node": 4}, "cluster.current", "leave out nodes and gpus_per_node, or"),
         ({"groups": []}, "cluster.groups", "has nodes of 1 to 4 kinds, not 0"),
+        ({"groups": 5 * [{"accelerator": "a100"}]}, "cluster.groups", "has nodes of 1 to 4 kinds, not 5"),
+        ({"groups": 4 * [{"accelerator": "a100"}]}, "cluster.groups", "two groups A100"),
         ({"groups": [{"accelerator": "a100"}, 3]}, "cluster.groups", "must be a list of mappings"),
         ({"groups": [{"accelerator": "a100"}], "nodes": 2}, "cluster.groups", "leave out nodes"),
         (
