@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
+from urllib.request import getproxies
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -141,11 +142,13 @@ def client_options(settings: Settings, url: str, key: str | None, is_test: bool)
 
 @contextlib.contextmanager
 def proxies_in_words(url: str) -> Iterator[None]:
-    """The block makes a client of httpx. Raises ServiceUnreachable if the environment names an unusable proxy."""
+    """The block makes a client of httpx. Raises ServiceUnreachable if the environment names an unusable proxy, or has a
+    Python module in place of one that httpx needs."""
     try:
         yield
     except (ImportError, ValueError) as error:
-        raise ServiceUnreachable(url, RuntimeError(f"the proxy of ALL_PROXY or HTTPS_PROXY: {error}")) from error
+        whose = "the proxy of ALL_PROXY or HTTPS_PROXY" if getproxies() else "httpx cannot be used here"
+        raise ServiceUnreachable(url, RuntimeError(f"{whose}: {error}")) from error
 
 
 def usual_headers(key: str | None) -> dict[str, str]:

@@ -366,3 +366,18 @@ def test_proxy_of_the_environment_never_gets_the_key_of_a_service_on_this_machin
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     with pytest.raises(ServiceUnreachable, match=r"at https://manta.example.org \(the proxy of ALL_"):
         kind("https://manta.example.org")
+
+
+@pytest.mark.parametrize("kind", [MantaClient, AsyncMantaClient])
+def test_module_that_httpx_cannot_use_is_not_blamed_on_a_proxy_where_none_is_named(monkeypatch, kind):
+    for variable in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.delenv(variable.upper(), raising=False)
+
+    def broken(**options):
+        raise ImportError("h2 is no package")
+
+    monkeypatch.setattr(httpx, "Client", broken)
+    monkeypatch.setattr(httpx, "AsyncClient", broken)
+    with pytest.raises(ServiceUnreachable, match=r"\(httpx cannot be used here: h2 is no package"):
+        kind("http://127.0.0.1:8400", key="k")
