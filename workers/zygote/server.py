@@ -255,7 +255,8 @@ def _parse_request(line: bytes, descriptors: int) -> ForkRequest:
     if not _is_environment(request.environment):
         raise BadRequest("Names of environment variables are not empty and hold no '=' or NUL; values hold no NUL.")
     if descriptors != DESCRIPTORS_PER_REQUEST:
-        raise BadRequest(f"A request comes with {DESCRIPTORS_PER_REQUEST} descriptors, not {descriptors}.")
+        hint = "; this zygote may have too many open files (`ulimit -n`)" if descriptors else ""
+        raise BadRequest(f"A request comes with {DESCRIPTORS_PER_REQUEST} descriptors, not {descriptors}{hint}.")
     return request
 
 

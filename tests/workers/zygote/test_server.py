@@ -213,7 +213,7 @@ def test_death_of_the_zygote_takes_its_children_along(zygote_to_end, go, gone):
         (b"[1, 2]\n", "one JSON object"),
         (b'{"entry": "echo", "argument": [], "environment": {}}\n', "argument an object"),
         (b'{"entry": "echo", "argument": {}, "environment": {"A": 1}}\n', "object of strings"),
-        (b'{"entry": "echo", "argument": {}, "environment": {}}\n', "descriptors, not 0"),
+        (b'{"entry": "echo", "argument": {}, "environment": {}}\n', "descriptors, not 0."),
     ],
 )
 def test_malformed_request_is_answered_and_harms_nobody(zygote, go, line, reason):
@@ -402,7 +402,7 @@ def test_what_cannot_be_in_an_environment_is_refused_before_there_is_a_child(env
 
 @pytest.mark.parametrize("descriptors", [2, 4])
 def test_a_child_gets_as_many_descriptors_as_it_has_channels(descriptors):
-    with pytest.raises(BadRequest, match=f"3 descriptors, not {descriptors}"):
+    with pytest.raises(BadRequest, match=rf"3 descriptors, not {descriptors}; .*\(`ulimit -n`\)"):
         _parse_request(request(), descriptors)
 
 
