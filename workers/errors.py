@@ -61,6 +61,10 @@ class DeviceLost(MantaError):
     """This rank's device answers everything with an error: the process cannot be used any more, but its state can."""
 
 
+class NodeExhausted(MantaError):
+    """The node gives this rank no more threads, processes, open files or memory; it may later, or another node may."""
+
+
 class NonFiniteError(MantaError):
     """A step's loss or gradient is not finite; the message names the step and its samples."""
 

@@ -14,7 +14,7 @@ HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite"
 # Kinds of failure whose message is a complete sentence, without the name of an exception.
 SENTENCE_KINDS = frozenset(
     {"no_shared_memory", "bad_data", "bad_checkpoint", "unreadable_checkpoint", "not_saved", "not_finite", "spike"}
-    | {"device_lost", "unreadable_data"}
+    | {"device_lost", "node_exhausted", "unreadable_data"}
 )
 # Kinds of failure that are waited out: the system may later provide what it does not provide now.
 UNREADABLE = "unreadable_checkpoint"
@@ -29,9 +29,9 @@ class Death:
     rank: int
     kind: str
     """exception, peer_lost, no_shared_memory, bad_data, unreadable_data, bad_checkpoint, unreadable_checkpoint,
-    not_saved, not_finite, spike, corrupt, device_lost (reported by the trainer), killed (a signal, or an exit without a
-    report), hung or straggler (ended by its agent for that reason), agent_lost (its agent or node is gone) or stopped
-    (ended by its agent, since it did not come to rest or its generation was over)."""
+    not_saved, not_finite, spike, corrupt, device_lost, node_exhausted (reported by the trainer), killed (a signal, or
+    an exit without a report), hung or straggler (ended by its agent for that reason), agent_lost (its agent or node is
+    gone) or stopped (ended by its agent, since it did not come to rest or its generation was over)."""
     step: int | None = None
     """Step that was being computed, if known."""
     exception: str | None = None

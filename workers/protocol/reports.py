@@ -132,6 +132,7 @@ class Failure:
         "spike",
         "corrupt",
         "device_lost",
+        "node_exhausted",
     ]
     """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is not
     the culprit; the others are typed errors whose message is one clear sentence."""

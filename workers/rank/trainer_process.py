@@ -6,6 +6,7 @@ several generations: the first order comes with the fork, the others as commands
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ from workers.errors import (
     DataNotStored,
     DataUnreadable,
     DeviceLost,
+    NodeExhausted,
     NonFiniteError,
     PeerLost,
     ReplicaDiffers,
@@ -93,11 +95,14 @@ _KINDS: dict[type[BaseException], str] = {
     SpikeError: "spike",
     ReplicaDiffers: "corrupt",
     DeviceLost: "device_lost",
+    NodeExhausted: "node_exhausted",
     UnreadableCheckpoint: "unreadable_checkpoint",
     CheckpointError: "bad_checkpoint",
     CheckpointNotSaved: "not_saved",
 }
 
+
+_EXHAUSTED = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 Build = Callable[[LaunchOrder, Progress | None, Reporter], tuple[Comm, Trainer]]
 """Creates the communication and the trainer for an order, with an existing progress record, if any."""
@@ -214,7 +219,7 @@ class TrainerProcess:
 
     def _fail(self, error: Exception) -> int:
         """Report the failure."""
-        error = gpu.as_lost(error)
+        error = _as_exhausted(gpu.as_lost(error))
         text = "".join(traceback.format_exception(error))
         print(text, file=sys.stderr, flush=True)
         kind = next((name for cls, name in _KINDS.items() if isinstance(error, cls)), "exception")
@@ -350,6 +355,16 @@ class TrainerProcess:
 def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
     """Whether what was built for `one` can be used for `other`."""
     return (one.spec, one.rank, one.snapshot_folder) == (other.spec, other.rank, other.snapshot_folder)
+
+
+def _as_exhausted(error: Exception) -> Exception:
+    """`error`, or NodeExhausted if it says that the node gives this process no more of something."""
+    no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    if not (no_thread or (isinstance(error, OSError) and error.errno in _EXHAUSTED)):
+        return error
+    exhausted = NodeExhausted(f"the node gives no more threads, processes, open files or memory: {error}")
+    exhausted.__cause__ = error
+    return exhausted
 
 
 def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter) -> tuple[Comm, Trainer]:

@@ -290,6 +290,7 @@ def test_ranks_that_saved_their_state_have_ended_and_nobody_has_died():
         ("not_finite", "m"),
         ("spike", "m"),
         ("device_lost", "m"),
+        ("node_exhausted", "m"),
     ],
 )
 def test_failures_whose_message_says_all_are_not_introduced_by_their_exception(kind, message):

@@ -167,7 +167,17 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
     [
         (
             "machine",
-            ["killed", "hung", "straggler", "agent_lost", "peer_lost", "corrupt", "device_lost", "unreadable_data"],
+            [
+                "killed",
+                "hung",
+                "straggler",
+                "agent_lost",
+                "peer_lost",
+                "corrupt",
+                "device_lost",
+                "unreadable_data",
+                "node_exhausted",
+            ],
         ),
         ("user", ["exception", "bad_data", "not_finite", "spike"]),
         ("checkpoint", ["bad_checkpoint", "unreadable_checkpoint", "not_saved"]),

@@ -1,6 +1,7 @@
 """The life of a trainer process under an agent that is the test, with a communication and a trainer that only note what
 is asked of them."""
 
+import errno
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from workers.errors import (
     DataNotStored,
     DataUnreadable,
     DeviceLost,
+    NodeExhausted,
     NonFiniteError,
     PeerLost,
     ReplicaDiffers,
@@ -63,6 +65,7 @@ def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
         (SpikeError("m"), "spike"),
         (ReplicaDiffers("m"), "corrupt"),
         (DeviceLost("m"), "device_lost"),
+        (NodeExhausted("m"), "node_exhausted"),
         (CheckpointError("m"), "bad_checkpoint"),
         (UnreadableCheckpoint("m"), "unreadable_checkpoint"),
         (CheckpointNotSaved("m"), "not_saved"),
@@ -84,6 +87,27 @@ def test_whatever_ends_it_is_reported_by_its_kind(rig, capfd, error, kind):
     assert "Traceback" in failure.traceback
     assert run.ended() == (EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED)
     assert failure.exception in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        OSError(errno.EMFILE, "Too many open files"),
+        BlockingIOError(11, "again"),
+    ],
+)
+def test_limit_of_the_node_is_no_exception_of_the_users(rig, error):
+    def fail(trainer):
+        raise error
+
+    run = rig(fail)
+    run.start(order())
+    run.hear()
+    failure = run.hear().payload
+    assert (failure.kind, failure.exception) == ("node_exhausted", "NodeExhausted")
+    assert failure.message == f"the node gives no more threads, processes, open files or memory: {error}"
+    assert run.ended() == EXIT_FAILED
 
 
 def test_a_gpu_that_has_failed_is_no_exception_of_the_users(rig):
