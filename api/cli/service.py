@@ -92,15 +92,21 @@ def up(
 ) -> None:
     """Start the service in the background."""
     home = Settings.from_environment().home
-    if (running := _running_and_well(home)) is not None:
+    url, running = "", _running_and_well(home)
+    if running is None:
+        from api import server
+
+        settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
+        server.refuse_without_protection(settings, host)
+        try:
+            url = start_service(settings, host, port, slots, ray)
+        except NotStarted:
+            if (running := _running_and_well(home)) is None:  # otherwise another `manta up` was faster
+                raise
+    if running is not None:
         answer = {"url": running["url"], "home": str(home), "started": False}
         typer.echo(json.dumps(answer) if as_json else f"Manta is already running: {running['url']}")
         return
-    from api import server
-
-    settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
-    server.refuse_without_protection(settings, host)
-    url = start_service(settings, host, port, slots, ray)
     if as_json:
         typer.echo(json.dumps({"url": url, "home": str(home), "started": True}))
         return

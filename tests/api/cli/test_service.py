@@ -178,6 +178,22 @@ def test_up_starts_no_second_service(manta, started, tmp_path):
     assert started == []
 
 
+@pytest.mark.parametrize("other_runs", [True, False])
+def test_up_that_another_up_forestalled_says_that_the_service_runs(manta, tmp_path, monkeypatch, other_runs):
+    def lose(*arguments):
+        if other_runs:
+            local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "sqlite:///there")
+        raise service.NotStarted("the service did not start: what the other one logs (log: there)")
+
+    monkeypatch.setattr(service, "start_service", lose)
+    monkeypatch.setenv("MANTA_HOME", str(tmp_path))
+    if other_runs:
+        assert manta("up") == "Manta is already running: http://127.0.0.1:1234\n"
+    else:
+        with pytest.raises(service.NotStarted, match="did not start"):
+            service.up()
+
+
 @pytest.mark.parametrize(("words", "said"), [
     ("echo starting; echo the disk is full; exit 2", "the disk is full"),
     ("echo '.../python(_start+0x21) [0x5555d58d2081] _start'; kill -ABRT $$", "its process ended by signal 6, and the"),
