@@ -215,7 +215,7 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
             continue
         memory = bounds.memory(candidate)
         if memory.total <= usable:
-            best.add(candidate, _planned(candidate, bounds, memory))
+            best.add(candidate, _planned(candidate, bounds))
         else:
             _keep_least(best.too_large, candidate, memory.total)
             no_room.append((candidate, memory.total))
@@ -223,11 +223,11 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
     for candidate, needed in no_room:
         other = fitted(candidate, needed, bounds, usable, best.most)
         if other is not None:
-            best.add(other, _planned(other, bounds, bounds.memory(other)))
+            best.add(other, _planned(other, bounds))
     for seconds, candidate in best.found():
         other = refined(candidate, seconds, bounds, usable)
         if other != candidate:
-            best.add(other, _planned(other, bounds, bounds.memory(other)))
+            best.add(other, _planned(other, bounds))
     return best
 
 
@@ -242,9 +242,9 @@ def _waiting(seconds: float, candidate: Candidate, is_least: bool) -> _Waiting:
     return seconds, RECOMPUTE.index(candidate.recompute), candidate, is_least
 
 
-def _planned(candidate: Candidate, bounds: Bounds, memory: RankMemory) -> Plan:
-    spec = candidate.spec(bounds.job)
-    return plan_of(spec, bounds.cluster, bounds.software, time=bounds.time(candidate), memory=memory)
+def _planned(candidate: Candidate, bounds: Bounds) -> Plan:
+    spec, time, memory = candidate.spec(bounds.job), bounds.time(candidate), bounds.memory(candidate)
+    return plan_of(spec, bounds.cluster, bounds.software, time=time, memory=memory)
 
 
 def _note_slower(best: Best, bounds: Bounds, chosen: Collection[tuple[int, int]]) -> None:

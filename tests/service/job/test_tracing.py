@@ -24,9 +24,9 @@ def job(two_replicas, cluster):
     return two_replicas(cluster)
 
 
-def ask(job, steps=1, step=0):
+def ask(job, steps=1, step=0, profiled=()):
     """A user wants a trace."""
-    number = job.store.write(lambda s: trace_requests.request(s, job.id, steps, step)).number
+    number = job.store.write(lambda s: trace_requests.request(s, job.id, steps, step, profiled)).number
     job.supervisor.trace()
     return number
 
@@ -95,6 +95,19 @@ def test_ranks_that_start_are_asked_again(job, cluster):
         await until(job, lambda: job.ranks[0].asked_to_trace >= 3)
         job.ranks[0].running = True
         await until(job, lambda: len(job.ranks[0].traces) == 1)
+
+    story(body)
+
+
+def test_ranks_that_start_are_asked_again_for_one_trace_while_another_was_passed_on(job, cluster):
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.ranks[1].running = False
+        passed, waits = ask(job), ask(job, profiled=(1,))
+        await until(job, lambda: job.ranks[1].asked_to_trace and len(job.ranks[0].traces) == 1)
+        job.ranks[1].running = True
+        await until(job, lambda: [order.number for order in job.ranks[0].traces] == [passed, waits])
 
     story(body)
 

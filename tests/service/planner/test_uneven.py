@@ -13,7 +13,7 @@ from service.planner.candidates import Candidate
 from service.planner.explain import explain
 from service.planner.hardware import Cluster
 from service.planner.memory import fits, layers_with_room, memory_of, usable_bytes, worst_rank
-from service.planner.search import evaluate, search
+from service.planner.search import evaluate, fastest, search
 from service.planner.software import MANTA
 from service.planner.step_time import StepModel
 from service.planner.uneven import fitted, refined
@@ -99,6 +99,8 @@ def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
     change = fits(given, cluster).change
     counts = tuple(int(each) for each in change.partition("[")[2].rstrip("]").split(","))
     assert evaluate(candidate._replace(stage_layers=counts).spec(spec), cluster).plans
+    (plan,) = fastest([candidate], bounds, 1).plans()
+    assert plan.spec.layout.stage_layers and plan.memory.total == worst_rank(plan.spec).total <= usable
 
 
 def test_room_is_known_to_a_layer():
