@@ -164,7 +164,7 @@ def down(database: Database = None, as_json: Json = False) -> None:
     home, looked_at = settings.home, shown(parse_url(url_in(settings.home, settings.database_url)))
     used = (running_service(home) or {}).get("database", looked_at)
     jobs = running_jobs(home, settings.database_url) if used == looked_at else []
-    own_ray = Paths.of(home).ray_record.exists()
+    own_ray = RayHead(home).exists()
     stopped = stop_service(home)
     if as_json:
         ran = [
@@ -324,7 +324,7 @@ def stop_service(home: Path) -> bool:
     """End the service of `home`, its Ray, and all processes and shared memory of its jobs. False: no service was
     running."""
     paths, head = Paths.of(home), RayHead(home)
-    has_own_ray = paths.ray_record.exists()  # on an existing Ray cluster the jobs keep running and need these
+    has_own_ray = head.exists()  # on an existing Ray cluster the jobs keep running and need these
     pid = service_process(home)
     if pid is not None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,19 +101,28 @@ class RayHead:
         """Of the head that this process is connected to."""
         self._warm = min(max(self._slots, count_gpus()), WARM_WORKERS) + 1  # one more for the node's daemon
 
+    def exists(self) -> bool:
+        """Whether this home has a head of its own: one that runs, is starting, or has left its record."""
+        return self._paths.ray_record.exists() or self._leader() is not None
+
     def record(self) -> HeadRecord | None:
         """The record of a living head, or None. A head whose record is lost or damaged is found by its mark."""
+        return self._recorded() or self._running_head()
+
+    def _recorded(self) -> HeadRecord | None:
+        """The living head of which the record tells."""
         try:
             record = HeadRecord.of(json.loads(read_own(self._paths.ray_record) or ""))
-            if same_process(record.pid, record.started):
-                return record
         except (OwnFileUnusable, KeyError, ValueError, TypeError):
-            pass
-        return self._running_head()
+            return None
+        return record if same_process(record.pid, record.started) else None
+
+    def _leader(self) -> int | None:
+        """The first process of a head of this home, whatever its record says."""
+        return session_leader((MARK, self._paths.tag), ("start", "--head"))
 
     def _running_head(self) -> HeadRecord | None:
-        """A running head of this home, whatever its record says."""
-        leader = session_leader((MARK, self._paths.tag), ("start", "--head"))
+        leader = self._leader()
         try:
             if leader is not None and (address := address_file(self._paths.ray_folder).read_text().strip()):
                 return HeadRecord(address, leader, start_of(leader), self._session())
@@ -139,6 +148,8 @@ class RayHead:
         if problem is None and not self._has_token(record):
             problem = f"its token is gone ({self._paths.ray_token})"
         if problem is None:
+            if self._recorded() is None:  # whoever started it was interrupted, or the record was removed
+                self._write(record)
             return record
         log.error("Ray (process %d) is replaced: %s", record.pid, problem)
         return self.start()
@@ -173,8 +184,12 @@ class RayHead:
         address = self._wait_for_address(process)
         token = self._stored_token()
         record = HeadRecord(address, process.pid, start_of(process.pid), self._session(), token)
-        write_private(self._paths.home, self._paths.ray_record, json.dumps(asdict(record)))
+        self._write(record)
         return record
+
+    def _write(self, record: HeadRecord) -> None:
+        known = replace(record, token=record.token or self._token)
+        write_private(self._paths.home, self._paths.ray_record, json.dumps(asdict(known)))
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
         """Connect this process to the head, which `ensure` started, and return the ray module. `namespace`: of all

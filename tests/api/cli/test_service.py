@@ -247,10 +247,15 @@ def test_what_jobs_have_on_the_ray_of_somebody_else_stays_when_the_service_goes(
     assert (home.runtime_folder / "zygote.sock").exists()
 
 
-def test_our_own_ray_goes_with_all_that_jobs_had_there(home, monkeypatch):
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_our_own_ray_goes_with_all_that_jobs_had_there(home, monkeypatch, is_recorded):
+    """Also one whose start was interrupted before it was recorded."""
     left = []
     monkeypatch.setattr(RayHead, "stop", lambda head: left.append(home.snapshot_folder("job").exists()))
-    home.ray_record.write_text("{}")
+    if is_recorded:
+        home.ray_record.write_text("{}")
+    else:
+        monkeypatch.setattr("service.cluster.ray_head.session_leader", lambda mark, words: os.getpid())
     assert service.stop_service(home.home), "a Ray without a service is something that was stopped"
     assert left == [True], "first whoever writes there"
     assert not home.snapshot_root.exists()

@@ -65,7 +65,8 @@ def test_head_is_found_again_whatever_became_of_its_record(ray_head):
             paths.ray_record.write_text(damaged)
             assert head.record() == record, "a damaged record is no dead head"
         paths.ray_record.unlink()
-        assert head.ensure() == record
+        assert head.exists(), "`manta down` ends it"
+        assert head.ensure() == record and paths.ray_record.read_text() == as_it_was
     finally:
         paths.ray_record.write_text(as_it_was)
     assert stat.S_IMODE(paths.ray_token.stat().st_mode) == 0o600
@@ -217,7 +218,8 @@ def test_record_of_another_process_is_not_believed(tmp_path):
 
 def test_head_that_has_not_said_yet_where_it_listens_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "session_leader", lambda mark, words: os.getpid())
-    assert RayHead(tmp_path).record() is None
+    head = RayHead(tmp_path)
+    assert (head.record(), head.exists()) == (None, True), "`manta down` ends it, too"
 
 
 class RayError(Exception):
