@@ -44,7 +44,16 @@ from service.job.record import NODES_TO_BE_LEFT
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
 from service.job.time_to_rest import time_to_rest
-from service.recovery.decisions import NOT_SAVED, UNREADABLE, UNREADABLE_DATA, Death, GiveUp, decide, failure_of
+from service.recovery.decisions import (
+    NODE_EXHAUSTED,
+    NOT_SAVED,
+    UNREADABLE,
+    UNREADABLE_DATA,
+    Death,
+    GiveUp,
+    decide,
+    failure_of,
+)
 from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
@@ -58,7 +67,11 @@ log = logging.getLogger(__name__)
 
 # Seconds that the present step may take before a change of size or place aborts it.
 PATIENCE_SECONDS = 20.0
-_HELD_UNTIL = {NOT_SAVED: "this is possible", UNREADABLE_DATA: "its data can be read"}
+_HELD_UNTIL = {
+    NOT_SAVED: "this is possible",
+    UNREADABLE_DATA: "its data can be read",
+    NODE_EXHAUSTED: "a node has what its ranks need",
+}
 """What a job is held for, by the kind of its failure."""
 
 

@@ -20,6 +20,7 @@ SENTENCE_KINDS = frozenset(
 UNREADABLE = "unreadable_checkpoint"
 NOT_SAVED = "not_saved"
 UNREADABLE_DATA = "unreadable_data"
+NODE_EXHAUSTED = "node_exhausted"
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,12 @@ def decide(
 
 
 def _is_waited_out(failure: PastFailure) -> bool:
-    """Whether a failure is of the storage alone: a checkpoint or data that cannot be read at the moment, a last
-    checkpoint that cannot be saved in a generation that had nothing else left to do, or tokens that cannot be stored
-    before the first step. What could not be stored after training does count, since without snapshots its steps are
-    repeated each time."""
-    return failure.kind in (UNREADABLE, UNREADABLE_DATA) or (failure.kind == NOT_SAVED and not failure.progressed)
+    """Whether a failure is of the storage or of a node's limits alone: a checkpoint or data that cannot be read at the
+    moment, a node that gives no more threads or files, a last checkpoint that cannot be saved in a generation that had
+    nothing else left to do, or tokens that cannot be stored before the first step. What could not be stored after
+    training does count, since without snapshots its steps are repeated each time."""
+    always = (UNREADABLE, UNREADABLE_DATA, NODE_EXHAUSTED)
+    return failure.kind in always or (failure.kind == NOT_SAVED and not failure.progressed)
 
 
 def failure_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> PastFailure:

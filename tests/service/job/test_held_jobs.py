@@ -228,7 +228,11 @@ def test_tokens_that_cannot_be_stored_are_waited_for_without_end_and_the_job_say
     assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
 
 
-def test_data_that_cannot_be_read_is_waited_for_without_end_and_the_job_says_so(two_replicas, cluster):
+@pytest.mark.parametrize(
+    ("kind", "until"),
+    [("unreadable_data", "its data can be read"), ("node_exhausted", "a node has what its ranks need")],
+)
+def test_what_a_node_lacks_for_now_is_waited_for_without_end_and_the_job_says_so(two_replicas, cluster, kind, until):
     job, why = two_replicas(cluster, recovery={"max_restarts": 1}), "/data cannot be read on a now (Input/output error)"
 
     async def body():
@@ -237,12 +241,12 @@ def test_data_that_cannot_be_read_is_waited_for_without_end_and_the_job_says_so(
         await job.commit(1)
         for generation in (1, 2, 3, 4):
             await job.watched(generation)
-            job.ranks[0].fail("unreadable_data", 2, why)
+            job.ranks[0].fail(kind, 2, why)
         await job.watched(5)
         await job.finish()
 
     story(body)
-    assert job.message("held") == f"held until its data can be read: {why}. `manta cancel {job.id}` ends it"
+    assert job.message("held") == f"held until {until}: {why}. `manta cancel {job.id}` ends it"
     assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
 
 

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from service.recovery.budgets import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, PastFailure
 from service.recovery.decisions import (
+    NODE_EXHAUSTED,
     NOT_SAVED,
     SUSPECTED,
     UNREADABLE,
+    UNREADABLE_DATA,
     Death,
     GiveUp,
     Restart,
@@ -142,9 +144,11 @@ def test_giving_up_says_only_what_there_is_to_say():
     assert judge(died(kind="hung"), [], 0).message == "restarted 0 times; last: rank 2 failed at step 7\nT"
 
 
-def test_what_is_waited_out_is_not_given_up_though_the_budget_is_used_up():
-    unread = Death(0, UNREADABLE, message="cannot read the checkpoint")
-    assert isinstance(judge(unread, [failure(KILLED)] * 3, 3), Restart)
+@pytest.mark.parametrize("kind", [UNREADABLE, UNREADABLE_DATA, NODE_EXHAUSTED])
+def test_what_is_waited_out_is_not_given_up_though_the_budget_is_used_up(kind):
+    waits = Death(0, kind, step=7, exception="E", message="not now")
+    assert isinstance(judge(waits, [failure(KILLED)] * 3, 3), Restart)
+    assert isinstance(judge(waits, [failure(waits, progressed=False)] * 9, 3), Restart), "nor twice at the same step"
 
 
 def test_a_last_checkpoint_that_cannot_be_saved_is_waited_out_unless_steps_are_repeated_for_it():
