@@ -207,12 +207,15 @@ def test_logs_that_are_kept_elsewhere_go_too_and_nothing_beside_them(tmp_path, p
     assert (paths.kept_log_folder("job-2") / "file").exists()
 
 
-def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_goes_on(store, paths, job, monkeypatch):
-    answers, work, remove = threading.Event(), FileWork(), deletion.remove_files
+def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_goes_on(
+    store, paths, job, submit, monkeypatch
+):
+    answers, work, remove, other = threading.Event(), FileWork(), deletion.remove_files, submit().id
+    store.write(lambda session: jobs.request_cancel(session, other))
 
-    def hang(*about):
-        assert answers.wait(20)
-        return remove(*about)
+    def hang(paths, job_id):
+        assert job_id == other or answers.wait(20)
+        return remove(paths, job_id)
 
     monkeypatch.setattr(deletion, "remove_files", hang)
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
@@ -223,6 +226,7 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
             delete_job(store, paths, job, lambda: None, work)
     assert types_of(store, job)[-2:] == ["deletion_began", "deletion_failed"], "said once"
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 20.0)
+    assert delete_job(store, paths, other, lambda: None, work).rows["jobs"], "another job's are removed meanwhile"
     answers.set()
     with pytest.raises(JobNotFound):  # where what had begun is quicker
         while delete_job(store, paths, job, lambda: None, work).rows["jobs"]:

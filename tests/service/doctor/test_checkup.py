@@ -31,4 +31,6 @@ def test_the_data_of_a_job_is_looked_for(tmp_path):
     assert [each.verdict for each in data()] == ["ok", "problem", "problem"]
     elsewhere = looks(Settings(tmp_path, data_roots=(tmp_path / "roots",)), job)["data"]
     assert {each.verdict for each in elsewhere()} == {"problem"}
+    in_one_of_them = looks(Settings(tmp_path, data_roots=(tmp_path / "roots", tmp_path)), job)["data"]
+    assert [each.verdict for each in in_one_of_them()] == ["ok", "problem", "problem"]
     assert list(looks(Settings(tmp_path), None)["data"]()) == []
