@@ -11,6 +11,7 @@ from api.cli.main import app
 from service.store import checkpoints, generations
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal, verify
 from workers.checkpoint.checksums import SummedFiles
+from workers.paths import Paths
 
 commands.register(app)
 
@@ -89,6 +90,27 @@ def test_newest_checkpoint_of_a_job_that_went_back_is_the_one_saved_last(manta, 
         assert verify(tmp_path / f"{number}" / "step-00000010-generation-2").step == 10
         manta("export", what, "--to", tmp_path / f"exported {number}")
         assert verify(tmp_path / f"exported {number}").step == 10
+
+
+def test_deletion_of_the_newest_checkpoint_is_confirmed_and_forced(manta, service, tmp_path):
+    job = service.submit()["id"]
+    folder = Paths.of(tmp_path).checkpoint_folder(job)
+
+    def prepare(session):
+        generation = generations.begin(session, job, "submitted", False)
+        for step in (10, 20):
+            row = checkpoints.begin(session, job, generation, step, str(saved(folder, step, generation)))
+            checkpoints.complete(session, row.id, step)
+
+    service.store.write(prepare)
+    delete = ("checkpoints", "delete", job, "--step")
+    assert "--yes deletes it without a question" in manta(*delete, 10, code=2)
+    assert "has no complete checkpoint of step 30" in manta(*delete, 30, "--yes", code=2)
+    assert "force" in manta(*delete, 20, "--yes", code=2) and checkpoint_path(folder, 20, 1).is_dir()
+    older, newest = (str(checkpoint_path(folder, step, 1)) for step in (10, 20))
+    assert f"{older} is deleted" in manta(*delete, 10, "--yes")
+    assert json.loads(manta(*delete, 20, "--yes", "--force", "--json"))["path"] == newest
+    assert not list(folder.iterdir())
 
 
 def test_a_folder_of_one_or_of_several_may_be_named_without_a_service(folder, monkeypatch):

@@ -110,7 +110,7 @@ def test_events_of_all_jobs(manta, service, job):
 
 def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, job):
     assert manta("ps", "--state", "paused").stdout == "no job matches\n"
-    assert manta("ps", "--name", "").stdout == "no job matches\n"
+    assert manta("ps", "--name", "").stdout == manta("ps", "--owner", "nobody").stdout == "no job matches\n"
     assert manta("ps", "--state", "paused", "--json").stderr == ""
     assert manta("metrics", job, "--after-step", 10).stdout == "no step above 10 is committed yet\n"
     some = manta("metrics", job, "--names", "loss,lose,mfu")

@@ -88,6 +88,27 @@ def test_a_job():
     assert [line.split()[-1] for line in healthy.splitlines() if line.startswith("why ")] == ["-"]
 
 
+@pytest.mark.parametrize(
+    ("assumed", "measured", "drift", "problem", "text"),
+    [
+        (False, None, None, None, "0.4 s"),
+        (False, 0.5, None, None, "0.4 s, and takes 0.5 s (+25%)"),
+        (True, 0.3, None, None, "0.4 s, and takes 0.3 s (-25%) (assumed: this machine was not calibrated)"),
+        (False, 0.9, "0.9 s instead of 0.4 s", None, "0.9 s instead of 0.4 s"),
+        (None, None, None, "no node has started yet", "no node has started yet"),
+        (None, None, None, None, "-"),
+    ],
+)
+def test_planned_step_next_to_the_measured_one(assumed, measured, drift, problem, text):
+    plan = schemas.JobPlan.model_construct(
+        planned=None if assumed is None else schemas.PlannedStep.model_construct(step_seconds=0.4, assumed=assumed),
+        measured=measured and schemas.MeasuredStep.model_construct(step_seconds=measured),
+        drift=drift and schemas.PlanDrift.model_construct(message=drift),
+        problem=problem,
+    )
+    assert render.planned_line(plan) == text
+
+
 def test_what_was_done():
     assert printed(render.edited, make_job()) == "job_1 has name small [odd], priority 7; labels: none\n"
     gone = schemas.DeletedJob(id="job_1", rows={"jobs": 1, "events": 4}, checkpoints=1, logs=2, bytes=2048)
