@@ -22,15 +22,16 @@ class FolderReader:
         self._under_way: Future[Listing] | None = None
         self._began = 0.0
 
-    async def list(self, folder: Place, seconds: float = LOOK_SECONDS) -> Listing:
+    async def list(self, folder: Place, seconds: float = LOOK_SECONDS, job: str | None = None) -> Listing:
         """The listing of `folder`, begun after this call; without an answer in `seconds` it has that as its `problem`.
         While an earlier listing, which may lack what was saved since, has not ended, calls wait for it only until
-        `seconds` after its beginning: a job that recovers again and again does not wait that long each time."""
+        `seconds` after its beginning: a job that recovers again and again does not wait that long each time. `job`: as
+        for `list_checkpoints`."""
         while True:
             reading = self._under_way
             if is_new := reading is None or reading.done():
                 self._began = time.monotonic()
-                reading = self._under_way = in_daemon_thread("checkpoint folder", lambda: list_checkpoints(folder))
+                reading = self._under_way = in_daemon_thread("checkpoint folder", lambda: list_checkpoints(folder, job))
             try:
                 async with asyncio.timeout(self._began + seconds - time.monotonic()):
                     listing = await asyncio.wrap_future(reading)

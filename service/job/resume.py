@@ -89,7 +89,7 @@ async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Bro
 async def known_checkpoints(job: JobContext, seconds: float = LOOK_SECONDS) -> DurableState:
     """The job's checkpoints; also updates its rows, unless their folder does not answer within `seconds`. For a job
     whose gang is at rest."""
-    listing = await job.folder_reader.list(job.checkpoint_folder, seconds)
+    listing = await job.folder_reader.list(job.checkpoint_folder, seconds, job.id)
     rows = await job.record.reconcile_checkpoints(listing)
     complete = [row for row in rows if row.state == checkpoints.COMPLETE]
     durable = durable_state(listing, complete, [row for row in rows if row.state == checkpoints.SAVING])

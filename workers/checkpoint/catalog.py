@@ -151,7 +151,11 @@ class Listing:
 
 def checkpoint_path(folder: str | Place, step: int, generation: int) -> Place:
     """Path of the checkpoint of `step` saved by `generation`."""
-    return place_of(folder) / f"step-{step:08d}-generation-{generation}"
+    return place_of(folder) / _name(step, generation)
+
+
+def _name(step: int, generation: int) -> str:
+    return f"step-{step:08d}-generation-{generation}"
 
 
 def generation_of(path: str | Place) -> int | None:
@@ -213,6 +217,9 @@ def manifest_of(path: Place) -> Manifest:
         raise damaged(file, "is not a manifest") from error
     if not _is_valid(manifest):
         raise damaged(file, "is not a manifest")
+    name = _name(manifest.step, manifest.generation)
+    if generation_of(path) is not None and path.name != name:
+        raise damaged(file, f"is that of {name} of {manifest.job}: another checkpoint was copied into this folder")
     return manifest
 
 
@@ -268,11 +275,13 @@ def _is_removed(path: Place) -> bool:
     return False
 
 
-def look_at(path: Place) -> tuple[Condition, Manifest | None, str]:
+def look_at(path: Place, job: str | None = None) -> tuple[Condition, Manifest | None, str]:
     """The condition of the checkpoint at `path`, with its manifest if it is complete, otherwise with the problem. Only
-    sizes and permissions of its files are checked."""
+    sizes and permissions of its files are checked. `job`: the job that must have saved it; None: any."""
     try:
         manifest = manifest_of(path)
+        if job not in (None, manifest.job):
+            raise damaged(path / MANIFEST, f"is of {manifest.job}, and not of {job}: it was copied into this folder")
         for name, size in files_of(path).sizes(path, manifest.files):
             _check_size(path / name, size, manifest.files[name])
     except DamagedCheckpoint as error:
@@ -323,8 +332,9 @@ def newest_usable(
     return None, skipped
 
 
-def list_checkpoints(folder: str | Place) -> Listing:
-    """The contents of `folder`. Raises nothing: errors are part of the result."""
+def list_checkpoints(folder: str | Place, job: str | None = None) -> Listing:
+    """The contents of `folder`; with `job`, those of other jobs count as damaged. Raises nothing: errors are part of
+    the result."""
     folder = place_of(folder)
     try:
         named = _folders(folder)
@@ -332,7 +342,7 @@ def list_checkpoints(folder: str | Place) -> Listing:
         return Listing(folder, problem=str(error))
     if named is None:
         return Listing(folder, exists=False)
-    listed = (ListedCheckpoint(path, step, made_by, *look_at(path)) for path, step, made_by in named)
+    listed = (ListedCheckpoint(path, step, made_by, *look_at(path, job)) for path, step, made_by in named)
     return Listing(folder, tuple(listed))
 
 

@@ -416,7 +416,7 @@ class Checkpointer:
         recovery = self.spec.recovery
         undoes = 2 * recovery.roll_back_steps if recovery.rolls_back else 0
         keep = self.spec.checkpoint.keep
-        for old in pruning.prune(self.folder, keep, save.generation, undoes, self.began, save.step):
+        for old in pruning.prune(self.folder, keep, save.generation, undoes, self.began, save.step, self.job):
             self._report("checkpoint_deleted", save.step, f"deleted {old.name}", {"path": str(old)})
 
     def _report(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:

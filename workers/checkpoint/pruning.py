@@ -46,10 +46,16 @@ def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int) -> list[L
 
 
 def prune(
-    folder: str | Place, keep: int, generation: int, undoes: int = 0, began: int = 0, step: int = 0
+    folder: str | Place,
+    keep: int,
+    generation: int,
+    undoes: int = 0,
+    began: int = 0,
+    step: int = 0,
+    job: str | None = None,
 ) -> list[Place]:
-    """Delete what `to_prune` returns. Returns what was deleted; the rest stays."""
-    return _removed(to_prune(list_checkpoints(folder).checkpoints, keep, generation, undoes, began, step))
+    """Delete what `to_prune` returns of the checkpoints of `job`. Returns what was deleted; the rest stays."""
+    return _removed(to_prune(list_checkpoints(folder, job).checkpoints, keep, generation, undoes, began, step))
 
 
 def remove_after(folder: str | Place, step: int, began: int = 0) -> list[Place]:

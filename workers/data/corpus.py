@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import os
 from itertools import accumulate
 
 import numpy as np
 
-from workers.data.corpus_record import ADVICE, HEAD_BYTES, head_digest
-from workers.data.read_errors import read_error
 from workers.data.sources import CorpusFile
-from workers.errors import DataError
-from workers.system.regular_files import open_regular
+from workers.data.steady_file import SteadyFile
+
+MAX_OPEN = 256
+"""Files that are open at a time."""
 
 
 class ByteCorpus:
@@ -21,7 +20,7 @@ class ByteCorpus:
     def __init__(self, files: list[CorpusFile]):
         self._files = files
         self._ends = list(accumulate(file.size for file in files))
-        self._descriptors: dict[int, int] = {}
+        self._open: dict[int, SteadyFile] = {}
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -29,47 +28,28 @@ class ByteCorpus:
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as int64. Raises IndexError outside the corpus, DataError if a file was
-        removed, truncated or replaced since the job began, DataUnreadable if its disk or mount does not work."""
+        removed, truncated, overwritten or replaced since the job began, DataUnreadable if its disk or mount does not
+        work."""
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a corpus of {len(self)}")
-        parts = []
-        index = bisect.bisect_right(self._ends, start)
-        while length > 0:
+        tokens = np.empty(length, np.uint8)
+        left, index = tokens.data, bisect.bisect_right(self._ends, start)
+        while left:
+            offset = start - (self._ends[index] - self._files[index].size)
+            count = min(len(left), self._files[index].size - offset)
+            self._opened(index).read_into(left[:count], offset)
+            left, start, index = left[count:], start + count, index + 1
+        return tokens.astype(np.int64)
+
+    def _opened(self, index: int) -> SteadyFile:
+        if index not in self._open:
+            if len(self._open) >= MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
             file = self._files[index]
-            offset = start - (self._ends[index] - file.size)
-            descriptor = self._descriptor(index)
-            try:
-                part = os.pread(descriptor, min(length, file.size - offset), offset)
-            except OSError as error:
-                raise read_error(file.path, error) from error
-            if len(part) != min(length, file.size - offset):
-                raise DataError(
-                    f"{file.path} became shorter while the job was running ({file.size} bytes at its start)"
-                )
-            parts.append(part)
-            start, length, index = start + len(part), length - len(part), index + 1
-        return np.frombuffer(b"".join(parts), dtype=np.uint8).astype(np.int64)
-
-    def _descriptor(self, index: int) -> int:
-        if index not in self._descriptors:
-            if len(self._descriptors) >= 256:
-                os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            self._descriptors[index] = self._opened(self._files[index])
-        return self._descriptors[index]
-
-    def _opened(self, file: CorpusFile) -> int:
-        try:
-            with open_regular(file.path) as opened:
-                descriptor = os.dup(opened.fileno())
-            head = os.pread(descriptor, min(HEAD_BYTES, file.size), 0)
-        except OSError as error:
-            raise read_error(file.path, error) from error
-        if file.head is not None and head_digest(head) != file.head:
-            os.close(descriptor)
-            raise DataError(f"{file.path} is not what it was when the job began: {ADVICE}")
-        return descriptor
+            self._open[index] = SteadyFile(file.path, file.size, file.digest)
+        return self._open[index]
 
     def close(self) -> None:
         """Close the files."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._open:
+            self._open.popitem()[1].close()

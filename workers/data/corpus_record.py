@@ -4,14 +4,15 @@ disappeared, was added or replaced since then is reported as an error instead of
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from workers.data.read_errors import read_error
 from workers.data.sources import CorpusFile
+from workers.data.steady_file import ADVICE, digest_of
 from workers.errors import DataError
 from workers.storage.files import files_of
 from workers.storage.places import Place
@@ -20,31 +21,29 @@ from workers.system.regular_files import open_regular
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 FILE_NAME = "corpus.json"
-HEAD_BYTES = 4096
 ANSWER_SECONDS = 5.0
 """Seconds after which a place counts as not answering when the record is read or written. No rank waits longer: a rank
 that replaces another would keep all of them waiting."""
-ADVICE = "put it back as it was, or submit a new job"
-"""Advice for a file that has changed."""
-
-
-def head_digest(content: bytes) -> str:
-    """SHA-256 of the first HEAD_BYTES of a file; `content`: at least these, or the whole file."""
-    return hashlib.sha256(content[:HEAD_BYTES]).hexdigest()
 
 
 def as_recorded(files: Sequence[CorpusFile], record: Place, write: bool) -> list[CorpusFile]:
     """`files` with the digests in `record`, which are compared when a file is first read.
 
     `write`: create the record if there is none. A record that cannot be read or written now does not prevent training:
-    `files` are then returned unchanged. Raises DataError if the files differ from the record's.
+    `files` are then returned unchanged, and one that makes no sense is logged. Raises DataError if the files differ
+    from the record's.
     """
     try:
         recorded = [CorpusFile(**entry) for entry in json.loads(_read(record))["files"]]
     except FileNotFoundError:
         return _recorded_now(files, record) if write else list(files)
-    except (OSError, ValueError, TypeError, KeyError):
+    except OSError:
+        return list(files)
+    except (ValueError, TypeError, KeyError):
+        log.warning("%s makes no sense: whether the corpus has changed since the job began is not checked", record)
         return list(files)
     now = {file.path: file for file in files}
     for before in recorded:
@@ -54,9 +53,9 @@ def as_recorded(files: Sequence[CorpusFile], record: Place, write: bool) -> list
     return recorded
 
 
-def with_heads(files: Sequence[CorpusFile]) -> list[CorpusFile]:
-    """`files` with digests of their present beginnings. Raises DataError."""
-    return [replace(file, head=_head_of(file)) for file in files]
+def with_digests(files: Sequence[CorpusFile]) -> list[CorpusFile]:
+    """`files` with digests of their present content. Raises DataError."""
+    return [replace(file, digest=_present_digest(file)) for file in files]
 
 
 def as_recorded_tokens(tokens: dict[str, Any], record: Place, write: bool) -> bool:
@@ -100,21 +99,21 @@ def _compare(file: CorpusFile | None, before: CorpusFile) -> None:
     if file.size != before.size:
         sizes = f"{file.size} bytes, and had {before.size} when the job began"
         raise DataError(f"{file.path} has {sizes}: {ADVICE}")
-    if None not in (file.head, before.head) and file.head != before.head:
+    if None not in (file.digest, before.digest) and file.digest != before.digest:
         raise DataError(f"{file.path} is not what it was when the job began: {ADVICE}")
 
 
 def _recorded_now(files: Sequence[CorpusFile], record: Place) -> list[CorpusFile]:
-    recorded = with_heads(files)
-    entries = [{"path": file.path, "size": file.size, "head": file.head} for file in recorded]
+    recorded = with_digests(files)
+    entries = [asdict(file) for file in recorded]
     with contextlib.suppress(OSError):  # a full disk: the next start records it
         _write(record, {"files": entries})
     return recorded
 
 
-def _head_of(file: CorpusFile) -> str:
+def _present_digest(file: CorpusFile) -> str:
     try:
         with open_regular(file.path) as content:
-            return head_digest(content.read(min(HEAD_BYTES, file.size)))
+            return digest_of(content.fileno(), file.size)
     except OSError as error:
         raise read_error(file.path, error) from error

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.data.read_errors import read_error
+from workers.data.steady_file import CachedFile, SteadyFile
 from workers.errors import DataError
 from workers.system.regular_files import open_regular
 
@@ -169,9 +170,10 @@ class IndexedTokens:
     Read and not mapped: where a disk does not work, reading raises, and touching a mapping kills the process.
     """
 
-    def __init__(self, prefix: str | Path, known: tuple[str, int] | None = None):
-        """`known`: type and number of the tokens, if the index need not be read for them. Raises DataError if the files
-        cannot be read, or do not match."""
+    def __init__(self, prefix: str | Path, known: tuple[str, int] | None = None, digest: str | None = None):
+        """`known`: type and number of the tokens, if the index need not be read for them, of a dataset that can be made
+        anew, and `digest` of samples of its .bin (`steady_file.digest_of`). Raises DataError if the files cannot be
+        read, or do not match."""
         self.prefix = str(prefix)
         if known is None:
             index = read_index(prefix)
@@ -179,10 +181,8 @@ class IndexedTokens:
         else:
             self._dtype, self._length = np.dtype(known[0]), known[1]
         _check_size(prefix, self._dtype, self._length)
-        try:
-            self._file = open_regular(f"{prefix}.bin", buffering=0)
-        except OSError as error:
-            raise read_error(f"{prefix}.bin", error) from error
+        kind = SteadyFile if known is None else CachedFile
+        self._file = kind(f"{prefix}.bin", self._length * self._dtype.itemsize, digest)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -190,7 +190,7 @@ class IndexedTokens:
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + length) as int64. Raises IndexError outside the row, DataError if the file was
-        truncated, DataUnreadable if its disk or mount does not work."""
+        truncated or overwritten, DataUnreadable if its disk or mount does not work."""
         if start < 0 or start + length > self._length:
             raise IndexError(f"tokens {start} to {start + length} of a row of {self._length}")
         return self._stored(start, length).astype(np.int64)
@@ -206,18 +206,7 @@ class IndexedTokens:
 
     def _stored(self, start: int, length: int) -> npt.NDArray[Any]:
         tokens = np.empty(length, self._dtype)
-        left, at = tokens.view(np.uint8).data, start * self._dtype.itemsize
-        while left:
-            try:
-                count = os.preadv(self._file.fileno(), [left], at)
-            except OSError as error:
-                raise read_error(f"{self.prefix}.bin", error) from error
-            if not count:
-                raise DataError(
-                    f"{self.prefix}.bin became shorter while it was read: it had {self._length} tokens of "
-                    f"{self._dtype.itemsize} bytes"
-                )
-            left, at = left[count:], at + count
+        self._file.read_into(tokens.view(np.uint8).data, start * self._dtype.itemsize)
         return tokens
 
 

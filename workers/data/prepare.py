@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from workers.config import DataConfig, JobSpec
 from workers.data.corpus import ByteCorpus
-from workers.data.corpus_record import as_recorded, as_recorded_tokens, with_heads
+from workers.data.corpus_record import as_recorded, as_recorded_tokens, with_digests
 from workers.data.indexed_dataset import IndexedTokens
 from workers.data.packed_conversations import Marks, PackedConversations
 from workers.data.read_errors import is_of_the_storage, read_error
@@ -79,8 +79,8 @@ class Corpus:
     """The concatenated rows of the corpus's parts. No read crosses a boundary between parts."""
 
     def __init__(self, parts: Sequence[Row], digest: str = "", end_of_document: int | None = None):
-        """`digest`: identifies the tokens; empty if they are read in place; `end_of_document`: the token that follows
-        each document, if known."""
+        """`digest`: identifies the tokens; of files that are read in place their names and sizes. `end_of_document`:
+        the token that follows each document, if known."""
         self.parts, self.digest, self.end_of_document = list(parts), digest, end_of_document
         self._ends = list(accumulate(map(len, self.parts)))
         self.begins = [end - len(part) for end, part in zip(self._ends, self.parts, strict=True)]
@@ -155,13 +155,13 @@ def _open(
     parts = parts_of(data)
     files = [corpus_files(part) for part in parts]
     if not data.is_read_in_place:
-        files = [with_heads(each) for each in files]
+        files = [with_digests(each) for each in files]
     if record is not None:
         every = {file.path: file for each in files for file in each}
         recorded = {file.path: file for file in as_recorded(list(every.values()), record, records)}
         files = [[recorded[file.path] for file in each] for each in files]
     if data.is_read_in_place:
-        return Corpus([ByteCorpus(each) for each in files])
+        return Corpus([ByteCorpus(each) for each in files], _digest_of_sizes(files))
     if data.source == "megatron":
         end = None
         if data.tokenizer_file is not None:
@@ -170,10 +170,15 @@ def _open(
             file = tokenizer_path(data.tokenizer_file)
             digest = {f"the tokenizer {data.tokenizer}": open_tokenizer(data).digest}
             _pin(record, records, digest, file)
-        return Corpus(_datasets(spec, files, cache, watcher), end_of_document=end)
+        return Corpus(_datasets(spec, files, cache, watcher), _digest_of_sizes(files), end)
     if cache is None:
         raise ValueError("tokens need a folder to be kept in")
     return _Tokenized(spec, data, cache, record, records, watcher).corpus(list(zip(parts, files, strict=True)))
+
+
+def _digest_of_sizes(parts: Sequence[Sequence[CorpusFile]]) -> str:
+    sizes = [[(file.path, file.size) for file in files] for files in parts]
+    return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
 
 
 Parts = Sequence[tuple[DataConfig, Sequence[CorpusFile]]]
@@ -238,7 +243,7 @@ class _Tokenized:
 
     def _tokenizers_files(self) -> list[CorpusFile]:
         """The corpus that a tokenizer is trained on: the job's corpus, also for a validation set."""
-        return [file for part in parts_of(self.spec.data) for file in with_heads(corpus_files(part))]
+        return [file for part in parts_of(self.spec.data) for file in with_digests(corpus_files(part))]
 
     def _tokenizer(self) -> tuple[Tokenizer, Path | None]:
         """The tokenizer, and its file if it has one."""
@@ -317,7 +322,7 @@ def _bounds(row: IndexedTokens, files: Sequence[CorpusFile], cache: Path | None,
     """Lowest and highest id of a dataset, which is read once for this."""
     if cache is None:
         return _scan(row, watcher)
-    changed = [[file.path, file.size, file.head, Path(file.path).stat().st_mtime_ns] for file in files]
+    changed = [[file.path, file.size, file.digest, Path(file.path).stat().st_mtime_ns] for file in files]
     folder = cache / f"ids-{key_of({'files': changed})}"
     path = folder / "ids.json"
     with locked(folder, watcher):

@@ -33,8 +33,8 @@ class CorpusFile:
     """Absolute path."""
     size: int
     """Bytes."""
-    head: str | None = None
-    """SHA-256 of its beginning (`corpus_record.head_digest`), if it must not have changed."""
+    digest: str | None = None
+    """That of samples of its content (`steady_file.digest_of`), if it must not have changed."""
 
 
 def corpus_files(data: DataConfig) -> list[CorpusFile]:

@@ -32,10 +32,12 @@ from workers.data.indexed_dataset import IndexedTokens, boundaries, write_index
 from workers.data.read_errors import is_of_the_storage, read_error
 from workers.data.shards import Shard, shards_of
 from workers.data.sources import CorpusFile, in_words
+from workers.data.steady_file import digest_of
 from workers.data.token_process import Order, ShardResult
 from workers.data.token_processes import Counts, tokenize_shards
 from workers.data.tokenizer import Tokenizer
 from workers.errors import DataError, DataNotStored
+from workers.system.regular_files import open_regular
 
 if TYPE_CHECKING:
     from workers.data.chat_template import ChatTemplate
@@ -59,6 +61,8 @@ class TokenInfo:
     """SHA-256 over those of the shards' tokens."""
     seconds: float
     """Seconds that tokenizing took, excluding earlier attempts."""
+    sample: str
+    """Digest of samples of the tokens (`steady_file.digest_of`)."""
     left_out: int = 0
     """Conversations without an answer."""
 
@@ -84,7 +88,7 @@ SILENT = Watcher()
 
 
 def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Everything that the tokens of `files` depend on. Files are considered unchanged if path, size, beginning and
+    """Everything that the tokens of `files` depend on. Files are considered unchanged if path, size, samples and
     modification time are. Raises DataError."""
     chat = {}
     if data.source == "chat":
@@ -96,7 +100,7 @@ def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer
         "tokenizer": tokenizer.digest,
         "end_of_document": tokenizer.end_of_document,
         "dtype": dtype_for(tokenizer.vocabulary),
-        "files": [[file.path, file.size, file.head, _changed_at(file)] for file in files],
+        "files": [[file.path, file.size, file.digest, _changed_at(file)] for file in files],
     }
 
 
@@ -167,7 +171,7 @@ def cached_tokens(
     folder = root / key_of(description)
     info = read_info(folder)
     if info is not None:
-        return IndexedTokens(folder / TOKENS, (info.dtype, info.tokens)), info, False
+        return IndexedTokens(folder / TOKENS, (info.dtype, info.tokens), info.sample), info, False
     with locked(folder, watcher):
         info, made = read_info(folder), False
         if info is None:
@@ -175,18 +179,24 @@ def cached_tokens(
                 info, made = _make(folder, description, files, data, tokenizer, trained, watcher), True
             except OSError as error:
                 raise DataNotStored(f"the tokens cannot be kept in {folder} ({error.strerror or error})") from error
-        return IndexedTokens(folder / TOKENS, (info.dtype, info.tokens)), info, made
+        return IndexedTokens(folder / TOKENS, (info.dtype, info.tokens), info.sample), info, made
 
 
 def read_info(folder: Path) -> TokenInfo | None:
-    """The description of the tokens in `folder`; None if they are incomplete."""
+    """The description of the tokens in `folder`; None if they are incomplete or damaged."""
     try:
         info = TokenInfo(**json.loads((folder / "cache.json").read_bytes()))
-        size = (folder / f"{TOKENS}.bin").stat().st_size
+        size, sample = _size_and_sample(folder)
     except (OSError, ValueError, TypeError):
         return None
     there = (folder / f"{TOKENS}.idx").exists() and size == info.tokens * np.dtype(info.dtype).itemsize
-    return info if there else None
+    return info if there and sample == info.sample else None
+
+
+def _size_and_sample(folder: Path) -> tuple[int, str]:
+    with open_regular(folder / f"{TOKENS}.bin", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return size, digest_of(file.fileno(), size)
 
 
 def cached_marks(tokens: IndexedTokens, info: TokenInfo) -> IndexedTokens:
@@ -235,6 +245,7 @@ def _make(
         dtype=order.dtype,
         digest=hashlib.sha256("".join(result.digest for result in results).encode()).hexdigest(),
         seconds=round(time.monotonic() - began, 3),
+        sample=_size_and_sample(folder)[1],
         left_out=sum(result.left_out for result in results),
     )
     write_json(folder / "cache.json", asdict(info))

@@ -30,9 +30,9 @@ class DataWatch(Watcher):
 
 
 def check_same_tokens(corpus: Corpus, comm: Comm) -> None:
-    """Raise DataError unless all ranks have the same tokens: nodes without shared storage make their own, from files
-    that may differ. Raises PeerLost."""
-    if not corpus.digest or comm.size("world") == 1:
+    """Raise DataError unless all ranks have the same tokens, or read files of the same sizes: nodes without shared
+    storage may have different ones. Raises PeerLost."""
+    if comm.size("world") == 1:
         return
     words = [float(int(corpus.digest[at : at + 8], 16)) for at in range(0, 64, 8)]
     sums = torch.tensor([*words, *(-word for word in words)], dtype=torch.float64, device=comm.device)
@@ -42,6 +42,6 @@ def check_same_tokens(corpus: Corpus, comm: Comm) -> None:
     comm.confirm()
     if not same:
         raise DataError(
-            "the nodes of this job have made different tokens: the files of the corpus, or of the tokenizer, are not "
-            "the same on all of them"
+            "the ranks of this job have different tokens: the files of the corpus, or of the tokenizer, are not the "
+            "same on all of its nodes, or were changed since the job began"
         )

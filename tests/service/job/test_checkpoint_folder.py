@@ -13,7 +13,7 @@ from workers.checkpoint.catalog import Listing
 def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monkeypatch):
     asked, begun, answers = [], threading.Event(), threading.Event()
 
-    def look(folder):
+    def look(folder, _job):
         asked.append(folder)
         begun.set()
         answers.wait()
@@ -35,7 +35,7 @@ def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monke
 
 def test_folder_that_has_had_its_time_is_not_waited_for_again(tmp_path, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", lambda folder: answers.wait(60))
+    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", lambda folder, _job: answers.wait(60))
     reader = FolderReader()
 
     async def body():
@@ -55,7 +55,7 @@ def test_what_was_seen_before_it_was_asked_for_is_not_the_answer(tmp_path, monke
     """A checkpoint may have been saved since: it would count as gone."""
     answers, seen = [threading.Event(), threading.Event()], iter(range(2))
 
-    def look(folder):
+    def look(folder, _job):
         number = next(seen)
         answers[number].wait(60)
         return Listing(folder, problem=f"look {number}")
@@ -75,7 +75,7 @@ def test_what_was_seen_before_it_was_asked_for_is_not_the_answer(tmp_path, monke
 
 
 def test_error_of_the_look_is_raised_where_it_is_awaited_and_the_next_one_is_another(tmp_path, monkeypatch):
-    def fail(folder):
+    def fail(folder, _job):
         raise MemoryError("too many")
 
     reader = FolderReader()

@@ -168,7 +168,7 @@ def test_folder_of_checkpoints_that_cannot_be_looked_at_keeps_no_places(job, clu
     async def body():
         await up(job, 1)
 
-        async def unreadable(folder):
+        async def unreadable(folder, *_):
             raise OSError("Input/output error")
 
         job.supervisor._job.folder_reader.list = unreadable
@@ -187,7 +187,7 @@ def test_save_that_has_not_ended_is_no_checkpoint_that_a_paused_job_has(job):
         path = checkpoint_path(job.cluster.paths.checkpoint_folder(job.id), 2, 1)
         job.store.write(lambda s: checkpoints.begin(s, job.id, 1, 2, str(path)))
 
-        async def silent(folder, seconds):
+        async def silent(folder, *_):
             return Listing(folder, problem="no answer")
 
         job.supervisor._job.folder_reader.list = silent

@@ -88,6 +88,14 @@ def test_process_at_rest_without_a_state_adds_nothing(job):
     assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
 
 
+def test_checkpoint_of_another_job_in_its_folder_is_not_resumed_from(job):
+    saved(job, 4)
+    path = checkpoint_path(job.checkpoint_folder, 9, 2)
+    path.mkdir()
+    seal(path, Manifest("job_of_others", 2, 9, {}, {}))
+    assert resume_of(job)[0].step == 4
+
+
 @pytest.mark.parametrize(
     ("at_rest", "has_launched", "complete", "waits"),
     [
@@ -107,9 +115,9 @@ def test_ranks_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_re
     job.gang.held_steps = {1: at_rest}
     asked, listed = [], job.folder_reader.list
 
-    async def listing(folder, seconds):
+    async def listing(folder, seconds, owner):
         asked.append(seconds)
-        return await listed(folder)
+        return await listed(folder, job=owner)
 
     monkeypatch.setattr(job.folder_reader, "list", listing)
     resume_of(job)

@@ -78,6 +78,17 @@ def test_what_was_saved_is_whole_and_what_was_interrupted_is_not(tmp_path):
     assert [manifest.step for _, manifest in whole_checkpoints(tmp_path)] == [10]
 
 
+def test_checkpoint_copied_under_the_name_of_another_or_from_another_job_is_damaged(tmp_path):
+    own, foreign = saved(tmp_path, 10), saved(tmp_path / "other", 30)
+    shutil.copytree(foreign, checkpoint_path(tmp_path, 20, 2))
+    with pytest.raises(DamagedCheckpoint, match="is that of step-00000030-generation-1 of j: another checkpoint was"):
+        manifest_of(checkpoint_path(tmp_path, 20, 2))
+    assert newest_usable(tmp_path)[0] == own
+    assert [each.condition for each in list_checkpoints(tmp_path, "j").checkpoints] == [WHOLE, NOT_WHOLE]
+    assert "is of j, and not of k" in list_checkpoints(tmp_path, "k").checkpoints[0].problem
+    assert prune(tmp_path, 1, generation=1, job="j") == [], "what is not its own does not count as newer"
+
+
 def test_place_is_a_checkpoint_by_any_name_or_stands_for_its_newest_whole_one(tmp_path):
     older, newer = saved(tmp_path, 5), saved(tmp_path, 6)
     assert [checkpoint_at(place) for place in (older, newer, tmp_path)] == [older, newer, newer]

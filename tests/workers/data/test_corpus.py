@@ -55,9 +55,8 @@ def test_a_file_that_shrinks_is_named(tmp_path):
     corpus = one_file(tmp_path / "shrinks.txt")
     corpus.read(0, 100)
     (tmp_path / "shrinks.txt").write_bytes(b"x" * 50)
-    assert len(corpus.read(0, 50)) == 50
     with pytest.raises(DataError, match=rf"{tmp_path}/shrinks.txt became shorter .*100 bytes at its start"):
-        corpus.read(40, 20)
+        corpus.read(0, 50)
 
 
 def test_a_file_that_goes_away_is_named(tmp_path):

@@ -63,6 +63,12 @@ def test_what_did_not_change_reads_as_it_did(folder, record):
         ("b.txt", b"more", "b.txt was not there when the job began: take it away"),
         ("new.txt", b"more", "new.txt was not there when the job began: take it away"),
         ("c.txt", b"x" * LENGTH, "c.txt is not what it was when the job began: put it back as it was"),
+        (
+            "c.txt",
+            b"c" * 5000 + b"x" + b"c" * 4999,
+            "c.txt is not what it was when the job began: put it back as it was",
+        ),
+        ("c.txt", b"c" * 9999 + b"x", "c.txt is not what it was when the job began: put it back as it was"),
     ],
 )
 def test_what_changed_is_named_at_the_next_start(folder, record, name, content, sentence):
@@ -83,6 +89,21 @@ def test_file_that_is_replaced_while_the_job_runs_is_named_before_it_is_first_re
     assert len(corpus.read(0, LENGTH)) == LENGTH, "nothing of it is read yet"
     with pytest.raises(DataError, match=r"c\.txt is not what it was"):
         corpus.read(LENGTH, 1)
+
+
+def test_file_that_is_overwritten_in_place_while_it_is_read_is_named_and_one_that_grows_is_not(folder, record):
+    corpus = opened(folder, record, write=True)
+    first = corpus.read(0, LENGTH)
+    with (folder / "a.txt").open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(b"more")
+        file.flush()
+        assert corpus.read(0, LENGTH).tolist() == first.tolist()
+        file.seek(LENGTH // 2)
+        file.write(b"x")
+    os.utime(folder / "a.txt", ns=(1, 1))
+    with pytest.raises(DataError, match=r"a\.txt is not what it was when the job began"):
+        corpus.read(0, 1)
 
 
 def test_a_file_that_is_not_what_it_was_does_not_stay_open(folder, record):
@@ -135,10 +156,11 @@ def test_only_who_shall_makes_the_record_and_never_a_second_time(folder, record)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"files": [{"path": 1}]}', b'{"files": [{"unknown": 1}]}'])
-def test_record_that_cannot_be_read_keeps_nobody_from_training(folder, record, content):
+def test_record_that_cannot_be_read_keeps_nobody_from_training_and_is_logged(folder, record, content, caplog):
     record.parent.mkdir()
     record.write_bytes(content)
     assert len(opened(folder, record, write=True)) == 2 * LENGTH
+    assert f"{record} makes no sense" in caplog.text
 
 
 def test_record_that_cannot_be_written_keeps_nobody_from_training(folder, tmp_path):

@@ -69,8 +69,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_bad_data(tmp_path):
     """A process that had mapped it would be killed by a signal."""
     row = IndexedTokens(megatron_dataset(tmp_path / "a", DOCUMENTS))
     os.truncate(tmp_path / "a.bin", 9)
-    assert row.read(0, 4).tolist() == [1, 2, 3, 4]
-    with pytest.raises(DataError, match=r"a\.bin became shorter while it was read: it had 10 tokens of 2 bytes"):
+    with pytest.raises(DataError, match=r"a\.bin became shorter while the job was running \(20 bytes at its start\)"):
         row.read(3, 3)
 
 

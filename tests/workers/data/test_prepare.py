@@ -14,7 +14,7 @@ from engine_specs import spec
 from megatron_files import DOCUMENTS, megatron_dataset
 from tokenizer_files import TEXT, byte_level, plain_tokens
 
-from workers.data import prepare
+from workers.data import prepare, steady_file
 from workers.data.batches import Batches
 from workers.data.prepare import open_corpus
 from workers.data.sources import check_data
@@ -163,7 +163,7 @@ def test_only_datasets_that_are_read_stay_open(tmp_path, monkeypatch):
         try:
             open_corpus(job(paths, "bytes", source="megatron", weights=[1] * len(paths)), tmp_path / "cache")
         finally:
-            closed.append([row._file.closed for row in opened])
+            closed.append([row._file._file.closed for row in opened])
 
     closed = []
     monkeypatch.setattr(prepare, "IndexedTokens", Opened)
@@ -223,10 +223,15 @@ def test_a_file_that_was_only_touched_is_the_same(begun, texts):
     assert begun().digest == begun().digest
 
 
-def test_a_change_inside_of_a_file_is_noticed(begun, texts):
+@pytest.fixture
+def small_samples(monkeypatch):
+    monkeypatch.setattr(steady_file, "SAMPLE_BYTES", 64)
+
+
+def test_change_between_the_samples_of_a_file_is_noticed_in_its_tokens(small_samples, begun, texts):
     path = texts / "1.jsonl"
     content = path.read_bytes()
-    path.write_bytes(content[:-300] + content[-300:].replace(b"squared", b"SQUARED"))
+    path.write_bytes(content[:-600] + content[-600:-300].replace(b"squared", b"SQUARED") + content[-300:])
     os.utime(path, ns=(1, 1))
     with pytest.raises(DataError, match=rf"what is made of {texts} is not what it was when the job began"):
         begun()

@@ -22,7 +22,7 @@ from workers.config import DataConfig
 from workers.data import token_cache, token_process, trained_tokenizer
 from workers.data.chat_template import open_template
 from workers.data.corpus import ByteCorpus
-from workers.data.corpus_record import with_heads
+from workers.data.corpus_record import with_digests
 from workers.data.documents import raw_pieces_of, texts_of
 from workers.data.indexed_dataset import IndexedTokens
 from workers.data.prepare import open_corpus
@@ -87,7 +87,7 @@ def jsonl(*paths: Path) -> DataConfig:
 READINGS: dict[str, Callable[[Path], object]] = {
     "files": lambda file: corpus_files(jsonl(file)),
     "files of a folder": lambda file: corpus_files(jsonl(file.parent)),
-    "beginnings": lambda file: with_heads([CorpusFile(str(file), 9)]),
+    "beginnings": lambda file: with_digests([CorpusFile(str(file), 9)]),
     "bytes": lambda file: ByteCorpus([CorpusFile(str(file), 9)]).read(0, 1),
     "tokens": lambda file: IndexedTokens(file),
     "known tokens": lambda file: IndexedTokens(file, ("uint16", 4)),
@@ -126,7 +126,7 @@ def test_a_corpus_that_goes_away_between_two_reads_is_unreadable(file, monkeypat
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with monkeypatch.context() as patched, pytest.raises(DataUnreadable, match=f"^{file} .*Stale file handle"):
-        patched.setattr(os, "pread", stale)
+        patched.setattr(os, "preadv", stale)
         corpus.read(0, 9)
     assert len(corpus.read(0, 9)) == 9, "and is the same as before once it is back"
     corpus.close()

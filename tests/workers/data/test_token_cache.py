@@ -23,7 +23,7 @@ from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like
 
 from workers.config import DataConfig
 from workers.data import shards, token_cache, token_process, token_processes
-from workers.data.corpus_record import with_heads
+from workers.data.corpus_record import with_digests
 from workers.data.indexed_dataset import read_index
 from workers.data.sources import corpus_files
 from workers.data.token_cache import Watcher, cached_tokens, locked, read_info
@@ -75,7 +75,7 @@ def jsonl(folder: Path, documents=DOCUMENTS, name="a.jsonl") -> Path:
 def make(root, paths, tokenizer, source="jsonl", watcher=None, **data):
     config = DataConfig(source=source, paths=[str(path) for path in paths], tokenizer=str(tokenizer), **data)
     return cached_tokens(
-        root, with_heads(corpus_files(config)), config, open_tokenizer(config), None, watcher or RecordingWatcher()
+        root, with_digests(corpus_files(config)), config, open_tokenizer(config), None, watcher or RecordingWatcher()
     )
 
 
@@ -253,7 +253,7 @@ import sys, time
 from pathlib import Path
 from workers.config import DataConfig
 from workers.data import shards
-from workers.data.corpus_record import with_heads
+from workers.data.corpus_record import with_digests
 from workers.data.sources import corpus_files
 from workers.data.token_cache import Watcher, cached_tokens
 from workers.data.tokenizer import open_tokenizer
@@ -267,7 +267,7 @@ class StandsStill(Watcher):
             time.sleep(1)
 
 stops_at, watcher = int(sys.argv[4]), StandsStill()
-files = with_heads(corpus_files(config))
+files = with_digests(corpus_files(config))
 _, info, made = cached_tokens(Path(sys.argv[1]), files, config, open_tokenizer(config), None, watcher)
 print(info.digest, made)
 """
@@ -350,3 +350,16 @@ def test_a_cache_whose_tokens_were_cut_is_made_again(tmp_path, file):
     assert made
     assert same.digest == info.digest
     assert again.read(0, len(again)).tolist() == plain_tokens(file, DOCUMENTS)
+
+
+def test_cache_whose_tokens_are_overwritten_is_made_again(tmp_path, file):
+    first, _, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file)
+    expected = first.read(0, len(first)).tolist()
+    with Path(f"{first.prefix}.bin").open("r+b") as stored:
+        stored.seek(len(expected) // 2 * 2)
+        stored.write(b"\0" * 16)
+    os.utime(f"{first.prefix}.bin", ns=(1, 1))
+    with pytest.raises(DataNotStored, match=r"tokens\.bin is not what it was .*: it is made anew at the next start"):
+        first.read(0, 8)
+    row, _, made = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file)
+    assert made and row.read(0, len(row)).tolist() == expected

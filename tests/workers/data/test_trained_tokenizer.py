@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from workers.config import DataConfig
 from workers.data import trained_tokenizer as module
-from workers.data.corpus_record import with_heads
+from workers.data.corpus_record import with_digests
 from workers.data.sources import CorpusFile, corpus_files
 from workers.data.token_cache import Watcher
 from workers.data.tokenizer import open_tokenizer
@@ -41,7 +41,7 @@ def corpus(tmp_path) -> Path:
 
 def trained(root, path, size=500, watcher=None, source="text", **data):
     config = DataConfig(source=source, paths=[str(path)], tokenizer="bpe", tokenizer_vocabulary=size, **data)
-    file = module.trained_tokenizer(root, with_heads(corpus_files(config)), config, watcher or RecordingWatcher())
+    file = module.trained_tokenizer(root, with_digests(corpus_files(config)), config, watcher or RecordingWatcher())
     return file, open_tokenizer(config, file)
 
 
