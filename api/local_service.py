@@ -7,9 +7,9 @@ import os
 import socket
 import ssl
 from pathlib import Path
-from typing import IO
 from urllib.parse import urlsplit
 
+from api.locked_file import LockedFile
 from service.cluster.processes import same_process, start_of, started_in
 from service.home import OwnFileUnusable, read_own, writing_in
 from service.key_file import read_key
@@ -40,12 +40,9 @@ def announce(service_file: Path, url: str, database: str, certificate: Path | No
         write_whole(service_file, json.dumps(words))
 
 
-def sign(lock: IO[str]) -> None:
+def sign(lock: LockedFile) -> None:
     """Write into the locked file of the home which process is its service. Raises OSError."""
-    lock.seek(0)
-    lock.truncate()
     lock.write(json.dumps(_this_process()))
-    lock.flush()
 
 
 def _this_process() -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import socket
@@ -14,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from api.local_service import LOCK, announce, running_service, sign, write_whole
+from api.locked_file import LockedFile
 from service import automatic_key
 from service.cluster.cluster import NodeOptions
 from service.cluster.existing_ray import ExistingRay
@@ -133,7 +133,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         say = partial(announce, service_file, url, control.store.location, tls.certificate)
         say()
         log.info("Manta is up at %s, listening on %s", url, host)
-        with _kept(say, control.keep_token):
+        with _kept(say, control.keep_token, *(lock.keep for lock in locks)):
             _answer_requests(app, settings, listener)
     finally:
         with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
@@ -154,7 +154,7 @@ def _kept(*files: Callable[[], None]) -> Iterator[None]:
             for write in files:
                 try:
                     write()
-                except HomeUnusable as error:  # such as a full disk
+                except (HomeUnusable, OSError) as error:  # such as a full disk
                     log.warning("%s", error)
 
     thread = threading.Thread(target=keep, name="files of the home", daemon=True)
@@ -281,38 +281,33 @@ def _somebody_has_a_key(settings: Settings) -> bool:
         store.close()
 
 
-def lock_home(home: Path) -> IO[str]:
+def lock_home(home: Path) -> LockedFile:
     """Lock the home until the file is closed: of two services that start at the same time, one gives up. Raises
     AlreadyRunning, HomeUnusable."""
-    with writing_in(home):
-        file = (home / LOCK).open("a")  # leaves what whoever has locked it has written
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
+        with writing_in(home):
+            return LockedFile(home / LOCK)
+    except HomeUnusable as error:
+        if not isinstance(error.__cause__, BlockingIOError):
+            raise
         raise AlreadyRunning(f"a service with home {home} runs or starts already; end it with `manta down`") from error
-    return file
 
 
-def lock_database(home: Path, url: str | None) -> list[IO[str]]:
+def lock_database(home: Path, url: str | None) -> list[LockedFile]:
     """Lock the database of `home` until the file is closed, if it is an SQLite file: these cannot be shared, not even
     between homes. Returns nothing for a server. Raises AlreadyRunning, StoreUnusable."""
     database = file_of(parse_url(url_in(home, url)))
     if database is None:
         return []
     try:
-        file = database.with_name(f"{database.name}.lock").open("w")
-    except OSError as error:
-        raise StoreUnusable(str(database), error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
+        return [LockedFile(database.with_name(f"{database.name}.lock"))]
+    except BlockingIOError as error:
         raise AlreadyRunning(
             f"another service uses {database} already, and an SQLite file has one at a time: end that one, or let both "
             "share a PostgreSQL database (docs/operations.md, Several control planes)"
         ) from error
-    return [file]
+    except OSError as error:
+        raise StoreUnusable(str(database), error) from error
 
 
 def _refuse_lost_database(home: Path, store: Store) -> None:

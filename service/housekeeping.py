@@ -105,6 +105,7 @@ class Housekeeping:
                     if (lease := await self._leases.claim(HOUSEKEEPING)) is not None:
                         self._work = asyncio.create_task(self._keep(lease, care), name="housekeeping")
                         await asyncio.wait({self._work})
+                        self._leases.drop(lease)
                         if not self._work.cancelled():
                             self._work.result()
                 except Exception as error:  # jobs wait in the queue: try again

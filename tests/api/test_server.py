@@ -157,11 +157,16 @@ def test_service_whose_announcement_is_lost_announces_itself_again(tmp_path, mon
             server.lock_home(tmp_path)  # leaves what is in the file
         damage(file)
         assert service_process(tmp_path) == os.getpid()
+        (tmp_path / "service.lock").unlink()
+        (tmp_path / "manta.db.lock").unlink()
         NotedControl.kept.clear()
         for _ in range(2):  # looks, the second of which has begun since
             assert NotedControl.kept.wait(60)
             NotedControl.kept.clear()
         seen.append((before, running_service(tmp_path)))
+        for second in (server.lock_home, lambda home: server.lock_database(home, None)):
+            with pytest.raises(server.AlreadyRunning):
+                second(tmp_path)
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)

@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 
 from service import housekeeping, retention
 from service.cluster.errors import ClusterUnavailable
@@ -13,6 +13,7 @@ from service.cluster.placement import agent_name, job_of
 from service.leases.decisions import HOUSEKEEPING
 from service.states import JobState
 from service.store import checkpoints, jobs, pauses
+from service.store.control_plane_tables import Lease
 from tests.service.support.control_planes import (
     behave,
     finish,
@@ -319,9 +320,19 @@ def test_what_is_done_for_all_jobs_is_begun_again_after_a_failure(kept, monkeypa
         assert len(asyncio.all_tasks()) == 1, "what was done is ended too"
 
     monkeypatch.setattr(keeping._leases, "claim", claim, raising=False)
+    monkeypatch.setattr(keeping._leases, "drop", lambda lease: None, raising=False)
     monkeypatch.setattr(keeping, "_keep", keep)
     asyncio.run(body())
     assert tries == [HOUSEKEEPING] * 3
+
+
+def test_queue_is_served_again_after_another_process_had_the_lease_for_it(start, cluster, submit, store, monkeypatch):
+    monkeypatch.setattr(housekeeping, "CLAIM_SECONDS", 0.001)
+    behave(cluster, train_to_the_end)
+    plane = start()
+    until(plane, submit(), "SUCCEEDED")
+    store.write(lambda s: s.execute(update(Lease).values(owner=None, epoch=Lease.epoch + 1)))
+    until(plane, submit(), "SUCCEEDED")
 
 
 def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, store):
