@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from service.ids import is_job_id
 from service.log_filters import Level, LineTest, LogFilter, level_of
@@ -319,7 +319,7 @@ def _parse(raw: bytes, rank: int, end: int) -> LogLine | None:
     try:
         entry = json.loads(raw)
         return LogLine(
-            time=float(entry["time"]),
+            time=_moment(entry["time"]),
             rank=rank,
             generation=int(entry.get("generation") or 0),
             stream=str(entry.get("stream") or "stdout"),
@@ -327,8 +327,16 @@ def _parse(raw: bytes, rank: int, end: int) -> LogLine | None:
             end=end,
             start=end - len(raw),
         )
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _moment(value: Any) -> float:
+    """Unix seconds before the year 10000. Raises ValueError, TypeError."""
+    seconds = float(value)
+    if not 0 <= seconds < 253402300800:
+        raise ValueError(f"{value} is no moment")
+    return seconds
 
 
 def merge(chunks: Iterable[Chunk]) -> list[tuple[LogLine, float]]:

@@ -81,7 +81,10 @@ def test_a_half_written_line_waits_for_its_end(tmp_path):
 
 
 def test_lines_that_are_no_log_lines_are_skipped(tmp_path):
-    write(tmp_path, 0, "garbage", "[]", '{"text": "no time"}', '{"time": "x", "text": ""}', entry(1, "good"), "\x00")
+    odd = ("garbage", "[]", "[" * 100_000, "\x00", '{"text": "no time"}')
+    times = ("x", "NaN", "1e999", "-1", "253402300800", "Infinity")
+    write(tmp_path, 0, *odd, *(f'{{"time": {time}, "text": ""}}' for time in times), entry(1, "good"))
+    write(tmp_path, 0, '{"time": 1, "generation": 1e999, "text": ""}')
     assert read_all(tmp_path) == ["good"]
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from workers.system.own_files import open_to_append
 
@@ -29,32 +29,24 @@ class LineSink(Protocol):
 
 
 class RankLog:
-    """Appends lines to a file. A full disk loses lines, but never blocks the trainer or makes it fail."""
+    """Appends lines to a file, which others may rename or remove. A full disk loses lines, but never blocks the trainer
+    or makes it fail."""
 
     def __init__(self, path: Path, rank: int):
         self._path, self._rank = path, rank
-        self._file: IO[str] | None = None
 
     def write(self, generation: int, stream: str, lines: list[str]) -> None:
         """Append `lines` of `stream` (stdout or stderr), stamped with the time, in Unix seconds."""
         now = time.time()
         stamp = {"time": now, "rank": self._rank, "generation": generation, "stream": stream}
         text = "".join(json.dumps({**stamp, "text": line}) + "\n" for line in lines)
-        try:
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.fdopen(open_to_append(self._path), "a", encoding="utf-8")
-            self._file.write(text)
-            self._file.flush()
-        except OSError:
-            self.close()  # tried again with the next line, when the disk may have room
+        with contextlib.suppress(OSError):  # the disk may have room for the next lines
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:
+                file.write(text)
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+        """Nothing stays open between two writes."""
 
 
 class LineSplitter:

@@ -36,9 +36,9 @@ def remove(path: Path) -> None:
 def open_to_append(path: Path) -> int:
     """A descriptor of the file at `path` to append to, which is made unless it is there. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.stat().st_mode):
+        if not stat.S_ISREG(path.lstat().st_mode):
             remove(path)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
 
 
 def put(file: Path, path: Path) -> None:

@@ -31,7 +31,6 @@ def test_a_log_goes_on_where_the_one_before_it_ended(tmp_path):
         log.write(generation, "stdout", ["here"])
         log.close()
         log.close()  # a second time is no harm
-        assert log._file is None
     assert [line["generation"] for line in written(tmp_path / "rank.jsonl")] == [1, 2]
 
 
@@ -55,26 +54,21 @@ def test_what_is_no_file_in_the_place_of_a_log_blocks_no_trainer_and_is_replaced
     assert [line["text"] for line in written(tmp_path / "rank.jsonl")] == ["kept"]
 
 
-def test_a_file_that_takes_no_more_is_opened_anew(tmp_path):
-    log = RankLog(tmp_path / "rank.jsonl", 3)
-    log.write(1, "stdout", ["first"])
-    log._file.close()  # what is written fails from now on
-    log._file = Full()
-    log.write(1, "stdout", ["lost"])
-    assert log._file is None
-    log.write(1, "stdout", ["kept"])
-    log.close()
-    assert [line["text"] for line in written(tmp_path / "rank.jsonl")] == ["first", "kept"]
+@pytest.mark.parametrize("move", [lambda path: path.rename(path.with_suffix(".1")), Path.unlink])
+def test_lines_after_a_rotation_or_removal_are_in_a_new_file(tmp_path, move):
+    log, path = RankLog(tmp_path / "rank.jsonl", 3), tmp_path / "rank.jsonl"
+    log.write(1, "stdout", ["before"])
+    move(path)
+    log.write(1, "stdout", ["after"])
+    assert [line["text"] for line in written(path)] == ["after"]
 
 
-class Full:
-    """A file on a disk without room."""
-
-    def write(self, text: str) -> None:
-        raise OSError("No space left on device")
-
-    def close(self) -> None:
-        raise OSError("No space left on device")
+def test_link_in_the_place_of_a_log_is_replaced_and_not_followed(tmp_path):
+    (tmp_path / "other").write_text("of others")
+    (tmp_path / "rank.jsonl").symlink_to(tmp_path / "other")
+    RankLog(tmp_path / "rank.jsonl", 3).write(1, "stdout", ["kept"])
+    assert (tmp_path / "other").read_text() == "of others"
+    assert [line["text"] for line in written(tmp_path / "rank.jsonl")] == ["kept"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
