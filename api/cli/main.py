@@ -40,7 +40,7 @@ def confirm_deletion(question: str) -> None:
     """Ask before something is deleted permanently; ends the command unless the answer is yes."""
     try:
         agreed = typer.confirm(question, err=True)
-    except typer.Abort as error:
+    except (typer.Abort, RuntimeError) as error:  # the latter where standard input is closed
         if sys.stdin is not None and sys.stdin.isatty():
             raise
         typer.echo(err=True)  # ends the line of the question

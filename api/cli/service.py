@@ -163,9 +163,9 @@ def down(database: Database = None, as_json: Json = False) -> None:
     settings = settings_with(database)
     home, looked_at = settings.home, shown(parse_url(url_in(settings.home, settings.database_url)))
     used = (running_service(home) or {}).get("database", looked_at)
-    jobs = running_jobs(home, settings.database_url) if used == looked_at else []
     own_ray = RayHead(home).exists()
     stopped = stop_service(home)
+    jobs = running_jobs(home, settings.database_url) if used == looked_at else []
     if as_json:
         ran = [
             {"id": job.id, "name": job.name, "state": job.state, "step": job.step, "checkpoint_step": saved}
@@ -326,6 +326,8 @@ def stop_service(home: Path) -> bool:
     paths, head = Paths.of(home), RayHead(home)
     has_own_ray = head.exists()  # on an existing Ray cluster the jobs keep running and need these
     pid = service_process(home)
+    if has_own_ray:
+        head.freeze_ranks()
     if pid is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)

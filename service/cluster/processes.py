@@ -71,6 +71,14 @@ def end_all(mark: tuple[str, str], leader: int | None) -> None:
         alive = set(_marked(mark))  # started in the meantime
 
 
+def freeze_all(mark: tuple[str, str], word: str) -> None:
+    """Stop (SIGSTOP) every process with `mark` (name, value) in its environment and `word` in its command line."""
+    for process in _marked(mark):
+        with contextlib.suppress(psutil.Error, OSError):
+            if word in process.cmdline():
+                process.suspend()
+
+
 def session_leader(mark: tuple[str, str], words: Collection[str]) -> int | None:
     """The process with `mark` (name, value) in its environment and all `words` in its command line that leads a session
     of processes; None if there is none."""

@@ -23,7 +23,15 @@ from typing import Any
 
 import psutil
 
-from service.cluster.processes import children_named, end_all, same_process, session_leader, start_of, started_in
+from service.cluster.processes import (
+    children_named,
+    end_all,
+    freeze_all,
+    same_process,
+    session_leader,
+    start_of,
+    started_in,
+)
 from service.cluster.ray_private import (
     HEAD_PROCESSES,
     MEMORY_MONITOR_MILLISECONDS,
@@ -233,6 +241,10 @@ class RayHead:
         with contextlib.suppress(OSError):  # a process that is gone must not be taken for a head
             self._paths.ray_record.unlink(missing_ok=True)
         shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
+
+    def freeze_ranks(self) -> None:
+        """Let no rank of this home train on, so that the service can store all that they have done before it ends."""
+        freeze_all((MARK, self._paths.tag), "workers.zygote")
 
     def _prepare(self) -> None:
         with writing_in(self._paths.home):

@@ -50,6 +50,13 @@ def test_what_is_not_is_refused_with_the_same_sentence_whether_it_is_there_or_no
         DataRoots((data,)).check(spec)
 
 
+@pytest.mark.parametrize("roots", [DataRoots(), DataRoots((Path.cwd(),))])
+def test_relative_path_is_refused_since_the_next_service_may_run_in_another_folder(make_spec, roots):
+    (problem,) = roots.problems(spec_of(make_spec, "pyproject.toml"))
+    assert problem.path == "data.paths.0"
+    assert problem.rule == "'pyproject.toml' is relative; name it by its absolute path on the service's machine"
+
+
 def test_validation_sets_are_below_as_well(folders, make_spec):
     data, others = folders
     sets = [

@@ -31,16 +31,18 @@ class DataRoots:
         return None if self.folders is None else [str(folder) for folder in self.folders]
 
     def problems(self, spec: JobSpec) -> list[Problem]:
-        """The spec's paths that are outside. Reveals nothing about whether they exist."""
-        named = named_paths(spec).items()
-        outside = [Problem(where, self._rule(path)) for where, path in named if not self._holds(path)]
+        """The spec's paths that are outside, or relative, which the next service may take for others. Reveals nothing
+        about whether they exist."""
+        outside = [found for where, path in named_paths(spec).items() if (found := self.problem(where, path))]
         within = f"{spec.data.tokenizer_file}/{TOKENIZER}"  # where that is a folder
         if not outside and spec.data.tokenizer_file is not None and not self._holds(within):
             outside.append(Problem("data.tokenizer", self._rule(within)))
         return outside
 
     def problem(self, where: str, path: str) -> Problem | None:
-        """The problem of `path`, given by the key `where` of a spec; None if it is inside."""
+        """The problem of `path`, given by the key `where` of a spec; None if it is absolute and inside."""
+        if not os.path.isabs(path):
+            return Problem(where, f"{path[:100]!r} is relative; name it by its absolute path on the service's machine")
         return None if self._holds(path) else Problem(where, self._rule(path))
 
     def check(self, spec: JobSpec) -> None:

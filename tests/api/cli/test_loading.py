@@ -75,7 +75,7 @@ def test_output_for_which_there_is_no_room_is_one_sentence() -> None:
     assert (ended.returncode, ended.stderr) == (1, NO_ROOM)
 
 
-NO_ROOM = "the output cannot be written: No space left on device\n"
+NO_ROOM = "the output cannot be written: No space left on device; the command itself may have succeeded\n"
 RUN = "import sys; from pathlib import Path; from api.cli import __main__, main; "
 RUN += "main.command_line = lambda wanted: lambda: {}; __main__.main()"
 

@@ -1,9 +1,11 @@
 """The `manta` command against a real server: output for people and programs, exit codes, never a traceback."""
 
 import json
+from unittest.mock import Mock
 
 import httpx
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from api.cli import checkpoints as checkpoint_commands
@@ -187,13 +189,18 @@ def test_edit(manta, service, job):
     assert "--name, --priority" in manta("edit", job, code=2).stderr
 
 
-def test_delete_asks_first(manta, service, job):
+def test_delete_asks_first(manta, service, job, monkeypatch):
     assert f"manta cancel {job}" in manta("delete", job, "--yes", code=2).stderr
     service.move(job, "FAILED")
     refused = manta("delete", job, code=1, input="n\n")
     assert f"Delete {job} (small, FAILED, step 2 of 10)" in refused.stderr
     unasked = manta("delete", job, code=2)
     assert unasked.stderr.endswith("\nnobody answers here: --yes deletes it without a question\n")
+    with monkeypatch.context() as closed:
+        closed.setattr(typer, "confirm", Mock(side_effect=RuntimeError("input(): lost sys.stdin")))
+        assert manta("delete", job, code=2).stderr.endswith(
+            "nobody answers here: --yes deletes it without a question\n"
+        )
     assert manta("status", job).stdout
     assert manta("delete", job, input="y\n").stdout.count(f"{job} is deleted: 0 checkpoints, 2 log files, ")
     assert "manta ps" in manta("status", job, code=2).stderr

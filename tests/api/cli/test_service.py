@@ -241,7 +241,8 @@ def home(tmp_path, monkeypatch):
     ours.remove_runtime_folder()
 
 
-def test_what_jobs_have_on_the_ray_of_somebody_else_stays_when_the_service_goes(manta, home):
+def test_what_jobs_have_on_the_ray_of_somebody_else_stays_when_the_service_goes(manta, home, monkeypatch):
+    monkeypatch.setattr(RayHead, "freeze_ranks", None)
     service.stop_service(home.home)
     assert home.snapshot_folder("job").exists()
     assert (home.runtime_folder / "zygote.sock").exists()
@@ -251,13 +252,15 @@ def test_what_jobs_have_on_the_ray_of_somebody_else_stays_when_the_service_goes(
 def test_our_own_ray_goes_with_all_that_jobs_had_there(home, monkeypatch, is_recorded):
     """Also one whose start was interrupted before it was recorded."""
     left = []
+    monkeypatch.setattr(RayHead, "freeze_ranks", lambda head: left.append("ranks frozen"))
+    monkeypatch.setattr(service, "service_process", lambda home: left.append("service found"))
     monkeypatch.setattr(RayHead, "stop", lambda head: left.append(home.snapshot_folder("job").exists()))
     if is_recorded:
         home.ray_record.write_text("{}")
     else:
         monkeypatch.setattr("service.cluster.ray_head.session_leader", lambda mark, words: os.getpid())
     assert service.stop_service(home.home), "a Ray without a service is something that was stopped"
-    assert left == [True], "first whoever writes there"
+    assert left == ["service found", "ranks frozen", True], "first whoever writes there"
     assert not home.snapshot_root.exists()
     assert not home.runtime_folder.exists()
 

@@ -10,7 +10,15 @@ import psutil
 import pytest
 
 from service.cluster import processes
-from service.cluster.processes import end_all, same_process, session_leader, start_of, started_in, wait_until_ended
+from service.cluster.processes import (
+    end_all,
+    freeze_all,
+    same_process,
+    session_leader,
+    start_of,
+    started_in,
+    wait_until_ended,
+)
 
 
 def start(**environment):
@@ -62,6 +70,21 @@ def test_process_that_the_kernel_holds_on_to_is_not_waited_for_without_end(monke
     finally:
         end_all(("MANTA_TEST_MARK", "four"), None)
         process.wait()
+
+
+def test_only_marked_processes_of_a_command_are_frozen_and_can_be_killed_then():
+    environment = {**os.environ, "MANTA_TEST_MARK": "six"}
+    rank, other = (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", word], env=environment)
+        for word in ("rank", "other")
+    )
+    try:
+        freeze_all(("MANTA_TEST_MARK", "six"), "rank")
+        assert os.WIFSTOPPED(os.waitpid(rank.pid, os.WUNTRACED)[1])
+        assert psutil.Process(other.pid).status() != psutil.STATUS_STOPPED
+    finally:
+        end_all(("MANTA_TEST_MARK", "six"), None)
+    assert rank.wait(60) < 0 and other.wait(60) < 0
 
 
 def test_leader_is_known_by_mark_words_and_session():
