@@ -106,6 +106,8 @@ class Exports:
         """The folder that `to` names; links are resolved before it is compared with the roots. Raises BadTarget."""
         if not to.strip():
             raise BadTarget("the folder has no name: name one that is to contain the weights")
+        if "://" in to:
+            raise BadTarget(f"{to} is a URL: name a folder of the service's machine")
         folder = Path(to) if Path(to).is_absolute() else self._roots[0] / to
         real = Path(os.path.realpath(folder))
         if not any(real.is_relative_to(os.path.realpath(root)) and real != root for root in self._roots):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, list_checkpoints
 from workers.storage.files import files_of
@@ -73,8 +74,13 @@ def remove_newer(folder: str | Place, than: str) -> list[Place]:
 
 
 def remove(checkpoint: Place) -> bool:
-    """Delete one checkpoint, its manifest first; returns whether nothing of it is left."""
+    """Delete one checkpoint, its manifest first; returns whether nothing of it is left. Of one that was put elsewhere,
+    with a link in its place, only the link is deleted."""
     files = files_of(checkpoint)
+    if isinstance(checkpoint, Path) and checkpoint.is_symlink():
+        with contextlib.suppress(OSError):
+            checkpoint.unlink()
+        return _is_gone(checkpoint)
     with contextlib.suppress(OSError):
         files.remove(checkpoint / MANIFEST)  # first, so that a half-deleted one never counts as complete
     files.remove_folder(checkpoint)

@@ -331,6 +331,19 @@ def test_spec_on_the_screen_is_the_one_that_is_submitted_once(followed, browser)
     expect(page).to_have_url(re.compile(lost[0].json()["id"]))
 
 
+def test_spec_that_is_changed_after_a_lost_answer_is_another_job(followed, browser):
+    page = sign_in(browser, followed, followed.link).open("submit")
+    submit, editor = page.get_by_role("button", name="Submit"), page.get_by_role("textbox", name="JobSpec")
+    expect(submit).to_be_enabled()
+    page.route("**/v1/jobs", lambda route: (route.fetch(), route.abort()), times=1)
+    submit.click()
+    expect(page.get_by_text("submit it again, it will be one job")).to_be_visible()
+    editor.fill(editor.input_value().replace("name: quickstart", "name: changed"))
+    expect(submit).to_be_enabled()
+    submit.click()
+    expect(page).to_have_title("changed – Manta")
+
+
 def test_who_may_submit_can_however_late_the_page_is_told_who_that_is(viewer):
     page, held = viewer.open(), []
     page.route("**/v1/me", lambda route: held.append(route))

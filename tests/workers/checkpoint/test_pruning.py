@@ -110,6 +110,15 @@ def test_all_that_was_made_after_one_goes_whole_or_not(tmp_path):
     assert sorted(tmp_path.iterdir()) == kept
 
 
+def test_checkpoint_that_was_put_elsewhere_stays_there_when_its_link_is_pruned(tmp_path):
+    newest, elsewhere = saved(tmp_path, 30, 1), tmp_path / "elsewhere"
+    link = saved(tmp_path, 10, 1)
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    assert prune(tmp_path, 1, generation=1) == [link]
+    assert sorted(tmp_path.iterdir()) == [elsewhere, newest] and (elsewhere / MANIFEST).exists()
+
+
 def test_training_that_began_anew_leaves_what_was_there(tmp_path):
     before = [saved(tmp_path, 30, 1), saved(tmp_path, 40, 1), saved(tmp_path, 50, 1, whole=False)]
     new = [saved(tmp_path, step, 3) for step in (10, 20, 35)]
