@@ -41,7 +41,7 @@ class DataRoots:
 
     def problem(self, where: str, path: str) -> Problem | None:
         """The problem of `path`, given by the key `where` of a spec; None if it is absolute and inside."""
-        if not os.path.isabs(path):
+        if not Path(path).is_absolute():
             return Problem(where, f"{path[:100]!r} is relative; name it by its absolute path on the service's machine")
         return None if self._holds(path) else Problem(where, self._rule(path))
 
