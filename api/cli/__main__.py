@@ -24,7 +24,7 @@ def main() -> None:
         if error.errno not in _OF_OUTPUT or error.filename is not None or _output_takes_more():
             raise  # of another file: an error in writing names none
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - otherwise Python writes what is left at the end
-        sys.exit(f"the output cannot be written: {error.strerror}; the command itself may have succeeded")  # exit status 1
+        sys.exit(f"the output cannot be written: {error.strerror}; the command itself may have succeeded")
 
 
 def _output_takes_more() -> bool:
