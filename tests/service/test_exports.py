@@ -190,7 +190,9 @@ def test_database_that_is_away_for_a_while_hides_no_end(store, job, root, writte
     assert ended(store, job, row).state == "done"
 
 
-@pytest.mark.parametrize("to", ["../elsewhere", "/etc/weights", "/", ".", "link/weights", "there", "", " \n", "s3://there/a"])
+@pytest.mark.parametrize(
+    "to", ["../elsewhere", "/etc/weights", "/", ".", "link/weights", "there", "", " \n", "s3://there/a"]
+)
 def test_nothing_is_written_elsewhere_or_over_anything(store, job, root, tmp_path, to):
     (root / "link").symlink_to(tmp_path)
     (root / "there").mkdir()
