@@ -1,7 +1,11 @@
 """A server that ends lets nobody wait for what is open."""
 
-import httpx
+import logging
 
+import httpx
+import pytest
+
+from api.http_server import is_no_hangup
 from tests.api.conftest import FakeControl, add_admin, serving
 from tests.api.support.keys import ADMIN, bearer
 
@@ -14,3 +18,18 @@ def test_open_stream_ends_in_order_with_the_server(store, tmp_path):
             lines = stream.iter_lines()
             assert next(lines) == ": ping"
         assert not any(lines), "it is over, and nothing was broken off"
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed"), False),
+        (RuntimeError("a defect"), True),
+        (OSError("the handler is closed"), True),
+        (None, True),
+    ],
+)
+def test_client_that_resets_its_connection_is_no_error_of_the_service(error, logged):
+    about = None if error is None else (type(error), error, None)
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception in ASGI application", (), about)
+    assert is_no_hangup(record) == logged
