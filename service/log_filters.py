@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from service.linear_patterns import LinearPattern
+import re2
+
+from workers.errors import MantaError
 
 Stream = Literal["stdout", "stderr", "agent"]
 Level = Literal["debug", "info", "warning", "error", "critical"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+MAX_REGEX_CHARACTERS = 500
+_MAX_REGEX_BYTES = 2**20
+"""Memory of a compiled expression."""
 _BEGINNING = 120
 """The level is searched for in this many characters of a line."""
 _WORD = re.compile(
@@ -20,6 +25,10 @@ _WORDS: dict[str, Level] = {
     **{level.upper(): level for level in LEVELS},
     **dict[str, Level](WARN="warning", FATAL="critical", I="info", W="warning", E="error", F="critical"),
 }
+
+
+class BadPattern(MantaError):
+    """The regular expression is invalid, or too large."""
 
 
 def level_of(text: str) -> Level | None:
@@ -43,7 +52,8 @@ class LogFilter:
     search: str | None = None
     """Contains this text, ignoring case."""
     regex: str | None = None
-    """A part of it matches; see `linear_patterns`."""
+    """A part of it matches this expression of RE2, which takes time in proportion to the line, whatever the expression;
+    Python's own hold the interpreter's lock while they backtrack."""
     level: Level | None = None
     """States this level or a more serious one."""
 
@@ -59,7 +69,7 @@ class LineTest:
         """Raises BadPattern."""
         self._stream = wanted.stream
         self._search = None if wanted.search is None else wanted.search.lower()
-        self._pattern = None if wanted.regex is None else LinearPattern(wanted.regex)
+        self._regex = None if wanted.regex is None else _compiled(wanted.regex)
         self._least = None if wanted.level is None else LEVELS.index(wanted.level)
         self._in_bytes = _as_in_files(self._search)
 
@@ -78,7 +88,22 @@ class LineTest:
             level = level_of(text)
             if level is None or LEVELS.index(level) < self._least:
                 return False
-        return self._pattern is None or self._pattern.is_in(text)
+        return self._regex is None or self._regex.search(text.encode(errors="replace")) is not None
+
+
+def _compiled(regex: str) -> Any:
+    """Raises BadPattern."""
+    if len(regex) > MAX_REGEX_CHARACTERS:
+        raise BadPattern(f"is longer than {MAX_REGEX_CHARACTERS} characters")
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = _MAX_REGEX_BYTES
+    try:
+        return re2.compile(regex, options)
+    except re2.error as error:
+        raise BadPattern(f"is not a regular expression of RE2: {error.args[0].decode(errors='replace')}") from error
+    except UnicodeEncodeError as error:
+        raise BadPattern("has a character that is half of one") from error
 
 
 def _as_in_files(search: str | None) -> bytes | None:

@@ -13,6 +13,7 @@ IMPORT = re.compile(r"^ *(?:import (\w+)(?:[\w.]*)(?: as \w+)?$|from (\w+)[\w.]*
 DISTRIBUTIONS = {
     "opentelemetry": "opentelemetry-sdk",
     "pynvml": "nvidia-ml-py",
+    "re2": "google-re2",
     "yaml": "pyyaml",
 }
 """By module, where the names differ."""

@@ -19,8 +19,7 @@ from api.parameters import LONGEST_CURSOR, Control, Cursor, Follow, LastEventId,
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
-from service.linear_patterns import MOST_CHARACTERS, BadPattern
-from service.log_filters import Level, LineTest, LogFilter, Stream
+from service.log_filters import MAX_REGEX_CHARACTERS, BadPattern, Level, LineTest, LogFilter, Stream
 from service.log_tail import LogTail, read_tail
 from service.logs import (
     JobLogs,
@@ -54,9 +53,8 @@ def _wanted_lines(
         str | None,
         Query(
             min_length=1,
-            max_length=MOST_CHARACTERS,
-            description="Only lines with a match of this regular expression: characters, classes, groups, |, *, +, "
-            "?, {m,n}, ^, $, and (?i) at the beginning",
+            max_length=MAX_REGEX_CHARACTERS,
+            description="Only lines with a match of this regular expression, in RE2's syntax",
         ),
     ] = None,
     level: Annotated[Level | None, Query(description="Only lines of at least this level")] = None,

@@ -160,7 +160,7 @@ def test_cursor_of_other_lines_is_refused(service, job):
 @pytest.mark.parametrize(
     ("parameters", "path", "part"),
     [
-        ({"regex": "(a"}, "regex", "a ( without )"), ({"regex": r"(a)\1"}, "regex", "not known here"),
+        ({"regex": "(a"}, "regex", "missing ): (a"), ({"regex": r"(a)\1"}, "regex", "invalid escape sequence"),
         ({"regex": "a" * 501}, "regex", "500"), ({"level": "loud"}, "level", "'debug'"),
         ({"before": "x"}, "before", "requires tail"),
         ({"stream": "stdin"}, "stream", "'stdout'"), ({"tail": 0}, "tail", "1"), ({"search": ""}, "search", "1"),

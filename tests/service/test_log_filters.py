@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.log_filters import LogFilter, level_of
+from service.log_filters import BadPattern, LogFilter, level_of
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ def test_level_is_what_the_line_says(text, level):
         (LogFilter("stderr"), "stderr", "x", True), (LogFilter("stderr"), "stdout", "x", False),
         (LogFilter(search="LoSs"), "stdout", "the loss", True), (LogFilter(search="loss"), "stdout", "los", False),
         (LogFilter(regex="^a+$"), "stdout", "aaa", True), (LogFilter(regex="^a+$"), "stdout", "aab", False),
+        (LogFilter(regex="(?i)é+$"), "stdout", "CAFÉÉ", True), (LogFilter(regex="b$"), "stdout", "\ud800b", True),
         (LogFilter(level="warning"), "stdout", "ERROR x", True), (LogFilter(level="error"), "stdout", "WARN x", False),
         (LogFilter(level="debug"), "stdout", "says nothing", False),
         (LogFilter("stderr", "b", "a", "info"), "stderr", "INFO a b", True),
@@ -33,6 +34,20 @@ def test_level_is_what_the_line_says(text, level):
 )  # fmt: skip
 def test_all_that_is_asked_for_must_hold(wanted, stream, text, yes):
     assert wanted.test().wants(stream, text) is yes
+
+
+@pytest.mark.parametrize(
+    ("regex", "why"),
+    [("(a", r"missing \): \(a"), (r"(a)\1", "invalid escape"), ("a" * 501, "longer than 500"), ("\ud800", "half"),
+     ("(a{100}){100}", "invalid repetition")],
+)  # fmt: skip
+def test_regular_expression_that_is_invalid_or_too_large_is_refused(regex, why):
+    with pytest.raises(BadPattern, match=why):
+        LogFilter(regex=regex).test()
+
+
+def test_regular_expression_that_makes_others_backtrack_takes_linear_time():
+    assert not LogFilter(regex="(a*)*b|((a+)+)+$z").test().wants("stdout", "a" * 8192)
 
 
 def test_nothing_is_tested_where_every_line_is_wanted():
