@@ -22,6 +22,7 @@ from service.store.errors import StoreOfNewerRelease, StoreUnusable
 from service.store.location import file_of, parse_url
 from service.store.sqlite import SqliteDatabase
 from service.store.write_queue import WriteQueue
+from workers.errors import MantaError
 
 if TYPE_CHECKING:
     from service.store.postgresql import PostgresDatabase
@@ -33,6 +34,7 @@ FIRST_RELEASED = "0006"
 OLDEST_READER = "0009"
 """The content of the table `compatibility` after the newest migration."""
 MIGRATIONS = Path(__file__).parent / "migrations"
+_ADVICE = "restore a backup that a release has made, or begin anew with another database"
 _CONFLICTS = 5
 """Immediate repetitions of a write that conflicted with another one."""
 
@@ -120,7 +122,7 @@ class Store:
         return {name: ConnectionPool(used[name], most[name]) for name in most}
 
     def migrate(self, revision: str = "head") -> None:
-        """Bring the schema to `revision`: the newest by default, `base` for an empty database.
+        """Bring the schema up or down to `revision`: the newest by default, `base` for an empty database.
 
         An SQLite file is copied before its schema is upgraded. A database with the schema of a newer release stays as
         it is, if that release says that this one can use it. Raises StoreUnusable if the database cannot be opened, and
@@ -134,11 +136,14 @@ class Store:
             if current > newest_revision():
                 self._use_newer(current)
                 return
+            if current not in _revisions():
+                raise StoreUnusable(self.location, MantaError(f"its revision {current} is that of no release"), _ADVICE)
             self._database.keep_copy(current, newest_revision())
         from alembic import command
         from alembic.config import Config
         from alembic.util import CommandError
 
+        is_down = revision == "base" or (current is not None and current > revision)
         config = Config()
         config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
 
@@ -146,7 +151,7 @@ class Store:
             with self._database.writer.begin() as connection:
                 self._database.begin_migration(connection)
                 config.attributes["connection"] = connection
-                (command.downgrade if revision == "base" else command.upgrade)(config, revision)
+                (command.downgrade if is_down else command.upgrade)(config, revision)
 
         try:
             self._writer.submit(run).result()
@@ -291,8 +296,13 @@ def _log_failure(written: Future[None]) -> None:
 
 
 def newest_revision() -> str:
-    """Of the schema that this version works with: the file names of migrations begin with consecutive numbers."""
-    return max(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+    """Of the schema that this version works with."""
+    return max(_revisions())
+
+
+def _revisions() -> list[str]:
+    """Those of releases, which the file names of migrations begin with."""
+    return [path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py")]
 
 
 def open_database(url: str, name: str = "manta") -> SqliteDatabase | PostgresDatabase:

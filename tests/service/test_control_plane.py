@@ -20,7 +20,7 @@ from service.leases.errors import OtherRay
 from service.leases.held import Leases
 from service.states import JobState
 from service.store import jobs
-from service.store.database import newest_revision
+from service.store.database import FIRST_RELEASED, newest_revision
 from service.takeover import CannotTakeOver
 from tests.service.support.control_planes import (
     behave,
@@ -30,7 +30,6 @@ from tests.service.support.control_planes import (
     train_to_the_end,
     until,
 )
-from tests.service.support.older_databases import UNDO_0010
 from tests.service.support.waiting import SECONDS, reached
 from workers.paths import Paths
 from workers.protocol.messages import ProtocolMismatch
@@ -61,20 +60,6 @@ def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, clust
     assert log(store, job)[-2:] == ["adopted", "SUCCEEDED"]
 
 
-def as_the_release_before(store):
-    """Make the database one of the first release."""
-    for statement in (
-        *UNDO_0010,
-        "DROP TABLE compatibility",
-        "DROP TABLE deleted_jobs",
-        "ALTER TABLE jobs DROP COLUMN deletion_began_at",
-        "ALTER TABLE jobs DROP COLUMN submitted",
-        "ALTER TABLE jobs DROP COLUMN not_default",
-        "UPDATE alembic_version SET version_num = '0006'",
-    ):
-        store.write(lambda session, statement=statement: session.execute(text(statement)))
-
-
 @pytest.mark.parametrize("understood", [True, False])
 def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_over(
     start, cluster, submit, store, tmp_path, understood
@@ -86,7 +71,7 @@ def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_ov
 
     for agent in agents if not understood else ():
         agent.describe = other_release
-    as_the_release_before(store)
+    store.migrate(FIRST_RELEASED)
     if understood:
         until(start(), job, "RUNNING")
     else:
@@ -94,7 +79,7 @@ def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_ov
             start()
     with store.read() as session:
         revision = session.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
-        assert revision == (newest_revision() if understood else "0006")
+        assert revision == (newest_revision() if understood else FIRST_RELEASED)
         assert session.execute(text("SELECT state FROM jobs")).scalars().all() == ["RUNNING"]
     assert all(agent.running for agent in agents)
 

@@ -11,8 +11,7 @@ from api.cli import main, service
 from api.cli.db import db
 from api.server import lock_home
 from service.store import Store, jobs
-from service.store.database import newest_revision
-from tests.service.support.older_databases import UNDO_0010
+from service.store.database import FIRST_RELEASED, newest_revision
 from workers.spec.reading import parse_job_spec
 
 service.register(main.app)
@@ -46,25 +45,17 @@ def test_database_is_made_and_found_sound(manta, tmp_path):
 
 def test_database_is_not_taken_from_a_release_under_which_jobs_run(manta, store, document):
     job, _ = store.write(lambda session: jobs.create(session, parse_job_spec(document)))
-    older = (
-        "UPDATE alembic_version SET version_num = '0007'",
-        *UNDO_0010,
-        "DROP TABLE compatibility",
-        "ALTER TABLE jobs DROP COLUMN submitted",
-        "ALTER TABLE jobs DROP COLUMN not_default",
-    )
 
     def become(state):
         store.write(lambda session: session.execute(text(f"UPDATE jobs SET state = '{state}'")))
 
-    for statement in older:
-        store.write(lambda session, statement=statement: session.execute(text(statement)))
+    store.migrate(FIRST_RELEASED)
     become("RUNNING")
     said = manta("upgrade", code=2)
     assert f"{job.id} may be running under a release that could not use" in said and "pause them" in said
-    assert store.revision == "0007"
+    assert store.revision == FIRST_RELEASED
     become("PAUSED")
-    assert f"was brought from revision 0007 and is at revision {newest_revision()}." in manta("upgrade")
+    assert f"was brought from revision {FIRST_RELEASED} and is at revision {newest_revision()}." in manta("upgrade")
 
 
 def test_database_is_backed_up_and_restored_elsewhere(manta, store, document, tmp_path):

@@ -23,7 +23,6 @@ from service.store import (
 from service.store.errors import DatabaseLost
 from service.store.job_filters import JobFilter
 from service.store.retries import may_pass
-from tests.service.support.older_databases import UNDO_0010
 
 
 def test_sqlite_runs_in_wal_mode_with_foreign_keys(store, tmp_path):
@@ -152,18 +151,11 @@ def test_a_database_is_copied_before_it_is_migrated(store, submit, tmp_path):
     job = submit()
     store.migrate()
     assert not list(tmp_path.glob("manta.db.*")), "there was nothing to do"
-    for statement in (
-        "UPDATE alembic_version SET version_num = '0007'",
-        *UNDO_0010,
-        "DROP TABLE compatibility",
-        "ALTER TABLE jobs DROP COLUMN submitted",
-        "ALTER TABLE jobs DROP COLUMN not_default",
-    ):
-        store.write(lambda session, statement=statement: session.execute(text(statement)))
-    (tmp_path / "manta.db.0007").write_text("of an attempt before")
+    store.migrate("0006")
+    (tmp_path / "manta.db.0006").write_text("of an attempt before")
     store.migrate()
-    with contextlib.closing(sqlite3.connect(tmp_path / "manta.db.0007")) as copy:
-        assert copy.execute("SELECT version_num FROM alembic_version").fetchone() == ("0007",)
+    with contextlib.closing(sqlite3.connect(tmp_path / "manta.db.0006")) as copy:
+        assert copy.execute("SELECT version_num FROM alembic_version").fetchone() == ("0006",)
         assert copy.execute("SELECT id, state FROM jobs").fetchall() == [(job.id, "QUEUED")]
     with store.read() as session:
         assert jobs.get(session, job.id).submitted is None
