@@ -1,23 +1,28 @@
 """The published figures beside what this project's arithmetic, simulator and planner say of the same cases.
 
 Every row of the tables that can be predicted is listed under `samples`, with its error; figures count the rows of each
-table that agree.
+table that agree. With `--later`: throughputs that the planner was not fitted to, from the tables in
+`benchmarks/support/published/later/`; errors are those of a step's time. What they mean is in
+`benchmarks/results/planner.md`.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support.published import arithmetic, bubbles, memory, times
-from benchmarks.support.published.rows import Row
+from benchmarks.support.published.later import TABLES
+from benchmarks.support.published.later import rows as later_rows
+from benchmarks.support.published.rows import Row, rank_correlation
 from benchmarks.support.published.tables import Tables
 from benchmarks.support.report import ROOT, Report, deliver, parser
 
-MARKDOWN_HEAD = """Written by `python -m benchmarks.papers --markdown docs/planner_tables.md`; `docs/planner.md`
+MARKDOWN_HEAD = """Written by `python -m benchmarks.papers --markdown benchmarks/results/planner_tables.md`; `planner.md` beside it
 explains the rows, and why some are missed. Errors are relative to the published value, or absolute differences if they
 have no percent sign."""
 FAMILIES: dict[str, Callable[[Tables], Iterator[Row]]] = {
@@ -35,8 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--tables", type=Path, default=ROOT.parent / "shared" / "papers", help="folder of the published tables"
     )
     options.add_argument("--rows", action="store_true", help="print every row too (without --json)")
+    options.add_argument("--later", action="store_true", help="the later tables instead")
+    options.add_argument("--table", choices=TABLES, action="append", help="only this later one; may be given again")
     options.add_argument("--markdown", type=Path, metavar="FILE", help="also write every row to FILE, as tables")
-    return deliver(measure, options.parse_args(arguments))
+    given = options.parse_args(arguments)
+    return deliver(measure_later if given.later or given.table else measure, given)
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -54,6 +62,34 @@ def measure(options: argparse.Namespace) -> Report:
         options.markdown.write_text(as_markdown(report.samples), encoding="utf-8")
     report.settings = {"tables": options.tables.name}
     return report
+
+
+def measure_later(options: argparse.Namespace) -> Report:
+    """Compare every row of the later tables."""
+    report = Report("later_papers", options.seed)
+    for name in options.table or TABLES:
+        table_rows = list(later_rows(name))
+        errors = [step_error(row) for row in table_rows]
+        report.samples[name] = [
+            {"case": row.case, "published": row.published, "predicted": float(f"{row.predicted:.4g}"), "unit": row.unit}
+            | {"error": round(error, 3)}
+            for row, error in zip(table_rows, errors, strict=True)
+        ]
+        report.add(f"{name}_rows", len(table_rows), "rows")
+        report.add(f"{name}_step_error_median", round(statistics.median(map(abs, errors)), 3), "ratio")
+        report.add(f"{name}_step_error_max", round(max(map(abs, errors)), 3), "ratio")
+        order = rank_correlation([row.published for row in table_rows], [row.predicted for row in table_rows])
+        report.add(f"{name}_rank_correlation", round(order, 3), "ratio")
+        if options.rows and not options.json:
+            print("\n".join(map(line, table_rows)))
+    report.settings = {"sources": {name: table.source for name, table in TABLES.items()}}
+    return report
+
+
+def step_error(row: Row) -> float:
+    """Of the step's time, as a fraction of it: above zero where it is predicted too slow."""
+    ratio = row.predicted / row.published if row.unit == "s" else row.published / row.predicted
+    return ratio - 1
 
 
 def add_summary(report: Report, family: str, rows: list[Row]) -> None:

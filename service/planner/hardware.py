@@ -1,7 +1,7 @@
 """The machines that the planner knows: their data sheets, and at most eight constants each for how much of that is
 reached. Pure Python.
 
-Data-sheet values do not count as constants. The eight are those of `Constants`; `docs/planner.md` and the comments of
+Data-sheet values do not count as constants. The eight are those of `Constants`; `benchmarks/results/planner.md` and the comments of
 `MACHINES` say which rows each was fitted to, or where else it comes from.
 """
 

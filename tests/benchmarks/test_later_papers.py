@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from benchmarks import later_papers
+from benchmarks import papers
 from benchmarks.support.published.later import TABLES, case_of, lines_of, rows
 
 QUICK = {
@@ -26,13 +26,13 @@ QUICK = {
 
 @pytest.mark.parametrize("table", QUICK)
 def test_the_median_row_of_a_table_is_predicted_as_well_as_is_said(table):
-    assert statistics.median(abs(later_papers.error_of(row)) for row in rows(table)) <= QUICK[table]
+    assert statistics.median(abs(papers.step_error(row)) for row in rows(table)) <= QUICK[table]
 
 
 def test_hoppers_constants_agree_with_independent_tables():
     """Two engines, 16 bits, 8 to 16,384 GPUs."""
     of_hoppers = [row for table in ("llama3", "nanotron") for row in rows(table)]
-    assert [row.case for row in of_hoppers if abs(later_papers.error_of(row)) > 0.12] == []
+    assert [row.case for row in of_hoppers if abs(papers.step_error(row)) > 0.12] == []
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -43,5 +43,5 @@ def test_no_line_of_a_table_is_there_twice(table):
 
 
 def test_the_benchmark_lists_every_row(tmp_path, capsys):
-    assert later_papers.main(["--table", "nanotron", "--rows"]) == 0
+    assert papers.main(["--table", "nanotron", "--rows"]) == 0
     assert capsys.readouterr().out.count("nanotron-1b") == len(lines_of("nanotron"))

@@ -41,7 +41,7 @@ def test_all_rows_agree(rows_of: RowsOf, family: str, count: int) -> None:
     assert len(rows) == count
 
 
-# What the machine model does not reach yet (docs/planner.md says why): a row that joins or leaves is looked at.
+# What the machine model does not reach yet (benchmarks/results/planner.md says why): a row that joins or leaves is looked at.
 MISSED_TIMES = {
     "fig13, batch32, 16,4",
     "fig13, batch32, 32,2",
@@ -78,7 +78,7 @@ def test_the_tables_in_the_documentation_are_what_is_predicted_now(rows_of: Rows
     predicted = {family: rows_of(family) for family in papers.FAMILIES}
     monkeypatch.setattr(papers, "FAMILIES", {family: lambda _, rows=rows: rows for family, rows in predicted.items()})
     options = argparse.Namespace(seed=1, tables=TABLES, json=True, rows=False, markdown=None)
-    kept = Path(__file__).resolve().parents[2] / "docs" / "planner_tables.md"
+    kept = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "planner_tables.md"
     assert kept.read_text() == papers.as_markdown(papers.measure(options).samples)
 
 
