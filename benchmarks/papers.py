@@ -22,9 +22,9 @@ from benchmarks.support.published.rows import Row, rank_correlation
 from benchmarks.support.published.tables import Tables
 from benchmarks.support.report import ROOT, Report, deliver, parser
 
-MARKDOWN_HEAD = """Written by `python -m benchmarks.papers --markdown benchmarks/results/planner_tables.md`; `planner.md` beside it
-explains the rows, and why some are missed. Errors are relative to the published value, or absolute differences if they
-have no percent sign."""
+MARKDOWN_HEAD = """Written by `python -m benchmarks.papers --markdown FILE`; `planner.md` beside it explains the rows,
+and why some are missed. Errors are relative to the published value, or absolute differences if they have no percent
+sign."""
 FAMILIES: dict[str, Callable[[Tables], Iterator[Row]]] = {
     "arithmetic": arithmetic.rows,
     "memory": memory.rows,

@@ -1,8 +1,8 @@
 """The machines that the planner knows: their data sheets, and at most eight constants each for how much of that is
 reached. Pure Python.
 
-Data-sheet values do not count as constants. The eight are those of `Constants`; `benchmarks/results/planner.md` and the comments of
-`MACHINES` say which rows each was fitted to, or where else it comes from.
+Data-sheet values do not count as constants. The eight are those of `Constants`; `benchmarks/results/planner.md` and the
+comments of `MACHINES` say which rows each was fitted to, or where else it comes from.
 """
 
 from __future__ import annotations

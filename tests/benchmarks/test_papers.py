@@ -41,7 +41,7 @@ def test_all_rows_agree(rows_of: RowsOf, family: str, count: int) -> None:
     assert len(rows) == count
 
 
-# What the machine model does not reach yet (benchmarks/results/planner.md says why): a row that joins or leaves is looked at.
+# What the machine model does not reach yet (benchmarks/results/planner.md says why); a change of it is looked at.
 MISSED_TIMES = {
     "fig13, batch32, 16,4",
     "fig13, batch32, 32,2",
