@@ -8,22 +8,15 @@ from fastapi import Depends, FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from api import problems
-from api.access import JobProjects, authorize
 from api.app_state import AppState, attach_state
-from api.auditing import Audit
-from api.changes import Changes, StoredVersions
+from api.caches.rendered_jobs import RenderedJobs
+from api.caches.rendered_pages import RenderedPages
+from api.caches.rendered_series import RenderedSeriesOfJobs
+from api.caches.rendered_sparklines import RenderedSparklines
 from api.control import ControlPlane
-from api.credentials import Identities
-from api.identification import Identification
 from api.metrics.control_plane import ControlPlaneCollector
 from api.metrics.requests import RequestTimer
 from api.openapi import describe, operation_id
-from api.rate_limits import CallerLimits
-from api.rendered_jobs import RenderedJobs
-from api.rendered_pages import RenderedPages
-from api.rendered_series import RenderedSeriesOfJobs
-from api.rendered_sparklines import RenderedSparklines
-from api.request_guard import RequestGuard, TellVersion
 from api.routes import (
     all_events,
     audit,
@@ -49,7 +42,14 @@ from api.routes import (
     recoveries,
     traces,
 )
-from api.state_waits import StateWaits
+from api.security.access import JobProjects, authorize
+from api.security.auditing import Audit
+from api.security.credentials import Identities
+from api.security.identification import Identification
+from api.security.rate_limits import CallerLimits
+from api.security.request_guard import RequestGuard, TellVersion
+from api.streams.changes import Changes, StoredVersions
+from api.streams.state_waits import StateWaits
 from api.threads import ReadThreads
 from service.settings import RequestLimits
 from service.step_traces.reading import TraceReader

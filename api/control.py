@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from service.deletion import Deletion
+from service.control.running_ranks import RankStack, SeenWaits
 from service.exports import Exports
-from service.logs import JobLogs
-from service.measurements import Measurements
+from service.logs.pages import JobLogs
 from service.model_packages import ModelPackages
-from service.running_ranks import RankStack, SeenWaits
+from service.monitoring.measurements import Measurements
+from service.removal.deletion import Deletion
 from service.store import Checkpoint, Store
 from workers.config import JobSpec
 from workers.data.roots import DataRoots

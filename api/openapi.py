@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from api import requests, schemas
-from api.permissions import NEEDS
 from api.problem_codes import Responses
+from api.security.permissions import NEEDS
 from workers.config import JobSpec
 
 _COMPONENTS = "#/components/schemas/"

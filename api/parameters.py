@@ -1,5 +1,5 @@
 """What routes take from requests: the control plane, JSON bodies, page parameters. The caller, and which jobs it may
-access, are in `api/access.py`."""
+access, are in `api/security/access.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from api.app_state import state_of
 from api.control import ControlPlane
 from api.problems import MalformedJson
-from api.state_waits import LONGEST_SECONDS
+from api.streams.state_waits import LONGEST_SECONDS
 from service.store import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from api import schemas
 from api.control import ControlPlane
 from service.cluster.errors import ClusterUnavailable
-from service.machines import BadCalibration, measured_machines, this_node
+from service.job.refining import SeenJobs
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import NotPlanned, refuse_unplannable
+from service.planner.machines import BadCalibration, measured_machines, this_node
 from service.planner.request import CurrentCluster, Machines, PlanRequest, cluster_of_nodes, for_job
-from service.refining import SeenJobs
 from workers.config import JobSpec
 from workers.paths import Paths
 from workers.spec.problems import Problem, SpecError

@@ -15,23 +15,23 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.access import Forbidden, PriorityTooHigh, Unauthenticated
-from api.permissions import shown
 from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
-from api.rate_limits import TooManyRequests
 from api.schemas import FieldProblem, Problem
+from api.security.access import Forbidden, PriorityTooHigh, Unauthenticated
+from api.security.permissions import shown
+from api.security.rate_limits import TooManyRequests
 from api.threads import FilesSilent
-from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, CheckpointStillRemoving
 from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
-from service.deletion import FilesNotRemoved, StillRemoving
+from service.control.faults import FaultNotPossible, FaultsNotAllowed
+from service.control.running_ranks import NoRanks, RankNotFound, RankSilent
 from service.exports import BadTarget, ExportNotPossible
-from service.faults import FaultNotPossible, FaultsNotAllowed
-from service.identity import PROJECT_PATTERN
 from service.ids import KEY_ID_PATTERN, NODE_ID_PATTERN, TARGET_PATTERN
-from service.logs import LogsUnavailable
+from service.keys.identity import PROJECT_PATTERN
+from service.logs.pages import LogsUnavailable
 from service.planner.job_plan import NotPlanned
-from service.running_ranks import NoRanks, RankNotFound, RankSilent
+from service.removal.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, CheckpointStillRemoving
+from service.removal.deletion import FilesNotRemoved, StillRemoving
 from service.step_traces.reading import NothingMeasured
 from service.store import (
     CheckpointNotFound,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from service.identity import PROJECT_PATTERN, Scope
+from service.keys.identity import PROJECT_PATTERN, Scope
 from workers.config import MOST_LABELS, JobName, LabelKey, LabelValue, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
 from workers.timing.trace_orders import MOST_STEPS

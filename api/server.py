@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from api.local_service import LOCK, announce, running_service, sign, write_whole
-from api.locked_file import LockedFile
-from service import automatic_key
+from api.serving.local_service import LOCK, announce, running_service, sign, write_whole
+from api.serving.locked_file import LockedFile
 from service.cluster.cluster import NodeOptions
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.ray_head import RayHead
-from service.control_plane import ControlPlane
-from service.control_plane_options import ControlPlaneOptions
+from service.control.control_plane import ControlPlane
+from service.control.options import ControlPlaneOptions
+from service.control.takeover import MOST_NAMED
 from service.data_roots import LOOPBACK_HOSTS, roots_of
-from service.home import HomeUnusable, writing_in
+from service.home.own_files import HomeUnusable, writing_in
 from service.ids import is_job_id
+from service.keys import automatic_key
 from service.model_packages import ModelPackages
 from service.settings import DEFAULT_HOST, Settings, Tls
 from service.store import Store, StoreUnusable, keys
 from service.store.health import never_had_jobs
 from service.store.location import RECORD, file_of, noted_in, parse_url, url_in
-from service.takeover import MOST_NAMED
 from service.traces.traces import refuse_without_packages
 from workers.errors import MantaError
 from workers.storage.files import files_of
@@ -196,8 +196,8 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
     """Serve until SIGTERM or SIGINT."""
     import uvicorn  # after the jobs are under control, like the imports of `build_app`
 
-    from api.connections import connections_at_once, limited_to
-    from api.http_server import HttpServer
+    from api.serving.connections import connections_at_once, limited_to
+    from api.serving.http_server import HttpServer
 
     config = uvicorn.Config(
         app,

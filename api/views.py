@@ -13,13 +13,13 @@ from sqlalchemy.orm import Session
 
 from api import schemas
 from service.cluster.sizes import layout_in_use
-from service.deletion import Deletion
 from service.ledger import Interval, Ledger
-from service.logs import LogLine
-from service.machines import KeptCalibration
+from service.logs.pages import LogLine
 from service.planner.drift import compared
 from service.planner.hardware import Machine
+from service.planner.machines import KeptCalibration
 from service.planner.refinement import moved
+from service.removal.deletion import Deletion
 from service.states import JobState
 from service.store import checkpoints, edits, exports, jobs, ledgers, metrics, recoveries, tables
 from service.store.plans import KeptPlan

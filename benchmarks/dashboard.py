@@ -24,14 +24,14 @@ from typing import Any
 
 import psutil
 
-from api.local_service import running_service
+from api.serving.local_service import running_service
 from benchmarks.support.filled_database import fill
 from benchmarks.support.jobs import quickstart
 from benchmarks.support.own_processes import of_service
 from benchmarks.support.own_service import OwnService, own_service
 from benchmarks.support.report import ROOT, Report, deliver, parser
-from service.automatic_key import read_key
-from service.identity import Scope, digest_of, new_key
+from service.keys.automatic_key import read_key
+from service.keys.identity import Scope, digest_of, new_key
 from service.store import Store, keys
 from service.store.location import sqlite_url
 from workers.errors import MantaError

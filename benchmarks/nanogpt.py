@@ -30,12 +30,12 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import Batches
-from workers.learning_rate import learning_rate
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Trainer
+from workers.training.learning_rate import learning_rate
+from workers.training.reporter import Reporter
 
 STEPS = 2000
 BLOCK = 25

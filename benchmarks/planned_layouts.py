@@ -25,8 +25,8 @@ from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.published.rows import rank_correlation
 from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.tensor_bytes import peak_bytes, tracker_of_bytes
-from service.machines import Calibrated
 from service.planner.hardware import Cluster, Core, cpu_machine
+from service.planner.machines import Calibrated
 from service.planner.memory import memory_of
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
@@ -36,7 +36,7 @@ from workers.config import JobSpec
 from workers.engine import Engine
 from workers.spec.reading import parse_job_spec
 from workers.system.cores import usable_cores
-from workers.threads import with_threads
+from workers.system.threads import with_threads
 
 JOBS, TURNS, STEPS, WARM_UP = 30, 3, 5, 2
 SLOTS = 8

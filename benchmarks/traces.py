@@ -23,14 +23,14 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
 from workers.liveness.progress import Progress
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.step_traces.assembly import assembled
 from workers.step_traces.idle import bubble
 from workers.timing.recorder import HostMoments, Recorder
 from workers.timing.recording import Recording
 from workers.timing.step_phases import StepPhases
-from workers.tracing import Make
 from workers.trainer import Trainer
+from workers.training.reporter import Reporter
+from workers.training.tracing import Make
 
 WARM_UP, PHASES = 4, 20_000
 TURN = 5

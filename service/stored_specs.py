@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from service.store.tables import Job
 from workers.config import JobSpec
 from workers.errors import MantaError
-from workers.threads import BEFORE
+from workers.system.threads import BEFORE
 
 Document = Mapping[str, Any]
 

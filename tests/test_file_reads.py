@@ -44,7 +44,7 @@ SAFE = {
         workers/snapshot/reshard.py:__init__
         workers/snapshot/snapshot_file.py:create
         workers/snapshot/snapshots.py:_opened
-        workers/torch_profile.py:content
+        workers/step_traces/torch_profile.py:content
     """,
     "a folder, which is opened to be locked or synced": """
         workers/node/runtime_folder.py:keep
@@ -69,7 +69,7 @@ SAFE = {
         workers/zygote/child.py:_redirect
     """,
     "no file by its name: what is given has been opened already, or is something else called open": """
-        service/owners.py:_own
+        service/control/owners.py:_own
         workers/checkpoint/archives.py:_by_directory
         workers/checkpoint/durable.py:read
     """,

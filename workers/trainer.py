@@ -15,8 +15,6 @@ from workers.data.skipped_samples import SkippedSamples
 from workers.data.watch import DataWatch, check_same_tokens
 from workers.engine import Engine
 from workers.errors import AskedToRest, PeerLost, ReplicaDiffers
-from workers.events import announce, named_samples, sample_data
-from workers.learning_rate import learning_rate
 from workers.liveness.rank_samples import RankSampler
 from workers.liveness.stragglers import Straggler, Stragglers
 from workers.numerics.bad_numbers import BadStep
@@ -24,11 +22,13 @@ from workers.numerics.guard import error_of
 from workers.parallel.data.replica_check import ReplicaCheck
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.protocol.messages import Resume
-from workers.rank_state import NO_PLACES, Places, RankState
-from workers.reporter import Reporter
-from workers.step_row import StepRows, mean_part_seconds, memory_in_use
-from workers.tracing import Tracing
-from workers.validation import Validation
+from workers.training.events import announce, named_samples, sample_data
+from workers.training.learning_rate import learning_rate
+from workers.training.rank_state import NO_PLACES, Places, RankState
+from workers.training.reporter import Reporter
+from workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
+from workers.training.tracing import Tracing
+from workers.training.validation import Validation
 
 
 class Trainer:

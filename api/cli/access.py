@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from api import calls
 from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, bad_options, connect, fail, show, show_page
+from api.client import calls
 from api.requests import NewKey
-from service import automatic_key, given_key
-from service.identity import Scope, new_key
+from service.keys import automatic_key, given_key
+from service.keys.identity import Scope, new_key
 from service.settings import Settings
 from service.store import ApiKey, Store
 from service.store.location import url_in

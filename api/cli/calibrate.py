@@ -13,7 +13,14 @@ from rich.console import Console
 from api import schemas
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
 from api.cli.tables import table
-from service.machines import Calibrated, forget_jobs_before_now, measure, refuse_unwritable, save, with_links_of_before
+from service.planner.machines import (
+    Calibrated,
+    forget_jobs_before_now,
+    measure,
+    refuse_unwritable,
+    save,
+    with_links_of_before,
+)
 from service.settings import Settings
 from workers.paths import Paths
 

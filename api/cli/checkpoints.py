@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from api import calls
 from api.cli import pages, render
 from api.cli.exported_weights import FORMATS, SHARD_SIZE, Dtype, Format, export_weights
 from api.cli.main import (
@@ -32,7 +31,7 @@ from api.cli.main import (
     show,
 )
 from api.cli.render import counted, size
-from api.client import ApiError, MantaClient, ServiceUnreachable
+from api.client import ApiError, MantaClient, ServiceUnreachable, calls
 from api.schemas import Checkpoint, Items
 from service.ids import is_job_id
 from workers.checkpoint.catalog import (

@@ -14,6 +14,7 @@ import typer
 from api.cli.main import EXIT_BAD_INPUT, Json
 from api.cli.service import Database, settings_with
 from api.server import lock_home
+from service.control.takeover import MOST_NAMED
 from service.settings import Settings
 from service.states import SUPERVISED
 from service.store import Store
@@ -21,7 +22,6 @@ from service.store.backup_file import back_up, restore
 from service.store.health import problems
 from service.store.jobs import unfinished_in_brief
 from service.store.location import parse_url, shown, url_in
-from service.takeover import MOST_NAMED
 from workers.errors import MantaError
 
 db = typer.Typer(no_args_is_help=True, help="The job database: migrate, check, back up, restore.")

@@ -14,7 +14,7 @@ from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, fail
 from api.cli.render import counted
 from api.cli.service import Database, settings_with
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.local_service import running_service
+from api.serving.local_service import running_service
 from service.doctor.checkup import findings, looks
 from service.doctor.findings import Finding
 from service.settings import Settings

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from api.calls import WantedEvents, WantedLines
 from api.cli import pages, render
 from api.cli.main import EXIT_BAD_INPUT, Follow, JobId, Json, RankNumber, Url, connect, fail, show_lines
 from api.client import MantaClient
+from api.client.calls import WantedEvents, WantedLines
 from api.schemas import Event, JobEvent
 
 

@@ -15,10 +15,9 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from typer.core import TyperGroup
 
-from api import calls
 from api.cli import pages, render
 from api.cli.panels import name_of, put_in_order
-from api.client import ApiError, MantaClient, ServiceUnreachable
+from api.client import ApiError, MantaClient, ServiceUnreachable, calls
 from api.requests import FaultRequest
 from api.schemas import Items, JobPlan, MetricSeries, Recovery
 from api.schemas import Job as JobView

@@ -13,9 +13,9 @@ from api.cli import render
 from api.cli.job_files import Changes, read_file
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
 from api.cli.tables import table
-from service.machines import measured_machines, this_node
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster
+from service.planner.machines import measured_machines, this_node
 from service.planner.pictures import picture
 from service.planner.request import read_request
 from service.planner.stage_shares import in_words

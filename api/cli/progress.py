@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from api.patience import Patience
+from api.client.patience import Patience
 from api.schemas import Job
 from service.states import HELD, JobState, is_final
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from api import calls
 from api.cli import render
 from api.cli.main import JobId, Json, Url, connect, show
+from api.client import calls
 
 Rank = Annotated[int, typer.Argument(metavar="RANK", min=0, help="Global rank.")]
 

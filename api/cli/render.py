@@ -16,7 +16,7 @@ from api.cli.progress import duration, figure, percent, progress_line
 from api.cli.tables import table
 from api.schemas import access as access_schemas
 from service.byte_counts import byte_count
-from workers import metric_names
+from workers.metrics import names as metric_names
 
 
 def as_json(answer: BaseModel | Sequence[BaseModel]) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from service.home import OwnFileUnusable, read_own
+from service.home.own_files import OwnFileUnusable, read_own
 from workers.system.parent_death import ParentDeathSignal
 
 log = logging.getLogger(__name__)

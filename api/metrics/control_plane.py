@@ -14,7 +14,7 @@ from api.metrics.families import Family, counter, gauge
 from api.metrics.gpus import FAMILIES as GPU_FAMILIES
 from api.metrics.gpus import gpu_metrics
 from service.cluster.errors import ClusterUnavailable
-from service.measurements import NODE_STATES, Measurements
+from service.monitoring.measurements import NODE_STATES, Measurements
 from service.store import Store
 from workers.protocol.messages import PROTOCOL
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import Metric
 
 from api.metrics.families import Family, Samples, counter, gauge
-from service.measurements import NodeMeasurements
+from service.monitoring.measurements import NodeMeasurements
 from workers.protocol.messages import GpuReading
 
 _GPU = ("node", "host", "gpu")

@@ -9,12 +9,12 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Query, Request, Response
 
 from api import schemas, views
-from api.access import Caller
-from api.changes import Watched
 from api.openapi import event_stream
 from api.parameters import Control, Cursor, LastEventId, Limit, event_number
 from api.problem_codes import reads
-from api.sse_server import Batch, Entry, stream, wants_stream
+from api.security.access import Caller
+from api.streams.changes import Watched
+from api.streams.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
 from service.ids import JOB_ID_PATTERN
 from service.store import Event, Store, events

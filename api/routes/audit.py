@@ -6,11 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from api import access_views, schemas
-from api.access import Caller
+from api import schemas
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
 from api.schemas import access as access_schemas
+from api.security import access_views
+from api.security.access import Caller
 from service.ids import KEY_ID_PATTERN, TARGET_PATTERN
 from service.store import audit
 

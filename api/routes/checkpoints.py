@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request
 
 from api import requests, schemas, views
-from api.access import JobId
 from api.openapi import json_request
 from api.parameters import CheckpointId, Control, Cursor, ExportId, Limit, body_as
 from api.problem_codes import OF_A_JOB, changes, reads
+from api.security.access import JobId
 from api.threads import read_threads_of
 from service.store import checkpoints, exports, jobs, leases
 

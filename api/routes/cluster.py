@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from api import schemas
-from api.access import Caller
 from api.control import ControlPlane
 from api.parameters import Control
 from api.problem_codes import changes, reads
+from api.security.access import Caller
 from api.threads import read_threads_of
 from service.store import jobs
 

@@ -8,14 +8,14 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from api import schemas, views
-from api.access import JobId
-from api.changes import Watched
 from api.openapi import event_stream
 from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber, event_number
 from api.problem_codes import OF_A_JOB, reads
-from api.sse_server import Batch, Entry, stream, wants_stream
+from api.security.access import JobId
+from api.streams.changes import Watched
+from api.streams.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
-from service.running_ranks import RankNotFound
+from service.control.running_ranks import RankNotFound
 from service.states import is_final
 from service.store import Store, events, jobs
 from service.store.events import EventFilter

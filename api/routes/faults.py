@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from api import requests, schemas
-from api.access import Caller, Forbidden, JobId
 from api.openapi import json_request
 from api.parameters import Control, body_as
-from api.permissions import NEEDS
 from api.problem_codes import OF_A_JOB, changes
+from api.security.access import Caller, Forbidden, JobId
+from api.security.permissions import NEEDS
 from service.store import jobs
 from workers.protocol.messages import Fault
 

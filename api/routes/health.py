@@ -8,14 +8,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from sqlalchemy.exc import SQLAlchemyError
 
 from api import schemas
-from api.access import Caller, request_of_caller
 from api.app_state import state_of
 from api.control import ControlPlane
 from api.metrics.jobs import JobCollector
 from api.parameters import Control
-from api.permissions import DESCRIPTION
 from api.problem_codes import anonymous, reads
 from api.problems import NotReady
+from api.security.access import Caller, request_of_caller
+from api.security.permissions import DESCRIPTION
 
 router = APIRouter(tags=["health"])
 

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from api import schemas
-from api.access import Caller
 from api.app_state import state_of
+from api.caches.rendered_sparklines import MOST_JOBS
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
-from api.rendered_sparklines import MOST_JOBS
+from api.security.access import Caller
 from api.threads import read_threads_of
 from service.ids import is_job_id
 from service.states import STATE_NAMES

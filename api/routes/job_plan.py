@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
-from api.access import JobId
 from api.control import ControlPlane
 from api.parameters import Control
 from api.problem_codes import OF_A_JOB, reads
+from api.security.access import JobId
 from api.threads import read_threads_of
 from service.planner.job_plan import NotPlanned, drawn
 from service.store import jobs, plans

@@ -11,9 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
 from api import requests, schemas, views
-from api.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
 from api.app_state import state_of
-from api.auditing import append_with_change
 from api.control import ControlPlane
 from api.openapi import json_request
 from api.parameters import (
@@ -28,6 +26,8 @@ from api.parameters import (
 )
 from api.planning import current_cluster, plan_of_layout
 from api.problem_codes import OF_A_JOB, changes, reads
+from api.security.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
+from api.security.auditing import append_with_change
 from api.threads import FileReads, ReadThreads, read_threads_of
 from service.cluster.errors import ClusterUnavailable
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout

@@ -7,15 +7,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from api import access_views, requests, schemas
-from api.access import Caller, Forbidden, refuse_priority, request_of_caller
+from api import requests, schemas
 from api.app_state import state_of
 from api.openapi import json_request
 from api.parameters import Control, Cursor, Limit, body_as
-from api.permissions import Need
 from api.problem_codes import changes, reads
 from api.schemas import access as access_schemas
-from service.identity import Identity, digest_of, new_key
+from api.security import access_views
+from api.security.access import Caller, Forbidden, refuse_priority, request_of_caller
+from api.security.permissions import Need
+from service.keys.identity import Identity, digest_of, new_key
 from service.store import ProjectNotFound, keys
 
 router = APIRouter(prefix="/v1/keys", tags=["access"])

@@ -8,9 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from api import schemas, views
-from api.access import JobId
 from api.parameters import Control
 from api.problem_codes import OF_A_JOB, reads
+from api.security.access import JobId
 from service.store import ledgers
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/ledger", tags=["ledger"])

@@ -12,14 +12,14 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from sqlalchemy.orm import Session
 
 from api import views
-from api.access import Caller, request_of_caller
 from api.app_state import state_of
-from api.credentials import cookie_name
 from api.parameters import Control
-from api.permissions import DASHBOARD_PATH, LINK_PATH
 from api.problem_codes import anonymous, changes
 from api.schemas import access as access_schemas
-from service.identity import digest_of, new_browser_token
+from api.security.access import Caller, request_of_caller
+from api.security.credentials import cookie_name
+from api.security.permissions import DASHBOARD_PATH, LINK_PATH
+from service.keys.identity import digest_of, new_browser_token
 from service.store import LinkNotGood, audit, browser_tokens, keys
 from service.store.access_tables import BrowserToken
 from service.store.audit import AuditRecord

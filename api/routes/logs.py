@@ -12,16 +12,16 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from api import schemas, views
-from api.access import JobId
-from api.changes import Watched
 from api.openapi import event_stream
 from api.parameters import LONGEST_CURSOR, Control, Cursor, Follow, LastEventId, Limit, RankNumber
 from api.problem_codes import OF_A_JOB, reads
-from api.sse_server import Batch, Entry, stream, wants_stream
+from api.security.access import JobId
+from api.streams.changes import Watched
+from api.streams.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
-from service.log_filters import MAX_REGEX_CHARACTERS, BadPattern, Level, LineTest, LogFilter, Stream
-from service.log_tail import LogTail, read_tail
-from service.logs import (
+from service.control.running_ranks import RankNotFound
+from service.logs.filters import MAX_REGEX_CHARACTERS, BadPattern, Level, LineTest, LogFilter, Stream
+from service.logs.pages import (
     JobLogs,
     LogCursors,
     LogLine,
@@ -31,7 +31,7 @@ from service.logs import (
     Position,
     read_page,
 )
-from service.running_ranks import RankNotFound
+from service.logs.tail import LogTail, read_tail
 from service.states import is_final
 from service.store import Store, jobs
 from service.store.tables import Job

@@ -8,7 +8,7 @@ from api import schemas, views
 from api.parameters import Control
 from api.planning import seen_jobs
 from api.problem_codes import reads
-from service.machines import kept
+from service.planner.machines import kept
 from workers.paths import Paths
 from workers.system.processor import node_type
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from api import access_views
-from api.access import Caller, request_of_caller
 from api.app_state import state_of
-from api.credentials import cookie_name
 from api.parameters import Control
 from api.problem_codes import changes, reads
 from api.schemas import access as access_schemas
+from api.security import access_views
+from api.security.access import Caller, request_of_caller
+from api.security.credentials import cookie_name
 from service.store import browser_tokens
 
 router = APIRouter(tags=["access"])

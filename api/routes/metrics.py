@@ -13,10 +13,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from api import schemas
-from api.access import JobId
 from api.app_state import state_of
 from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
+from api.security.access import JobId
 from api.threads import read_threads_of
 from service.store import JobNotFound, Store, jobs, metric_bins
 from service.store.metric_points import LAST_STEP

@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api import requests, schemas
-from api.access import request_of_caller
 from api.openapi import json_request
 from api.parameters import Body, Control
 from api.planning import cpu_node, current_cluster, gpus, refined_cluster
 from api.problem_codes import changes
+from api.security.access import request_of_caller
 from api.threads import read_threads_of
 from service.planner.answer import to_json
 from service.planner.request import read_request

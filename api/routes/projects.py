@@ -6,12 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from api import access_views, requests, schemas
-from api.access import Caller, request_of_caller
+from api import requests, schemas
 from api.openapi import json_request
 from api.parameters import Control, Cursor, Limit, body_as
 from api.problem_codes import changes, reads
 from api.schemas import access as access_schemas
+from api.security import access_views
+from api.security.access import Caller, request_of_caller
 from service.store import projects
 
 router = APIRouter(prefix="/v1/projects", tags=["access"])

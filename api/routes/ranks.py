@@ -7,11 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from api import schemas, views
-from api.access import JobId
 from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
+from api.security.access import JobId
 from api.threads import read_threads_of
-from service.running_ranks import SeenWaits
+from service.control.running_ranks import SeenWaits
 from service.store import jobs, rank_numbers, ranks
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])

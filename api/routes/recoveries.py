@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from api import schemas, views
-from api.access import JobId
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import OF_A_JOB, reads
+from api.security.access import JobId
 from service.store import jobs, recoveries
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/recoveries", tags=["recoveries"])

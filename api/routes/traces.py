@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from api import requests, schemas
-from api.access import JobId
 from api.app_state import state_of
 from api.control import ControlPlane
 from api.openapi import json_request
@@ -17,6 +16,7 @@ from api.parameters import Control, body_as
 from api.planning import current_cluster
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.schemas import traces as trace_schemas
+from api.security.access import JobId
 from api.threads import read_threads_of
 from api.views import moment, moment_or_none
 from service.cluster.errors import ClusterUnavailable

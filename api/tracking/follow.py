@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from api.cli.progress import JobReader, watch
-from api.patience import Patience
+from api.client.patience import Patience
 from api.schemas import Job, MetricSeries
 from api.tracking.targets import Row, Target
 from service.states import JobState

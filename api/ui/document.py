@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
-from api.permissions import DASHBOARD_PATH
+from api.security.permissions import DASHBOARD_PATH
 from api.ui.files import DIGEST, FILES
 from service.states import ACTIONS, FINAL, STATE_NAMES
 from service.store.tables import METRIC_NAMES

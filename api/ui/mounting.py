@@ -7,8 +7,8 @@ from http import HTTPStatus
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 
-from api.permissions import DASHBOARD, DASHBOARD_PATH
 from api.problems import problem
+from api.security.permissions import DASHBOARD, DASHBOARD_PATH
 from api.ui.document import document_for
 from api.ui.files import DIGEST, FILES
 from api.ui.yaml_documents import read_written

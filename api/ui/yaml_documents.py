@@ -10,9 +10,9 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from api.access import request_of_caller
 from api.parameters import body_as
-from workers.nonfinite import spell
+from api.security.access import request_of_caller
+from workers.metrics.nonfinite import spell
 from workers.spec.reading import document_in
 
 

@@ -13,11 +13,11 @@ from typing import Any, cast
 import uvicorn
 
 from api.app import create_app
-from api.connections import connections_at_once, limited_to
 from api.control import ControlPlane
+from api.serving.connections import connections_at_once, limited_to
 from api.ui import mount
-from service.measurements import Measurements
 from service.model_packages import NO_MODELS
+from service.monitoring.measurements import Measurements
 from service.settings import RequestLimits
 from service.store import Store
 from workers.data.roots import ANYWHERE

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from service.machines import Calibrated
-from service.machines import measure as measure_machine
 from service.planner.hardware import Core
+from service.planner.machines import Calibrated
+from service.planner.machines import measure as measure_machine
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ from workers.calibration.local_ranks import SECONDS, RanksFailed
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.trainer import Trainer
+from workers.training.reporter import Reporter
 
 __all__ = ["LocalRanks", "RankResult", "RanksFailed"]
 

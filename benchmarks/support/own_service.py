@@ -15,8 +15,8 @@ import psutil
 
 from api.cli.service import start_service, stop_service
 from api.client import MantaClient
-from api.local_service import running_service
 from api.schemas import Event, Job, Recovery
+from api.serving.local_service import running_service
 from service.cluster.processes import wait_until_ended
 from service.settings import Settings
 from service.states import is_final

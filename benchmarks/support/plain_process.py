@@ -15,8 +15,8 @@ import torch
 from benchmarks.support.jobs import nanogpt
 from benchmarks.support.plain_gpt import PlainGPT, PlainLoop
 from workers.data.batches import MicroBatch
-from workers.learning_rate import learning_rate
 from workers.spec.reading import parse_job_spec
+from workers.training.learning_rate import learning_rate
 
 
 def main(text: Path, steps: int) -> None:

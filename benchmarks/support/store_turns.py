@@ -21,11 +21,11 @@ from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.storage import object_files
 from workers.storage.files import files_of
 from workers.storage.places import place_of
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 WARM_UP_STEPS = 3
 

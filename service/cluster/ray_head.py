@@ -41,7 +41,7 @@ from service.cluster.ray_private import (
     address_file,
     sockets_of,
 )
-from service.home import OwnFileUnusable, read_own, write_private, writing_in
+from service.home.own_files import OwnFileUnusable, read_own, write_private, writing_in
 from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths

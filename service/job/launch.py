@@ -29,7 +29,7 @@ from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume
 from workers.protocol.reports import Metrics, Report
-from workers.threads import decided_threads, threads_of, with_threads
+from workers.system.threads import decided_threads, threads_of, with_threads
 
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0

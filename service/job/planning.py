@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.job.context import JobContext
-from service.machines import BadCalibration, measured_machines, this_node, type_of
+from service.job.refining import SeenJobs
 from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
-from service.refining import SeenJobs
+from service.planner.machines import BadCalibration, measured_machines, this_node, type_of
 from service.store import plans
 from workers.config import JobSpec
 from workers.protocol.messages import AgentDescription
 from workers.spec.problems import SpecError
-from workers.threads import threads_of, with_threads
+from workers.system.threads import threads_of, with_threads
 
 log = logging.getLogger(__name__)
 

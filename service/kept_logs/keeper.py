@@ -25,7 +25,7 @@ from service.kept_logs.kept_log import Blocks, KeptLog
 from service.kept_logs.part_writer import PART_BYTES, SMALL_PARTS, PartWriter
 from service.kept_logs.spool import Spool, SpooledLog
 from service.leases.held import HeldLease, Leases
-from service.logs import LogFiles, LogSource, log_folder, ranks_in, sizes_in
+from service.logs.pages import LogFiles, LogSource, log_folder, ranks_in, sizes_in
 from service.pauses import pause_after
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, deletion, jobs
@@ -85,8 +85,8 @@ class _KeptLogs:
 
 
 class LogKeeper:
-    """`service.logs.JobLogs` if logs are also stored elsewhere. Everything beyond that interface is for the control
-    plane's loop."""
+    """`service.logs.pages.JobLogs` if logs are also stored elsewhere. Everything beyond that interface is for the
+    control plane's loop."""
 
     def __init__(self, store: Store, leases: Leases, paths: Paths):
         """`paths`: of this control plane, which say where logs are stored."""

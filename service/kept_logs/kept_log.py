@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
-from service.logs import LogBytes, LogsUnavailable
+from service.logs.pages import LogBytes, LogsUnavailable
 from workers.storage.files import files_of
 from workers.storage.places import Place
 from workers.system.daemon_threads import in_daemon_thread

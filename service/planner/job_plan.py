@@ -20,7 +20,7 @@ from service.planner.step_time import threads_in
 from workers.config import JobSpec, ParallelConfig
 from workers.errors import MantaError
 from workers.spec.problems import Problem, SpecError
-from workers.threads import with_threads
+from workers.system.threads import with_threads
 
 
 class NotPlanned(MantaError):

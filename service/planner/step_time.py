@@ -28,7 +28,7 @@ from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import ends_share_rank, layer_counts, layers_of, place
 from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
-from workers.threads import decided_threads
+from workers.system.threads import decided_threads
 
 
 @dataclass(frozen=True)

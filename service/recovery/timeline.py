@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from service.phases import intervals
+from service.recovery.phases import intervals
 
 PHASES = ("detect", "rest", "re_form", "restore", "redo")
 """In order: until the failure is noticed; until every rank rests or is gone; until all have their groups again; until
@@ -34,7 +34,7 @@ class RecoveryTimeline:
     """The next step was committed."""
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Begin and end of each phase that has ended, as returned by `service.phases.intervals`."""
+        """Begin and end of each phase that has ended, as returned by `service.recovery.phases.intervals`."""
         ends = (self.noticed_at, self.rested_at, self.connected_at, self.restored_at, self.first_step_at)
         return dict(zip(PHASES, intervals(self.began_at, ends), strict=False))
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
-from service.identity import Identity
+from service.keys.identity import Identity
 from service.store.access_tables import AuditEntry
 from service.store.paging import Cursors, Page
 

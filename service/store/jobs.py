@@ -12,8 +12,8 @@ from sqlalchemy import JSON, Row, bindparam, delete, func, insert, select, type_
 from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
-from service.identity import DEFAULT_PROJECT, digest_of
 from service.ids import is_job_id, next_job_id
+from service.keys.identity import DEFAULT_PROJECT, digest_of
 from service.states import HELD, UNFINISHED, JobState, after_action, can, is_final
 from service.store import events, state_changes, step_traces
 from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
@@ -21,7 +21,7 @@ from service.store.tables import Job, JobLabel
 from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import Accelerator, JobSpec, ParallelConfig
-from workers.threads import stored_threads
+from workers.system.threads import stored_threads
 
 # Built once: building these takes longer than running them.
 _COLUMNS = Job.__table__.columns

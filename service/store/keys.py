@@ -8,8 +8,8 @@ import time
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from service.identity import DEFAULT_PROJECT, Identity, Scope
 from service.ids import is_key_id, next_key_id
+from service.keys.identity import DEFAULT_PROJECT, Identity, Scope
 from service.store import projects
 from service.store.access_tables import ApiKey
 from service.store.errors import InvalidCursor, KeyNotFound

@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from service.home import read_own
+from service.home.own_files import read_own
 from workers.errors import MantaError
 
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")

@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from service.identity import PROJECT_PATTERN
+from service.keys.identity import PROJECT_PATTERN
 from service.store.access_tables import Project
 from service.store.errors import InvalidCursor, ProjectExists, ProjectNotFound
 from service.store.paging import Cursors, Page

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.phases import intervals
+from service.recovery.phases import intervals
 from service.states import JobState
 from service.traces.history import JobHistory, PastGeneration
 from service.traces.parts import with_phases

@@ -14,22 +14,22 @@ import pytest
 import typer.testing
 import uvicorn
 
-from api import auditing
 from api.app import create_app
 from api.app_state import state_of
-from api.connections import MOST_CONNECTIONS, limited_to
-from api.http_server import HttpServer
-from service.checkpoint_deletion import delete_checkpoint
+from api.security import auditing
+from api.serving.connections import MOST_CONNECTIONS, limited_to
+from api.serving.http_server import HttpServer
 from service.cluster.errors import NodeNotFound
-from service.deletion import Deletion, delete_job
+from service.control.faults import FaultsNotAllowed, refuse_impossible
+from service.control.running_ranks import RankNotFound, RankStack, SeenWaits
 from service.exports import Exports
-from service.faults import FaultsNotAllowed, refuse_impossible
 from service.file_work import FileWork
-from service.logs import LogsInHome
-from service.measurements import Measurements
+from service.logs.pages import LogsInHome
 from service.model_packages import ModelPackages
+from service.monitoring.measurements import Measurements
 from service.recovery.waits import WaitingRank, Waits
-from service.running_ranks import RankNotFound, RankStack, SeenWaits
+from service.removal.checkpoint_deletion import delete_checkpoint
+from service.removal.deletion import Deletion, delete_job
 from service.settings import RequestLimits
 from service.states import JobState
 from service.store import Checkpoint, Store, generations, jobs, metrics

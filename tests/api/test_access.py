@@ -11,11 +11,11 @@ from fastapi.testclient import TestClient
 from sqlalchemy import text
 from starlette.datastructures import URL
 
-from api import access
 from api.app import create_app
-from api.permissions import is_anonymous, shown
-from service.identity import Identity, Scope, digest_of, new_browser_token, new_key
-from service.logs import log_file, log_folder
+from api.security import access
+from api.security.permissions import is_anonymous, shown
+from service.keys.identity import Identity, Scope, digest_of, new_browser_token, new_key
+from service.logs.pages import log_file, log_folder
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import planned
 from service.store import (

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
-from api import auditing
+from api.security import auditing
 from service.store import audit
 from service.store.tables import Base
 from tests.api.conftest import DOCUMENT, FakeControl, serving

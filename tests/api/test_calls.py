@@ -3,8 +3,9 @@
 import httpx
 import pytest
 
-from api import calls, requests
-from api.rest_call import ApiError, Call
+from api import requests
+from api.client import calls
+from api.client.rest_call import ApiError, Call
 from workers.spec.problems import SpecError
 
 ADDRESS = "http://manta.test"

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from api.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
-from service.logs import LogsInHome, log_folder
+from api.streams.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
+from service.logs.pages import LogsInHome, log_folder
 from service.states import JobState
 from service.store import Store, deletion, events, jobs
 from tests.service.support.virtual_time import run_with_answers_at_once

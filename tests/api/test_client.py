@@ -10,11 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api import calls
-from api.client import ApiError, AsyncMantaClient, MantaClient, ServiceUnreachable, find_url
-from api.sse_client import EventParser, ServerEvent
-from api.sse_server import KEEPALIVE_SECONDS
-from api.state_waits import LONGEST_SECONDS
+from api.client import ApiError, AsyncMantaClient, MantaClient, ServiceUnreachable, calls, find_url
+from api.client.sse_client import EventParser, ServerEvent
+from api.streams.sse_server import KEEPALIVE_SECONDS
+from api.streams.state_waits import LONGEST_SECONDS
 from service.settings import Settings
 from tests.api.support.silent_service import SilentService
 

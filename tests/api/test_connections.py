@@ -11,10 +11,11 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from api import connections, request_guard
-from api.connections import MOST_CONNECTIONS, LimitedConnection, connections_at_once
-from api.rate_limits import CallerLimits
 from api.rest_version import HEADER, REST
+from api.security import request_guard
+from api.security.rate_limits import CallerLimits
+from api.serving import connections
+from api.serving.connections import MOST_CONNECTIONS, LimitedConnection, connections_at_once
 from service.store import events
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN

@@ -7,10 +7,10 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from starlette.requests import Request
 
-from api import access, credentials
 from api.app_state import attach_state
-from api.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
-from service.identity import Identity, Scope, digest_of
+from api.security import access, credentials
+from api.security.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
+from service.keys.identity import Identity, Scope, digest_of
 from service.store import browser_tokens, keys
 from tests.api.support.keys import add_key
 

@@ -4,7 +4,7 @@ import pytest
 
 from api.client import ApiError, MantaClient
 from service.cluster.errors import ClusterUnavailable
-from service.logs import log_file, log_folder
+from service.logs.pages import log_file, log_folder
 
 
 @pytest.fixture

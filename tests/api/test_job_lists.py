@@ -2,7 +2,7 @@
 
 import pytest
 
-from api import rendered_sparklines
+from api.caches import rendered_sparklines
 from api.client import MantaClient
 from tests.api.support.keys import add_key, bearer
 

@@ -5,8 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from api import calls
-from api.client import ApiError, AsyncMantaClient, MantaClient
+from api.client import ApiError, AsyncMantaClient, MantaClient, calls
 from service.ids import next_job_id
 from tests.api.support.keys import add_key
 

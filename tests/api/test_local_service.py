@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from api.client import MantaClient
-from api.local_service import CertificateUnreadable, announce, find_key, find_url, running_service, trust_in
+from api.serving.local_service import CertificateUnreadable, announce, find_key, find_url, running_service, trust_in
 from service.cluster.ray_head import RayHead
-from service.home import HomeUnusable, OwnFileUnusable
+from service.home.own_files import HomeUnusable, OwnFileUnusable
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from service.store.location import RECORD, noted_in
 from workers.paths import Paths

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from api.app import create_app
+from api.client.sse_client import EventParser
 from api.problem_codes import KINDS, MEDIA_TYPE
-from api.sse_client import EventParser
-from service.logs import log_file, log_folder
+from service.logs.pages import log_file, log_folder
 from tests.api.support.described_api import PROBLEM, DescribedApi
 
 OPERATIONS = [

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from api import async_client, calls, client, patience
 from api.cli.progress import watch
-from api.client import AsyncMantaClient, MantaClient
-from api.patience import PATIENCE_SECONDS, Patience
-from api.rest_call import ApiError, ServiceUnreachable
+from api.client import AsyncMantaClient, MantaClient, async_client, calls, patience
+from api.client import blocking as client
+from api.client.patience import PATIENCE_SECONDS, Patience
+from api.client.rest_call import ApiError, ServiceUnreachable
 from api.schemas import Problem
 from tests.api.cli.test_progress import make_job
 

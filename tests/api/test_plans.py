@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from service import machines
-from service.machines import Calibrated, save
+from service.planner import machines
 from service.planner.hardware import HOPPER, MACHINES, Cluster, Core, Gpu, Links
+from service.planner.machines import Calibrated, save
 from service.planner.refinement import LEAST_JOBS
 from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on

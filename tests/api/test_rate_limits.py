@@ -6,8 +6,8 @@ import threading
 import httpx
 import pytest
 
-from api import rate_limits
-from api.rate_limits import CallerLimits, TokenBuckets, TooManyRequests
+from api.security import rate_limits
+from api.security.rate_limits import CallerLimits, TokenBuckets, TooManyRequests
 from service.settings import RequestLimits
 from service.store import audit
 from tests.api.conftest import FakeControl, serving

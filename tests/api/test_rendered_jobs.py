@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from api import rendered_jobs, schemas, views
-from api.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
+from api import schemas, views
+from api.caches import rendered_jobs
+from api.caches.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
 from service.states import JobState
 from service.store import JobNotFound, Store, edits, jobs, tables
 from service.store.job_filters import NEWEST_FIRST, JobFilter

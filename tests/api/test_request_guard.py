@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import api.ui
-from api import credentials, request_guard
 from api.app import create_app
-from api.credentials import cookie_name
-from api.request_guard import MAX_BODY_BYTES, OwnAddresses, RequestGuard, refusal
 from api.rest_version import HEADER, REST
-from service.identity import digest_of
+from api.security import credentials, request_guard
+from api.security.credentials import cookie_name
+from api.security.request_guard import MAX_BODY_BYTES, OwnAddresses, RequestGuard, refusal
+from service.keys.identity import digest_of
 from service.store import keys
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import add_key, bearer

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from service.logs import log_file, log_folder
+from service.logs.pages import log_file, log_folder
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import planned
 from service.recovery.timeline import RecoveryTimeline

@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from api import calls, rest_version
-from api.client import ApiError, AsyncMantaClient, MantaClient
+from api import rest_version
+from api.client import ApiError, AsyncMantaClient, MantaClient, calls
 from api.rest_version import HEADER, REST, SPOKEN, other_client, other_service
 
 

@@ -21,11 +21,11 @@ from api import app as api_app
 from api import server, ui
 from api.cli import service
 from api.client import MantaClient
-from api.local_service import announce, running_service, service_process
+from api.serving.local_service import announce, running_service, service_process
 from service.cluster.existing_ray import ExistingRay
-from service.control_plane import ControlPlane
-from service.home import HomeUnusable
-from service.identity import Scope
+from service.control.control_plane import ControlPlane
+from service.home.own_files import HomeUnusable
+from service.keys.identity import Scope
 from service.settings import RequestLimits, Settings, Tls
 from service.store import Store, deletion, jobs, keys
 from service.store.location import url_in

@@ -12,14 +12,14 @@ import httpx
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from api import sse_server
 from api.app_state import attach_state
-from api.changes import Changes, Watched
-from api.rate_limits import CallerLimits
 from api.routes import events as events_route
 from api.routes import logs
-from api.sse_server import AWAY_SECONDS, KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
-from service.logs import log_file, log_folder
+from api.security.rate_limits import CallerLimits
+from api.streams import sse_server
+from api.streams.changes import Changes, Watched
+from api.streams.sse_server import AWAY_SECONDS, KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
+from service.logs.pages import log_file, log_folder
 from service.states import JobState
 from service.store import deletion, events, jobs
 from tests.api.support.keys import ADMIN, bearer

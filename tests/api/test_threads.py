@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from api import threads
-from api.rate_limits import CallerLimits
-from api.rendered_pages import RenderedPages
+from api.caches.rendered_pages import RenderedPages
 from api.routes import job_plan, jobs, plans
+from api.security.rate_limits import CallerLimits
 from api.threads import LONG_READS
 from service.cluster.errors import ClusterUnavailable
 from service.step_traces.reading import TraceReader

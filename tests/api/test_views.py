@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from api import access_views, views
+from api import views
+from api.security import access_views
 from service.cluster.sizes import layout_in_use
-from service.deletion import Deletion, RemovedFiles
-from service.identity import Identity, Scope
+from service.keys.identity import Identity, Scope
 from service.ledger import Ledger
-from service.logs import LogLine
+from service.logs.pages import LogLine
+from service.removal.deletion import Deletion, RemovedFiles
 from service.states import JobState
 from service.store import access_tables, generations, jobs, metrics, tables
 from workers.config import JobSpec, ParallelConfig

@@ -14,9 +14,9 @@ import pytest
 
 from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.local_service import running_service
+from api.serving.local_service import running_service
 from benchmarks.support import own_processes
-from service.key_file import read_key
+from service.keys.key_file import read_key
 from service.settings import Settings
 from service.states import is_final
 from workers.paths import Paths

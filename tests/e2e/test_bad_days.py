@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from api.cli.service import stop_service
-from service.home import HomeUnusable
+from service.home.own_files import HomeUnusable
 from tests.e2e.manta import EVERY_STEP, PAIR, SECONDS, STEPS, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
 from workers.snapshot.files import steps_kept

@@ -5,7 +5,7 @@ import contextlib
 import psutil
 import pytest
 
-from api.local_service import running_service
+from api.serving.local_service import running_service
 from benchmarks.support import own_processes
 from tests.e2e.manta import PAIR
 from tests.e2e.neighbour_network import HERE, neighbour

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from api import calls
+from api.client import calls
 from api.requests import ExportRequest
 
 OLDER = 5

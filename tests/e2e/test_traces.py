@@ -8,9 +8,8 @@ import pytest
 from perfetto_reader import read_trace
 from typer.testing import CliRunner
 
-from api import calls
 from api.cli.main import command_line
-from api.client import ApiError
+from api.client import ApiError, calls
 from service.step_traces.budget import PARTS
 from tests.e2e.manta import PAIR, STEPS
 

@@ -5,7 +5,7 @@ import pytest
 
 from api.cli.service import start_service, stop_service
 from api.client import MantaClient
-from api.local_service import running_service
+from api.serving.local_service import running_service
 from benchmarks.support import own_processes
 from service.cluster.ray_head import RayHead
 from service.settings import Settings

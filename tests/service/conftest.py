@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from service import control_plane
 from service.cluster.cluster import Cluster
 from service.cluster.ray_head import RayHead
-from service.control_plane import ControlPlane
-from service.control_plane_options import ControlPlaneOptions
+from service.control import control_plane
+from service.control.control_plane import ControlPlane
+from service.control.options import ControlPlaneOptions
 from service.leases.held import Leases
 from service.states import JobState
 from service.store import Job, Store, jobs, leases

@@ -6,11 +6,11 @@ import stat
 
 import pytest
 
-from service import automatic_key, key_file
-from service.automatic_key import ensure
-from service.home import HomeUnusable
-from service.identity import Scope, digest_of
-from service.key_file import KeyFileUnsafe, read_key
+from service.home.own_files import HomeUnusable
+from service.keys import automatic_key, key_file
+from service.keys.automatic_key import ensure
+from service.keys.identity import Scope, digest_of
+from service.keys.key_file import KeyFileUnsafe, read_key
 from service.store import audit, keys
 
 

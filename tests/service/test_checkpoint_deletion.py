@@ -5,15 +5,15 @@ import threading
 import pytest
 from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 
-from service import checkpoint_deletion
-from service.checkpoint_deletion import (
+from service.file_work import FileWork
+from service.removal import checkpoint_deletion
+from service.removal.checkpoint_deletion import (
     CheckpointNeeded,
     CheckpointNotRemoved,
     CheckpointStillRemoving,
     delete_checkpoint,
     delete_checkpoint_in_time,
 )
-from service.file_work import FileWork
 from service.states import JobState
 from service.store import CheckpointNotFound, JobNotFound, checkpoints, events, exports, generations, jobs
 from workers.checkpoint.catalog import MANIFEST, checkpoint_path

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from service import control_plane, housekeeping, owners, scheduler
 from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.ray_head import RayHead, RayUnavailable
-from service.control_plane import ControlPlane
-from service.control_plane_options import ControlPlaneOptions
-from service.home_of_jobs import HomeOfJobs, JobsElsewhere
+from service.control import control_plane, housekeeping, owners, scheduler
+from service.control.control_plane import ControlPlane
+from service.control.options import ControlPlaneOptions
+from service.control.takeover import CannotTakeOver
+from service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
 from service.job.supervisor import Supervisor
 from service.leases.errors import OtherRay
 from service.leases.held import Leases
 from service.states import JobState
 from service.store import jobs
 from service.store.database import FIRST_RELEASED, newest_revision
-from service.takeover import CannotTakeOver
 from tests.service.support.control_planes import (
     behave,
     left_running,

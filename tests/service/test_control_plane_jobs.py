@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
-from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.control.faults import FaultNotPossible, FaultsNotAllowed
 from service.store import JobNotFinal, JobNotFound, jobs, pauses, trace_requests
 from tests.service.support.control_planes import (
     behave,

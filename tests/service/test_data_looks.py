@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from service import data_looks
-from service.data_looks import DataLooks, DataSilent
+from service.control import data_looks
+from service.control.data_looks import DataLooks, DataSilent
 
 AWAY = {"source": "text", "paths": ["/away"]}
 

@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
-from service import deletion, file_work
-from service.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
+from service import file_work
 from service.file_work import FileWork, TakesLong
+from service.removal import deletion
+from service.removal.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
 from service.states import JobState
 from service.store import JobNotFound, events, jobs, leases
 from service.store.tables import Metric

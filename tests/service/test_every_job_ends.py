@@ -13,16 +13,16 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from service import control_plane
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
-from service.control_plane import ControlPlane
+from service.control import control_plane
+from service.control.control_plane import ControlPlane
+from service.control.owners import JobOwners
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.supervisor import Supervisor
-from service.lag import Lag
 from service.leases.decisions import RENEW_SECONDS
 from service.leases.held import Leases
-from service.owners import JobOwners
+from service.monitoring.lag import Lag
 from service.states import TIME_LIMITS, JobState, is_final
 from service.store import IllegalTransition, Store, events, jobs, leases, pauses
 from tests.service.support.fake_cluster import FakeCluster

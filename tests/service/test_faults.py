@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from service.cluster.agent_client import AgentSilent
 from service.cluster.placement import agent_name
-from service.faults import FaultInjector, FaultNotPossible, refuse_impossible
+from service.control.faults import FaultInjector, FaultNotPossible, refuse_impossible
 from service.states import JobState
 from service.store import generations, jobs, ranks
 from service.store.tables import Event

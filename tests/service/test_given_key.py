@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.given_key import GivenKeyUnusable, add
-from service.identity import Scope, new_browser_token, new_key
+from service.keys.given_key import GivenKeyUnusable, add
+from service.keys.identity import Scope, new_browser_token, new_key
 from service.store import audit, keys
 
 

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text, update
 
-from service import housekeeping, retention
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import agent_name, job_of
+from service.control import housekeeping
 from service.leases.decisions import HOUSEKEEPING
+from service.removal import retention
 from service.states import JobState
 from service.store import checkpoints, jobs, pauses
 from service.store.control_plane_tables import Lease

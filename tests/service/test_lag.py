@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.lag import Lag
+from service.monitoring.lag import Lag
 
 
 class Clock:

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from service import log_tail
-from service.log_filters import LogFilter
-from service.log_tail import read_tail
-from service.logs import LogBytes, LogFiles, log_file, read_page
+from service.logs import tail as log_tail
+from service.logs.filters import LogFilter
+from service.logs.pages import LogBytes, LogFiles, log_file, read_page
+from service.logs.tail import read_tail
 
 
 def write(folder, rank, lines, end=""):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.log_tail import read_tail
-from service.logs import LogCursors, LogFiles, LogsUnavailable, log_file, log_folder, read_page
+from service.logs.pages import LogCursors, LogFiles, LogsUnavailable, log_file, log_folder, read_page
+from service.logs.tail import read_tail
 from service.store import InvalidCursor
 from service.store.errors import ForeignCursor
 

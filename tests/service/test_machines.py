@@ -10,8 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from service import machines
-from service.machines import (
+from service.planner import machines
+from service.planner.hardware import ASSUMED_CORE, MACHINES, Core, Gpu, Links, UnknownMachine, measured
+from service.planner.machines import (
     BadCalibration,
     Calibrated,
     CalibrationFailed,
@@ -22,7 +23,6 @@ from service.machines import (
     this_node,
     with_links_of_before,
 )
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Core, Gpu, Links, UnknownMachine, measured
 from tests.service.planner.test_fitting_gpu import rows as measurements_of
 from tests.service.planner.test_fitting_links import rows as links_rows
 from workers.system.processor import node_type

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from service.control.owners import CLAIM_SECONDS, JobOwners
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.leases.decisions import JobInBrief
-from service.owners import CLAIM_SECONDS, JobOwners
 from service.states import JobState
 from tests.service.support.virtual_time import in_virtual_time
 

@@ -12,11 +12,11 @@ from sqlalchemy import update
 
 from service.job.context import JobContext
 from service.job.planning import plan_generation
-from service.machines import Calibrated, forget_jobs_before_now, save
+from service.job.refining import SeenJobs
 from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
 from service.planner.job_plan import planned
+from service.planner.machines import Calibrated, forget_jobs_before_now, save
 from service.planner.refinement import LEAST_JOBS, moved
-from service.refining import SeenJobs
 from service.states import JobState
 from service.store import Generation, generations, jobs, plans, rank_numbers, ranks
 from tests.service.support.fake_cluster import FakeCluster

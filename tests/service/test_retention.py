@@ -8,10 +8,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from service import retention
 from service.cluster.errors import ClusterUnavailable
 from service.file_work import FileWork, TakesLong
-from service.retention import CONFIRMED_SECONDS, DAY_SECONDS, Retention, SeenExpired, has_newer_files, written_since
+from service.removal import retention
+from service.removal.retention import (
+    CONFIRMED_SECONDS,
+    DAY_SECONDS,
+    Retention,
+    SeenExpired,
+    has_newer_files,
+    written_since,
+)
 from service.states import JobState
 from service.store import JobNotFound, audit, deletion, events, exports, failed_jobs, jobs
 from workers.paths import Paths

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from service import takeover
 from service.cluster.placement import placement_group_name, seats_of
+from service.control import takeover
+from service.control.takeover import CannotTakeOver, refuse_what_cannot_be_taken_over
 from service.states import JobState
-from service.takeover import CannotTakeOver, refuse_what_cannot_be_taken_over
 from tests.service.support.fake_cluster import FakeCluster
 from workers.config import ParallelConfig
 from workers.protocol.messages import PROTOCOL, ProtocolMismatch

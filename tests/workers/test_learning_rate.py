@@ -16,10 +16,10 @@ from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import OptimizerConfig
-from workers.learning_rate import decay_steps, learning_rate
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.trainer import Places, Trainer
+from workers.training.learning_rate import decay_steps, learning_rate
+from workers.training.reporter import Reporter
 
 CONFIG = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
 

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from workers import reporter as module
 from workers.liveness.rank_samples import RankSample, packed
 from workers.protocol.reports import Event, Finished, Metrics
-from workers.reporter import Reporter
+from workers.training import reporter as module
+from workers.training.reporter import Reporter
 
 
 class Listener:

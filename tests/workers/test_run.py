@@ -19,14 +19,15 @@ from perfetto_reader import read_trace
 from rank_programs import run_as_launched
 from their_models import saved
 
-from workers import run, standalone
+from workers import run
 from workers.checkpoint.catalog import seal, whole_checkpoints
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError, MantaError
 from workers.settings import Launcher
+from workers.standalone import job as standalone
+from workers.standalone.trace_file import TraceFile
 from workers.system import gpu
-from workers.threads import OF_COMPUTATION
-from workers.trace_file import TraceFile
+from workers.system.threads import OF_COMPUTATION
 from workers.weights.export import export
 
 ROOT = Path(__file__).parents[2]

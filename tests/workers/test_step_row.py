@@ -13,8 +13,8 @@ from workers.comm.grid import RankGrid
 from workers.data.batch_plan import BatchPlan
 from workers.liveness.progress import Progress
 from workers.parallel.data.step_statistics import StepStatistics
-from workers.step_row import StepRows, mean_part_seconds, memory_in_use
 from workers.timing.step_phases import StepPhases
+from workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
 
 CPU = torch.device("cpu")
 

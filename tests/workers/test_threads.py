@@ -4,7 +4,7 @@ import pytest
 from engine_specs import spec
 
 from workers.config import JobSpec
-from workers.threads import decided_threads, stored_threads, threads_of, with_threads
+from workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from workers.step_traces.assembly import assembled
 from workers.step_traces.critical_path import critical_path
 from workers.step_traces.idle import bubble
 from workers.timing.recording import Recording
-from workers.tracing import _Made
+from workers.training.tracing import _Made
 
 ORDERS = [TraceOrder(1, 0, 2, first_step=3), TraceOrder(2, 0, 1, first_step=0), TraceOrder(3, 0, 9, first_step=6)]
 STEPS = {1: (3, 4), 2: (2,), 3: (6,)}

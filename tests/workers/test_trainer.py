@@ -26,10 +26,10 @@ from workers.liveness.stragglers import Straggler
 from workers.numerics.bad_numbers import BadStep
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Metrics
-from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
 from workers.timing.step_parts import PARTS
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 
 def _trainer(job, places, progress=None):

@@ -14,7 +14,7 @@ from workers.accounting.device_table import known_peak
 from workers.config import JobSpec
 from workers.protocol.json_codec import JsonObject, to_json
 from workers.protocol.messages import PeakRate
-from workers.threads import threads_of
+from workers.system.threads import threads_of
 
 MEASURE_SECONDS = 0.2
 CPU_SIZE, CUDA_SIZE = 768, 8192

@@ -27,7 +27,7 @@ from workers.errors import MantaError, PeerLost
 from workers.node.host import visible
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
-from workers.threads import threads_of
+from workers.system.threads import threads_of
 
 Program = Callable[..., Any]
 """A program that runs on one rank. It takes the rank's Comm, the JobSpec and further arguments, and returns something

@@ -33,7 +33,7 @@ class OptimizerConfig(Section):
     min_learning_rate: NonNegativeFloat = 1.0e-4
     """Learning rate of the last step; the lower bound for inverse-sqrt; ignored by constant."""
     schedule: Literal["cosine", "linear", "wsd", "inverse-sqrt", "constant"] = "cosine"
-    """Learning rate after the warm-up (formulas in workers/learning_rate.py). cosine, linear: decays to
+    """Learning rate after the warm-up (formulas in workers/training/learning_rate.py). cosine, linear: decays to
     min_learning_rate at the last step; wsd: constant until the decay at the end of the job (arXiv:2404.06395);
     inverse-sqrt: proportional to the square root of warmup_steps / step; constant: constant."""
     decay_steps: Steps | None = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers import metric_names
 from workers.config import JobSpec
 from workers.data.blend import Blend
 from workers.data.prepare import Corpus, open_corpus
 from workers.data.sources import check_validation_set
 from workers.data.token_cache import SILENT, Watcher
+from workers.metrics import names as metric_names
 from workers.storage.places import Place
 
 

@@ -10,7 +10,7 @@ from workers.comm.comm import Comm
 from workers.data.prepare import Corpus
 from workers.data.token_cache import Watcher
 from workers.errors import DataError
-from workers.reporter import Reporter
+from workers.training.reporter import Reporter
 
 
 class DataWatch(Watcher):

@@ -33,17 +33,17 @@ from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.data.vocabulary import with_vocabulary
 from workers.errors import MantaError
-from workers.nonfinite import spell
-from workers.rank_state import Places
-from workers.reporter import Reporter
+from workers.metrics.nonfinite import spell
 from workers.settings import read_token_cache
 from workers.spec.reading import parse_job_spec, with_absolute_paths
-from workers.standalone import restore_newest, threads_begun_with
+from workers.standalone.job import restore_newest, threads_begun_with
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 from workers.system import gpu
-from workers.threads import threads_of, with_threads
+from workers.system.threads import threads_of, with_threads
 from workers.trainer import Trainer
+from workers.training.rank_state import Places
+from workers.training.reporter import Reporter
 from workers.weights.submitted import with_shape_of_weights
 
 METRICS_FOLDER = "metrics"

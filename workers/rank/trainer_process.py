@@ -73,15 +73,15 @@ from workers.rank.faults import (
 )
 from workers.rank.priority import give_way
 from workers.rank.report_lines import report_lines, reports_of
-from workers.reporter import Reporter
 from workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
 from workers.snapshot.node_memory import SnapshotMemory
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
-from workers.threads import threads_of
+from workers.system.threads import threads_of
 from workers.timing.trace_orders import TraceOrders
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
 STORE_TIMEOUT = timedelta(seconds=20)

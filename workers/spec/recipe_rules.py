@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator
 
 from workers.config import JobSpec
-from workers.learning_rate import decay_steps
 from workers.spec.families import FAMILIES
 from workers.spec.parameters import frozen_names, matching, parameter_names
 from workers.spec.problems import Problem
+from workers.training.learning_rate import decay_steps
 
 SECTION = "train.optimizer"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from workers.liveness.process_state import process_state
 from workers.system.process_end import ended
-from workers.threads import OF_COMPUTATION
+from workers.system.threads import OF_COMPUTATION
 
 log = logging.getLogger(__name__)
 

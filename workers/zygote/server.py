@@ -39,8 +39,8 @@ from workers.protocol.json_codec import MalformedMessage, from_json, to_json
 from workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
 from workers.system.parent_death import ParentDeathSignal
 from workers.system.process_end import kill_group
+from workers.system.threads import OF_COMPUTATION
 from workers.system.unix_listener import LOOK_SECONDS, UnixListener
-from workers.threads import OF_COMPUTATION
 from workers.zygote.child import Entry, reset_signals, run_child
 
 DEFAULT_ENTRIES = {

@@ -21,12 +21,12 @@ from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.paths import SHARED_MEMORY
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.snapshot.interval import AGREE_EVERY
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
 from workers.system.host_memory import memory_available
 from workers.trainer import NO_PLACES, Places, Trainer
+from workers.training.reporter import Reporter
 
 GOAL_STALL = 0.01
 """Most of a step's time that snapshots may hold the device up, as a mean over steps, at the interval that a job chooses

@@ -32,11 +32,11 @@ from workers.errors import MantaError
 from workers.paths import SHARED_MEMORY
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Message, Metrics
-from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 AGREEMENT = 2e-2  # bf16 keeps eight bits; loss and norm are means over many roundings
 STEPS, DIES_AT = 8, 5

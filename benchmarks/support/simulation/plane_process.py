@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.support.simulation.remote_cluster import connected
 from service.cluster.cluster import Cluster
 from service.cluster.existing_ray import ExistingRay
-from service.control_plane import ControlPlane
-from service.control_plane_options import ControlPlaneOptions
+from service.control.control_plane import ControlPlane
+from service.control.options import ControlPlaneOptions
 
 READY = "ready"
 

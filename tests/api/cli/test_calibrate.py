@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from api.cli import calibrate
 from api.cli.main import command_line
-from service import machines
-from service.machines import Calibrated, CalibrationFailed, jobs_since, save
+from service.planner import machines
 from service.planner.hardware import Cluster, Core, CpuNode, Gpu, Links
+from service.planner.machines import Calibrated, CalibrationFailed, jobs_since, save
 from service.planner.refinement import LEAST_JOBS
 from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on

@@ -18,7 +18,7 @@ from api.cli import ranks as rank_commands
 from api.cli import submit as submit_commands
 from api.cli.main import app
 from api.client import MantaClient
-from service.logs import log_file, log_folder
+from service.logs.pages import log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
 from service.store import checkpoints, events, generations, ranks, recoveries
 from service.store.recoveries import Beginning

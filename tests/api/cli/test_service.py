@@ -13,8 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from api import local_service, server
+from api import server
 from api.cli import service
+from api.serving import local_service
 from service.cluster.processes import start_of
 from service.cluster.ray_head import RayHead
 from service.settings import Settings, Tls

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.metrics import jobs
 from api.metrics.names import FAMILIES, sample_names
 from service.cluster.errors import ClusterUnavailable
-from service.measurements import Measurements, NodeMeasurements
+from service.monitoring.measurements import Measurements, NodeMeasurements
 from service.store import events, job_numbers
 from service.store.job_numbers import Saved
 from tests.api.support.keys import bearer

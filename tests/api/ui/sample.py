@@ -16,17 +16,17 @@ from typing import Any
 import uvicorn
 
 from api.app import create_app
-from api.permissions import LINK_PATH
+from api.security.permissions import LINK_PATH
 from api.ui import mount
-from service.checkpoint_deletion import delete_checkpoint
-from service.deletion import Deletion, delete_job
+from service.control.running_ranks import RankStack, SeenWaits
 from service.file_work import FileWork
-from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
-from service.logs import LogsInHome, log_file, log_folder
+from service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
+from service.logs.pages import LogsInHome, log_file, log_folder
 from service.model_packages import ModelPackages
 from service.recovery.timeline import RecoveryTimeline
 from service.recovery.waits import WaitingRank, Waits
-from service.running_ranks import RankStack, SeenWaits
+from service.removal.checkpoint_deletion import delete_checkpoint
+from service.removal.deletion import Deletion, delete_job
 from service.states import JobState
 from service.store import (
     Store,

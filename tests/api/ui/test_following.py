@@ -7,7 +7,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-from service.logs import log_file, log_folder
+from service.logs.pages import log_file, log_folder
 from service.states import JobState
 from service.store import checkpoints, events, failed_jobs, jobs, keys, metrics, ranks
 from tests.api.ui.browser import Sample, needs_chromium, sign_in

@@ -8,9 +8,10 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 
-from api import credentials, ui
+from api import ui
 from api.app import create_app
 from api.app_state import state_of
+from api.security import credentials
 from api.ui import mount
 from api.ui.document import document_for
 from api.ui.files import DIGEST, FILES

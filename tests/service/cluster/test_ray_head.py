@@ -22,7 +22,7 @@ from service.cluster.existing_ray import ExistingRay
 from service.cluster.processes import same_process, start_of, wait_until_ended
 from service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
 from service.cluster.ray_private import HEAD_PROCESSES, NO_AUTOSCALER, outlives_head, sockets_of
-from service.home import HomeUnusable
+from service.home.own_files import HomeUnusable
 from service.settings import SECRETS
 from tests.service.conftest import SLOTS
 from tests.service.support.stand_in_ray import ray_processes

@@ -8,7 +8,7 @@ import pytest
 from service.job import planning
 from service.job.context import JobContext
 from service.job.planning import plan_generation
-from service.machines import BadCalibration
+from service.planner.machines import BadCalibration
 from service.store import generations, plans
 from tests.service.support.fake_cluster import FakeCluster
 from workers.protocol.messages import AgentDescription

@@ -9,7 +9,7 @@ import pytest
 
 from service.job import received_lines
 from service.job.received_lines import ReceivedLines
-from service.logs import LogFiles, read_page
+from service.logs.pages import LogFiles, read_page
 from workers.protocol.reports import Printed, Report
 
 

@@ -9,7 +9,7 @@ from s3_fixtures import bucket, s3_server, wire, wired_bucket  # noqa: F401 - fi
 
 from service.kept_logs.keeper import LogKeeper
 from service.leases.held import HeldLease
-from service.logs import read_page
+from service.logs.pages import read_page
 from service.store import jobs
 from workers.paths import Paths
 from workers.protocol.reports import Printed

@@ -10,8 +10,8 @@ from s3_server import answer
 
 from service.job import received_lines
 from service.kept_logs import keeper, kept_log, part_writer
-from service.log_tail import read_tail
-from service.logs import LogsUnavailable
+from service.logs.pages import LogsUnavailable
+from service.logs.tail import read_tail
 from service.states import JobState
 from tests.service.kept_logs.conftest import Agent
 from workers.storage.files import files_of

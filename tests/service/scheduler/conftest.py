@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from service import data_looks
-from service.scheduler import Scheduler
+from service.control import data_looks
+from service.control.scheduler import Scheduler
 from tests.service.support.fake_cluster import FakeCluster
 
 

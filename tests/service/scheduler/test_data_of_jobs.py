@@ -3,8 +3,8 @@
 import asyncio
 import threading
 
-from service import data_looks
-from service.scheduler import Scheduler
+from service.control import data_looks
+from service.control.scheduler import Scheduler
 from tests.service.support.queue import LARGE, has, job_now
 from tests.service.support.waiting import reached
 from workers.data import roots

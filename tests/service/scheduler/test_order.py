@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from service import scheduler as module
 from service.cluster.errors import ClusterUnavailable
+from service.control import scheduler as module
+from service.control.scheduler import Scheduler
 from service.leases.errors import LeaseLost
-from service.scheduler import Scheduler
 from service.store import edits, generations, jobs, pauses
 from service.stored_specs import stored_spec
 from tests.service.support.queue import LARGE, cancel, free, has, job_now, resize
@@ -284,7 +284,7 @@ def rounds(store, cluster, monkeypatch):
 
 
 def test_queue_in_which_nobody_waits_is_looked_at_when_somebody_says_so(rounds, monkeypatch):
-    monkeypatch.setattr("service.scheduler.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("service.control.scheduler.IDLE_SECONDS", 0.0)
 
     async def pass_by():
         for _ in range(20):
@@ -300,7 +300,7 @@ def test_queue_in_which_nobody_waits_is_looked_at_when_somebody_says_so(rounds, 
 
 
 def test_queue_in_which_somebody_waits_is_looked_at_now_and_then(rounds, monkeypatch):
-    monkeypatch.setattr("service.scheduler.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("service.control.scheduler.IDLE_SECONDS", 0.0)
 
     async def wait(scheduler, looks):
         await reached(lambda: len(looks) == 3)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from service.cluster.placement_groups import NotPlaced
-from service.scheduler import PLACEMENT_SECONDS, Scheduler
+from service.control.scheduler import PLACEMENT_SECONDS, Scheduler
 from service.states import JobState
 from service.store import generations, leases, pauses
 from tests.service.support.queue import cancel, job_now, owned_by

@@ -5,7 +5,7 @@ import time
 import pytest
 from sqlalchemy import text
 
-from service.identity import Scope
+from service.keys.identity import Scope
 from service.store import (
     InvalidCursor,
     KeyNotFound,

@@ -3,7 +3,7 @@
 import asyncio
 
 from service.cluster.placement import placement_group_name, seats_of
-from service.lag import Lag
+from service.monitoring.lag import Lag
 from service.store import events, jobs
 from tests.service.support.waiting import reached
 from workers.config import JobSpec

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.machines import type_of
 from service.planner.drift import GROUPS, MEASURED_STEPS, SETTLING_STEPS
 from service.planner.hardware import Cluster
 from service.planner.job_plan import planned
+from service.planner.machines import type_of
 from service.store import Store, generations, jobs, metrics, plans
 from workers.config import JobSpec
 

@@ -9,9 +9,9 @@ from workers.checkpoint.catalog import list_checkpoints
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.snapshot.files import snapshot_files
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 
 @pytest.mark.parametrize("frozen", [[], ["embedding", "layers.0-2"]], ids=["all trained", "most frozen"])

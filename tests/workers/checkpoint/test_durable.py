@@ -24,9 +24,9 @@ from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 WRITER = (2, 2, 2)
 

@@ -13,11 +13,11 @@ from workers.checkpoint.durable import read_contents
 from workers.comm.comm import Comm
 from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.snapshot.files import snapshot_files
 from workers.spec.parameters import frozen_names, parameter_names
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 FROZEN = ["embedding", "layers.0-1", "*.mlp.down"]
 WRITER = {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, "data": 2, "bucket_megabytes": 0.004}

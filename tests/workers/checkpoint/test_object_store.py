@@ -14,10 +14,10 @@ from workers.checkpoint.pruning import prune
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.storage import s3_upload
 from workers.storage.files import files_of
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 STEPS = 4
 

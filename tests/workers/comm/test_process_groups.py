@@ -19,9 +19,9 @@ from workers.comm.process_groups import ProcessGroups
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 STEPS = 4
 

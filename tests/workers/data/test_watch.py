@@ -18,8 +18,8 @@ from workers.errors import DataError
 from workers.liveness.hang_timeouts import hang_timeout
 from workers.liveness.progress import Progress, ProgressReader, progress_path
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 
 def test_a_rank_that_prepares_data_is_seen_to_move(tmp_path):

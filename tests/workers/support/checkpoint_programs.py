@@ -29,10 +29,10 @@ from workers.errors import CheckpointError
 from workers.parallel.data.flat import Range
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Message
-from workers.reporter import Reporter
 from workers.snapshot.files import snapshot_files, steps_kept
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 Placed = tuple[str, tuple[int, ...], torch.Tensor]
 """A rectangle of a layout-free tensor: `kind.name`, offsets, values."""

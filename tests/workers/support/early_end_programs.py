@@ -9,10 +9,10 @@ from reported import rows_of
 
 from workers.comm.comm import Comm
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 START = Resume()
 

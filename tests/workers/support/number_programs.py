@@ -13,10 +13,10 @@ from workers.checkpoint import checkpointer
 from workers.comm.comm import Comm
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 START = Resume()
 

@@ -30,7 +30,7 @@ from workers.comm.secret import SECRET_LENGTH
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
 from workers.liveness.stacks import answer_with_stacks, stacks_path, take_stacks
-from workers.threads import OF_COMPUTATION
+from workers.system.threads import OF_COMPUTATION
 from workers.zygote.first_uses import MODULES
 
 RANKS = 8

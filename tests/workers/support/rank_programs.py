@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from reported import events_of, rows_of
 
-from workers import run, standalone
+from workers import run
 from workers.checkpoint import checkpointer
 from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
@@ -27,14 +27,15 @@ from workers.data.batch_plan import replica_micro_batches
 from workers.data.batches import MicroBatch, with_documents_apart, with_marks
 from workers.data.packed_conversations import Marks
 from workers.engine import Engine
-from workers.learning_rate import learning_rate
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.recompute import policy
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
-from workers.threads import threads_of
+from workers.standalone import job as standalone
+from workers.system.threads import threads_of
 from workers.trainer import Places, Trainer
+from workers.training.learning_rate import learning_rate
+from workers.training.reporter import Reporter
 
 START = Resume()
 END = 3

@@ -20,8 +20,8 @@ from workers.comm.process_groups import ProcessGroups
 from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
 from workers.protocol.messages import Resume
-from workers.reporter import Reporter
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 Programs = list[Program]
 CPU = torch.device("cpu")

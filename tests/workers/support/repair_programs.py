@@ -20,10 +20,10 @@ from workers.comm.links_backend import LinksBackend
 from workers.errors import PeerLost
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Message
-from workers.reporter import Reporter
 from workers.snapshot.snapshot_file import committed_steps
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 
 @dataclass(frozen=True)

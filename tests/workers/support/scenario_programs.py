@@ -28,11 +28,11 @@ from workers.config import ParallelConfig
 from workers.errors import AskedToRest, PeerLost
 from workers.protocol.messages import Resume, StoredSnapshot
 from workers.protocol.reports import Message
-from workers.reporter import Reporter
 from workers.snapshot.files import layout_tag, snapshot_files, snapshot_path, steps_kept
 from workers.snapshot.snapshot_file import committed_steps
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
+from workers.training.reporter import Reporter
 
 NOT_SENT = 3
 """Steps whose rows a killed rank may not have sent."""

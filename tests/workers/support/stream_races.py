@@ -27,7 +27,6 @@ import torch
 from dispatch_mode import DispatchMode
 from recorded_groups import Recorder, _ends, _Work, code_line
 
-from workers import rank_state
 from workers.checkpoint import checkpointer
 from workers.data import batches, prefetch
 from workers.data.batches import MicroBatch
@@ -36,6 +35,7 @@ from workers.parallel.recompute import offload
 from workers.snapshot import snapshots, state_copy
 from workers.snapshot.snapshots import HeldSlot
 from workers.system.pinned import PinnedMemory, copy_streams
+from workers.training import rank_state
 
 Clock = dict[str, int]
 """How far each actor had come."""

@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch
 
-from workers import torch_profile
 from workers.comm.comm import Comm
 from workers.protocol.messages import Resume, TraceOrder
-from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
+from workers.step_traces import torch_profile
 from workers.trainer import Trainer
+from workers.training.reporter import Reporter
 
 Seen = tuple[list[tuple[float, float]], list[Any], list[Any]]
 """Loss and gradient norm of each step, what was reported, bits of the state."""

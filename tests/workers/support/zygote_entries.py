@@ -66,7 +66,8 @@ def compute(argument: dict, control: socket.socket) -> int:
 
 def train(argument: dict, control: socket.socket) -> int:
     """Trains a job to its end, and says what was imported meanwhile of other libraries than Python's."""
-    from workers import run, standalone  # as the zygote's own entries, these bring the trainer
+    from workers import run
+    from workers.standalone import job as standalone  # as the zygote's own entries, these bring the trainer
 
     assert standalone.Trainer
     before, ours = set(sys.modules), {"workers", *sys.stdlib_module_names}

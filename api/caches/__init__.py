@@ -1,0 +1,1 @@
+"""Answers that are kept for a moment, for clients that ask for the same again."""

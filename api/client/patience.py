@@ -1,0 +1,106 @@
+"""How a client that follows a job waits for a service that does not answer for a while because it is being restarted or
+upgraded, or its database is away: meanwhile the job continues to train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Generic, TypeVar
+
+from api.client.calls import resumed
+from api.client.rest_call import ApiError, Call, ServiceUnreachable
+from api.client.sse_client import ServerEvent
+
+T = TypeVar("T")
+PATIENCE_SECONDS = 300.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 5.0
+_PASSING = frozenset(
+    {
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.BAD_GATEWAY,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+    }
+)
+
+
+class Patience:
+    """Decides how long to wait before the service is called again, and when to give up."""
+
+    def __init__(
+        self,
+        seconds: float = PATIENCE_SECONDS,
+        tell: Callable[[str], None] = lambda sentence: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Gives up after `seconds` without an answer. `tell` is called once each time the service stops answering."""
+        self._seconds, self._tell, self._clock = seconds, tell, clock
+        self._lost_at: float | None = None
+        self._pause = FIRST_PAUSE_SECONDS
+
+    def answered(self) -> None:
+        """The service has answered."""
+        self._lost_at, self._pause = None, FIRST_PAUSE_SECONDS
+
+    def pause_after(self, error: ApiError | ServiceUnreachable) -> float:
+        """Seconds to wait after this answer, or lack of one. Raises `error` if another attempt is useless, or the
+        service has not answered for too long."""
+        if isinstance(error, ApiError) and error.problem.status not in _PASSING:
+            raise error
+        now = self._clock()
+        if self._lost_at is None:
+            self._lost_at = now
+            self._tell(f"{error}; trying again")
+        if now - self._lost_at >= self._seconds:
+            raise error
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        return pause
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The result of `question`, called as often as necessary. Raises ApiError, ServiceUnreachable."""
+        while True:
+            try:
+                answer = question()
+            except (ApiError, ServiceUnreachable) as error:
+                time.sleep(self.pause_after(error))
+            else:
+                self.answered()
+                return answer
+
+
+class FollowedStream(Generic[T]):
+    """The position in a stream, so that it can be continued if it breaks off."""
+
+    def __init__(self, call: Call[T]):
+        self.call = call
+        """What to send next."""
+        self.ended = False
+        """Whether the service has announced the end of the stream."""
+        self._patience = Patience()
+        self._has_begun = self._is_lost = False
+
+    def begins(self) -> None:
+        """The service has answered."""
+        self._has_begun = True
+        self._patience.answered()
+
+    def take(self, event: ServerEvent) -> Iterator[T]:
+        """The item in an event, if there is one."""
+        self.ended = event.event == "end"
+        if event.event == "message":
+            self._is_lost = not event.id  # it would be unknown where to continue
+            if event.id:
+                self.call = resumed(self.call, event.id)
+            yield self.call.answer.model_validate_json(event.data)
+
+    def breaks_off(self, url: str) -> None:
+        """The answer of the service at `url` has ended. Raises ServiceUnreachable if it should have continued."""
+        if not self.ended:
+            raise ServiceUnreachable(url, EOFError("the stream broke off"))
+
+    def pause_after(self, error: ApiError | ServiceUnreachable) -> float:
+        """Seconds until the stream is requested again. Raises `error` if that is useless."""
+        if not self._has_begun or self._is_lost:
+            raise error
+        return self._patience.pause_after(error)

@@ -1,0 +1,191 @@
+"""A REST call as a value: what to send, and how to read the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+from urllib.request import getproxies
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from api import schemas
+from api.rest_version import HEADER, REST, other_service
+from api.serving.local_service import DEFAULT_URL, find_key, trust_in
+from service.settings import Settings
+from workers.errors import MantaError
+from workers.metrics.nonfinite import spell
+from workers.spec.problems import Problem, SpecError
+from workers.system.own_address import is_loopback
+
+T = TypeVar("T")
+TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+"""Read timeout of streams, on which the service sends something every 15 seconds."""
+
+
+class ApiError(MantaError):
+    """The service refused a request; `problem` is its answer."""
+
+    def __init__(self, problem: schemas.Problem):
+        self.problem = problem
+        super().__init__(problem.detail)
+
+
+class ServiceUnreachable(MantaError):
+    """No answer from the service."""
+
+    def __init__(self, url: str, cause: Exception):
+        self.url, self.cause = url, cause
+        why = re.sub(r"^\[Errno -?\d+\] ", "", str(cause)) or type(cause).__name__
+        super().__init__(
+            f"cannot reach Manta at {url} ({why}); start it with `manta up`, or point MANTA_URL to where it runs"
+        )
+
+
+@dataclass(frozen=True)
+class JobPath:
+    """Path of a resource of a job."""
+
+    job: str
+    """The job's id, or its name, which the client looks up before it sends anything (`api/client/job_names.py`)."""
+    resource: str = ""
+    """The rest of the path."""
+
+    def __str__(self) -> str:
+        return f"/v1/jobs/{quote(self.job, safe='')}{self.resource}"
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """One request, and the type of its answer."""
+
+    answer: Any
+    """Type of the answer."""
+    method: str
+    """HTTP method."""
+    path: str | JobPath
+    """Path below the service's address."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Query parameters; None ones are left out."""
+    body: Any = None
+    """JSON body."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Additional headers."""
+    patience: float = 0.0
+    """Seconds that the answer may take in addition to the usual timeout."""
+
+    @property
+    def job(self) -> str | None:
+        """The job that it is about, by its id or its name; None if it is about no job."""
+        return self.path.job if isinstance(self.path, JobPath) else None
+
+    def about(self, job_id: str) -> Call[T]:
+        """The same call about the job with that id."""
+        assert isinstance(self.path, JobPath)
+        return replace(self, path=replace(self.path, job=job_id))
+
+    def request(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        """The request, as `client` sends it."""
+        given = {name: value for name, value in self.parameters.items() if value is not None}
+        headers = {**self.headers, **({} if self.body is None else {"Content-Type": "application/json"})}
+        content = None if self.body is None else _encoded(self.body)
+        request = client.build_request(self.method, str(self.path), params=given, headers=headers, content=content)
+        usual = client.timeout.read
+        if self.patience and usual is not None:
+            request.extensions["timeout"] = {**client.timeout.as_dict(), "read": usual + self.patience}
+        return request
+
+    def read(self, response: httpx.Response) -> T:
+        """The answer in `response`, whose body was read. Raises ApiError."""
+        raise_for_problem(response)
+        adapter: TypeAdapter[T] = TypeAdapter(self.answer)
+        try:
+            return adapter.validate_json(response.content)
+        except ValidationError as error:
+            raise ApiError(_foreign(response)) from error
+
+
+def checked_url(url: str) -> httpx.URL:
+    """`url`, if it is valid. Raises ServiceUnreachable."""
+    try:
+        checked = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ServiceUnreachable(url, error) from error
+    if checked.scheme not in ("http", "https") or not checked.host:
+        example = f"http://{url}" if url and "://" not in url else DEFAULT_URL
+        raise ServiceUnreachable(url, ValueError(f"an address begins with http:// or https://, such as {example}"))
+    return checked
+
+
+def client_options(settings: Settings, url: str, key: str | None, is_test: bool) -> dict[str, Any]:
+    """Options of httpx's client for the service at `url`; `key`: by default the one that `find_key` returns; `is_test`:
+    it has a transport of its own. No proxy is used towards this machine: it would get the key, and cannot reach what
+    listens on loopback. Raises KeyFileUnsafe, CertificateUnreadable, ServiceUnreachable."""
+    address, verify = checked_url(url), is_test or trust_in(settings, url)
+    is_here = is_loopback(address.host)
+    if is_here and verify is True and not is_test:
+        verify = httpx.create_ssl_context()  # SSL_CERT_FILE is of the environment, too
+    return {
+        "base_url": address,
+        "timeout": TIMEOUT,
+        "headers": usual_headers(key or find_key(settings, url)),
+        "verify": verify,
+        "trust_env": not is_here,
+    }
+
+
+@contextlib.contextmanager
+def proxies_in_words(url: str) -> Iterator[None]:
+    """The block makes a client of httpx. Raises ServiceUnreachable if the environment names an unusable proxy, or has a
+    Python module in place of one that httpx needs."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        whose = "the proxy of ALL_PROXY or HTTPS_PROXY" if getproxies() else "httpx cannot be used here"
+        raise ServiceUnreachable(url, RuntimeError(f"{whose}: {error}")) from error
+
+
+def usual_headers(key: str | None) -> dict[str, str]:
+    """Headers of every request of a client with this API key."""
+    return {HEADER: str(REST), **({} if key is None else {"Authorization": f"Bearer {key}"})}
+
+
+def _encoded(document: Any) -> bytes:
+    """A document as JSON. What YAML knows and JSON does not becomes text, for the service to judge.
+
+    Raises SpecError for a document that contains itself.
+    """
+    try:
+        return json.dumps(spell(document), default=str).encode()
+    except RecursionError as error:
+        raise SpecError([Problem("", "the document contains itself or is nested too deeply")]) from error
+
+
+def raise_for_problem(response: httpx.Response) -> None:
+    """Raise ApiError if `response`, whose body was read, is an error, or comes from a service of a release that this
+    client does not support."""
+    misunderstanding = other_service(response.headers.get(HEADER))
+    if misunderstanding is not None:
+        raise ApiError(
+            schemas.Problem(code="other_release", title="Other release", status=400, detail=misunderstanding)
+        )
+    if response.is_success:
+        return
+    try:
+        problem = schemas.Problem.model_validate_json(response.content)
+    except ValidationError:
+        problem = _foreign(response)
+    raise ApiError(problem)
+
+
+def _foreign(response: httpx.Response) -> schemas.Problem:
+    """The problem of an answer that Manta did not write."""
+    url, status = response.request.url, response.status_code
+    detail = f"{url} answered {status} with something that is not Manta's; is another service running there?"
+    return schemas.Problem(code="foreign_answer", title="Foreign answer", status=status, detail=detail)

@@ -1,0 +1,198 @@
+"""What a caller may do. Only this module decides which jobs a request may access: those of the caller's project, or of
+all projects if the key is for the whole installation. Every other job is answered as if it did not exist."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from fastapi import Depends, Path, Request
+from fastapi.concurrency import run_in_threadpool
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import Scope as AsgiScope
+
+from api.app_state import state_of
+from api.security.credentials import KNOWN_SECONDS, Credential
+from api.security.permissions import Need, is_anonymous, needs
+from service.ids import is_job_id
+from service.keys.identity import Identity
+from service.store import JobNotFound, Store, jobs
+from workers.errors import MantaError
+
+_REQUEST = "manta.request"
+_MOST_KNOWN = 10_000
+
+
+class Unauthenticated(MantaError):
+    """A request without a valid key."""
+
+    def __init__(self, ended: str | None = None) -> None:
+        """`ended`: which key was sent, and why it is no longer valid."""
+        super().__init__(
+            f"{'' if ended is None else f'the key {ended}: '}send a key that is good: `Authorization: Bearer KEY`. The "
+            "command and the client take it from MANTA_API_KEY, or from `api.key` in the home of a service on the same "
+            "machine; for a browser `manta link` prints a link"
+        )
+
+
+class Forbidden(MantaError):
+    """The key does not permit the operation."""
+
+    def __init__(self, need: Need | None, who: Identity):
+        self.need = need
+        has = Need(who.scope, who.installation)
+        super().__init__(f"this needs a key with scope {need}; {who.key_name!r} ({who.key_id}) has {has}")
+
+
+class PriorityTooHigh(MantaError):
+    """The key does not permit such a priority for jobs or keys."""
+
+    def __init__(self, who: Identity):
+        super().__init__(
+            f"{who.key_name!r} ({who.key_id}) gives priorities of {who.highest_priority} at most: ask for that, or "
+            "have a user with such a key (`manta keys list`) do it"
+        )
+
+
+def refuse_priority(who: Identity, priority: int | None) -> None:
+    """Raise PriorityTooHigh if the key does not permit this priority; None: the default one."""
+    if not who.may_give(priority):
+        raise PriorityTooHigh(who)
+
+
+@dataclass
+class RequestOfCaller:
+    """What is known about a request in addition to its path and body."""
+
+    who: Identity | None
+    """None: an anonymous caller, where that is allowed."""
+    address: str | None
+    """The caller's network address."""
+    credential: Credential | None = None
+    """How the caller was identified."""
+    target: str | None = None
+    """The subject of the request for the audit, if it is not part of the path."""
+    changes_nothing: bool = False
+    """Whether the request changed nothing in spite of its method, so that it needs no audit row."""
+    audited: bool = False
+    """Whether the audit row was stored together with the change."""
+    streams: bool = False
+    """Whether the request is counted as a stream."""
+
+
+def attach(scope: AsgiScope, request: RequestOfCaller) -> None:
+    """Attach `request` to a request on its way through the app."""
+    scope[_REQUEST] = request
+
+
+def is_stranger(scope: AsgiScope) -> bool:
+    """Whether a request has come without a valid key."""
+    about = cast(RequestOfCaller | None, scope.get(_REQUEST))
+    return about is not None and about.who is None
+
+
+def request_of_caller(request: Request) -> RequestOfCaller:
+    """What is known about a request."""
+    return cast(RequestOfCaller, request.scope[_REQUEST])
+
+
+def caller_of(request: Request) -> Identity:
+    """Who asks. Raises Unauthenticated."""
+    who = request_of_caller(request).who
+    if who is None:
+        raise Unauthenticated
+    return who
+
+
+def begin_stream(request: Request) -> None:
+    """A request turns out to be a stream. Raises TooManyRequests."""
+    about, limits = request_of_caller(request), state_of(request.app).limits
+    limits.begin_stream(caller_of(request).key_id)
+    about.streams = True
+
+
+async def is_still_authorized(request: Request) -> bool:
+    """Whether the key that a request was sent with is still valid. It counts as valid while the database does not
+    answer."""
+    about, identities = request_of_caller(request), state_of(request.app).identities
+    try:
+        return about.credential is not None and await identities.of(about.credential) is not None
+    except SQLAlchemyError:
+        return True
+
+
+async def _refuse_if_ended(request: Request) -> None:
+    """Raise Unauthenticated if the key is no longer valid."""
+    credential = request_of_caller(request).credential
+    if credential is not None and not await is_still_authorized(request):
+        raise Unauthenticated(await state_of(request.app).identities.why_ended(credential))
+
+
+async def while_authorized(request: Request, waiting: Coroutine[Any, Any, None]) -> None:
+    """Wait for `waiting`, as long as the key is valid. Raises Unauthenticated, and what `waiting` raises."""
+    task = asyncio.create_task(waiting)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=KNOWN_SECONDS)
+            await _refuse_if_ended(request)
+    finally:
+        task.cancel()
+    await task
+
+
+async def authorize(request: Request) -> None:
+    """Let a request pass to its route. Raises Unauthenticated, also if the key was revoked while the body arrived;
+    Forbidden."""
+    if is_anonymous(request.scope["path"]):  # `request.url` is built from the Host header, which is not trusted
+        return
+    who = caller_of(request)
+    await _refuse_if_ended(request)
+    need = needs(request.scope["route"].name)
+    if need is None or not need.is_met_by(who):
+        raise Forbidden(need, who)
+
+
+class JobProjects:
+    """Which job belongs to which project. That never changes, so the database is queried once per job."""
+
+    def __init__(self, store: Callable[[], Store]):
+        self._store = store
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    async def check(self, job_id: str, bound: str | None) -> None:
+        """Raise JobNotFound if the job is not of project `bound`, or does not exist."""
+        if bound is None:
+            return
+        project = self._known.get(job_id)
+        if project is None:
+            project = self._known[job_id] = await run_in_threadpool(self._look, job_id)
+            if len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
+        if project != bound:
+            raise JobNotFound(job_id)
+
+    def _look(self, job_id: str) -> str:
+        with self._store().read() as session:
+            return jobs.project_of(session, job_id)
+
+
+async def own_job_id(request: Request, job_id: Annotated[str, Path(description="Job id")]) -> str:
+    """The job id in the path. Raises JobNotFound for text that cannot be an id, before it is used for anything, and for
+    a job that the caller may not access."""
+    if not is_job_id(job_id):
+        raise JobNotFound(job_id)
+    await state_of(request.app).job_projects.check(job_id, caller_of(request).bound)
+    return job_id
+
+
+async def _caller(request: Request) -> Identity:
+    return caller_of(request)
+
+
+Caller = Annotated[Identity, Depends(_caller)]
+"""The caller, as a parameter of a route."""
+JobId = Annotated[str, Depends(own_job_id)]
+"""The id of a job that the caller may access, as a parameter of a route."""

@@ -1,0 +1,87 @@
+"""Identifies the caller before anything else is done with a request: nothing answers without a valid key, and no caller
+gets more than its key permits."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.problems import DATABASE_AWAY, database_unavailable, problem, too_many
+from api.security.access import RequestOfCaller, Unauthenticated, attach
+from api.security.auditing import Audit
+from api.security.credentials import Identities, credential_in
+from api.security.permissions import DASHBOARD_PATH, is_anonymous
+from api.security.rate_limits import CallerLimits, TooManyRequests
+from service.keys.identity import Identity
+
+log = logging.getLogger(__name__)
+
+# The empty icon is so that browsers do not ask for /favicon.ico, which would be one more 401.
+_SIGN_IN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title><link rel="icon" href="data:,">
+<body style="font-family: system-ui, sans-serif; max-width: 34em; margin: 4em auto; line-height: 1.5">
+<h1>Manta</h1><p>This browser is not signed in. On a machine where you use Manta, run</p><pre>manta link</pre>
+<p>and open the link that it prints. It is good once, for ten minutes.</p></body></html>"""
+
+
+class Identification:
+    """ASGI middleware that lets requests pass together with what is known about their sender."""
+
+    def __init__(self, app: ASGIApp, identities: Identities, limits: CallerLimits, audit: Audit):
+        self._app = app
+        self._identities, self._limits, self._audit = identities, limits, audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        address = scope["client"][0] if scope.get("client") else None
+        credential = credential_in(Headers(scope=scope))
+        try:
+            who = None if credential is None else await self._identities.of(credential)
+            ended = None
+            if who is None:
+                self._limits.anonymous(address or "")
+                if credential is not None:
+                    ended = await self._identities.why_ended(credential)
+            else:
+                self._limits.begin_request(who.key_id)
+        except TooManyRequests as error:  # before the audit, which it would fill
+            await too_many(error)(scope, receive, send)
+            return
+        except DATABASE_AWAY as error:
+            cause = getattr(error, "orig", None) or error
+            log.warning("who sent a request cannot be looked up: the database does not answer (%s)", cause)
+            await database_unavailable(error)(scope, receive, send)
+            return
+        if who is not None:
+            await self._of_a_caller(who, RequestOfCaller(who, address, credential), scope, receive, send)
+        elif is_anonymous(scope["path"]):
+            attach(scope, RequestOfCaller(None, address))
+            await self._app(scope, receive, send)
+        else:
+            await _unauthenticated(scope["path"], ended)(scope, receive, send)
+
+    async def _of_a_caller(
+        self, who: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        attach(scope, about)
+        try:
+            await self._app(scope, receive, self._audit.of(scope, about, send))
+        except Exception:
+            await self._audit.note_failure(scope, about)
+            raise
+        finally:
+            self._limits.end_request(who.key_id)
+            if about.streams:
+                self._limits.end_stream(who.key_id)
+
+
+def _unauthenticated(path: str, ended: str | None) -> Response:
+    """Browsers get a page that says what to do; `ended`: why the key that was sent is no longer valid."""
+    if path in ("/", DASHBOARD_PATH) or path.startswith(f"{DASHBOARD_PATH}/"):
+        return HTMLResponse(_SIGN_IN, 401, headers={"Cache-Control": "no-store"})
+    return problem("unauthenticated", str(Unauthenticated(ended)))

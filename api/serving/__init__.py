@@ -1,0 +1,1 @@
+"""The process that serves: its sockets, its files in the home."""

@@ -1,0 +1,1 @@
+"""Answers that go on: streams of events, and requests that wait."""

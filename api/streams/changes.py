@@ -1,0 +1,128 @@
+"""Notifies live streams of possible news. For any number of streams, one query of the database every 0.2 seconds, on a
+thread of its own, is enough: a stream without news costs neither a thread nor a query."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from service.logs.pages import JobLogs
+from service.store import Store, events, jobs
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The subject of a stream."""
+
+    job: str | None = None
+    """Its job; None: all jobs."""
+    logs: bool = False
+    """Whether it follows the output of the job's ranks."""
+
+
+VersionsOf = Callable[[Collection[Watched]], Mapping[Watched, object]]
+"""Returns for each subject a value that changes whenever there is news; subjects that it leaves out are unknown. Runs
+in a thread, so it may block."""
+
+
+class Changes:
+    """All streams of one app; used on one event loop."""
+
+    def __init__(self, versions_of: VersionsOf):
+        self._versions_of = versions_of
+        self._streams: defaultdict[Watched, set[asyncio.Event]] = defaultdict(set)
+        self._task: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-changes")
+        self.is_closed = False
+        """Whether streams should end because the service does; clients reconnect to the next one."""
+
+    def close(self) -> None:
+        """Have all streams end."""
+        self.is_closed = True
+        for streams in self._streams.values():
+            for changed in streams:
+                changed.set()
+
+    @contextlib.contextmanager
+    def of(self, watched: Watched) -> Iterator[asyncio.Event]:
+        """An event that is set whenever there may be news."""
+        changed = asyncio.Event()
+        self._streams[watched].add(changed)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._watch(), name="changes")
+        try:
+            yield changed
+        finally:
+            self._streams[watched].discard(changed)
+            if not self._streams[watched]:
+                del self._streams[watched]
+
+    async def _watch(self) -> None:
+        """Runs until there are no more streams."""
+        known: Mapping[Watched, object] = {}
+        answers = True
+        while self._streams:
+            watched = list(self._streams)
+            try:
+                versions = await asyncio.get_running_loop().run_in_executor(self._thread, self._versions_of, watched)
+            except Exception as error:  # it is queried again, and then everything may be new
+                if answers:
+                    why, is_ours = getattr(error, "orig", None) or error, not isinstance(error, SQLAlchemyError)
+                    log.warning("what is new for streams cannot be read: %s", why, exc_info=is_ours)
+                versions, answers = {}, False
+            else:
+                answers = True
+                for each in watched:
+                    if each not in versions or each not in known or versions[each] != known[each]:
+                        for changed in self._streams.get(each, ()):
+                            changed.set()
+            known = versions
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+class StoredVersions:
+    """Versions of the contents of database and logs."""
+
+    def __init__(self, store: Callable[[], Store], logs: Callable[[], JobLogs]):
+        """`store` and `logs`: the current ones; after a change of store, everything may be new."""
+        self._store, self._logs = store, logs
+        self._known: Store | None = None
+        self._after = 0
+        self._newest: dict[str, int] = {}
+
+    def __call__(self, watched: Collection[Watched]) -> dict[Watched, object]:
+        """See VersionsOf."""
+        store = self._store()
+        if store is not self._known:
+            return self._begin(store)
+        names = {each.job for each in watched if each.job is not None}
+        with store.read() as session:
+            self._newest |= events.newest_of_jobs(session, self._after)
+            states = jobs.states(session, names)
+        self._after = max([self._after, *self._newest.values()])
+        self._newest = {job: self._newest[job] for job in names & self._newest.keys()}
+        return {each: self._version(each, states) for each in watched}
+
+    def _begin(self, store: Store) -> dict[Watched, object]:
+        with store.read() as session:
+            self._after, self._newest = events.newest(session), {}
+        self._known = store
+        return {}
+
+    def _version(self, watched: Watched, states: Mapping[str, str]) -> object:
+        if watched.job is None:
+            return self._after
+        if watched.logs:
+            return self._logs().version(watched.job), states.get(watched.job)
+        return self._newest.get(watched.job), states.get(watched.job)

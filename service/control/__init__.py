@@ -1,0 +1,1 @@
+"""The control plane: what should run, decided from the job database."""

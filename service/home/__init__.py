@@ -1,0 +1,1 @@
+"""The folder of a service, and that of its jobs."""

@@ -1,0 +1,1 @@
+"""Keys, and the secrets that prove who somebody is."""

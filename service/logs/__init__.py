@@ -1,0 +1,1 @@
+"""The output of ranks, as users read it."""

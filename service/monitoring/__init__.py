@@ -1,0 +1,1 @@
+"""What the control plane knows about itself and the cluster."""

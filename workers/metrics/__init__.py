@@ -1,0 +1,1 @@
+"""Names and spelling of metrics."""

@@ -1,0 +1,1 @@
+"""The training of one rank around its engine: state, reports, traces."""

@@ -1,0 +1,382 @@
+"""The state of one rank: which committed step it belongs to, and the copies of it from which the job can continue.
+
+The state itself is in the engine. The copies are snapshots in the node's shared memory, durable checkpoints, and those
+in host memory that a rollback needs (`numerics/guard.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.checkpoint.checkpointer import Checkpointer
+from workers.comm.comm import Comm
+from workers.comm.grid import state_peers
+from workers.config import JobSpec
+from workers.engine import Engine
+from workers.errors import CheckpointNotSaved
+from workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
+from workers.numerics.guard import NumberGuard
+from workers.parallel.data.step_statistics import StepStatistics
+from workers.protocol.messages import Resume
+from workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
+from workers.snapshot.interval import SnapshotInterval
+from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
+from workers.snapshot.note import RowJournal, read_note
+from workers.snapshot.reshard import describe, restore_from_snapshots
+from workers.snapshot.snapshot_file import committed_steps
+from workers.snapshot.snapshots import Snapshots
+from workers.storage.places import Place
+from workers.training.events import announce, named_samples, sample_data
+from workers.training.reporter import Reporter
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a rank keeps its state outside of its process; None turns the kind off."""
+
+    job: str = "local"
+    """Job id, written into checkpoints."""
+    snapshots: str | None = None
+    """Folder of the snapshots, in shared memory."""
+    checkpoints: str | None = None
+    """Folder for durable checkpoints."""
+    corpus_record: Place | None = None
+    """File that describes the corpus as it was when the job began."""
+    token_cache: Path | None = None
+    """Folder for tokens; None if the corpus needs none."""
+    deletes_old_checkpoints: bool = True
+    """Whether durable checkpoints beyond `checkpoint.keep` are deleted here; False: by someone else."""
+    memory: SnapshotMemory = ANY_MEMORY
+    """Which memory the snapshots use."""
+
+
+NO_PLACES = Places()
+
+
+class RankState:
+    """Restores, keeps and rolls back the state of one rank. All ranks call the same methods at the same steps, on their
+    training threads."""
+
+    def __init__(self, spec: JobSpec, engine: Engine, comm: Comm, reporter: Reporter, places: Places):
+        """Raises SharedMemoryError if there is no room for the snapshots."""
+        self.spec, self.engine, self.comm, self.reporter = spec, engine, comm, reporter
+        self._places = places
+        self.guard = NumberGuard(spec.recovery, engine, comm)
+        self.interval = SnapshotInterval(spec.checkpoint.snapshot_every_steps)
+        self.snapshots = open_snapshots(spec, engine, comm, places)
+        self._journal = RowJournal()
+        # Not a method of this object: a reference back to it would delay freeing its memory.
+        make_note = partial(_note_of, self._journal, self.guard)
+        self.checkpoints: Checkpointer | None = None
+        if places.checkpoints is not None:
+            whose = (places.job, spec, engine, comm, reporter.event)
+            self.checkpoints = Checkpointer(places.checkpoints, *whose, self.snapshots, make_note)
+            self.checkpoints.deletes_old = places.deletes_old_checkpoints
+        self.step = 0
+        """Last committed step."""
+        self._restored = False
+        # Rank 0 may be restored from a rank with the same state, so those keep its rows as well.
+        self._keeps_rows = state_peers(spec.layout, comm.rank)[0] == 0
+
+    @property
+    def settled_step(self) -> int | None:
+        """The committed step that the state belongs to; None if an update was aborted."""
+        return self.step if self._restored and self.engine.settled else None
+
+    def restore(self, resume: Resume, roll_backs: Sequence[dict[str, Any]] = ()) -> None:
+        """Bring the state to committed step `resume.step`, unless it is there already. `roll_backs`: those of the job
+        that are known from outside. Raises CheckpointError if the state cannot be read."""
+        self.comm.progress.belongs_to(self.comm.generation)
+        self.comm.step.enter("restoring")
+        self.comm.step.parts.drop()
+        self.engine.optimizer.forget_arriving()
+        stays = resume.source == "snapshot" and self.settled_step == resume.step
+        if not stays:
+            self._restored = False
+            self._journal.clear()
+        if self.snapshots is not None:
+            self.snapshots.finish()  # what follows changes the state
+        if self.checkpoints is not None:
+            self.checkpoints.finish_copy()
+            self.checkpoints.finish()
+            began = self.comm.generation if resume.source == "start" else resume.began
+            self.checkpoints.enter_generation(began, resume.step)
+        if self.snapshots is not None:
+            self.snapshots.let_go()
+        self.guard.finish()
+        self.interval.restart()
+        note, history = (b"", None) if stays else self._load(resume)
+        if resume.source != "start":
+            self.engine.optimizer.publish_parameters()
+            self.engine.optimizer.publish_frozen()
+        self.engine.optimizer.set_step(resume.step)
+        self._settle(resume.step)
+        rows, noted = read_note(note)
+        self._report_again(rows)
+        self._agree_on_history(noted or history, roll_backs)
+        if self.snapshots is not None:
+            if resume.source != "snapshot":
+                self.snapshots.clear()
+                self.snapshots.save(self.step, self._note())
+            # After its sum over all ranks, each has its own snapshot, and has read what it needs of other layouts'.
+            self._report_snapshot_memory()
+            if remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.model_dump(mode="json"))):
+                self._places.memory.give_back()
+
+    def _report_snapshot_memory(self) -> None:
+        """Report if the snapshots of some ranks did not fit into shared memory, or are in memory that a GPU's driver
+        does not pin. All ranks call it together."""
+        assert self.snapshots is not None
+        outside, refused = self.snapshots.bytes_outside, self.snapshots.pin_error != 0
+        counts = torch.tensor([outside, outside > 0, refused], dtype=torch.float64, device=self.comm.device)
+        self.comm.all_reduce("world", counts)
+        total, ranks, unpinned = (round(each) for each in counts.tolist())
+        self.comm.confirm()
+        everybody = self.comm.size("world")
+        if ranks and self.spec.checkpoint.snapshots == "auto":
+            message = (
+                f"shared memory has no room for the snapshots of {ranks} of {everybody} ranks: their {total} bytes are "
+                "in the memory of the nodes' daemons, and lost with those"
+            )
+            data = {"ranks": ranks, "bytes": total}
+            announce(self.comm, self.reporter, "snapshots_in_node_memory", self.step, message, data)
+        if unpinned:
+            message = (
+                f"the GPU's driver does not pin the memory of the snapshots of {unpinned} of {everybody} ranks: each "
+                "takes much longer and holds the GPU up. Allow them more locked memory (ulimit -l)"
+            )
+            data = {"ranks": unpinned}
+            announce(self.comm, self.reporter, "snapshots_not_pinned", self.step, message, data)
+
+    def _load(self, resume: Resume) -> tuple[bytes, NumericsHistory]:
+        """Load the state that `resume` names. Returns the snapshot's note, empty if there is none, and the history that
+        applies if the note has none. Raises CheckpointError, WeightsError."""
+        if resume.source == "start":
+            self._begin()
+        elif resume.source == "snapshot" and self.snapshots is not None:
+            return self.snapshots.load(resume.step), NumericsHistory()
+        elif resume.source == "memory":
+            return restore_from_snapshots(self.engine, self.comm, resume.paths, resume.step), NumericsHistory()
+        elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
+            history = self.checkpoints.restore(resume.path)
+            return b"", NumericsHistory() if history is None else NumericsHistory.from_json(history)
+        else:
+            raise ValueError(f"cannot resume from {resume} without a place for it")
+        return b"", NumericsHistory()
+
+    def _begin(self) -> None:
+        """The state before the first step. Raises WeightsError."""
+        if self.spec.model.from_ is None:
+            self.engine.initialise(self.spec.train.seed)
+        else:
+            # Imported here, since only these jobs need safetensors, which bare GPU images lack.
+            from workers.weights.reading import Weights
+
+            self.engine.begin_with(Weights(self.spec, self.comm.progress.moved).fill)
+
+    def _report_again(self, rows: list[dict[str, Any]]) -> None:
+        """Report, on rank 0, the rows that came with a snapshot; the receiver knows most of them already."""
+        for row in rows if self._keeps_rows else ():
+            self._journal.add(row)
+            if self.comm.rank == 0:
+                self.reporter.metrics(row)
+
+    def _agree_on_history(self, history: NumericsHistory | None, roll_backs: Sequence[dict[str, Any]]) -> None:
+        known = [RollBack.from_json(each) for each in roll_backs]
+        for each in self.guard.restored(self.step, history, known):
+            # The rank that announced it may have died before the event arrived.
+            self._announce(each, f"step {each.step} had bad numbers")
+
+    def _settle(self, step: int) -> None:
+        self.step, self._restored = step, True
+        self.engine.settle()
+
+    def commit(self, step: int, statistics: StepStatistics) -> None:
+        """The state is that of `step`, which is complete on all ranks."""
+        self._settle(step)
+        if self.snapshots is not None and not statistics.saving:
+            self.snapshots.let_go()
+        self.guard.committed(step, statistics)
+
+    def keep(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
+        """Begin a snapshot of committed step `step` if one is due, and report the step's row once it is complete. The
+        snapshot also holds the rows of the last steps, since a killed process loses those that it has not shipped; so
+        do the snapshots of ranks with the same state as rank 0."""
+        report: Callable[[], None] | None = None
+        if self._keeps_rows:
+            row = make_row() | self._when() | ({"rank": self.comm.rank} if self.comm.rank else {})
+            self._journal.add(row)
+            if self.comm.rank == 0:
+                report = partial(self.reporter.metrics, row)
+        if self.snapshots is not None and self.interval.due(step):
+            with self.comm.step.phase("snapshot"):
+                self.snapshots.start(step, self._note(), report)
+        elif report is not None:
+            report()
+
+    def _when(self) -> dict[str, Any]:
+        """When and by which generation the step was committed, and what the time since the previous one was spent
+        on."""
+        return {"time": time.time(), "generation": self.comm.generation, "seconds": self.comm.step.clock.lap()}
+
+    def _note(self) -> bytes:
+        return _note_of(self._journal, self.guard)
+
+    def finish_copies(self) -> None:
+        """The state is about to change: wait until pending copies of it are complete."""
+        self.guard.finish()
+        if self.snapshots is not None:
+            with self.comm.step.phase("snapshot"):
+                if self.snapshots.finish():
+                    self.interval.note_stall(self.snapshots.stall_seconds)
+        if self.checkpoints is not None and self.checkpoints.copying:  # otherwise the step has no such phase
+            with self.comm.step.phase("checkpoint"):
+                self.checkpoints.finish_copy()
+        self.comm.saving = self.checkpoints is not None and self.checkpoints.writing
+
+    def note_step_seconds(self, step: int, seconds: float) -> None:
+        """Step `step` took `seconds`, which the interval between snapshots depends on. Raises PeerLost."""
+        if self.snapshots is not None:
+            self.interval.note_step(step, seconds, self.comm)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds by which the last snapshot delayed the training thread."""
+        return self.snapshots.stall_seconds if self.snapshots is not None else 0.0
+
+    def kept_parameters(self) -> list[torch.Tensor] | None:
+        """This rank's weights of the last committed step, read from its snapshot, frozen ones last; None if it has no
+        snapshot of that step."""
+        kept = self.snapshots.kept(self.step) if self.snapshots is not None else None
+        if kept is None:
+            return None
+        changing = len(self.engine.state())
+        return [*kept[: len(self.engine.optimizer.parameters)], *kept[changing:]]
+
+    def snapshot_figures(self) -> dict[str, float]:
+        """For the row of metrics: the current interval between snapshots, in steps, and the seconds by which the last
+        one delayed the training thread. A snapshot that is held while it is written as a checkpoint may be the only one
+        that all ranks have, so its age counts too."""
+        if self.snapshots is None:
+            return {}
+        held = self.snapshots.held_step
+        every = self.interval.every if held is None else max(self.interval.every, self.step - held)
+        return {"snapshot_every_steps": every, "snapshot_stall_seconds": self.stall_seconds}
+
+    def roll_back(self, step: int, samples: list[range], bad: BadStep, sentence: str) -> None:
+        """Continue from a step before `step`, which is bad and would have used `samples`.
+
+        Until the barrier every rank still has its earlier snapshots; after it every rank has one of the restored step.
+        So all ranks always have a step in common, whichever of them dies, and the samples are skipped again. Raises
+        PeerLost; NonFiniteError or SpikeError if the job has reached its limit of rollbacks.
+        """
+        self.comm.step.enter("restoring")
+        if self.checkpoints is not None:
+            self.checkpoints.finish_copy()
+        done = self.guard.roll_back(step, samples, bad)
+        self._settle(done.back_to)
+        self._journal.forget_after(done.back_to)
+        if self.snapshots is not None:
+            self.snapshots.save(self.step, self._note())
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        self.comm.barrier()
+        if self.snapshots is not None:
+            self.snapshots.let_go()
+            self.snapshots.forget_after(self.step)
+        if self.checkpoints is not None:
+            self.checkpoints.undo_after(self.step)
+        self._announce(done, sentence)
+
+    def _announce(self, done: RollBack, why: str) -> None:
+        samples, data = named_samples(done.samples), sample_data(done.samples) | done.to_json()
+        message = f"{why}: back to step {done.back_to}, and samples {samples} are skipped"
+        announce(self.comm, self.reporter, "rolled_back", done.step, message, data)
+
+    def save_checkpoint(self, step: int) -> None:
+        """Begin a durable checkpoint of committed step `step` if one is due. Raises PeerLost."""
+        if self.checkpoints is not None and self.checkpoints.wanted(step):
+            with self.comm.step.phase("checkpoint"):
+                self.checkpoints.begin(step, self._numbers())
+
+    def _numbers(self) -> dict[str, Any] | None:
+        return self.guard.history.to_json() if self.guard.active else None
+
+    def save_missing_checkpoint(self) -> None:
+        """Begin the checkpoint that earlier generations should have completed and did not. Raises PeerLost."""
+        with self.comm.step.phase("checkpoint"):
+            if self.checkpoints is not None:
+                self.checkpoints.failure = None  # of an earlier generation
+                self.checkpoints.begin_missing(self.step, self._numbers())
+                self.checkpoints.make_room()
+
+    def finish(self) -> None:
+        """After the job's last step: return once all ranks have saved everything. Raises CheckpointNotSaved if the last
+        checkpoint cannot be saved."""
+        if self.snapshots is not None:
+            self.snapshots.finish()
+        with self.comm.step.phase("checkpoint"):
+            if self.checkpoints is not None:
+                self.checkpoints.finish()
+        self.comm.barrier()
+        if self.checkpoints is not None and self.checkpoints.failure is not None:
+            failure = self.checkpoints.failure
+            raise CheckpointNotSaved(f"the last checkpoint, of step {self.step}, could not be saved: {failure}")
+
+    def save_before_end(self) -> None:
+        """All ranks end after this step, and it is unknown when and where the job continues: return once the state is
+        in memory and on disk. A failure to write it to disk is an event. Raises PeerLost."""
+        with self.comm.step.phase("checkpoint"):
+            self._keep_in_memory()
+            if self.checkpoints is not None:
+                self.checkpoints.save_now(self.step, self._numbers())
+            self.comm.barrier()
+
+    def rest(self) -> None:
+        """After PeerLost: end what runs alongside the training."""
+        self._keep_in_memory()
+        if self.checkpoints is not None:
+            self.checkpoints.leave()
+
+    def _keep_in_memory(self) -> None:
+        """Make sure that this rank's snapshot has the newest state, since other ranks may read it."""
+        if self.snapshots is None:
+            return
+        self.snapshots.stay_at_path()  # before this rank reports which step it can resume from
+        held = self.settled_step
+        if held is not None and held not in committed_steps(self.snapshots.path):
+            self.snapshots.save(held, self._note())  # for ranks of another layout
+        self.snapshots.wait_for_sums()  # snapshots are only copied to other nodes with their checksums
+
+    def close(self) -> None:
+        """End all threads; the object cannot be used any more."""
+        self.rest()
+        self.guard.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+
+
+def _note_of(journal: RowJournal, guard: NumberGuard) -> bytes:
+    return journal.note(guard.history if guard.active else None)
+
+
+def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) -> Snapshots | None:
+    """The snapshots of a rank; None if `places` has no folder for them. Raises SharedMemoryError if there is no
+    room for them."""
+    if places.snapshots is None:
+        return None
+    document = spec.model_dump(mode="json")
+    table = describe(places.job, document["parallel"], engine, comm)
+    identity, layout = fingerprint(document, state_peers(spec.layout, comm.rank)[0]), layout_tag(document)
+    constant = engine.frozen_state()
+    parts = (engine.state(), identity, layout, table, constant)
+    return Snapshots(places.snapshots, comm.rank, *parts, places.memory)

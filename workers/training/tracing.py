@@ -1,0 +1,132 @@
+"""Traces of single steps, on one rank: when they begin, and what happens to the recordings.
+
+Only rank 0 is asked for a trace. It informs the others with the agreement of the step before, so that all record the
+same steps, however late the request comes. Each rank reports its recording by itself when its last step is over.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from workers.comm.comm import Comm
+from workers.comm.device_marks import new_event
+from workers.parallel.data.step_statistics import StepStatistics
+from workers.protocol.reports import Profiled, TraceBegan, Traced
+from workers.step_traces.torch_profile import MOST_BYTES, TorchProfile
+from workers.timing.recorder import DeviceMoments, HostMoments, Moments, Recorder
+from workers.timing.recording import INTERRUPTED, Recording
+from workers.training.reporter import Reporter
+
+Make = Callable[[], Recording]
+"""Builds this rank's recording, on any thread. Raises RuntimeError if its device has failed."""
+Take = Callable[[int, Make], None]
+"""Takes the number of a trace, and the function that builds this rank's recording."""
+
+
+class Tracing:
+    """Records requested steps. For the training thread."""
+
+    def __init__(self, comm: Comm, reporter: Reporter, peak_flops: float):
+        """`peak_flops`: of this rank's device, FLOP/s."""
+        self._comm, self._reporter = comm, reporter
+        self._peak_flops = peak_flops
+        self.take: Take = self._report
+        """Takes completed recordings; by default they are reported."""
+        self._next: tuple[int, int] | None = None
+        self._first_step = 0
+        self._profile: TorchProfile | None = None
+
+    def begin_with_next_step(self, number: int, steps: int) -> None:
+        """Record the next `steps` steps as trace `number`. All ranks get the same order before the same step."""
+        self._next = (number, steps)
+
+    def begin_step(self, step: int) -> None:
+        """Step number `step` begins."""
+        step_phases = self._comm.step
+        if step_phases.recorder is None and self._next is not None:
+            number, steps = self._next
+            self._next, self._first_step = None, step
+            order = self._comm.trace_orders.take(self._comm.generation, number)
+            if order is not None and self._comm.rank in order.profiler_ranks:
+                self._profile = TorchProfile(self._comm.device)
+            idle = self._comm.idle_seconds if self._comm.tells_idle_seconds else None
+            step_phases.recorder = Recorder(number, steps, self._moments(), idle)
+            if self._comm.rank == 0:
+                self._reporter.send(TraceBegan(number, step))
+        if step_phases.recorder is not None:
+            step_phases.recorder.begin_step(step)
+
+    def _moments(self) -> Moments:
+        if self._comm.device.type == "cuda":
+            return DeviceMoments(new_event, self._comm.settle)
+        return HostMoments()
+
+    def end_step(self, statistics: StepStatistics) -> None:
+        """The step is over; all ranks have agreed on `statistics`."""
+        recorder = self._comm.step.recorder
+        if recorder is not None:
+            recorder.end_step()
+            if recorder.done:
+                self._end(recorder, "")
+        if statistics.trace is not None:
+            self._next = statistics.trace
+
+    def break_off(self) -> None:
+        """Stop recording: of an unfinished recording, the complete steps are kept."""
+        recorder, self._next = self._comm.step.recorder, None
+        if recorder is not None:
+            self._end(recorder, INTERRUPTED)
+
+    def _end(self, recorder: Recorder, problem: str) -> None:
+        self._comm.step.recorder = None
+
+        def make() -> Recording:
+            recording = recorder.recording()
+            return replace(recording, problem=recording.problem or problem, peak_flops=self._peak_flops)
+
+        self.take(recorder.number, make)
+
+    def _report(self, number: int, make: Make) -> None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()
+        made = _Made(number, self._first_step, make, profile)
+        if profile is not None:
+            self._reporter.made(made.profiled)
+        elif self._comm.trace_orders.came_late(number, self._comm.rank):
+            made.left_out = "the profiler was asked for too late"
+        self._reporter.made(made.traced)
+
+
+@dataclass
+class _Made:
+    """A rank's recording, built on the reporter's thread."""
+
+    number: int
+    first_step: int
+    make: Make
+    profile: TorchProfile | None
+    left_out: str = ""
+    """Why there is no profile, although one was requested."""
+
+    def profiled(self) -> Profiled:
+        """The profile; empty if it is too large, or could not be made."""
+        assert self.profile is not None
+        try:
+            content = self.profile.content()
+            if content is None:
+                self.left_out = f"its profile is larger than {MOST_BYTES >> 20} MiB and is left out"
+        except (OSError, RuntimeError) as error:  # most likely there is no room for its file
+            content, self.left_out = None, f"its profile could not be written ({error})"
+        return Profiled(self.number, self.first_step, base64.b85encode(content or b"").decode())
+
+    def traced(self) -> Traced:
+        """The recording, with any problem."""
+        try:
+            recording = self.make()
+        except RuntimeError as error:
+            recording = Recording((), (), problem=f"the device has failed ({error})")
+        problem = recording.problem or self.left_out
+        return Traced(self.number, self.first_step, replace(recording, problem=problem).pack())
