@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState, is_final
+from service.states import SUPERVISED, JobState, is_final
 
 LedgerClass = Literal[
     "queue",
@@ -257,3 +257,11 @@ def _shared(sums: Mapping[LedgerClass, float], length: float) -> dict[LedgerClas
         return {"compute": length}
     # Divide first: a product of the smallest possible numbers loses its last digits, which are the only ones they have.
     return {name: length * (part / total) for name, part in sums.items()}
+
+
+def seconds_taken(changes: Sequence[StateEntry], now: float, since: float) -> float:
+    """Seconds up to `now` that a job was in states in which it may hold places, not counting those before `since`.
+    `changes`: its entries into states, in order; times are Unix seconds."""
+    following = [*(change.at for change in changes[1:]), now]
+    spans = zip(changes, following, strict=True) if changes else itertools.chain()
+    return sum(max(0.0, end - max(change.at, since)) for change, end in spans if JobState(change.state) in SUPERVISED)

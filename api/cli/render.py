@@ -15,7 +15,7 @@ from api import schemas
 from api.cli.progress import duration, figure, percent, progress_line
 from api.cli.tables import table
 from api.schemas import access as access_schemas
-from service.byte_counts import byte_count
+from service.words import byte_count
 from workers.metrics import names as metric_names
 
 

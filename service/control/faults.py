@@ -10,11 +10,11 @@ from service.cluster.agent_client import AgentClient, AgentError, within
 from service.cluster.cluster import Cluster
 from service.cluster.placement import agent_name
 from service.cluster.sizes import in_use
-from service.rank_names import no_such_rank
 from service.states import SUPERVISED
 from service.store import Store, events, jobs, ranks
 from service.store.tables import Job
 from service.stored_specs import stored_spec
+from service.words import no_such_rank
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.protocol.json_codec import to_json

@@ -12,11 +12,11 @@ from service.cluster.agent_client import AgentClient, AgentError, within
 from service.cluster.agents import ask
 from service.cluster.cluster import Cluster
 from service.cluster.sizes import in_use
-from service.rank_names import no_such_rank
 from service.recovery.waits import Waits, waits_now
 from service.store import Store, jobs, ranks
 from service.store.tables import Job, Rank
 from service.stored_specs import stored_spec
+from service.words import no_such_rank
 from workers.comm.grid import RankGrid
 from workers.errors import MantaError
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.byte_counts import byte_count
 from service.cluster.ray_head import count_gpus
 from service.doctor.findings import Finding
+from service.words import byte_count
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.offloaded_state import host_state_bytes
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes

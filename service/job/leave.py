@@ -16,13 +16,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from service.cluster.agents import ask
-from service.duration import seconds_taken
 from service.job.actions import End
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.resume import known_checkpoints
 from service.job.time_to_save import PATIENCE, seconds_allowed, time_to_save
-from service.ledger import StateEntry
+from service.ledger import StateEntry, seconds_taken
 from service.states import JobState
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from sqlalchemy.orm import Session
 
 from service.cluster.sizes import layout_in_use
-from service.rank_names import no_such_rank
 from service.states import is_final
 from service.store import jobs, ranks, step_traces
 from service.store.errors import TraceNotPossible
@@ -16,6 +15,7 @@ from service.store.step_traces import RECORDING, REQUESTED, UNFINISHED
 from service.store.tables import Job
 from service.store.trace_tables import StepTrace
 from service.stored_specs import stored_spec
+from service.words import no_such_rank
 from workers.config import ParallelConfig
 from workers.timing.recording import PackedRecording
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from service.duration import seconds_taken
-from service.ledger import StateEntry
+from service.ledger import StateEntry, seconds_taken
 
 CHANGES = [
     StateEntry(at, state)

@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from api.cli.main import command_line
-from service.byte_counts import byte_count
+from service.words import byte_count
 from tests.api.conftest import DOCUMENT
 from tests.api.support.keys import ADMIN
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.byte_counts import byte_count
 from service.doctor import machine
+from service.words import byte_count
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.flops import rank_parameters
 from workers.accounting.offloaded_state import host_state_bytes

@@ -1,4 +1,4 @@
-"""Numbers of bytes in readable units. Pure Python."""
+"""Numbers and ranks as sentences say them. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def byte_count(count: float) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def no_such_rank(job: str, rank: int, count: int) -> str:
+    """The sentence for a `rank` that a `job` of so many ranks does not have."""
+    return f"{job} has no rank {rank}; " + (f"its ranks are 0 to {count - 1}" if count > 1 else "its only rank is 0")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.byte_counts import byte_count
+from service.words import byte_count
 
 
 @pytest.mark.parametrize(("count", "text"), [
