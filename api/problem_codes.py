@@ -112,7 +112,7 @@ def reads(*codes: str) -> Responses:
 
 
 def anonymous(*codes: str) -> Responses:
-    """The same for a route that needs no key."""
+    """The errors of a route that needs no key: `codes`, and those that any request may get."""
     return _described((*_ANY_REQUEST, *codes))
 
 

@@ -35,7 +35,7 @@ class PlannedNodes(Body):
     """Nodes of one kind."""
 
     accelerator: str | None = None
-    """Such as a100-80gb or h100-80gb."""
+    """Type of the accelerators, such as a100-80gb or h100-80gb."""
     nodes: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
     """Number of nodes."""
     gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=64)] | None = None
@@ -72,7 +72,7 @@ class JobChanges(Body):
     """Changes of a job; fields that are left out stay as they are."""
 
     name: JobName = Field("", json_schema_extra=_without_default)
-    """Its name."""
+    """Name of the job."""
     priority: Priority = Field(0, json_schema_extra=_without_default)
     """Higher starts first among queued jobs."""
     labels: Annotated[dict[LabelKey, LabelValue | None], Field(max_length=2 * MOST_LABELS)] = Field(
@@ -150,7 +150,7 @@ class NewProject(Body):
     """A project to create."""
 
     name: ProjectName
-    """Its name, for good."""
+    """Name of the project, which cannot be changed."""
 
 
 class NewKey(Body):

@@ -40,7 +40,7 @@ def moment(seconds: float) -> datetime:
 
 
 def moment_or_none(seconds: float | None) -> datetime | None:
-    """The same; None for None."""
+    """Unix seconds as a moment in UTC; None for None."""
     return None if seconds is None else moment(seconds)
 
 

@@ -35,7 +35,7 @@ class NotFinished(MantaError):
 
 
 class TakesLong(NotFinished):
-    """It takes longer than its caller waits."""
+    """The work takes longer than its caller waits."""
 
     state, advice = "what has begun goes on by itself", "see that the file system or store answers"
 

@@ -43,7 +43,7 @@ def next_job_id(now: float, entropy: int, newest: str | None) -> str:
 
 
 def next_key_id(now: float, entropy: int, newest: str | None) -> str:
-    """The same for an API key created at `now`."""
+    """An id for an API key created at `now` (Unix seconds), greater than `newest`; otherwise as `next_job_id`."""
     return _next_id("key_", now, entropy, newest)
 
 

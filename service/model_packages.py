@@ -14,7 +14,8 @@ class ModelPackages:
     """The packages that the operator permits."""
 
     names: tuple[str, ...] = ()
-    """Such as `my_models`, with everything below it, or `my_models.public`; none: no job may bring its own model."""
+    """Packages such as `my_models`, with everything below it, or `my_models.public`; none: no job may bring its own
+    model."""
 
     def problems(self, spec: JobSpec) -> list[Problem]:
         """The problem of a spec whose model comes from elsewhere. Does not check what is installed."""

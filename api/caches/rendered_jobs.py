@@ -35,15 +35,15 @@ class RenderedJob:
     """A job in the form of an answer."""
 
     row: JobRow
-    """Its row in the database when it was rendered."""
+    """The job's row in the database when it was rendered."""
     good_until: float
     """How long it is valid while the row is the same, by the monotonic clock."""
     etag: str
-    """Its `etag`."""
+    """The job's `etag`."""
     body: bytes
     """The job as JSON."""
     brief: bytes
-    """The same with an empty spec."""
+    """The job as JSON, with an empty spec."""
 
 
 class RenderedJobs:

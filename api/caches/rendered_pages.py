@@ -21,7 +21,7 @@ MOST_KEPT_BYTES = 32 * 2**20
 @dataclass(frozen=True)
 class _RenderedPage:
     rows: str
-    """Its jobs' rows when it was rendered."""
+    """The jobs' rows when the page was rendered, as text."""
     good_until: float
     """How long it is valid while the rows are the same, by the monotonic clock."""
     body: bytes

@@ -30,7 +30,7 @@ class Variant:
     """One job of a sweep."""
 
     document: Any
-    """Its JobSpec."""
+    """JobSpec of the job."""
     values: str
     """The values of this job, for users."""
 

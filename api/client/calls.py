@@ -268,7 +268,7 @@ def job_plan(job_id: str) -> Call[schemas.JobPlan]:
 
 
 def job_plan_picture(job_id: str) -> Call[bytes]:
-    """The same as an SVG picture; to be downloaded."""
+    """A job's plan as an SVG picture; to be downloaded."""
     return Call(bytes, "GET", _job(job_id, "/plan/picture"), patience=60.0)
 
 

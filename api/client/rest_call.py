@@ -86,7 +86,7 @@ class Call(Generic[T]):
         return self.path.job if isinstance(self.path, JobPath) else None
 
     def about(self, job_id: str) -> Call[T]:
-        """The same call about the job with that id."""
+        """This call, about the job with id `job_id`."""
         assert isinstance(self.path, JobPath)
         return replace(self, path=replace(self.path, job=job_id))
 

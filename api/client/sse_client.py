@@ -10,9 +10,9 @@ class ServerEvent:
     """One event of a stream."""
 
     data: str
-    """Its content."""
+    """Content of the event."""
     event: str = "message"
-    """Its type."""
+    """Type of the event."""
     id: str = ""
     """Position after it, for `Last-Event-ID`."""
 

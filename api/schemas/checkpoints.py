@@ -17,7 +17,7 @@ class Checkpoint(Answer):
     state: str
     """saving, complete, failed or deleted."""
     path: str
-    """Its folder."""
+    """Folder of the checkpoint."""
     bytes: int | None
     """Size on disk; null until it is complete."""
     created_at: Time

@@ -69,7 +69,7 @@ class Node(Answer):
     gpu_memory_bytes: int | None = None
     """Memory of its smallest GPU, if its driver has been queried."""
     gpus: list[Gpu] = Field([])
-    """Its GPUs; empty if there are none or nothing is known about them."""
+    """GPUs of the node; empty if there are none or nothing is known about them."""
     ranks: list[RunningRank] = Field([])
     """Ranks that occupy GPUs or slots."""
 

@@ -72,7 +72,7 @@ class Plan(Answer):
     tflops_per_gpu: float
     """10^12 FLOP/s of the model, with attention counted in full."""
     hardware_tflops_per_gpu: float
-    """The same, including recomputation."""
+    """10^12 FLOP/s, with attention counted in full and recomputation included."""
     mfu_full: float
     mfu_causal: float
     hfu_full: float

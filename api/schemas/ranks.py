@@ -26,7 +26,7 @@ class Straggler(Answer):
     own_seconds: float
     """Median time per step of the rank's own work over the last steps."""
     usual_seconds: float
-    """The same for its peers."""
+    """Median time per step of the own work of the ranks of the same stage over the last steps."""
     sentence: str
     """Description for users."""
 

@@ -67,7 +67,7 @@ class StepBudget(Answer):
     step_seconds: float
     parts: list[BudgetPart]
     planned: list[BudgetPart] | None
-    """The same parts as estimated by the planner; null if it cannot plan the job."""
+    """Parts of the step as estimated by the planner; null if it cannot plan the job."""
     measured_from: str
     """Id of a trace, or `phases`."""
 
@@ -147,7 +147,7 @@ class PlannedBubble(Answer):
 
 
 class PlannedTrace(Answer):
-    """The same step, as estimated by the planner."""
+    """A step of the traced job, as estimated by the planner."""
 
     step_seconds: float
     bubble: PlannedBubble

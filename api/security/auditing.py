@@ -53,7 +53,7 @@ class Audit:
         return send_noted
 
     async def note_failure(self, scope: Scope, about: RequestOfCaller) -> None:
-        """The same for a request that failed with an internal error."""
+        """Write the row of a request that failed with an internal error; does nothing if no row is needed."""
         if about.who is not None and _may_change(scope):
             failure = AuditRecord(_operation(scope), _target(scope, about), about.address, 500, "internal_error")
             await self._note(about.who, about, failure)

@@ -23,7 +23,7 @@ class Credential:
     """A secret, by its digest."""
 
     digest: str
-    """Its SHA-256."""
+    """SHA-256 of the secret."""
     is_key: bool
     """Whether it is an API key; otherwise it is a browser session."""
 

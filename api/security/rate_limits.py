@@ -85,7 +85,7 @@ class CallerLimits:
         self._requests[key_id] += 1
 
     def end_request(self, key_id: str) -> None:
-        """It was answered."""
+        """A request that `begin_request` admitted was answered."""
         _less(self._requests, key_id)
 
     def begin_stream(self, key_id: str) -> None:
@@ -97,7 +97,7 @@ class CallerLimits:
         self._streams[key_id] += 1
 
     def end_stream(self, key_id: str) -> None:
-        """It has ended."""
+        """A stream that `begin_stream` admitted has ended."""
         _less(self._streams, key_id)
 
 

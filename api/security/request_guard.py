@@ -219,7 +219,8 @@ async def _arrived(receive: Receive, headers: Mapping[str, str]) -> bytes | Refu
 
 
 async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | Refusal | None:
-    """The same, however long it takes. A body that is too long according to its header is not even read."""
+    """The whole body, however long it takes, or why it is refused; None if its client has disconnected. A body that is
+    too long according to its header is not even read."""
     too_large = Refusal("body_too_large", f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:

@@ -26,7 +26,7 @@ class Watched:
     """The subject of a stream."""
 
     job: str | None = None
-    """Its job; None: all jobs."""
+    """Id of the job; None: all jobs."""
     logs: bool = False
     """Whether it follows the output of the job's ranks."""
 

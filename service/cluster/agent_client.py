@@ -205,7 +205,7 @@ class NodeClient(Protocol):
         ...
 
     async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
-        """Those of `addresses` that accept no connection from the node within `seconds`."""
+        """Which of `addresses` accept no connection from the node within `seconds`."""
         ...
 
     async def shutdown(self) -> None:

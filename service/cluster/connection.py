@@ -47,7 +47,7 @@ class RayConnection:
                 self._threads.give_up(call)
 
     async def read(self, function: Callable[[], T]) -> T:
-        """The same for what is asked often and may be slightly old: all callers that ask while an answer is outstanding
+        """`run` for what is asked often and may be slightly old: all callers that ask while an answer is outstanding
         share that answer, so that they do not use up the threads when Ray hangs."""
         reading = self._reads.get(function)
         if reading is None:

@@ -149,7 +149,7 @@ class Nodes:
         return Capacity(unit, sum(t for t, _ in units.values()), sum(f for _, f in units.values()), units, types)
 
     async def at_most(self, unit: Unit) -> Capacity:
-        """The same once the autoscaler has added everything that it may."""
+        """`capacity` once the autoscaler has added everything that it may."""
         if not self.shapes:
             return await self.capacity(unit)
         return grown(await self.capacity(unit), self.shapes, (await self._types()).values())

@@ -165,7 +165,7 @@ def without(capacity: Capacity, nodes: Collection[str]) -> Capacity:
 
 
 def avoidable(layout: ParallelConfig, capacity: Capacity, nodes: Collection[str]) -> set[str]:
-    """Those of `nodes` that `layout` can do without: all of them if the others could hold it when no other job holds
+    """Which of `nodes` `layout` can do without: all of them if the others could hold it when no other job holds
     any of their units; none if they could not, since an untrusted node is better than none."""
     living = {node for node in nodes if node in capacity.nodes}
     shortage = missing(layout, without(capacity, living))

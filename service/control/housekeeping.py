@@ -200,8 +200,8 @@ class Housekeeping:
             return False
 
     async def over(self, job_ids: Collection[str]) -> set[str]:
-        """Those of these jobs that are finished and whose snapshots are no longer needed, if it falls to this control
-        plane to remove them. Jobs that the database does not know do not count as finished: it may be a backup that is
+        """Which of these jobs are finished and no longer need their snapshots, if it falls to this control plane to
+        remove the snapshots. Jobs that the database does not know do not count as finished: it may be a backup that is
         older than the job."""
         if not (self.is_done_here or self._leases.alone):
             return set()
@@ -212,7 +212,7 @@ class Housekeeping:
         return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
 
     async def needing_memory(self, job_ids: Collection[str]) -> set[str]:
-        """Those of these jobs that need what they have in the memory of nodes without their ranks: failed ones that may
+        """Which of these jobs need what they have in the memory of nodes without their ranks: failed ones that may
         be retried, those between two gangs, and those that wait or are paused with a state that is in no checkpoint."""
         return await self._store.read_async(partial(_needing_memory, job_ids=job_ids))
 

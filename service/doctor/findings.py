@@ -13,7 +13,7 @@ class Finding:
     """One checked thing."""
 
     subject: str
-    """Its subject, in a word or two."""
+    """What was checked, in a word or two."""
     verdict: Verdict
     """`problem`: jobs will fail, or the service will not start; `warning`: some jobs may fail; `skipped`: it could not
     or need not be checked."""

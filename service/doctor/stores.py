@@ -70,7 +70,7 @@ def checkpoints(place: Place | None) -> Iterator[Finding]:
 
 
 def logs(settings: Settings) -> Iterator[Finding]:
-    """The same for the place where logs are stored, if that is another one."""
+    """Whether files can be written, read and removed where logs are stored, if that is not where checkpoints are."""
     if settings.logs is None:
         yield Finding("logs", "ok", "in the home alone (MANTA_LOGS would keep them elsewhere too)")
     elif settings.logs == settings.checkpoints:

@@ -15,7 +15,7 @@ from workers.config import JobSpec
 
 @dataclass(frozen=True)
 class Move:
-    """These replicas continue on other nodes."""
+    """Some replicas continue on other nodes."""
 
     replicas: tuple[int, ...]
     standby: AgentSet

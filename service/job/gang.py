@@ -109,7 +109,8 @@ class Gang:
         return AgentSet(await self._cluster.agents.start_snapshot_holders(self._job_id, nodes))
 
     async def snapshot_holders_of(self, replicas: Sequence[int]) -> AgentSet:
-        """The same for the nodes of these replicas, except for lost ones."""
+        """Agents that hand out what the job has left in the shared memory of these replicas' nodes, except for lost
+        nodes; to be dismissed later."""
         nodes = {node for rank in self.ranks_in(replicas) if (node := self.nodes.get(rank)) is not None}
         living = nodes - self._cluster.nodes.lost
         return await self.snapshot_holders(living) if living else AgentSet([])

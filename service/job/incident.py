@@ -17,7 +17,7 @@ class Incident:
     culprit: Death
     """The death that caused everything else."""
     failure: PastFailure
-    """The same, as a past failure for later decisions."""
+    """The culprit's death as a past failure, for later decisions."""
     timeline: RecoveryTimeline
     """When its phases ended, so far."""
     wait_seconds: float = 0.0

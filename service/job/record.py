@@ -59,7 +59,7 @@ class JobRecord:
         return await self.read(lambda s: generations.of_job(s, self.id))
 
     async def state_changes(self) -> list[StateEntry]:
-        """Its changes of state, oldest first."""
+        """The job's changes of state, oldest first."""
         return await self.read(lambda s: [StateEntry(row.time, row.state) for row in state_changes.of_job(s, self.id)])
 
     async def avoided_nodes(self) -> set[str]:

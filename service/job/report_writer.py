@@ -121,7 +121,7 @@ class ReportWriter:
         await until_done(lambda: self._store.write_async(lambda session: operation(session, report, content)))
 
     async def _write_once(self, operation: Callable[[Session, Report, T], None], report: Report, content: T) -> None:
-        """The same, unless the report was already stored."""
+        """Store a report by `operation`, unless it was already stored or belongs to an earlier generation."""
 
         def once(session: Session, report: Report, content: T) -> None:
             if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):

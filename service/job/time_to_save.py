@@ -31,9 +31,9 @@ async def time_to_save(record: JobRecord) -> float:
 
 
 def seconds_to_save(saves: Sequence[float], step_seconds: float | str | None) -> float:
-    """The same for a job whose last saves took `saves` seconds, from the first to the last rank, and whose last step
-    took `step_seconds`; None, or a word, if unknown. Another save may have to end before this one, and a step that has
-    just begun has to end too; each may take twice as long as ever before."""
+    """Seconds that a job needs to have its state saved if its last saves took `saves` seconds, from the first to the
+    last rank, and its last step took `step_seconds`; None, or a word, if unknown. Another save may have to end before
+    this one, and a step that has just begun has to end too; each may take twice as long as ever before."""
     save = median(saves) if saves else UNKNOWN_SAVE_SECONDS
     step = step_seconds if isinstance(step_seconds, int | float) else 0.0
     return min(LONGEST_SECONDS, 2 * save + 2 * step + SPARE_SECONDS)

@@ -24,7 +24,7 @@ BLOCKS = 128
 ANSWER_SECONDS = 5.0
 """A place that takes longer to list the parts of a log counts as not answering."""
 READ_SECONDS = 20.0
-"""The same for reading a block of one."""
+"""A place that takes longer to read a block of a part counts as not answering."""
 TRIES = 4
 """Attempts, since parts may be replaced by a larger one while they are read."""
 

@@ -28,7 +28,7 @@ class PartName:
     first: int
     """Number of the part."""
     last: int
-    """The same, or the last one of the parts from which it was merged."""
+    """Number of the last part that was merged into it; equal to `first` if none was."""
     stamp: int
     """Increases with each control plane that writes: of two parts with one number, the one with the higher stamp
     counts. The other one was in progress when its writer had lost the job."""
@@ -46,8 +46,8 @@ class PartName:
 
 
 def counting(names: Iterable[str]) -> list[PartName]:
-    """Those of these parts that make up the log, in order: a merged part takes precedence over those that it was made
-    of, and of two with one number the one with the higher stamp counts."""
+    """The parts of these names that make up the log, in order: a merged part takes precedence over those that it was
+    made of, and of two with one number the one with the higher stamp counts."""
     best: dict[int, PartName] = {}
     for part in filter(None, map(PartName.parse, names)):
         known = best.get(part.first)
@@ -73,7 +73,7 @@ class Piece:
 
     start: int
     end: int
-    """Its first byte in the rank's log, and the one after its last."""
+    """`start` and `end`: the share's first byte in the rank's log, and the one after its last."""
     mark: Mark
     """Mark of the report with which it ends; (0, 0) if that is not known."""
 

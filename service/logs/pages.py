@@ -157,7 +157,7 @@ class LogLine:
     end: int
     """Byte after it in its rank's file."""
     start: int = 0
-    """Its first byte in that file."""
+    """First byte of the line in its rank's file."""
 
     @property
     def level(self) -> Level | None:

@@ -37,7 +37,7 @@ class BesideSteps:
     checkpoints: int
     """Durable checkpoints."""
     copied_checkpoints: int
-    """Those of them at steps without a snapshot, for which the state is copied."""
+    """Durable checkpoints at steps without a snapshot, for which the state is copied."""
     checkpoint_bytes: int
     storage_rate: float | None
     """Bytes/s needed to write one checkpoint before the next is due; None if there is only one."""

@@ -160,8 +160,8 @@ class Bounds:
         return self._state(candidate, self.parameters(candidate)) + held * self._bytes_of_layer(candidate)
 
     def _least_bytes_of_list(self, candidate: Candidate) -> float:
-        """The same with unequal stages: of the first rank, which holds most micro-batches, or of the parameters of
-        another rank."""
+        """`least_bytes` for unequal stages: the larger of what the first rank needs, which holds most micro-batches,
+        and the state of the rank with the most parameters."""
         counts, sizes = candidate.stage_layers, self._sizes_of(candidate.tensor)
         ends = sizes.both if candidate.schedule == "zb-v" else sizes.first
         layers = counts[0] if candidate.schedule == "zb-v" else sum(counts[:: candidate.pipeline])
@@ -276,7 +276,7 @@ class Bounds:
         return _End(model, model.tied_seconds(), model.optimizer_seconds())
 
     def _least_in_part(self, candidate: Candidate) -> tuple[float, float]:
-        """The same as `_least_pipeline` where layers differ in what of them is frozen."""
+        """`_least_pipeline` where layers differ in what of them is frozen."""
         built, m = self.model(candidate).pipeline(), candidate.micro_batches(self.job)
         chunks = chunks_of(built.kind, built.stages, built.virtual_stages)
         least = least_pipeline(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)

@@ -68,12 +68,12 @@ class Candidate(NamedTuple):
 
     @property
     def even(self) -> Candidate:
-        """The same with layers shared out evenly."""
+        """This candidate with layers shared out evenly."""
         return self._replace(stage_layers=())
 
     @property
     def recomputing_nothing(self) -> tuple[Candidate, bool]:
-        """The same candidate without recomputation, and whether its stages are even."""
+        """This candidate without recomputation and with layers shared out evenly, and whether they already are."""
         return self._replace(recompute="none", stage_layers=()), not self.stage_layers
 
     def micro_batches(self, job: JobSpec) -> int:

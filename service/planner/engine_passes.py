@@ -18,9 +18,10 @@ LAYER, COMPILED_LAYER = (35, 45), (45, 60)
 modules, the engine's own functions and autograd are Python, and so are the call of a compiled layer and the operators
 within it."""
 UNDER_HOOKS = 35
-"""The same for the hooks of a recomputed layer: each tensor that forward would have kept goes through Python twice."""
+"""Host time of the hooks of a recomputed layer, in units of one kernel launch: each tensor that forward would have kept
+goes through Python twice."""
 MICRO_BATCH = 30
-"""The same for a micro-batch, outside its layers."""
+"""Host time of a micro-batch outside its layers, in addition to launching kernels, in units of one kernel launch."""
 LOSS_ELEMENTS, LOSS_ROWS = 2**24, 256
 """Most logits that are converted to fp32 at once, and the least number of rows of them
 (`workers/parallel/tensor/cross_entropy.py`)."""

@@ -37,7 +37,7 @@ class FrozenPasses:
         return self._times[key]
 
     def budgets(self, layers: range, first: bool, last: bool) -> Budgets:
-        """The same, broken down by what the time goes to."""
+        """Times of a virtual stage, as in `times`, broken down by what the time goes to."""
         passes, machine = self._passes, self._layer.machine
         forward, backward, weight = passes.forward_of_stage(len(layers), first, last), Budget(), Budget()
         for kind, times in self._kinds(layers).items():

@@ -47,7 +47,7 @@ class LayerTime:
     """Names, within a layer, of parameters that are not trained; or that of the output layer's weight."""
 
     def without(self, frozen: frozenset[str]) -> LayerTime:
-        """The same with these parameters frozen."""
+        """Times of this model's parts with only the parameters in `frozen` frozen."""
         return replace(self, frozen=frozen)
 
     def __post_init__(self) -> None:
@@ -318,7 +318,7 @@ class LayerTime:
 
     @property
     def _projected(self) -> list[int]:
-        """The same, combined as the engine computes them."""
+        """Columns of the products before attention whose weights are trained, combined as the engine computes them."""
         return [sum(self.trained_projections)] if self.trained_projections else []
 
     def trained_matrices(self) -> list[tuple[int, int]]:

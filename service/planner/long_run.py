@@ -56,9 +56,9 @@ class Recovery:
     process: float
     """From a failure to the next step, if the node is still usable."""
     node: float
-    """The same if another node replaces it."""
+    """From a failure to the next step, if another node replaces the failed one."""
     all: float
-    """The same if everything restarts from a checkpoint."""
+    """From a failure to the next step, if everything restarts from a checkpoint."""
     checkpoint: float
     """How long training stands still for a checkpoint."""
     lost_steps: float

@@ -56,7 +56,7 @@ class Calibrated:
     """Name of the type: of its GPUs in the planner's MACHINES, or for a node without any from
     `workers.system.processor.node_type`."""
     device: str
-    """Its GPU, or its processor."""
+    """Name of the node's GPU, or of its processor."""
     cores: int
     core: Core | None = None
     gpu: Gpu | None = None

@@ -38,7 +38,7 @@ class RankMemory:
     """Bytes that one rank needs on its device."""
 
     rank: int
-    """Its pipeline index."""
+    """Pipeline index of the rank."""
     parameters: float
     gradients: float
     optimizer: float

@@ -72,7 +72,7 @@ class _Mixed:
 
     @property
     def recomputing_nothing(self) -> _Mixed:
-        """The same layout without recomputation."""
+        """This layout without recomputation."""
         return replace(self, shape=self.shape._replace(recompute="none"))
 
 
@@ -311,7 +311,7 @@ class _Stages:
         return None if find_problems(spec) else _Step(self, MixedStepModel(spec, cluster), parts)
 
     def with_room(self, room: Sequence[int]) -> _Stages:
-        """The same with at most so many layers on each rank."""
+        """Stages of this layout with at most `room` layers on each rank."""
         return _Stages(self._job, self.mixed, self._rates, room)
 
 

@@ -125,8 +125,8 @@ class Pipeline:
         return bars
 
     def simulated_seconds(self, micro_batches: int, spans: list[tuple[int, int, float, float]] | None = None) -> float:
-        """The same as `seconds`, with every micro-batch simulated. `spans`: receives rank, number of the pass on it,
-        begin and end of each pass."""
+        """Seconds from the first start to the last end, with every micro-batch simulated. `spans`: receives rank,
+        number of the pass on it, begin and end of each pass."""
         if self.cores is not None:
             return self._on_shared_cores(micro_batches, self.cores, spans)
         ranks = self._orders(micro_batches)
@@ -208,7 +208,7 @@ class Pipeline:
     def _on_shared_cores(
         self, micro_batches: int, cores: SharedCores, spans: list[tuple[int, int, float, float]] | None
     ) -> float:
-        """The same if ranks that compute share cores; messages occupy both ends."""
+        """`simulated_seconds` if ranks that compute share cores; messages occupy both ends."""
         count = len(self.times)
         arriving, leaving = self._occupied()
 

@@ -45,7 +45,7 @@ BETWEEN_GPUS = ("inside", "message", "collective", "spread", "skew_seconds")
 """The constants that a calibration of one GPU leaves assumed; that of several GPUs measures the first."""
 ON_GPUS = ("product", "memory", "host_seconds", *BETWEEN_GPUS)
 RATIOS = ("product", "memory", "inside", "message", "collective")
-"""Those of them that are ratios to a data sheet, and so at most one."""
+"""Constants of `ON_GPUS` that are ratios to a data sheet, and so at most one."""
 
 _SLOWER = 1.1
 _NEAR, _PULL, _ROUNDS = 0.05, 0.05, 50
@@ -129,7 +129,7 @@ class Row:
     by_constant: Mapping[str, float]
     """Planned seconds that depend on each constant, with its value without any job."""
     share: float
-    """Its part of the step."""
+    """The group's share of the step."""
 
     @property
     def planned(self) -> float:

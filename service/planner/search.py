@@ -279,7 +279,7 @@ class Best:
         self.enough: set[tuple[Candidate, bool]] = set()
         """Layouts that fit, as they are without recomputation."""
         self.waiting: list[_Waiting] = []
-        """Those that were not looked at, as others are faster; and what was enough by then."""
+        """Layouts that were not looked at, as others are faster; `enough_by_then`: what was enough at that time."""
         self.enough_by_then: frozenset[tuple[Candidate, bool]] = frozenset()
         self.slower: dict[tuple[int, int], tuple[float, Candidate]] = {}
         self.too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}

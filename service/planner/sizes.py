@@ -69,8 +69,8 @@ def best_by_size(job: JobSpec, cluster: Cluster, software: Software) -> tuple[Si
 
 
 def best_by_nodes(job: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
-    """The same for unequal nodes: with all of them, and for each kind with one node less, with half of them, and with
-    none."""
+    """The best layouts on unequal nodes: on all of them, and for each kind with one node less, with half of them, and
+    with none."""
     parts = cluster.parts
     sizes = list(_best_of(job, parts, ()))
     of_all = sizes[0].plan if sizes else None

@@ -63,7 +63,7 @@ copies gradients together, divides them and copies them back (12 bytes, with one
 (6), unscales (8), norm (4), clips (8), Adam (28), copies parameters (6); less 6, as the first micro-batch's gradients
 are not added to anything."""
 MEGATRON_2021_SCATTER = replace(MEGATRON_2021, name="megatron-2021-scatter-gather", scatters_messages=True)
-"""The same with the scatter/gather optimization of its section 4.1."""
+"""`MEGATRON_2021` with the scatter/gather optimization of arXiv:2104.04473, section 4.1."""
 MEGATRON_2022 = Software(
     "megatron-2022",
     overlaps_tensor=0.75,

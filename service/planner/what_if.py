@@ -80,7 +80,7 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _chunks(parallel: dict[str, Any]) -> tuple[int, int, bool]:
-    """The same for layouts that have the same virtual stages on the same ranks."""
+    """A key that is equal for layouts with the same virtual stages on the same ranks."""
     return parallel["pipeline"], parallel["virtual_stages"], parallel["schedule"] == "zb-v"
 
 

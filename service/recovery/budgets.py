@@ -83,7 +83,7 @@ def past_failures(generations: Sequence[GenerationRow]) -> list[PastFailure]:
 
 
 def within(failures: Iterable[PastFailure], now: float, window_seconds: float) -> list[PastFailure]:
-    """Those of `failures` that still count against the budget at `now`; a window of 0 never forgets.
+    """Which of `failures` still count against the budget at `now`; a window of 0 never forgets.
 
     Failures later than `now` do not count: the clock was set back since, and the window, which would reach back further
     by the same amount, would count failures over more than its own length.

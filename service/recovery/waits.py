@@ -22,7 +22,7 @@ class WaitingRank:
     phase: str
     """The phase in its record, or the phase of its device if that is behind; unknown if its agent does not answer."""
     doing: str
-    """The same in words, with the communication that it waits in."""
+    """What the rank is doing, in words, with the communication that it waits in."""
     since_seconds: float | None
     """How long nothing has changed."""
     waits_for: tuple[int, ...]

@@ -55,7 +55,7 @@ class SeenExpired:
         return long_enough
 
     def put_back(self, jobs: Iterable[str], now: float) -> None:
-        """These were returned, but not tried: the next look returns them if it finds them expired."""
+        """Take back jobs that were returned, but not tried: the next look returns them if it finds them expired."""
         self._since.update((job, now - self.seconds) for job in jobs)
 
 

@@ -193,7 +193,7 @@ def of_ledger(step_seconds: float, waits: Mapping[str, float], mfu: float | None
 
 
 def of_plan(shares: Sequence[Share]) -> tuple[Part, ...]:
-    """The same parts of a planned step."""
+    """All parts of a planned step, from its shares."""
     sums: defaultdict[str, float] = defaultdict(float)
     said: dict[str, list[str]] = {}
     for share in shares:

@@ -15,7 +15,7 @@ class Project(Base):
     __tablename__ = "projects"
 
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
-    """Its name, which is its id."""
+    """Name of the project, which is its id."""
     created_at: Mapped[float] = mapped_column(Real)
     """When it was created."""
 

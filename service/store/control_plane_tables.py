@@ -43,7 +43,7 @@ class ControlPlaneRow(Base):
     ray: Mapped[str] = mapped_column(AnyText)
     """The Ray that it uses."""
     lease_until: Mapped[float] = mapped_column(Real)
-    """It counts as alive until this time, by the database's clock."""
+    """Time until which the control plane counts as alive, by the database's clock."""
 
 
 class Lease(Base):

@@ -88,8 +88,8 @@ class Store:
         """Writes of this process, behind any fence."""
 
     def fenced(self, fence: Fence) -> Store:
-        """The same database for a writer that may only write as long as `fence` allows it. Closed together with this
-        one."""
+        """This database for a writer that may only write as long as `fence` allows it. Closed together with this
+        store."""
         store = copy.copy(self)
         store._fence = fence
         return store
@@ -106,12 +106,12 @@ class Store:
 
     @property
     def database(self) -> SqliteDatabase | PostgresDatabase:
-        """Its connections."""
+        """Connections to the database."""
         return self._database
 
     @property
     def location(self) -> str:
-        """Its URL without the password."""
+        """URL of the database without the password."""
         return self._database.location
 
     def connections(self) -> dict[str, ConnectionPool]:
@@ -301,7 +301,7 @@ def newest_revision() -> str:
 
 
 def _revisions() -> list[str]:
-    """Those of releases, which the file names of migrations begin with."""
+    """Revisions of releases, which the file names of migrations begin with."""
     return [path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py")]
 
 

@@ -114,7 +114,7 @@ def end(session: Session, job_id: str) -> dict[str, int]:
 
 
 def deleted_ones(session: Session, job_ids: Collection[str]) -> set[str]:
-    """Those of these jobs that were deleted."""
+    """Which of these jobs were deleted."""
     return set(session.scalars(select(DeletedJob.id).where(DeletedJob.id.in_(job_ids))))
 
 

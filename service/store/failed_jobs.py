@@ -35,8 +35,8 @@ def request_retry(session: Session, job_id: str) -> Job:
 
 
 def holding_memory(session: Session, job_ids: Collection[str]) -> set[str]:
-    """Those of these jobs whose snapshots in shared memory must stay: they are not final, or have failed and may be
-    retried."""
+    """Which of these jobs have snapshots in shared memory that must stay: jobs that are not final, or have failed and
+    may be retried."""
     kept = Job.state.not_in(FINAL) | Job.memory_kept_until.is_not(None)
     return set(session.scalars(select(Job.id).where(Job.id.in_(job_ids), kept)))
 

@@ -60,7 +60,7 @@ class JobNumbers:
     """One unfinished job. Times are Unix seconds."""
 
     row: Row[Any]
-    """Its id, name, project, state, spec, step, steps, metrics, restarts and created_at."""
+    """The job's id, name, project, state, spec, step, steps, metrics, restarts and created_at."""
     ledger: Ledger
     state_since: float
     placed_at: float | None
@@ -69,7 +69,7 @@ class JobNumbers:
     """When its newest step was committed; None before the first."""
     recovered: RecoveryTotals
     saved: Saved | None
-    """Its newest complete checkpoint."""
+    """The job's newest complete checkpoint."""
     recent_events: Mapping[str, int]
     """Number of events by type, of RECENT_TYPES within RECENT_SECONDS."""
 

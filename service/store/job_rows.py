@@ -59,8 +59,8 @@ def one(connection: Connection, job_id: str) -> JobRow:
 
 
 def understood(connection: Connection, job_ids: Collection[str]) -> Sequence[Row[Any]]:
-    """Those of these jobs that exist, newest first, with everything that a list displays, with names and types as in
-    `jobs.get`."""
+    """The rows of these jobs as far as they exist, newest first, with everything that a list displays, with names and
+    types as in `jobs.get`."""
     return connection.execute(_SOME, {"ids": list(job_ids)}).all()
 
 

@@ -113,7 +113,7 @@ def project_of(session: Session, job_id: str) -> str:
 
 
 def of_project(session: Session, job_ids: Collection[str], project: str) -> set[str]:
-    """Those of these jobs that belong to `project`."""
+    """Which of these jobs belong to `project`."""
     return set(session.scalars(select(Job.id).where(Job.id.in_(job_ids), Job.project == project)))
 
 
@@ -149,7 +149,8 @@ def queued(session: Session, before: Iterable[QueuedJob] = ()) -> list[QueuedJob
 
 
 def unfinished_in_brief(session: Session) -> list[Job]:
-    """The same with only id, name, state, step and steps, which the databases of all releases have."""
+    """All unfinished jobs in the order of their turn, with only id, name, state, step and steps, which the databases of
+    all releases have."""
     brief = load_only(Job.id, Job.name, Job.state, Job.step, Job.steps, raiseload=True)
     query = select(Job).options(brief).where(Job.state.in_(UNFINISHED)).order_by(Job.priority.desc(), Job.id)
     return list(session.scalars(query))

@@ -50,7 +50,7 @@ def end_all(session: Session, job_id: str) -> None:
 
 
 def end(session: Session, job_id: str, lost: Iterable[int]) -> None:
-    """These ranks of a job have lost their agents, and their processes with them."""
+    """Record that these ranks of a job have lost their agents, and their processes with them."""
     of_lost = Rank.job_id == job_id, Rank.rank.in_(lost)
     session.execute(update(Rank).where(*of_lost).values(state=EXITED, pid=None))
 

@@ -26,7 +26,7 @@ class Beginning:
     cause: str
     """What happened to it, in one sentence."""
     timeline: RecoveryTimeline
-    """Its times so far."""
+    """Times of the recovery so far."""
     node: str | None = None
     """Node that the culprit ran on."""
     forked: Sequence[int] = field(default_factory=tuple)

@@ -28,13 +28,13 @@ class NewerGang:
     """Agents of a job's generation that the database does not know."""
 
     generation: int
-    """Its number."""
+    """Number of the generation."""
     tensor: int
-    """Its tensor-parallel size."""
+    """Tensor-parallel size of the gang."""
     pipeline: int
-    """Its number of pipeline stages."""
+    """Number of pipeline stages of the gang."""
     data: int
-    """Its number of replicas."""
+    """Number of replicas of the gang."""
     agents: Mapping[int, Mapping[str, Any]]
     """By rank what is known about its agent: `actor`, `node`, `device`, `pid`."""
 

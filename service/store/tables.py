@@ -76,7 +76,7 @@ class Job(Base):
     submitted: Mapped[dict[str, Any] | None] = mapped_column(Document)
     """The user's own document; None: unknown."""
     not_default: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """Its differences from the defaults of the release that stored it; None: unknown."""
+    """The spec's differences from the defaults of the release that stored it; None: unknown."""
     step: Mapped[int] = mapped_column(BigInteger, default=0)
     """Last committed step; the first is 1."""
     steps: Mapped[int] = mapped_column(BigInteger)
@@ -135,9 +135,9 @@ class JobLabel(Base):
     job_id: Mapped[str] = _job_key()
     """The job."""
     key: Mapped[str] = mapped_column(String(320), primary_key=True)
-    """Its key, with its prefix."""
+    """Key of the label, with its prefix."""
     value: Mapped[str] = mapped_column(String(63))
-    """Its value."""
+    """Value of the label."""
 
 
 class DeletedJob(Base):
@@ -147,7 +147,7 @@ class DeletedJob(Base):
     __tablename__ = "deleted_jobs"
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    """Its id."""
+    """Id of the job."""
     deleted_at: Mapped[float] = mapped_column(Real)
     """When its rows were deleted."""
 
@@ -176,7 +176,7 @@ class Generation(Base):
     job_id: Mapped[str] = _job_key()
     """The job."""
     generation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """Its number, from 1."""
+    """Number of the generation, from 1."""
     cause: Mapped[str] = mapped_column(AnyText)
     """Why the gang was started, such as `submitted` or `rank_died`."""
     resume_source: Mapped[str] = mapped_column(ShortText(16))
@@ -276,7 +276,7 @@ class Rank(Base):
     node: Mapped[str | None] = mapped_column(ShortText(200))
     """Id of the node it runs on."""
     device: Mapped[str | None] = mapped_column(ShortText(100))
-    """Its device, such as `cpu` or `cuda:0`."""
+    """Device of the rank, such as `cpu` or `cuda:0`."""
     pid: Mapped[int | None]
     """Process id of the trainer on its node."""
     generation: Mapped[int]
@@ -327,7 +327,7 @@ class RankNumbers(Base):
     job_id: Mapped[str] = _job_key()
     """The job."""
     slot: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """Its slot; the next sample in the same slot replaces it."""
+    """Slot of the sample; the next sample in the same slot replaces it."""
     generation: Mapped[int]
     """Generation whose ranks these are."""
     step: Mapped[int] = mapped_column(BigInteger)
@@ -424,7 +424,7 @@ class MetricBin(Base):
     step: Mapped[int] = mapped_column(BigInteger)
     """The step that represents it."""
     loss: Mapped[float | None] = mapped_column(Real)
-    """That step's loss."""
+    """Loss of the step that represents the range."""
 
 
 class Checkpoint(Base):

@@ -20,7 +20,7 @@ class StepTrace(Base):
     job_id: Mapped[str] = mapped_column(String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     """The job."""
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """Its number within the job, from 1; none is reused."""
+    """Number of the trace within the job, from 1; none is reused."""
     state: Mapped[str] = mapped_column(String(16))
     """requested, recording, complete, partial or failed."""
     message: Mapped[str | None] = mapped_column(AnyText)

@@ -23,7 +23,7 @@ MOST_WAITING = 8192
 BATCH = 512
 DELAY_SECONDS = 1.0
 QUIET_SECONDS = 300.0
-"""The same message is logged only once within this time."""
+"""Seconds within which identical messages are logged only once."""
 _LIBRARY = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
