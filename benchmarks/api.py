@@ -203,7 +203,8 @@ def _bare(store: Store, statement: str) -> list[float]:
 
 
 def _submit_bare(store: Store, numbers: Iterator[int]) -> list[float]:
-    """The same of a transaction that stores a copy of a job's row, its state and its event. `numbers`: of copies."""
+    """Seconds of a transaction that stores a copy of a job's row, its state and its event, by as many at once as there
+    are clients. `numbers`: of copies."""
 
     def spent(_: int) -> list[float]:
         seconds = []

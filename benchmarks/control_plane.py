@@ -174,7 +174,7 @@ class _Plane:
         self.home, self.process = home, ControlPlaneProcess(home, cluster.socket, url)
 
     def owner(self, store: Store) -> str:
-        """Its id."""
+        """Id of the control plane."""
         with store.read() as session:
             rows = session.query(ControlPlaneRow).all()
         return next(row.id for row in rows if row.place.endswith(f":{self.home}"))

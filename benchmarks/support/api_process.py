@@ -32,10 +32,10 @@ class Unscheduled:
         self.home, self.store, self.data_roots, self.model_packages = home, Store(url), ANYWHERE, NO_MODELS
 
     def submitted(self, job_id: str) -> None:
-        """It stays in the queue."""
+        """Nothing happens: the job stays in the queue."""
 
     def measurements(self) -> Measurements:
-        """It has nothing to do."""
+        """Zeros, since there is no control plane."""
         return Measurements(0.0, 0, {})
 
     def cluster(self) -> dict[str, Any]:

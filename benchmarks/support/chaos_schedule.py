@@ -58,7 +58,8 @@ WAYS = {
 """What can befall a job, and whether it makes a recovery necessary."""
 CONTROL = ("control", "control_starting", "control_recovering")
 ERRORS = ("exception", "oom")
-"""The same one twice at the same step would be taken for the user's own, and rightly end the job."""
+"""Ways that raise an error. The same error twice at the same step would be taken for the user's own, and rightly end
+the job."""
 
 
 @dataclass(frozen=True)

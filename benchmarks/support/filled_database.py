@@ -34,7 +34,7 @@ class Filled:
     some: str
     """One of the others."""
     running: list[str]
-    """Those that run."""
+    """Jobs that run."""
 
 
 def fill(store: Store, count: int, points: int, longest: int) -> Filled:

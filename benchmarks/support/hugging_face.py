@@ -55,7 +55,7 @@ def llama_like(spec: JobSpec, attention: str = "sdpa") -> Any:
 
 
 def transformers_like(spec: JobSpec, attention: str = "sdpa") -> Any:
-    """That of the spec's family."""
+    """Model of the spec's family and shape. Raises ImportError without transformers."""
     return gpt2_like(spec, attention) if spec.model.family == "gpt" else llama_like(spec, attention)
 
 

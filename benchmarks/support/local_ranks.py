@@ -30,7 +30,7 @@ class RankResult:
 
 
 class LocalRanks(local_ranks.LocalRanks):
-    """Such ranks, which can also train."""
+    """Ranks that are processes of this machine, which can also train."""
 
     def train(self, document: dict[str, Any], seconds: float = SECONDS) -> list[RankResult]:
         """Train a job to its end: results by rank. Raises RanksFailed when that takes more than `seconds`."""

@@ -1,5 +1,5 @@
-"""The same bytes as those of a checkpoint, brought to their place by a process of its own that knows nothing of the
-training: by boto3 with its own settings (but for its patience), or by a copy on disk.
+"""Brings the same bytes as a checkpoint's to their place, in a process of its own that knows nothing of the training:
+by boto3 with its own settings (but for its patience), or by a copy on disk.
 
 `python -m benchmarks.support.plain_store FOLDER TO`: FOLDER's files to a folder or an s3:// URL. Prints a line when it
 begins, and ends once all is there.

@@ -35,7 +35,7 @@ class Figure:
     value: float | int | bool
     """The number; a bool is a yes or no."""
     unit: str
-    """Its unit, such as s, ms, ratio, steps, nats/token; `bool` for a yes or no."""
+    """Unit of the number, such as s, ms, ratio, steps, nats/token; `bool` for a yes or no."""
     target: float | int | bool | None = None
     """Most that it should be; for a bool what it should be. None: there is no target."""
 

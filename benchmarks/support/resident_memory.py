@@ -16,5 +16,5 @@ def status_bytes(name: str, process: int | str = "self") -> int:
 
 
 def bytes_in(status: str, name: str) -> int:
-    """The same of a text that was read there."""
+    """A number of a process's status, such as VmRSS, in bytes, from the text of the status."""
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))

@@ -69,7 +69,7 @@ class Turns:
     first: list[Turn]
     """Alone, then with its first save on disk, then with its first upload: for the memory, which the process keeps."""
     turns: list[Turn]
-    """Those of the plan."""
+    """Turns of the plan."""
     bytes: int
     """Of a checkpoint."""
 

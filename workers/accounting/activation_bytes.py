@@ -302,7 +302,7 @@ def layers_are_alike(spec: JobSpec) -> bool:
 
 
 def _kind_of_stage(spec: JobSpec, index: int) -> tuple[int, ...]:
-    """The same for virtual stages that keep the same."""
+    """A key for virtual stage `index`, equal for virtual stages that keep the same."""
     if not layers_are_alike(spec):
         return (index,)
     count = spec.layout.pipeline * spec.layout.virtual_stages

@@ -36,7 +36,7 @@ class EightBits:
 
     @classmethod
     def of(cls, spec: JobSpec) -> EightBits:
-        """That of the job `spec`."""
+        """Memory of the 8-bit products of the job `spec`."""
         train, matrices = spec.train, layer_matrices(spec.model, spec.layout.tensor)
         return cls(train.fp8 != "off", train.fp8 == "rowwise", train.compile, matrices)
 

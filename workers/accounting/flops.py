@@ -224,7 +224,8 @@ def _layer_products(model: ModelConfig, copies: int) -> int:
 
 
 def _products(model: ModelConfig, copies: int) -> dict[str, int]:
-    """The same, by the name of the weight in the layer."""
+    """Forward FLOPs of one sequence in one layer without core attention, by the name of the weight in the layer; every
+    key-value head is computed `copies` times."""
     width, key_values = model.attention_width, 2 * model.key_value_heads * model.head_size * copies
     columns = {"q": width, "kv": key_values} if model.key_value_heads != model.heads else {"qkv": width + key_values}
     by_name = {f"attention.{name}.weight": wide for name, wide in (columns | {"output": width}).items()}
@@ -303,8 +304,8 @@ def _every(layout: ParallelConfig) -> int:
 
 @lru_cache(maxsize=1024)
 def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: tuple[int, ...]) -> int:
-    """The same for one replica's micro-batches of `sizes`, by walking through what its pipeline ranks recompute;
-    backward ends in layer `first`."""
+    """Number of (layer, sequence) pairs that one replica recomputes for micro-batches of `sizes`, by walking through
+    what its pipeline ranks recompute; backward ends in layer `first`."""
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
     passes = 0
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):

@@ -58,7 +58,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: JobSpec) -> Sizes:
-        """Those of a rank of this job."""
+        """The sizes for a rank of the job `spec`."""
         model, t, width = spec.model, spec.layout.tensor, width_of(spec)
         tokens, outside = tokens_of(spec)
         whole, context = width * tokens * model.hidden_size, width * tokens * model.attention_width // t

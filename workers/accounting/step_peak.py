@@ -68,7 +68,8 @@ class StepPeak:
         return self.walk(rank, micro_batches)[0]
 
     def walk(self, rank: int, micro_batches: int) -> tuple[int, int]:
-        """The same, and the bytes that are left at the end of the step."""
+        """Bytes in addition to the state, of pipeline rank `rank` in a step of `micro_batches` micro-batches: at their
+        peak, and left at the end of the step."""
         indices = stages_held(self.spec, rank)
         comes = comes_to(self.kind, self.stages, self.chunks, rank)
         known: dict[tuple[str, int, bool], Pass] = {}

@@ -34,7 +34,7 @@ class Shapes:
     products: Sequence[tuple[int, ...]]
     """(n, i, o) in 16 bits: those of models from 100 million parameters on."""
     wide_products: Sequence[tuple[int, ...]]
-    """The same in fp32, and in TF32."""
+    """(n, i, o) in fp32, and in TF32."""
     attention: Sequence[tuple[int, ...]]
     """(b, a, s, d)."""
     elements: Sequence[int]

@@ -140,7 +140,7 @@ class _Tensor:
     sizes: tuple[int, ...]
 
     def elements(self, at: int, storage_bytes: int | None, order: bytes | None) -> Elements:
-        """Its elements, in a storage that begins at `at`. Raises ValueError."""
+        """The tensor's elements, in a storage that begins at `at`. Raises ValueError."""
         item = ITEM_BYTES[self.dtype]
         if order not in (None, ORDER):
             raise ValueError("its bytes are in the order of another machine")

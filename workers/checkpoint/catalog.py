@@ -86,11 +86,12 @@ class Condition(Enum):
     """Condition of a checkpoint on disk."""
 
     WHOLE = "whole"
-    """Its manifest exists, and all files with the sizes in the manifest."""
+    """The checkpoint's manifest exists, and all files with the sizes in the manifest."""
     NOT_WHOLE = "not whole"
-    """Its save was interrupted, it is damaged, or it is missing from a folder in which others can be read."""
+    """The checkpoint's save was interrupted, it is damaged, or it is missing from a folder in which others can be
+    read."""
     UNKNOWN = "unknown"
-    """It cannot be read at present."""
+    """The checkpoint cannot be read at present."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Written:
 
     file: str
     tensors: dict[str, WrittenRectangles]
-    """Its contents."""
+    """Contents of the file, by the tensor's name."""
     sums: dict[str, FileSums]
     """Checksums by file."""
 

@@ -38,4 +38,4 @@ class Look:
     step: int
     """Committed step at which it began."""
     is_missing: bool = False
-    """Its result."""
+    """The result: whether the save is missing."""

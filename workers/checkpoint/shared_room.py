@@ -14,7 +14,7 @@ class Room(Protocol):
     """Memory as an open file: a process that receives the file sees every byte."""
 
     bytes: int
-    """Its size."""
+    """Size of the memory in bytes."""
     descriptor: int
     """File descriptor, to be passed on."""
 

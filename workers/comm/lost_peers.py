@@ -74,7 +74,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_short(error: BaseException) -> str:
-    """The same, for NCCL with its last error."""
+    """The message of `error`, without the stack that torch adds to it; for NCCL with its last error."""
     said = _LAST_ERROR.search(str(error))
     last = said.group(1).strip().splitlines() if said else []
     return f"{first_line(error)} ({last[0].strip()})" if last else first_line(error)

@@ -59,7 +59,7 @@ class Breaking(Protocol):
         ...
 
     def made(self) -> None:
-        """They have been created."""
+        """The groups have been created."""
         ...
 
     def options(self) -> Any:
@@ -237,7 +237,7 @@ class NewGroups:
 
 
 class LastingGroups:
-    """The same groups in every generation, with their members reconfigured: torch 2.14 and later.
+    """Groups that stay the same in every generation, with their members reconfigured: torch 2.14 and later.
 
     A group keeps using the store that it began with, so new groups are created if the store changes, and if anything
     goes wrong during creation.

@@ -27,7 +27,7 @@ class ValidationSet(Section):
     part."""
 
     name: Annotated[str, Field(min_length=1, max_length=40, pattern=PART_OF_A_NAME)]
-    """Its loss is reported as validation_loss_NAME."""
+    """Name of the set: its loss is reported as validation_loss_NAME."""
     paths: tuple[str, ...] = ()
     """Files and directories, as in data.paths."""
     source: Source | None = None

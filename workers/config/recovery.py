@@ -46,7 +46,8 @@ class SpikeConfig(Section):
     loss_deviations: PositiveFloat = 8.0
     """Number of deviations from which a loss is a spike."""
     grad_norm_deviations: PositiveFloat | None = 20.0
-    """The same for the gradient norm before clipping, which varies more; null: it is not checked."""
+    """Number of deviations from which a gradient norm before clipping, which varies more than the loss, is a spike;
+    null: the gradient norm is not checked."""
 
 
 class RecoveryConfig(Section):

@@ -34,7 +34,7 @@ class MicroBatch:
     """Some samples of a step, with the tokens for the stages that read them."""
 
     samples: range
-    """Their positions in the global order, which also determine their dropout."""
+    """Positions of the samples in the global order, which also determine their dropout."""
     inputs_sb: torch.Tensor | None = None
     """Tokens, int64 [s, b]; None on stages that do not read them."""
     targets_sb: torch.Tensor | None = None
@@ -44,8 +44,8 @@ class MicroBatch:
 
 
 def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
-    """The same micro-batch with each document, whose last token is `end`, by itself: its last position has no target,
-    since what follows belongs to another document."""
+    """`batch` with each document, whose last token is `end`, by itself: its last position has no target, since what
+    follows belongs to another document."""
     inputs_sb, targets_sb = batch.inputs_sb, batch.targets_sb
     assert inputs_sb is not None and targets_sb is not None
     documents = Documents.of(inputs_sb.t().numpy(), end)
@@ -53,8 +53,8 @@ def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
 
 
 def with_marks(batch: MicroBatch, marks: Sequence[Marks], apart: bool) -> MicroBatch:
-    """The same micro-batch, with targets only where the `marks` of its samples say so; `apart`: also with each
-    conversation by itself."""
+    """`batch` with targets only where the `marks` of its samples say so; `apart`: also with each conversation by
+    itself."""
     targets_sb = batch.targets_sb
     assert targets_sb is not None
     learned_bs = np.stack([each.learned[1:] for each in marks])
@@ -66,7 +66,7 @@ def with_marks(batch: MicroBatch, marks: Sequence[Marks], apart: bool) -> MicroB
 
 
 def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The same micro-batch with its tokens on `device`; the host does not wait until they are there."""
+    """`batch` with its tokens on `device`; the host does not wait until they are there."""
     if device.type == "cpu" or batch.inputs_sb is None or batch.targets_sb is None:
         return batch
     inputs_sb, targets_sb = (

@@ -111,7 +111,7 @@ class ChatTemplate:
         return _without_bounds("".join(pieces))
 
     def as_document(self) -> dict[str, Any]:
-        """Its representation as JSON."""
+        """The template as a JSON object."""
         return {"template": self.source, "tokens": dict(self.tokens), "name": self.name}
 
     @classmethod

@@ -29,7 +29,7 @@ class Conversation:
     tools: list[Any] | None
     """Functions that the model may call, from the row."""
     where: str
-    """Its file and place, for messages."""
+    """File of the conversation and its place there, for messages."""
 
 
 def conversation_in(row: Mapping[str, Any], key: str, where: str) -> Conversation:

@@ -196,7 +196,7 @@ class _Tokenized:
     watcher: Watcher
 
     def corpus(self, parts: Parts) -> Corpus:
-        """Its tokens."""
+        """Tokens of the corpus, which is tokenized unless the cache has it."""
         began = time.monotonic()
         were_there = self._are_there(parts)
         # One lock for everything that a job needs, so that a single process creates it.
@@ -282,7 +282,7 @@ def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: P
 
 
 def _pin_template(record: Place | None, records: bool, data: DataConfig) -> None:
-    """The same for the chat template, which is also stored."""
+    """Compare the chat template's digest with the record, or add it and store the template."""
     from workers.data.chat_template import open_template
 
     template = open_template(data)

@@ -38,7 +38,8 @@ def read_error(path: str | os.PathLike[str], error: OSError, otherwise: str | No
 
 
 def weights_error(path: str | os.PathLike[str], error: OSError) -> WeightsError:
-    """The same for a file of weights, or their folder."""
+    """The error for an OSError in reading a file of weights, or their folder, at `path`: WeightsUnreadable if it is of
+    the storage, otherwise WeightsError."""
     if is_of_the_storage(error):
         return WeightsUnreadable(_sentence(path, error))
     return WeightsError(f"{os.fspath(path)} cannot be read: {error.strerror}")

@@ -39,7 +39,7 @@ class Section:
     stop: int
     """One past the last byte or row group."""
     bytes: int
-    """Its size in the file, for progress."""
+    """Size of the section in the file, for progress."""
     ends: bool = True
     """Whether a document ends with it, if files are documents."""
 

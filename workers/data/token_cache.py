@@ -75,7 +75,7 @@ class Watcher:
     tell_seconds: float = 10.0
     """Minimum seconds between progress reports."""
     tell_growth: float = 0.05
-    """The same, as a fraction of the elapsed time."""
+    """Minimum time between progress reports, as a fraction of the elapsed time."""
 
     def alive(self) -> None:
         """Called several times a second while there is progress, also by another process."""

@@ -116,7 +116,7 @@ class _Encoded:
     """Some encoded sequences."""
 
     ids: npt.NDArray[Any]
-    """Their tokens, end to end."""
+    """Tokens of the sequences, end to end."""
     parts: list[tuple[int, bool]]
     """Length of each, and whether a document ends with it."""
     marks: npt.NDArray[np.bool_] | None = None

@@ -45,7 +45,7 @@ class End:
     """What ends an answer."""
 
     token: int | None
-    """Its token, if it is a single one."""
+    """The token that ends an answer, if it is a single one."""
     text: str
     """The text that the template writes; may be empty."""
 

@@ -71,11 +71,11 @@ class FileTokens:
         self._tokenizer, self.end = tokenizer, tokenizer.end_of_document
 
     def encode(self, text: str) -> list[int]:
-        """Its tokens, without an end token."""
+        """Token ids of a text, without an end token."""
         return list(self._tokenizer.encode([text])[0])
 
     def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], Marks]:
-        """Its tokens, and which of them contain a character of its `spans`."""
+        """Token ids of a text, and which of them contain a character of its `spans`."""
         return self._tokenizer.encode_marked([text], [spans])[0]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -201,7 +201,7 @@ class Progress:
         self._words[DEVICE_WAITING] = waiting | 1 << PEER_BITS + CHANNEL_BITS + SENDING_BITS
 
     def device_goes_on(self) -> None:
-        """That wait is over."""
+        """The device's wait is over."""
         self._words[DEVICE_WAITING] = 0
 
     def device_looked_at(self, moves: int, pending: int) -> None:

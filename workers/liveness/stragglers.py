@@ -26,9 +26,9 @@ class Straggler:
 
     rank: int
     own_seconds: float
-    """Its median own time over the window."""
+    """Median own time of the rank over the window."""
     usual_seconds: float
-    """The same for its stage."""
+    """Median over the window of the median own time in the rank's stage."""
     slow_steps: int
     """Steps of the window in which it was slow."""
 

@@ -87,8 +87,8 @@ def _within_documents(
     recompute: bool,
     comm: Comm,
 ) -> torch.Tensor:
-    """The same within documents: the tokens of all samples form one row, which is split at the beginnings of
-    documents."""
+    """Like `fused_attention`, but within documents: the tokens of all samples form one row, which is split at the
+    beginnings of documents."""
     shape = q.shape if batch_first else (q.shape[1], q.shape[0], *q.shape[2:])
     q, k, v = ((x if batch_first else x.transpose(0, 1)).reshape(-1, *x.shape[2:]) for x in (q, k, v))
     grouped, band = q.shape[1] != k.shape[1], visible.band(documents.length, q)

@@ -229,7 +229,7 @@ class NodeDaemon:
         return reachability.listen_for_a_moment(this_host().address, self._ports, count, seconds)
 
     async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
-        """Those of `addresses` that accept no connection from here within `seconds`."""
+        """The `addresses` that accept no connection from here within `seconds`."""
         return await reachability.unreached(addresses, seconds)
 
     async def shutdown(self) -> None:

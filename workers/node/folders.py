@@ -37,7 +37,7 @@ def shares(folder: Path, installation: str) -> bool:
 
 
 def unshared(folders: Iterable[str], installation: str) -> tuple[str, ...]:
-    """Those of `folders` that this process does not share."""
+    """The `folders` that this process does not share."""
     return tuple(folder for folder in folders if not shares(Path(folder), installation))
 
 

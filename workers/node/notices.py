@@ -31,7 +31,7 @@ class NoticeSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in `MANTA_NODE_NOTICES`."""
+        """Name of the service in `MANTA_NODE_NOTICES`."""
         ...
 
     def notice(self, now: datetime) -> Notice | None:

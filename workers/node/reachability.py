@@ -23,7 +23,7 @@ def listen_for_a_moment(host: str, ports: PortRange | None, count: int, seconds:
 
 
 async def unreached(addresses: Sequence[Endpoint], seconds: float) -> list[Endpoint]:
-    """Those of `addresses` that accept no connection within `seconds`."""
+    """The `addresses` that accept no connection within `seconds`."""
     turn = asyncio.Semaphore(AT_ONCE)
 
     async def is_reached(address: Endpoint) -> bool:

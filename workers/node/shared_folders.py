@@ -28,8 +28,8 @@ class SharedFolders:
         self._unshared: tuple[str, ...] = ()
 
     async def unshared(self) -> tuple[str, ...]:
-        """Those of the folders that this node does not share. While a file system does not answer, what was known
-        before; at first all count as shared, since something is mounted there."""
+        """Folders that this node does not share. While a file system does not answer, what was known before; at first
+        all count as shared, since something is mounted there."""
         looking = self._looking
         if looking is None or looking.done():
             looking = self._looking = in_daemon_thread("shared folders", self._look)

@@ -215,7 +215,7 @@ class AgentDescription:
     rank: int | None = None
     """Rank of the last launch; None before the first."""
     sizes: tuple[int, ...] = ()
-    """Its tensor-parallel size, pipeline stages and replicas."""
+    """Tensor-parallel size, pipeline stages and replicas of the last launch; empty before the first."""
     cores: int = 0
     """Processors that it may keep busy; 0: its release does not report them."""
     owner_epoch: int = 0
@@ -294,7 +294,7 @@ class StoreArgument:
 
 @dataclass(frozen=True)
 class StorePort:
-    """That process's answer once it serves."""
+    """The answer of the process of a rendezvous store once it serves."""
 
     port: int
 

@@ -15,7 +15,8 @@ generation, so the numbers only grow."""
 
 
 class UnkeptLines:
-    """Such lines of one agent, the oldest first. If there are too many, the oldest are dropped."""
+    """Printed lines of one agent that may still be lost, the oldest first. If there are too many, the oldest are
+    dropped."""
 
     def __init__(self, most_characters: int = MOST_CHARACTERS):
         self._most_characters, self._characters = most_characters, 0

@@ -55,7 +55,7 @@ class _Constants:
         return self._changing if there else self._count
 
     def keep_sums(self, slot: int, sums: Sequence[int]) -> None:
-        """These are the slot's checksums."""
+        """Keep the checksums of the slot's constant blocks; `sums` has those of all its blocks."""
         if self._there[slot]:
             self.sums[slot] = {block: sums[block] for block in self._blocks}
 

@@ -84,7 +84,7 @@ def _norm_names(shape: _Shape, norm: str) -> list[str]:
 
 
 def matching(pattern: str, names: tuple[str, ...]) -> list[str]:
-    """Those of `names` that match the pattern."""
+    """The `names` that match the pattern."""
     expression = _expression(pattern)
     return [name for name in names if _matches(expression, name)]
 

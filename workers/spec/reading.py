@@ -53,7 +53,8 @@ def read_document(path: Path) -> Any:
 
 
 def document_of(content: bytes, name: str, folder: Path) -> Any:
-    """The same for the content of a file, which may be longer than is read."""
+    """Parse the content of the YAML file `name`, with relative paths of data, tokenizer, template and weights resolved
+    against `folder`. Raises SpecError, also if the content is longer than a job file may be."""
     if len(content) > MOST_BYTES:
         raise SpecError([Problem("", f"{name} is no job file: it has more than {MOST_BYTES} bytes")])
     try:

@@ -50,7 +50,7 @@ class _Part:
 
     @property
     def body(self) -> bytes | bytearray:
-        """Its contents; not copied if it is full."""
+        """Contents of the part; not copied if it is full."""
         return self._memory if self.is_full else bytes(memoryview(self._memory)[: self.filled])
 
 

@@ -93,7 +93,7 @@ class PackedRecording:
     error_seconds: float = 0.0
     problem: str = ""
     peak_flops: float | None = None
-    """These fields are the recording's."""
+    """Peak FLOP/s of the rank's device; None: not known. The fields from `clock` on are those of `Recording`."""
 
     def unpack(self) -> Recording:
         """Raises MalformedMessage."""

@@ -24,11 +24,11 @@ class Shape:
     section: Section
     """Keys of `model`, except sequence_length."""
     their_names: dict[str, str]
-    """Their names in config.json."""
+    """Names in config.json, by key of `model`."""
     positions: int
     """Tokens in the longest sequence that the model is meant for."""
     positions_name: str
-    """Its name in config.json."""
+    """Name of `positions` in config.json."""
 
 
 def shape_of(config: Keys) -> Shape:

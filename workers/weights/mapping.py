@@ -31,7 +31,7 @@ class Piece:
     """Number of blocks."""
 
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Those of our rows [start, end) that are in the piece, run by run: (our row, their row, rows)."""
+        """Our rows in [start, end) that are in the piece, run by run: (our row, their row, rows)."""
         block = max(0, (start - self.first) // self.stride)
         while block < self.count:
             row = self.first + block * self.stride
@@ -59,7 +59,7 @@ class TheirTensor:
 
     @property
     def rows_first(self) -> tuple[int, ...]:
-        """Its shape in our order."""
+        """The tensor's shape in our order."""
         return self.shape[::-1] if self.transposed else self.shape
 
 
@@ -125,7 +125,7 @@ def _piece(ours: str, rows: int) -> Piece:
 
 
 def _whole(theirs: str, ours: str, rows: int, of: ModelConfig | None = None) -> TheirTensor:
-    """The same rows in the same order: a vector, or with `of` a matrix of hidden_size columns."""
+    """One of their tensors with our rows in the same order: a vector, or with `of` a matrix of hidden_size columns."""
     shape = (rows,) if of is None else (rows, of.hidden_size)
     return TheirTensor(theirs, shape, (_piece(ours, rows),))
 

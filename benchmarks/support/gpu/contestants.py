@@ -119,8 +119,8 @@ def transformers(spec: JobSpec, device: torch.device) -> Step:
 
 
 def transformers_causal(spec: JobSpec, device: torch.device) -> Step:
-    """The same without masks, so that flash attention takes its attention: as fast as it gets without a package of its
-    own for that."""
+    """Like `transformers`, but without masks, so that flash attention takes the family's attention: as fast as it gets
+    without a package of its own for that."""
     return _of_transformers(spec, device, causal_attention())
 
 
@@ -131,7 +131,7 @@ def _of_transformers(spec: JobSpec, device: torch.device, attention: str) -> Ste
 
 
 def torchtitan(spec: JobSpec, device: torch.device) -> Step:
-    """Its Llama, block by block compiled as it does; fp32 weights, bf16 autocast and fused AdamW."""
+    """torchtitan's Llama, block by block compiled as torchtitan does; fp32 weights, bf16 autocast and fused AdamW."""
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -177,7 +177,8 @@ def _plain(
 
 
 def megatron_core(spec: JobSpec, device: torch.device) -> Step:
-    """Its GPTModel with Transformer Engine's layers where that is installed, its DDP and its bf16 optimizer."""
+    """Megatron Core's GPTModel with Transformer Engine's layers where that is installed, its DDP and its bf16
+    optimizer."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -70,7 +70,7 @@ class SimulatedNodes:
         return [RayNode(node, (HOST, port), node) for node, port in ports.items()]
 
     async def living(self) -> list[str]:
-        """Their ids."""
+        """Ids of the living nodes."""
         return [node for node in await self._asking.ask(SimulatedCluster.living) if node not in self.lost]
 
     async def problem_of_all(self) -> str | None:
@@ -88,7 +88,7 @@ class SimulatedNodes:
         return Capacity(unit, sum(t for t, _ in nodes.values()), sum(f for _, f in nodes.values()), nodes)
 
     async def at_most(self, unit: Unit) -> Capacity:
-        """The same: none joins."""
+        """The capacity as it is: no node joins."""
         return await self.capacity(unit)
 
     async def until_free(self, expected: Capacity) -> None:
@@ -183,14 +183,14 @@ class SimulatedAgents:
         return []
 
     async def find(self, names: Sequence[str]) -> list[AgentClient | None]:
-        """Those that live."""
+        """Clients of the agents of these names, in order; None for one that does not live."""
         living = set(await self.names())
         return [
             SimulatedAgentClient(self._asking.channel, name, self.epoch) if name in living else None for name in names
         ]
 
     async def node_of(self, agent: AgentClient) -> str | None:
-        """Its node."""
+        """Node of the agent."""
         return await self._asking.ask(SimulatedCluster.node_of, agent=_names([agent])[0])
 
     def fail_calls_to(self, node: str) -> None:
@@ -226,7 +226,7 @@ class SimulatedDaemon:
         self._asking, self._node = asking, node
 
     async def start(self) -> NodeDescription:
-        """It runs."""
+        """Nothing to start: the simulated node runs."""
         return await self.describe()
 
     async def describe(self) -> NodeDescription:
@@ -267,11 +267,11 @@ class SimulatedDaemons:
         return SimulatedDaemon(self._asking, node)
 
     async def watched(self, node: str) -> SimulatedDaemon:
-        """The same: no node is at rest."""
+        """The daemon of `node`: no node is at rest."""
         return await self.of(node)
 
     async def known(self, node: str) -> SimulatedDaemon:
-        """The same."""
+        """The daemon of `node`."""
         return SimulatedDaemon(self._asking, node)
 
     async def heartbeat_source(self, node: str) -> HeartbeatSource | None:

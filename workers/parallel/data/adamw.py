@@ -26,7 +26,7 @@ class Piece:
 
     values: torch.Tensor
     gradient: torch.Tensor
-    """Its place in the flat buffer, where the reduction leaves the sum."""
+    """The range's part of the flat gradient buffer, where the reduction leaves the sum."""
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     steps: torch.Tensor

@@ -48,7 +48,8 @@ class ZeroOptimizer:
         everything = self.held != self.owned
         self.frozen_owned = flat.frozen_part(comm.index("data"))
         self.frozen_held = (flat.size, flat.whole) if everything else self.frozen_owned
-        """The same for the frozen parameters: one range each, possibly empty."""
+        """Range of the frozen parameters in the flat buffer whose values this rank keeps, possibly empty;
+        `frozen_owned` is the range that this replica saves."""
         self.frozen = flat.parameters[slice(*self.frozen_held)]
         """Frozen parameters whose values this rank keeps, in the precision of compute."""
         narrow = flat.parameters.dtype != flat.gradients.dtype

@@ -46,7 +46,7 @@ class Stage(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of all chunks."""
+        """Parameters of all chunks."""
         ...
 
 

@@ -71,7 +71,8 @@ def recomputed(actions: list[Action], layout: ParallelConfig) -> frozenset[tuple
 
 
 def recomputed_pairs(actions: list[Action], room: int) -> frozenset[tuple[int, int]]:
-    """The same, with everything kept of at most `room` pairs."""
+    """(micro-batch, chunk) pairs of one rank's `actions` that are recomputed, with everything kept of at most `room`
+    pairs at any time."""
     kept: set[tuple[int, int]] = set()
     dropped: set[tuple[int, int]] = set()
     for action in actions:

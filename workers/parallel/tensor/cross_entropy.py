@@ -234,6 +234,7 @@ def cross_entropy_and_log_z(
     comm: Comm,
     kernels: LossKernels = BY_BLOCKS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the square of each token's log Z [n], the natural logarithm of its sum of exponentials; 0 if there
-    is no target. Both have gradients. Keeps one more number per token for backward."""
+    """Loss of each token as from `vocabulary_parallel_cross_entropy`, and the square of each token's log Z [n], the
+    natural logarithm of its sum of exponentials; 0 if there is no target. Both have gradients. Keeps one more number
+    per token for backward."""
     return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, True, kernels)

@@ -59,7 +59,7 @@ def _gathering(x: torch.Tensor, rows: Rows, region: Region) -> tuple[torch.Tenso
 
 
 def _of_each_rank(whole: torch.Tensor, rows: Rows, ranks: int) -> torch.Tensor:
-    """These rows of every rank's part of the sequence: [s, b, o] -> [t, n, o], a view."""
+    """The `rows` of every rank's part of the sequence: [s, b, o] -> [t, n, o], a view."""
     by_rank = whole.view(ranks, len(whole) // ranks, -1, whole.shape[-1])
     return by_rank[:, slice(*rows)].flatten(1, 2)
 

@@ -97,7 +97,7 @@ class Casts(NamedTuple):
     both: Callable[[torch.Tensor, torch.dtype], Both]
 
     def compiled(self) -> Casts:
-        """The same functions, compiled to as few passes over the matrix as torch.compile finds."""
+        """Each function compiled to as few passes over the matrix as torch.compile finds."""
         compile_ = partial(torch.compile, dynamic=False)
         return Casts(compile_(self.rows), compile_(self.columns), compile_(self.both))
 

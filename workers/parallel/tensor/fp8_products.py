@@ -81,7 +81,7 @@ class Fp8Products(TorchProducts):
     def outputs(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
-        """The same of several layers with one input, which is cast once."""
+        """x W^T + b for each of several layers with one input, which is cast once."""
         known = self._known(weights)
         if known is None:
             return tuple([super(Fp8Products, self).output(x, *each) for each in zip(weights, biases, strict=True)])
@@ -130,8 +130,8 @@ class Fp8Products(TorchProducts):
         inputs_ni: torch.Tensor,
         keeps: Sequence[bool],
     ) -> None:
-        """The same of several layers with one input, which is cast once. 8-bit kernels cannot add to a matrix, so the
-        sum is a separate step."""
+        """Add grads^T inputs to the total of each of several layers with one input, which is cast once. 8-bit kernels
+        cannot add to a matrix, so the sum is a separate step."""
         if any(total_oi.data_ptr() not in self._totals for total_oi in totals_oi):
             for total_oi, grad_no, keep in zip(totals_oi, grads_no, keeps, strict=True):
                 super().add_weight_gradient(total_oi, grad_no, inputs_ni, keep)

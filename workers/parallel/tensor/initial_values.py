@@ -64,7 +64,7 @@ class Tile:
     """Distinguishes its seed from those of the parameter's other tiles."""
 
     def draw(self, seed: int, name: str, std: float) -> torch.Tensor:
-        """Its values, of parameter `name`, normal with standard deviation `std`."""
+        """The tile's values, of parameter `name`, normal with standard deviation `std`."""
         generator = torch.Generator().manual_seed(_name_seed(seed, name + self.mark))
         shape = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -90,7 +90,8 @@ class RowParallelLinear(ShardedModule):
 
 
 class GatedRowParallelLinear(RowParallelLinear):
-    """The same of silu(gate) up (SwiGLU, arXiv:2002.05202)."""
+    """y = (silu(gate) up) W^T + b (SwiGLU, arXiv:2002.05202) with W [out, in] split over its columns:
+    [s, b, in/t] each -> [s or s/t, b, out]."""
 
     def forward(  # type: ignore[override]
         self,

@@ -306,7 +306,8 @@ def gelu_row_parallel(
     recompute: bool,
     kind: Gelu = "gelu",
 ) -> torch.Tensor:
-    """The same of gelu(x) of that kind. With `recompute`, gelu(x) is not kept for backward, but x is."""
+    """The sum over ranks of gelu(x) W^T, with gelu of that kind, plus b and the residual once:
+    [s, b, i/t] -> [s or s/t, b, o], W [o, i/t]. With `recompute`, gelu(x) is not kept for backward, but x is."""
     return _GeluRowParallel.apply(x, residual, (weight, bias), region, recompute, kind)
 
 
@@ -319,7 +320,8 @@ def gated_row_parallel(
     residual: torch.Tensor | None,
     recompute: bool,
 ) -> torch.Tensor:
-    """The same of silu(gate) up, [s, b, i/t] each. With `recompute` only gate and up are kept for backward."""
+    """The sum over ranks of (silu(gate) up) W^T, plus b and the residual once: [s, b, i/t] each -> [s or s/t, b, o],
+    W [o, i/t]. With `recompute` only gate and up are kept for backward."""
     return _GatedRowParallel.apply(gate, up, residual, (weight, bias), region, recompute)
 
 

@@ -38,7 +38,7 @@ class Products(Protocol):
     def outputs(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
-        """The same of several layers that share their input."""
+        """x W^T + b for each of several layers that share their input: [..., i] -> [..., o], tensors of their own."""
         ...
 
     def output_into(
@@ -70,11 +70,12 @@ class Products(Protocol):
         inputs_ni: torch.Tensor,
         keeps: Sequence[bool],
     ) -> None:
-        """The same of several layers that share their input."""
+        """Add grads^T inputs to the total of each of several layers that share their input; without its `keep`,
+        overwrite it. Totals may have a wider type."""
         ...
 
     def add_bias_gradient(self, total_o: torch.Tensor, grads_no: torch.Tensor, keep: bool) -> None:
-        """The same with the sum of the gradients over tokens."""
+        """Add the sum of the gradients over tokens to `total_o`; without `keep`, overwrite it."""
         ...
 
     def gelu(self, x: torch.Tensor, kind: Gelu) -> torch.Tensor:

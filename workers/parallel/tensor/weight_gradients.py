@@ -70,7 +70,7 @@ class WeightGradients:
     def add_products(
         self, weights: Sequence[nn.Parameter], grads_no: Sequence[torch.Tensor], inputs_ni: torch.Tensor
     ) -> None:
-        """The same of several layers that share their input."""
+        """Add grads^T inputs, [out, in], to the gradient of each of `weights`, whose layers share their input."""
         totals, keeps = [main_grad(weight) for weight in weights], [_take_up(weight) for weight in weights]
         self._products.add_weight_gradients(totals, grads_no, inputs_ni, keeps)
         for weight in weights:

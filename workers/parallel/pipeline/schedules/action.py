@@ -39,7 +39,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=256)
 def of_all(kind: Kind, micro_batches: int, chunk: int = 0) -> tuple[Action, ...]:
-    """The same action for each micro-batch in turn; shared by all ranks of a schedule."""
+    """One action of this kind and chunk for each micro-batch in turn; shared by all ranks of a schedule."""
     return tuple(Action(kind, index, chunk) for index in range(micro_batches))
 
 
