@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("api", "service", "workers")
 FOLDERS = (*PACKAGES, "benchmarks", "deploy", "docs", "examples", "helm", "tests")
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILES = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
 ENDINGS = {file[start:] for file in FILES for start in [0, *(at.end() for at in re.finditer("/", file))]}
 """Of their paths, from each folder on: pages leave out what the text before says."""
