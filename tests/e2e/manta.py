@@ -19,6 +19,7 @@ from benchmarks.support import own_processes
 from service.keys.key_file import read_key
 from service.settings import Settings
 from service.states import is_final
+from workers.liveness.progress import progress_path
 from workers.paths import Paths
 
 SECONDS = 60.0
@@ -292,12 +293,12 @@ class Manta:
         return own_processes.agents(self.paths)
 
     def agent_of(self, job: str, rank: int) -> psutil.Process:
-        """The process of a rank's agent, by the log that it writes."""
-        log = str(self.paths.rank_log(job, rank))
-        writers: list[psutil.Process] = self.until(
-            "its agent", lambda: [each for each in self.agents() if _has_open(each, log)]
+        """The process of a rank's agent, by the record of its trainer's progress, which it maps."""
+        record = str(progress_path(self.paths.snapshot_folder(job), rank))
+        readers: list[psutil.Process] = self.until(
+            "its agent", lambda: [each for each in self.agents() if _has_mapped(each, record)]
         )
-        (agent,) = writers
+        (agent,) = readers
         return agent
 
     def leftovers(self, job: str) -> list[str]:
@@ -350,8 +351,8 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def _has_open(process: psutil.Process, path: str) -> bool:
+def _has_mapped(process: psutil.Process, path: str) -> bool:
     try:
-        return path in [file.path for file in process.open_files()]
+        return path in [each.path for each in process.memory_maps()]
     except psutil.NoSuchProcess:  # an agent of an earlier job, which has ended meanwhile
         return False

@@ -27,7 +27,7 @@ def while_it_hangs(monkeypatch, job):
     """Runs a test's coroutine, in virtual time, once a job has committed four steps and the save of the fourth, like
     every look at the folder, gets no answer."""
 
-    async def listed(self, folder, seconds=LOOK_SECONDS):
+    async def listed(self, folder, seconds=LOOK_SECONDS, job=None):
         await asyncio.sleep(seconds)
         return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {seconds:g} s")
 

@@ -90,8 +90,8 @@ async def _write(self: Store, operation: Callable[[Any], Any]) -> Any:
     return self.write(operation)
 
 
-async def _list(self: FolderReader, folder: Any, seconds: float = 0.0) -> Any:
-    return list_checkpoints(folder)
+async def _list(self: FolderReader, folder: Any, seconds: float = 0.0, job: str | None = None) -> Any:
+    return list_checkpoints(folder, job)
 
 
 def _future(name: str, work: Callable[[], Any]) -> Future[Any]:
