@@ -70,7 +70,7 @@ class ControlPlane(Protocol):
         ClusterUnavailable."""
 
     def stack(self, job_id: str, rank: int) -> RankStack:
-        """The current stack of a rank's trainer. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
+        """The current stack of a rank's trainer. Raises JobNotFound, NoRanks, RankNotFound, RankTimeout,
         ClusterUnavailable."""
 
     def resize(self, job_id: str) -> None:

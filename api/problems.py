@@ -20,11 +20,11 @@ from api.schemas import FieldProblem, Problem
 from api.security.access import Forbidden, PriorityTooHigh, Unauthenticated
 from api.security.permissions import shown
 from api.security.rate_limits import TooManyRequests
-from api.threads import FilesSilent
+from api.threads import FilesTimeout
 from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
 from service.control.faults import FaultNotPossible, FaultsNotAllowed
-from service.control.running_ranks import NoRanks, RankNotFound, RankSilent
+from service.control.running_ranks import NoRanks, RankNotFound, RankTimeout
 from service.exports import BadTarget, ExportNotPossible
 from service.ids import KEY_ID_PATTERN, NODE_ID_PATTERN, TARGET_PATTERN
 from service.keys.identity import PROJECT_PATTERN
@@ -46,7 +46,7 @@ from service.store import (
     JobNotFinal,
     JobNotFound,
     KeyNotFound,
-    LinkNotGood,
+    LinkInvalid,
     OutcomeUnknown,
     ProjectExists,
     ProjectNotFound,
@@ -99,7 +99,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (FaultNotPossible, "fault_not_possible"),
     (NoRanks, "no_ranks"),
     (RankNotFound, "rank_not_found"),
-    (RankSilent, "rank_silent"),
+    (RankTimeout, "rank_silent"),
     (TraceNotFound, "trace_not_found"),
     (TraceNotPossible, "trace_not_possible"),
     (NothingMeasured, "nothing_measured"),
@@ -108,7 +108,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (NodeLeaving, "node_leaving"),
     (NodeUnreachable, "node_unreachable"),
     (ClusterUnavailable, "cluster_unavailable"),
-    (FilesSilent, "files_silent"),
+    (FilesTimeout, "files_silent"),
     (LogsUnavailable, "logs_unavailable"),
     (MalformedJson, "malformed_json"),
     (SizeOutOfBounds, "size_out_of_bounds"),
@@ -118,7 +118,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (ProjectNotFound, "project_not_found"),
     (ProjectExists, "project_exists"),
     (KeyNotFound, "key_not_found"),
-    (LinkNotGood, "link_not_good"),
+    (LinkInvalid, "link_not_good"),
 )
 """Errors whose message is complete, and the code that each is answered with."""
 

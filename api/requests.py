@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.keys.identity import PROJECT_PATTERN, Scope
-from workers.config import MOST_LABELS, JobName, LabelKey, LabelValue, Priority
+from workers.config import MAX_LABELS, JobName, LabelKey, LabelValue, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
-from workers.timing.trace_orders import MOST_STEPS
+from workers.timing.trace_orders import MAX_STEPS
 from workers.weights.formats import Dtype, Format
 
 
@@ -75,7 +75,7 @@ class JobChanges(Body):
     """Name of the job."""
     priority: Priority = Field(0, json_schema_extra=_without_default)
     """Higher starts first among queued jobs."""
-    labels: Annotated[dict[LabelKey, LabelValue | None], Field(max_length=2 * MOST_LABELS)] = Field(
+    labels: Annotated[dict[LabelKey, LabelValue | None], Field(max_length=2 * MAX_LABELS)] = Field(
         {}, json_schema_extra=_without_default
     )
     """Labels to change, with null for those to remove; the others stay."""
@@ -132,7 +132,7 @@ class FaultRequest(Body):
 class TraceRequest(Body):
     """A request to record steps of a job."""
 
-    steps: Annotated[int, Field(strict=True, ge=1, le=MOST_STEPS)] = 1
+    steps: Annotated[int, Field(strict=True, ge=1, le=MAX_STEPS)] = 1
     """Number of steps."""
     step: Annotated[int, Field(strict=True, ge=0, le=2**53)] = 0
     """The first step is not before this one; default: as soon as possible."""

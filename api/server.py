@@ -24,7 +24,7 @@ from service.cluster.existing_ray import ExistingRay
 from service.cluster.ray_head import RayHead
 from service.control.control_plane import ControlPlane
 from service.control.options import ControlPlaneOptions
-from service.control.takeover import MOST_NAMED
+from service.control.takeover import MAX_NAMED
 from service.data_roots import LOOPBACK_HOSTS, roots_of
 from service.home.own_files import HomeUnusable, writing_in
 from service.ids import is_job_id
@@ -37,7 +37,7 @@ from service.store.location import RECORD, file_of, noted_in, parse_url, url_in
 from service.traces.traces import refuse_without_packages
 from workers.errors import MantaError
 from workers.storage.files import files_of
-from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
+from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -84,10 +84,10 @@ class DatabaseMissing(MantaError):
     """The home has the files of jobs, and its database knows none."""
 
     def __init__(self, location: str, folder: Path, jobs: Sequence[str]):
-        more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
+        more = f" and {len(jobs) - MAX_NAMED} more" if len(jobs) > MAX_NAMED else ""
         super().__init__(
             f"the database {location} is missing or has no jobs, but {folder} has the files of "
-            f"{', '.join(jobs[:MOST_NAMED])}{more}, which may be running: put the database's file back, with its -wal, "
+            f"{', '.join(jobs[:MAX_NAMED])}{more}, which may be running: put the database's file back, with its -wal, "
             "or restore a backup with `manta db restore FILE`; to begin anew without these jobs, move them away: "
             f"`mv {folder} {folder}.old`"
         )
@@ -254,7 +254,7 @@ def _try_certificate(tls: Tls) -> None:
         return
     for file in (tls.certificate, tls.key):
         try:
-            read_regular(file, MOST_SETTINGS_BYTES)
+            read_regular(file, MAX_SETTINGS_BYTES)
         except OSError as error:
             raise CertificateUnusable(f"{file} cannot be read: {error.strerror}; it is the file for TLS") from error
     try:  # with an invalid password, so that the user is not prompted for one

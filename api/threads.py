@@ -28,7 +28,7 @@ FILE_SECONDS = 20.0
 NODES = 8
 
 
-class FilesSilent(MantaError):
+class FilesTimeout(MantaError):
     """A file system that a request names does not answer."""
 
     def __init__(self, seconds: float):
@@ -58,7 +58,7 @@ class FileReads:
         self._places = asyncio.Semaphore(FILES)
 
     async def run(self, read: Callable[[], T]) -> T:
-        """The result of `read`. Raises FilesSilent if it takes too long, or no thread becomes free."""
+        """The result of `read`. Raises FilesTimeout if it takes too long, or no thread becomes free."""
         try:
             async with asyncio.timeout(FILE_SECONDS):
                 await self._places.acquire()
@@ -66,7 +66,7 @@ class FileReads:
                 answer.add_done_callback(self._give_back)
                 return await asyncio.shield(answer)
         except TimeoutError as error:
-            raise FilesSilent(FILE_SECONDS) from error
+            raise FilesTimeout(FILE_SECONDS) from error
 
     def _give_back(self, answer: asyncio.Future[T]) -> None:
         self._places.release()

@@ -28,7 +28,7 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
 from workers.liveness.rank_samples import unpacked
 
-MOST_RANKS_LISTED = 4096
+MAX_RANKS_LISTED = 4096
 LikeJob = tables.Job | Row[Any]
 """A job, or a row of `job_rows.understood`."""
 _WITH_ETA = frozenset({JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.RESIZING})
@@ -120,7 +120,7 @@ def dry_run_view(
     """What submitting `spec` would do. `plan`: of its layout, with a `note` on it, or on why there is none;
     `data_problem`: why its data could not be trained on."""
     layout = spec.layout
-    listed = layout.world_size <= MOST_RANKS_LISTED
+    listed = layout.world_size <= MAX_RANKS_LISTED
     return schemas.DryRun(
         spec=spec.model_dump(mode="json"),
         layout=schemas.Layout(

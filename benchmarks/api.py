@@ -36,7 +36,7 @@ from workers.errors import MantaError
 
 CLIENTS = 8
 POINTS = 1000
-MOST_SERIES = 10_000
+MAX_SERIES = 10_000
 READ_TARGET, LIST_TARGET, SERIES_TARGET, SUBMIT_TARGET = 2.0, 2.0, 5.0, 3.0
 STREAMS_TARGET = 2.0
 MEMORY_TARGET = 600.0
@@ -103,7 +103,7 @@ def _service(home: Path, url: str) -> Iterator[tuple[str, psutil.Process]]:
 def _ask_all(report: Report, store: Store, filled: Filled, address: str, key: str, options: argparse.Namespace) -> None:
     # As `after_step` is another each time, so is the series: none of these is kept.
     series = [
-        f"/v1/jobs/{filled.longest}/metrics?max_points={POINTS}&after_step={after}" for after in range(MOST_SERIES)
+        f"/v1/jobs/{filled.longest}/metrics?max_points={POINTS}&after_step={after}" for after in range(MAX_SERIES)
     ]
     # By LIMIT: asked to find the steps up to 1,000, PostgreSQL reads the whole table.
     first_thousand = f"SELECT * FROM metrics WHERE job_id = '{filled.longest}' ORDER BY step LIMIT {POINTS}"

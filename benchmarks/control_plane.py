@@ -34,9 +34,9 @@ from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
 
 NODES, SLOTS = 8, 16
-LEAST_STEPS = 4
+MIN_STEPS = 4
 LAYOUTS = ({"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2, "data": 2})
-MOST_SECONDS_ALIVE = 3.0
+MAX_SECONDS_ALIVE = 3.0
 """Until a control plane is killed, from its start: some do not live to be ready."""
 STUCK_SECONDS = 120.0
 """All jobs together have stood still for that long after the last kill: something is stuck."""
@@ -129,7 +129,7 @@ def _submit_all(store: Store, options: argparse.Namespace, draw: random.Random) 
     """The jobs, and how many steps each has."""
     steps = {}
     for i in range(options.jobs):
-        last = draw.randint(LEAST_STEPS, options.steps)
+        last = draw.randint(MIN_STEPS, options.steps)
         steps[_submit(store, f"job-{i}", last, draw.choice(LAYOUTS))] = last
     return steps
 
@@ -208,7 +208,7 @@ def _kills(report: Report, options: argparse.Namespace) -> None:
         for _ in range(options.kills):
             beside_jobs += not all(is_final(state) for state in _states(store, steps).values())
             plane = ControlPlaneProcess(home, cluster.socket, url)
-            time.sleep(draw.uniform(0.0, MOST_SECONDS_ALIVE))
+            time.sleep(draw.uniform(0.0, MAX_SECONDS_ALIVE))
             plane.kill()
             ready += bool(plane.process.stdout and plane.process.stdout.read())
         plane = ControlPlaneProcess(home, cluster.socket, url)

@@ -16,8 +16,8 @@ from typing import IO
 
 from sqlalchemy.orm import Session
 
+from service.backoff import backoff
 from service.file_work import LOOK_SECONDS, FileWork, NotFinished
-from service.pauses import growing_pauses
 from service.settings import without_secrets
 from service.store import Store, checkpoints, events, exports
 from service.store.retries import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, may_pass
@@ -138,7 +138,7 @@ class Exports:
                     f"nothing was written for {STALLED_SECONDS:g} s: see that the file systems or stores of the "
                     "checkpoint and of the folder answer, and export it again"
                 )
-            for pause in growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
+            for pause in backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
                 noted = self._written(lambda session: _note_end(session, run, job_id, target, problem))
                 if noted or self._closed.wait(pause):
                     break

@@ -26,7 +26,7 @@ from service.store.paging import Page
 FRESH_SECONDS = 1.0
 SETTLED_SECONDS = 60.0
 """Seconds after a job's end by which everything about it has been stored."""
-MOST_KEPT_BYTES = 32 * 2**20
+MAX_KEPT_BYTES = 32 * 2**20
 """Bytes of JSON, of some 15,000 jobs; with their rows it is about twice that."""
 
 
@@ -105,7 +105,7 @@ class RenderedJobs:
                 replaced = self._kept.pop(job_id, None)
                 self._kept[job_id] = job
                 self._kept_bytes += _bytes_of(job) - (0 if replaced is None else _bytes_of(replaced))
-            while self._kept_bytes > MOST_KEPT_BYTES:
+            while self._kept_bytes > MAX_KEPT_BYTES:
                 _, oldest = self._kept.popitem(last=False)
                 self._kept_bytes -= _bytes_of(oldest)
 

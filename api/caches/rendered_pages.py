@@ -14,7 +14,7 @@ from api.caches.kept_answers import KeptAnswers
 from api.caches.rendered_jobs import RenderedJobs
 from service.store import Store, job_rows
 
-MOST_KEPT_BYTES = 32 * 2**20
+MAX_KEPT_BYTES = 32 * 2**20
 """Bytes of answers and of what they are checked against: some 250 pages of 50 jobs."""
 
 
@@ -35,7 +35,7 @@ class RenderedPages:
         self,
         jobs: RenderedJobs,
         clock: Callable[[], float] = time.monotonic,
-        most_bytes: int = MOST_KEPT_BYTES,
+        most_bytes: int = MAX_KEPT_BYTES,
     ):
         """`jobs`: source of the jobs. `most_bytes`: maximum size."""
         self._jobs, self._clock = jobs, clock

@@ -13,7 +13,7 @@ from api.caches.kept_answers import KeptAnswers
 from service.store import Store, metric_points, metrics
 from workers.metrics.nonfinite import spell_series
 
-MOST_KEPT_BYTES = 16 * 2**20
+MAX_KEPT_BYTES = 16 * 2**20
 """Some 200 series of 1,000 points."""
 
 
@@ -33,7 +33,7 @@ class RenderedSeriesOfJobs:
     """The most recently requested series. May be used by many threads."""
 
     def __init__(self) -> None:
-        self._kept: KeptAnswers[tuple[Any, ...], RenderedSeries] = KeptAnswers(MOST_KEPT_BYTES)
+        self._kept: KeptAnswers[tuple[Any, ...], RenderedSeries] = KeptAnswers(MAX_KEPT_BYTES)
 
     def one(
         self,

@@ -13,9 +13,9 @@ from api.caches.kept_answers import KeptAnswers
 from service.store import Store, job_rows, metrics
 from workers.metrics.nonfinite import spell_series
 
-MOST_JOBS = 200
+MAX_JOBS = 200
 POINTS = 32
-MOST_KEPT_BYTES = 8 * 2**20
+MAX_KEPT_BYTES = 8 * 2**20
 """Bytes of some 10,000 jobs."""
 
 
@@ -23,7 +23,7 @@ class RenderedSparklines:
     """The most recently requested sparklines. May be used by many threads."""
 
     def __init__(self) -> None:
-        self._kept: KeptAnswers[tuple[Any, ...], bytes] = KeptAnswers(MOST_KEPT_BYTES)
+        self._kept: KeptAnswers[tuple[Any, ...], bytes] = KeptAnswers(MAX_KEPT_BYTES)
 
     def some(self, store: Store, job_ids: Sequence[str], bound: str | None) -> bytes:
         """The sparklines of those of these jobs that exist, of the project `bound` if given, in the form of an

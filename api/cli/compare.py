@@ -16,7 +16,7 @@ from api.cli.tables import table
 from api.schemas import Items, Job
 from workers.metrics.nonfinite import spell
 
-MOST_JOBS = 1000
+MAX_JOBS = 1000
 """Maximum number of jobs with a label: the length of a page of the list."""
 FIGURES = ("loss", "validation_loss", "tokens_per_second")
 _ABSENT = object()
@@ -40,9 +40,7 @@ def compare(
         raise fail("give the jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
     with connect(url) as client:
         page = (
-            client.jobs(labels=label, limit=MOST_JOBS)
-            if label
-            else Items(items=[client.job(job) for job in jobs or ()])
+            client.jobs(labels=label, limit=MAX_JOBS) if label else Items(items=[client.job(job) for job in jobs or ()])
         )
     if page.next_cursor is not None:
         typer.echo(f"Only the newest {len(page.items)} jobs with that label are compared.", err=True)

@@ -14,7 +14,7 @@ import typer
 from api.cli.main import EXIT_BAD_INPUT, Json
 from api.cli.service import Database, settings_with
 from api.server import lock_home
-from service.control.takeover import MOST_NAMED
+from service.control.takeover import MAX_NAMED
 from service.settings import Settings
 from service.states import SUPERVISED
 from service.store import Store
@@ -44,9 +44,9 @@ class JobsOfReleaseBefore(MantaError):
     """Jobs are running under a release that could no longer use the database; the message lists them."""
 
     def __init__(self, jobs: Sequence[str], location: str):
-        more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
+        more = f" and {len(jobs) - MAX_NAMED} more" if len(jobs) > MAX_NAMED else ""
         super().__init__(
-            f"{', '.join(jobs[:MOST_NAMED])}{more} may be running under a release that could not use {location} after "
+            f"{', '.join(jobs[:MAX_NAMED])}{more} may be running under a release that could not use {location} after "
             "its migration, so nothing was changed: pause them, or let them finish, and then upgrade; "
             "`manta up` first asks their processes whether it can take them over (docs/operations.md, Upgrades)"
         )

@@ -11,7 +11,7 @@ import typer
 
 from api.cli.main import EXIT_BAD_INPUT, fail
 from workers.spec.changes import changes_in, with_changes
-from workers.spec.reading import MOST_BYTES, document_of, read_document, with_absolute_paths
+from workers.spec.reading import MAX_BYTES, document_of, read_document, with_absolute_paths
 
 Changes = Annotated[
     list[str] | None,
@@ -26,7 +26,7 @@ def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
         if file == Path("-"):
             if sys.stdin is None:
                 raise fail("standard input is closed: name a file, or pass the job's document there", EXIT_BAD_INPUT)
-            content = typer.get_binary_stream("stdin").read(MOST_BYTES + 1)
+            content = typer.get_binary_stream("stdin").read(MAX_BYTES + 1)
             document = document_of(content, "standard input", Path.cwd())
         else:
             document = read_document(file)

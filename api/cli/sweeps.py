@@ -18,7 +18,7 @@ from api.cli.main import EXIT_FAILED, fail
 from api.client import MantaClient
 from api.schemas import DryRun
 from workers.config import JobSpec
-from workers.config.fields import MOST_CHARACTERS_OF_A_NAME
+from workers.config.fields import MAX_CHARACTERS_OF_A_NAME
 from workers.spec.changes import combinations_in, with_changes
 from workers.spec.reading import with_absolute_paths
 
@@ -43,7 +43,7 @@ def variants(document: Any, sweeps: Sequence[str], sweep: str) -> list[Variant]:
     made = []
     for number, values in enumerate(combinations_in(sweeps), start=1):
         tail = f"-{number}"
-        changes = {"name": name[: MOST_CHARACTERS_OF_A_NAME - len(tail)] + tail, **values}
+        changes = {"name": name[: MAX_CHARACTERS_OF_A_NAME - len(tail)] + tail, **values}
         changed = labelled(with_changes(document, changes), [f"{LABEL}={sweep}"])
         said = ", ".join(f"{path}={render.value_in_words(value)}" for path, value in values.items())
         made.append(Variant(with_absolute_paths(changed, Path.cwd()), said))

@@ -16,7 +16,7 @@ from api.cli.tables import table
 from api.client import MantaClient, calls
 from api.requests import TraceRequest
 from api.schemas import traces as trace_schemas
-from workers.timing.trace_orders import MOST_STEPS
+from workers.timing.trace_orders import MAX_STEPS
 
 ENDINGS = (".json", ".pftrace")
 _OVER = tuple(f"trace_{state}" for state in ("complete", "partial", "failed"))
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 def trace(
     job: JobId,
     step: Annotated[int, typer.Option("--step", min=0, help="First step to record; default: as soon as possible.")] = 0,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=MOST_STEPS, help="Number of steps to record.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=MAX_STEPS, help="Number of steps to record.")] = 1,
     output: Annotated[
         Path | None,
         typer.Option("--output", help="Write the trace to this file: .json, or .pftrace for Perfetto.", dir_okay=False),

@@ -18,7 +18,6 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from api.client import calls, job_names
-from api.client.async_client import AsyncMantaClient
 from api.client.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
 from api.client.patience import FollowedStream, Patience
 from api.client.rest_call import (
@@ -54,7 +53,6 @@ from api.schemas import (
     MetricSeries,
     Node,
     Plans,
-    Problem,
     Rank,
     Recovery,
     Stream,
@@ -68,8 +66,6 @@ from service.settings import Settings
 from service.states import is_final
 from workers.protocol.messages import FaultKind
 from workers.spec.changes import with_changes
-
-__all__ = ["ApiError", "AsyncMantaClient", "MantaClient", "Problem", "ServiceUnreachable", "find_url"]
 
 T = TypeVar("T")
 LONGEST_WAIT_SECONDS = 60.0

@@ -12,7 +12,7 @@ from api import requests, schemas
 from api.client.rest_call import ApiError, Call, JobPath
 from api.schemas import access as access_schemas
 from api.schemas import traces as trace_schemas
-from workers.config.fields import JOB_NAME, MOST_CHARACTERS_OF_A_NAME
+from workers.config.fields import JOB_NAME, MAX_CHARACTERS_OF_A_NAME
 
 T = TypeVar("T")
 _DELETION_SECONDS = 600.0  # checkpoints may be large, and file systems slow
@@ -27,7 +27,7 @@ def _job(job: str, resource: str = "") -> JobPath:
 
 def checked_job(job: str) -> str:
     """`job`, if it can be a job's id or name. Raises ApiError."""
-    if not re.fullmatch(JOB_NAME, job) or len(job) > MOST_CHARACTERS_OF_A_NAME:
+    if not re.fullmatch(JOB_NAME, job) or len(job) > MAX_CHARACTERS_OF_A_NAME:
         raise no_such_job(f"no job can have the id or the name {job!r}")
     return job
 

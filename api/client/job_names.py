@@ -11,13 +11,13 @@ from api.client.calls import checked_job, no_such_job
 from api.client.rest_call import ApiError, Call
 from service.ids import is_job_id
 
-MOST_LISTED = 10
+MAX_LISTED = 10
 """Maximum number of jobs of one name that a user can choose from."""
 
 
 def lookup(name: str) -> Call[schemas.Items[schemas.Job]]:
     """The newest jobs with exactly that name, without their specs. Raises ApiError for text that cannot be a name."""
-    parameters = {"name": checked_job(name), "limit": MOST_LISTED, "spec": "false"}
+    parameters = {"name": checked_job(name), "limit": MAX_LISTED, "spec": "false"}
     return Call(schemas.Items[schemas.Job], "GET", "/v1/jobs", parameters)
 
 

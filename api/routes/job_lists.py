@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 
 from api import schemas
 from api.app_state import state_of
-from api.caches.rendered_sparklines import MOST_JOBS
+from api.caches.rendered_sparklines import MAX_JOBS
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
 from api.security.access import Caller
@@ -21,7 +21,7 @@ from service.store.job_filters import JobFilter, JobOrder
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
-_MOST_LABELS = 16
+_MAX_LABELS = 16
 _STATES = Query(
     description=f"Only jobs in one of these states; may be repeated or separated by commas: {', '.join(STATE_NAMES)}"
 )
@@ -85,13 +85,13 @@ async def list_sparklines(
     request: Request,
     control: Control,
     caller: Caller,
-    jobs: Annotated[str, Query(max_length=20 * MOST_JOBS, description=f"At most {MOST_JOBS} ids, separated by commas")],
+    jobs: Annotated[str, Query(max_length=20 * MAX_JOBS, description=f"At most {MAX_JOBS} ids, separated by commas")],
 ) -> Response:
     """Losses of several jobs, downsampled for a sparkline in a table. Jobs that the caller cannot access are
     omitted."""
     job_ids = tuple(dict.fromkeys(jobs.split(",")))
-    if len(job_ids) > MOST_JOBS or not all(map(is_job_id, job_ids)):
-        raise _refused("jobs", f"must be at most {MOST_JOBS} ids of jobs, separated by commas")
+    if len(job_ids) > MAX_JOBS or not all(map(is_job_id, job_ids)):
+        raise _refused("jobs", f"must be at most {MAX_JOBS} ids of jobs, separated by commas")
     rendered, threads = state_of(request.app).rendered_sparklines, read_threads_of(request).series
     body = await threads.run(control.store, lambda: rendered.some(control.store, job_ids, caller.bound))
     return Response(body, media_type="application/json")
@@ -107,8 +107,8 @@ def _states(given: list[str]) -> tuple[str, ...]:
 
 def _labels(given: list[str]) -> tuple[tuple[str, str | None], ...]:
     """The labels in a parameter that may be repeated. Raises RequestValidationError."""
-    if len(given) > _MOST_LABELS:
-        raise _refused("label", f"at most {_MOST_LABELS} labels per request")
+    if len(given) > _MAX_LABELS:
+        raise _refused("label", f"at most {_MAX_LABELS} labels per request")
     parts = [text.partition("=") for text in dict.fromkeys(given)]
     if not all(key for key, _, _ in parts):
         raise _refused("label", "must be key=value, or a key alone")

@@ -20,7 +20,7 @@ from api.security.access import Caller, request_of_caller
 from api.security.credentials import cookie_name
 from api.security.permissions import DASHBOARD_PATH, LINK_PATH
 from service.keys.identity import digest_of, new_browser_token
-from service.store import LinkNotGood, audit, browser_tokens, keys
+from service.store import LinkInvalid, audit, browser_tokens, keys
 from service.store.access_tables import BrowserToken
 from service.store.audit import AuditRecord
 
@@ -64,7 +64,7 @@ def open_link(request: Request, control: Control, token: Annotated[str, Path(des
 
     try:
         begun = control.store.write(operation)
-    except LinkNotGood:
+    except LinkInvalid:
         if "text/html" not in request.headers.get("accept", ""):
             raise
         return RedirectResponse(dashboard, HTTPStatus.SEE_OTHER, headers=_KEPT_PRIVATE)

@@ -23,7 +23,7 @@ from service.store import JobNotFound, Store, jobs
 from workers.errors import MantaError
 
 _REQUEST = "manta.request"
-_MOST_KNOWN = 10_000
+_MAX_KNOWN = 10_000
 
 
 class Unauthenticated(MantaError):
@@ -169,7 +169,7 @@ class JobProjects:
         project = self._known.get(job_id)
         if project is None:
             project = self._known[job_id] = await run_in_threadpool(self._look, job_id)
-            if len(self._known) > _MOST_KNOWN:
+            if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         if project != bound:
             raise JobNotFound(job_id)

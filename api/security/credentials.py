@@ -15,7 +15,7 @@ from service.store import Store, browser_tokens, keys
 
 KNOWN_SECONDS = 1.0
 """Seconds that an answer of the database is used; a key that another process revoked is refused after that."""
-_MOST_KNOWN = 10_000
+_MAX_KNOWN = 10_000
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Identities:
             known = await run_in_threadpool(self._look, credential)
             if known is None:
                 return None
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             self._known[credential] = known
         return known.who if self._now() < known.until else None

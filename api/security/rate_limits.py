@@ -12,7 +12,7 @@ from service.settings import RequestLimits
 from workers.errors import MantaError
 
 _BURST_SECONDS = 2.0
-_MOST_CALLERS = 10_000
+_MAX_CALLERS = 10_000
 
 
 class TooManyRequests(MantaError):
@@ -46,7 +46,7 @@ class TokenBuckets:
         now = self._clock()
         bucket = self._buckets.setdefault(caller, _Bucket(self._size, now))
         self._buckets.move_to_end(caller)
-        if len(self._buckets) > _MOST_CALLERS:
+        if len(self._buckets) > _MAX_CALLERS:
             self._buckets.popitem(last=False)  # the oldest bucket is most likely full again
         bucket.tokens = min(self._size, bucket.tokens + (now - bucket.at) * self._rate)
         bucket.at = now

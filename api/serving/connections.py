@@ -22,12 +22,12 @@ HEAD_SECONDS = 15.0
 UNREAD_SECONDS = 300.0
 """Seconds that a connection may leave sent data unread. A client that pages through a stream can reconnect where it
 broke off."""
-MOST_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of a request's line and headers; also of what comes between two parts of a body, or after the last."""
-MOST_HEADERS = 200
-MOST_PIPELINED = 8
+MAX_HEADERS = 200
+MAX_PIPELINED = 8
 """Requests that a connection may send before it has the answer to an earlier one. Ordinary clients send none."""
-MOST_CONNECTIONS = 8192
+MAX_CONNECTIONS = 8192
 _OTHER_FILES = 256
 """Files that the service opens in addition to connections: its database, logs, Ray."""
 
@@ -35,13 +35,13 @@ _OTHER_FILES = 256
 def connections_at_once() -> int:
     """Number of connections that the process can hold, given its limit of open files, which is raised as far as needed
     and allowed."""
-    return max(1, raise_limit(MOST_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES)
+    return max(1, raise_limit(MAX_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES)
 
 
 class LimitedConnection(HttpToolsProtocol):
     """One connection of a service; see `limited_to`."""
 
-    most = MOST_CONNECTIONS
+    most = MAX_CONNECTIONS
     """Maximum number of connections."""
     _head_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class LimitedConnection(HttpToolsProtocol):
             return
         self._outside_bodies += len(data)
         super().data_received(data)
-        if self._outside_bodies > MOST_HEAD_BYTES and not self.transport.is_closing():
+        if self._outside_bodies > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse("head_too_large")
         elif self._reads_a_body_or_answers():
             self._end_wait()
@@ -74,14 +74,14 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One more header, or trailer."""
-        self._stop_unless(len(self.headers) < MOST_HEADERS)
+        self._stop_unless(len(self.headers) < MAX_HEADERS)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete. The parser is fed more than a head at once, so its size is known only here."""
         self._outside_bodies = 0
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        self._stop_unless(size <= MOST_HEAD_BYTES and len(self.pipeline) < MOST_PIPELINED)
+        self._stop_unless(size <= MAX_HEAD_BYTES and len(self.pipeline) < MAX_PIPELINED)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -156,8 +156,8 @@ def limited_to(most: int) -> type[LimitedConnection]:
 
 _DETAILS = {
     "too_many_connections": "the service holds as many connections as it can; try again in a moment",
-    "head_too_large": f"the request's line and headers, or what is around its body, have more than {MOST_HEAD_BYTES} "
-    f"bytes or {MOST_HEADERS} lines, which no request needs",
+    "head_too_large": f"the request's line and headers, or what is around its body, have more than {MAX_HEAD_BYTES} "
+    f"bytes or {MAX_HEADERS} lines, which no request needs",
     "http_error": "this is not HTTP that the service can read",
 }
 

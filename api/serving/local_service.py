@@ -15,7 +15,7 @@ from service.home.own_files import OwnFileUnusable, read_own, writing_in
 from service.keys.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from workers.errors import MantaError
-from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
+from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 """The address of a service unless another one is given."""
@@ -132,7 +132,7 @@ def trust_in(settings: Settings, url: str) -> ssl.SSLContext | bool:
         return True
     file = Path(str(announced["certificate"]))
     try:
-        certificate = read_regular(file, MOST_SETTINGS_BYTES).decode("ascii", "ignore")
+        certificate = read_regular(file, MAX_SETTINGS_BYTES).decode("ascii", "ignore")
         trust = ssl.create_default_context(
             cadata=certificate or "nothing"
         )  # for "" it would trust what the machine does

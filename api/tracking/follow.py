@@ -12,7 +12,7 @@ from api.schemas import Job, MetricSeries
 from api.tracking.targets import Row, Target
 from service.states import JobState
 
-MOST_STEPS = 10_000
+MAX_STEPS = 10_000
 """In one answer; where there are more, the service thins them out."""
 POLL_SECONDS = 2.0
 
@@ -38,7 +38,7 @@ def track(
     written, patience = 0, Patience()
     for job in watch(reader, job_id, poll_seconds, patience):
         after = written
-        new = patience.ask(lambda: reader.metrics(job_id, after_step=after, max_points=MOST_STEPS))  # noqa: B023
+        new = patience.ask(lambda: reader.metrics(job_id, after_step=after, max_points=MAX_STEPS))  # noqa: B023
         for step, row in _rows(new):
             for target in targets:
                 target.write(step, row)

@@ -1,4 +1,4 @@
-"""The baselines' job under Ray Train: `baseline_ray_train.py FOLDER STEPS CHECKPOINT_EVERY WORKERS MOST_FAILURES`.
+"""The baselines' job under Ray Train: `baseline_ray_train.py FOLDER STEPS CHECKPOINT_EVERY WORKERS MAX_FAILURES`.
 
 Run with a Python that has `ray[train]`, as a program of its own: it starts a Ray and ends it.
 """

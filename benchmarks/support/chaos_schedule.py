@@ -12,8 +12,8 @@ CHECKPOINT_EVERY = 20
 FIRST_STRIKE, LAST_STRIKE = 3, 40
 SLOW_SECONDS = 0.03
 """How much longer rank 0 takes for each step, so that a strike from outside still meets a running job."""
-MOST_STRIKES = 3
-MOST_RESTARTS = 40
+MAX_STRIKES = 3
+MAX_RESTARTS = 40
 
 Layout = tuple[int, int, int]
 LAYOUTS: tuple[Layout, ...] = (
@@ -124,7 +124,7 @@ class Schedule:
                 "sequence_parallel": tensor > 1,
             },
             "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep": 3},
-            "recovery": {"max_restarts": MOST_RESTARTS},
+            "recovery": {"max_restarts": MAX_RESTARTS},
         }
 
 
@@ -135,7 +135,7 @@ def schedule(seed: int, number: int) -> Schedule:
     ranks = layout[0] * layout[1] * layout[2]
     zero = draw.choice((0, 1)) if layout[2] > 1 else 0
     first = list(WAYS)[number % len(WAYS)]
-    more = draw.choices([way for way in WAYS if way not in CONTROL], k=draw.randint(0, MOST_STRIKES - 1))
+    more = draw.choices([way for way in WAYS if way not in CONTROL], k=draw.randint(0, MAX_STRIKES - 1))
     # While the control plane comes back the job goes on, perhaps to its end: nothing else can be sure to befall it.
     ways = [first] if first == "control_starting" else [*more, first] if first in CONTROL else [first, *more]
     ways = ["kill" if way in ERRORS and way in ways[:at] else way for at, way in enumerate(ways)]

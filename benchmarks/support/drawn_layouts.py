@@ -9,7 +9,7 @@ from workers.accounting.flops import step_flops
 from workers.config import JobSpec
 from workers.spec.rules import find_problems
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 FLOPS = (8e9, 1.2e11)
 """Of a step: 50 ms to about a second on two cores."""
 CHUNKS = {"interleaved": 2, "zb-v": 2}
@@ -64,6 +64,6 @@ def _document(draw: random.Random) -> dict[str, Any]:
 
 def _will_do(document: dict[str, Any]) -> bool:
     spec = JobSpec.model_validate(document)
-    if find_problems(spec) or spec.layout.world_size > MOST_RANKS:
+    if find_problems(spec) or spec.layout.world_size > MAX_RANKS:
         return False
     return FLOPS[0] <= step_flops(spec).hardware_causal <= FLOPS[1]

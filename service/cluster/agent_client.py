@@ -54,7 +54,7 @@ class AgentLost(AgentError):
     """The actor, its node or the connection to it is gone."""
 
 
-class AgentSilent(AgentError):
+class AgentTimeout(AgentError):
     """The actor did not answer in time."""
 
 
@@ -214,12 +214,12 @@ class NodeClient(Protocol):
 
 
 async def within(seconds: float, answer: Awaitable[T]) -> T:
-    """The answer of an agent. Raises AgentSilent if it takes longer than `seconds`."""
+    """The answer of an agent. Raises AgentTimeout if it takes longer than `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
     except TimeoutError as error:
-        raise AgentSilent(f"no answer in {seconds:g} s") from error
+        raise AgentTimeout(f"no answer in {seconds:g} s") from error
 
 
 class RayActor:

@@ -61,7 +61,7 @@ class Cluster:
         self.is_elsewhere = False
         """Whether its nodes may see other files than the control plane does."""
 
-    def obey(self, epoch: OrderEpoch) -> None:
+    def fence_with(self, epoch: OrderEpoch) -> None:
         """From now on, do what concerns a job only if `epoch` permits it."""
         self._epoch = self.agents.epoch = self.groups.epoch = epoch
 

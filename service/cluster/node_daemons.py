@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from service.cluster.agent_client import AgentError, AgentSilent, NodeClient, RayNodeDaemon, within
+from service.cluster.agent_client import AgentError, AgentTimeout, NodeClient, RayNodeDaemon, within
 from service.cluster.connection import RayConnection, detached
 from service.cluster.node_problems import problem_of, problem_of_start
 from service.cluster.nodes import Nodes, keep_keys
@@ -132,7 +132,7 @@ class NodeDaemons:
                     actor = await self._ray.run(self._create, node, zygote_options, zygote_environment or {})
                 daemon = RayNodeDaemon(self._ray.module, actor)
                 about = await within(START_SECONDS if patient else ANSWER_SECONDS, daemon.start())
-            except AgentSilent:
+            except AgentTimeout:
                 break  # another attempt would find the same one
             except AgentError as error:
                 if existing is None:

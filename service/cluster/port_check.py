@@ -16,7 +16,7 @@ from workers.node.reachability import unreached
 from workers.protocol.messages import Endpoint
 from workers.system.own_address import address_towards
 
-MOST_NODES, PEERS = 256, 16
+MAX_NODES, PEERS = 256, 16
 """If there are more nodes, this many are drawn, and each tries this many others: a thousand nodes would need a million
 attempts."""
 PORTS = 3
@@ -70,7 +70,7 @@ async def check_ports(cluster: Cluster) -> PortCheck:
     """Let the nodes try each other. Raises ClusterUnavailable."""
     alive = [node for node in await cluster.nodes.known() if node.alive and node.id not in cluster.nodes.lost]
     nodes = [node for node in alive if node.holds_ranks]
-    drawn = random.sample(nodes, min(len(nodes), MOST_NODES))
+    drawn = random.sample(nodes, min(len(nodes), MAX_NODES))
     invited = await asyncio.gather(*(_invite(cluster, node) for node in drawn))
     parties = [each for each in invited if isinstance(each, _Party)]
     without_ranks = [_of_ray(node) for node in alive if not node.holds_ranks]

@@ -209,7 +209,7 @@ class ControlPlane:
         self._cluster = cluster
         self._ranks = RunningRanks(self._store, cluster)
         self._injector = FaultInjector(self._store, cluster, self._owners.agents_of)
-        cluster.obey(self._leases.epoch)
+        cluster.fence_with(self._leases.epoch)
         self._leases.begin()
         kept_days = self._options.kept_days
         retention = Retention(cluster.paths, kept_days, self._file_work) if kept_days else None
@@ -357,7 +357,7 @@ class ControlPlane:
         return self._call(self._begun(self._ranks).waits(job_id))
 
     def stack(self, job_id: str, rank: int) -> RankStack:
-        """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
+        """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankTimeout,
         ClusterUnavailable."""
         return self._call(self._begun(self._ranks).stack(job_id, rank))
 

@@ -24,7 +24,7 @@ Check = Callable[[JobSpec], Awaitable[str | None]]
 """Returns why a job cannot be trained on its data; None if it can. May never return."""
 
 
-class DataSilent(MantaError):
+class DataTimeout(MantaError):
     """The file systems of a job's data have not answered yet."""
 
     def __init__(self, keeps_turn: bool):
@@ -62,21 +62,21 @@ class DataLooks:
             self._under_way.pop(job_id).answer.cancel()
 
     async def problem(self, job_id: str, spec: JobSpec) -> str | None:
-        """Why the job cannot be trained on its data; None if it can. Raises DataSilent if that is not known yet: ask
+        """Why the job cannot be trained on its data; None if it can. Raises DataTimeout if that is not known yet: ask
         again."""
         look = self._under_way.get(job_id) or self._begun(job_id, spec)
         await asyncio.wait({look.answer}, timeout=0.0 if look.is_silent else LOOK_SECONDS)
         if not look.answer.done():
-            raise DataSilent(keeps_turn=not look.is_silent)
+            raise DataTimeout(keeps_turn=not look.is_silent)
         del self._under_way[job_id]
         return look.answer.result()
 
     def _begun(self, job_id: str, spec: JobSpec) -> _Look:
-        """Raises DataSilent if another job's look at the same files is unanswered."""
+        """Raises DataTimeout if another job's look at the same files is unanswered."""
         paths = frozenset(named_paths(spec).values())
         silent = [each for each in self._under_way.values() if each.is_silent]
         if any(each.paths == paths for each in silent):
-            raise DataSilent(keeps_turn=False)
+            raise DataTimeout(keeps_turn=False)
         look = self._under_way[job_id] = _Look(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
         return look
 

@@ -11,6 +11,7 @@ from functools import partial
 
 from sqlalchemy.orm import Session
 
+from service.backoff import backoff
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, needs_traceback
 from service.cluster.idle_nodes import IdleNodes
@@ -20,7 +21,6 @@ from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.leases.decisions import HOUSEKEEPING
 from service.leases.held import HeldLease, Leases
-from service.pauses import growing_pauses
 from service.removal.retention import Retention, SeenExpired
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, checkpoints, deletion, failed_jobs, jobs
@@ -147,7 +147,7 @@ class Housekeeping:
         """Release what finished, paused and queued jobs still hold. `listed`: set once Ray has listed it. Jobs whose
         resources cannot be released are retried; only these jobs wait."""
         remaining: Collection[str] | None = None
-        pauses = growing_pauses(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+        pauses = backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         while remaining is None or remaining:
             try:
                 remaining = scheduler.not_released = await self._release_those_without_owner(remaining)

@@ -25,7 +25,7 @@ STACK_SECONDS = 5.0
 FRESH_SECONDS = 0.5
 """Requests that come this soon after another one get the same answer, so that thousands of agents are asked once for
 all viewers."""
-_MOST_KEPT = 64
+_MAX_KEPT = 64
 
 
 class NoRanks(MantaError):
@@ -42,7 +42,7 @@ class RankNotFound(MantaError):
         super().__init__(no_such_rank(job_id, rank, count))
 
 
-class RankSilent(MantaError):
+class RankTimeout(MantaError):
     """The rank's agent, or its trainer, does not answer."""
 
     def __init__(self, rank: int, why: str):
@@ -83,7 +83,7 @@ class RunningRanks:
         if look is None or (look.done() and now - began > FRESH_SECONDS):
             began, look = now, asyncio.create_task(self._look(job_id), name=f"waits of {job_id}")
         self._looks[job_id] = began, look
-        while len(self._looks) > _MOST_KEPT:
+        while len(self._looks) > _MAX_KEPT:
             self._looks.pop(next(iter(self._looks)))
         return await asyncio.shield(look)  # other callers may wait for it too
 
@@ -101,22 +101,22 @@ class RunningRanks:
 
     async def stack(self, job_id: str, rank: int) -> RankStack:
         """The stacks of a rank's trainer, which it writes itself wherever it is. Raises JobNotFound, NoRanks,
-        RankNotFound, RankSilent, ClusterUnavailable."""
+        RankNotFound, RankTimeout, ClusterUnavailable."""
         _, rows = await asyncio.to_thread(self._ranks, job_id)
         if rank >= len(rows):
             raise RankNotFound(job_id, rank, len(rows))
         (agent,) = await self._agents([rows[rank]])
         if agent is None:
-            raise RankSilent(rank, "its agent is gone")
+            raise RankTimeout(rank, "its agent is gone")
         try:
             status = await within(ASK_SECONDS, agent.progress())
             if status is None:
-                raise RankSilent(rank, "no trainer runs there")
+                raise RankTimeout(rank, "no trainer runs there")
             text = await within(STACK_SECONDS, agent.stacks(status.pid))
         except AgentError as error:
-            raise RankSilent(rank, f"its agent does not answer ({error})") from error
+            raise RankTimeout(rank, f"its agent does not answer ({error})") from error
         if not text:
-            raise RankSilent(rank, "its trainer has ended")
+            raise RankTimeout(rank, "its trainer has ended")
         return RankStack(rank, status.pid, time.time(), text)
 
     def _ranks(self, job_id: str) -> tuple[Job, list[Rank]]:

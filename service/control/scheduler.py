@@ -24,7 +24,7 @@ from service.cluster.node_shapes import Demand, in_words
 from service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
-from service.control.data_looks import DataLooks, DataSilent, problem_here
+from service.control.data_looks import DataLooks, DataTimeout, problem_here
 from service.job.record import JobRecord
 from service.leases.errors import LeaseLost
 from service.leases.held import Leases
@@ -50,9 +50,9 @@ class Look(Enum):
     """Result of a look at a queued job."""
 
     DONE = "it is placed, or no longer queued"
-    STEPS_ASIDE = "it waits, and those behind it do not wait for it"
+    SKIPS = "it waits, and those behind it do not wait for it"
     NEVER_FITS = "the same, until it or the cluster is another one"
-    WAITS = "it waits, and so do those behind it that take the same"
+    BLOCKS = "it waits, and so do those behind it that take the same"
 
 
 Placed = Callable[[Job, int], None]
@@ -159,7 +159,7 @@ class Scheduler:
             waiting = waiting or outcome is not Look.DONE
             if outcome is Look.NEVER_FITS:
                 self._never_fitted[each.id] = time.monotonic(), about
-            if outcome is Look.WAITS:
+            if outcome is Look.BLOCKS:
                 behind.add(unit)
         return waiting
 
@@ -170,11 +170,11 @@ class Scheduler:
     async def _look_at(self, job: Job) -> Look:
         spec = await self._read_spec(job)
         if spec is None:
-            return Look.STEPS_ASIDE
+            return Look.SKIPS
         if job.id in self.not_released:
             why = "what it held before it was in the queue cannot be released, as the service's log says; tried again"
             await self._say_why(job, None, "not_released", why)
-            return Look.STEPS_ASIDE
+            return Look.SKIPS
         # Looking at thousands that never fit, such as all while no node answers, would hold up those behind them.
         needs_no_look = job.id in self._good_data or await self._never_fits(spec)
         if needs_no_look or self._cluster.nodes.at_rest:
@@ -187,7 +187,7 @@ class Scheduler:
         try:
             if not await self._data_is_good(job, spec):
                 return Look.DONE
-        except DataSilent as error:
+        except DataTimeout as error:
             return await self._wait_for_data(job, error)
         self.placing.add(job.id)
         try:
@@ -198,14 +198,14 @@ class Scheduler:
         return await self._waits(spec)
 
     async def _waits(self, spec: JobSpec) -> Look:
-        return Look.NEVER_FITS if await self._never_fits(spec) else Look.WAITS
+        return Look.NEVER_FITS if await self._never_fits(spec) else Look.BLOCKS
 
     async def _request_nodes_ahead(self, job: Job) -> Look:
         """Have nodes requested for a job that will have its turn later."""
         spec = await self._read_spec(job)
         if spec is not None and not await self._never_fits(spec):
             await self._request_nodes(job, spec)
-        return Look.WAITS
+        return Look.BLOCKS
 
     async def _request_nodes(self, job: Job, spec: JobSpec) -> int | None:
         """For how many ranks of the job nodes are requested: as many as it may have and could get; None if none are
@@ -242,11 +242,11 @@ class Scheduler:
         self._good_data.add(job.id)
         return True
 
-    async def _wait_for_data(self, job: Job, error: DataSilent) -> Look:
+    async def _wait_for_data(self, job: Job, error: DataTimeout) -> Look:
         if error.keeps_turn:
-            return Look.WAITS
+            return Look.BLOCKS
         await self._say_why(job, None, "data_silent", str(error))
-        return Look.STEPS_ASIDE
+        return Look.SKIPS
 
     async def _look_at_data(self, spec: JobSpec) -> str | None:
         """Why a job cannot be trained on its data. None also if no node can say: the ranks will find out."""

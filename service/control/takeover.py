@@ -14,7 +14,7 @@ from workers.errors import MantaError
 from workers.protocol.messages import SPOKEN, ProtocolMismatch
 
 ASK_SECONDS = 10.0
-MOST_NAMED = 5
+MAX_NAMED = 5
 _NOT_RUNNING = (JobState.QUEUED, JobState.CANCELLING)
 
 
@@ -25,10 +25,10 @@ class CannotTakeOver(MantaError):
     def __init__(self, protocols: Mapping[str, int]):
         """`protocols`: by job, the protocol of its agents."""
         jobs = sorted(protocols)
-        more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
+        more = f" and {len(jobs) - MAX_NAMED} more" if len(jobs) > MAX_NAMED else ""
         theirs, ours = (" and ".join(map(str, sorted(each))) for each in ({*protocols.values()}, SPOKEN))
         super().__init__(
-            f"cannot take over {', '.join(jobs[:MOST_NAMED])}{more}: their agents speak protocol {theirs} and this "
+            f"cannot take over {', '.join(jobs[:MAX_NAMED])}{more}: their agents speak protocol {theirs} and this "
             f"release of Manta {ours}. Nothing was changed and they train on, but their release could not use the "
             "database any more once this one had brought it up to date. Start their release again and let them finish, "
             "or end their processes with `manta down`: this release continues them from their newest checkpoints "

@@ -23,10 +23,10 @@ from workers.system.host_memory import memory_available
 from workers.system.own_address import LOOPBACK, outward_address
 
 OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)
-LEAST_SHARED_BYTES = 1 << 30
+MIN_SHARED_BYTES = 1 << 30
 """If there is less, a container has probably been given the usual 64 MiB."""
-LEAST_FILES = 4096
-LEAST_DISK_BYTES = 1 << 30
+MIN_FILES = 4096
+MIN_DISK_BYTES = 1 << 30
 SOCKET_PATH_BYTES = 107
 
 
@@ -71,7 +71,7 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
         if needed > free:
             yield Finding("shared memory", "ok", f"{text}, and lie in the memory of the nodes' daemons instead")
             return
-    if usage.total < LEAST_SHARED_BYTES:
+    if usage.total < MIN_SHARED_BYTES:
         yield Finding("shared memory", "warning", text, f"most jobs need more: {enlarge}")
     else:
         yield Finding("shared memory", "ok", text)
@@ -121,10 +121,8 @@ def limits() -> Iterator[Finding]:
     """What the kernel permits this user's processes."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{files} open files a process"
-    if files < LEAST_FILES:
-        advice = (
-            f"`ulimit -n {LEAST_FILES}` before `manta up`" if most >= LEAST_FILES else "raise nofile in limits.conf"
-        )
+    if files < MIN_FILES:
+        advice = f"`ulimit -n {MIN_FILES}` before `manta up`" if most >= MIN_FILES else "raise nofile in limits.conf"
         yield Finding("limits", "warning", text, f"ranks and clients each take some: {advice}")
     else:
         yield Finding("limits", "ok", text)
@@ -139,10 +137,10 @@ def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterat
     folder = next(each for each in (home, *home.parents) if each.is_dir())
     free = shutil.disk_usage(folder).free
     text = f"{folder} has {byte_count(free)} free"
-    needed = LEAST_DISK_BYTES
+    needed = MIN_DISK_BYTES
     if job is not None and job.model.is_counted and not checkpoints_elsewhere:
         needed += (job.checkpoint.keep + 1) * checkpoint_bytes(job)
-        text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} take {byte_count(needed - LEAST_DISK_BYTES)}"
+        text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} take {byte_count(needed - MIN_DISK_BYTES)}"
     if free < needed:
         yield Finding(
             "disk", "warning", text, "free some, put the home (MANTA_HOME) elsewhere, or set MANTA_CHECKPOINTS"

@@ -11,7 +11,7 @@ from pathlib import Path
 from workers.errors import MantaError
 from workers.system.regular_files import read_regular
 
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 
 
 class HomeUnusable(MantaError):
@@ -35,7 +35,7 @@ class OwnFileUnusable(MantaError):
 def read_own(path: Path) -> str | None:
     """The text of a small file of a home; None if there is none. Raises OwnFileUnusable."""
     try:
-        return read_regular(path, _MOST_BYTES).decode()
+        return read_regular(path, _MAX_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except UnicodeDecodeError as error:

@@ -199,7 +199,7 @@ class RunningGeneration:
                     return
 
     async def _next_reports(self, rank: int, agent: AgentClient) -> list[Report]:
-        """Raises AgentError; AgentSilent if it does not answer a second request either: after the first, this process
+        """Raises AgentError; AgentTimeout if it does not answer a second request either: after the first, this process
         itself may have been delayed."""
         after = self._after.get(rank, 0)
         try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
+from service.cluster.agent_client import AgentClient, AgentError, AgentTimeout, within
 from service.cluster.agents import ask
 from service.recovery.decisions import NOT_SAVED
 from service.recovery.flight_matching import refined
@@ -36,7 +36,7 @@ KILL_SECONDS = 5.0
 """Seconds after which an agent that does not kill a hung trainer counts as silent."""
 REPLACE_SECONDS = 600.0
 """Seconds in which a rank is replaced as a straggler at most once."""
-MOST_NAMED = 16
+MAX_NAMED = 16
 """Most ranks of a hung gang whose evidence is kept."""
 
 _FROM_RECORD = ("phase", "step", "micro_batch", "waits_for", "counts", "committed", "device")
@@ -134,7 +134,7 @@ class HangWatch:
             return True, None
         try:
             return True, await within(ASK_SECONDS, agent.progress())
-        except AgentSilent:
+        except AgentTimeout:
             return False, None
         except AgentError:
             return True, None
@@ -142,7 +142,7 @@ class HangWatch:
     async def _end(self, verdict: Verdict, answers: Answers, looks: list[Look]) -> None:
         """Record which rank hangs, with the evidence, and have it killed."""
         running = [rank for rank in verdict.ranks if answers[rank] is not None]
-        shown = running[:MOST_NAMED]
+        shown = running[:MAX_NAMED]
         stacks = await self._of_trainers(shown, answers, lambda agent, pid: agent.stacks(pid))
         if verdict.kind == "gang":
             evidence = [_evidence(rank, answers[rank], stacks.get(rank, "")) for rank in shown]
@@ -184,7 +184,7 @@ class HangWatch:
         """Whether its agent answers; an agent that has just reported its trainer's position may not any more."""
         try:
             await within(KILL_SECONDS, self._kill(rank, _kind(answer), answer))
-        except AgentSilent:
+        except AgentTimeout:
             return False
         return True
 

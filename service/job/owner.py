@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 
+from service.backoff import backoff
 from service.cluster.agent_client import AgentClient
 from service.cluster.cluster import Cluster
 from service.cluster.errors import needs_traceback
@@ -21,7 +22,6 @@ from service.job.report_writer import FirstStep
 from service.job.supervisor import Supervisor
 from service.kept_logs.spool import Spool
 from service.leases.errors import LeaseLost, LeaseUncertain
-from service.pauses import growing_pauses
 from service.states import SUPERVISED, JobState
 from service.store import Store
 from service.stored_specs import SpecNotUnderstood, left_out_sentence, stored_spec
@@ -60,7 +60,7 @@ class JobOwner:
     async def run(self, placed_generation: int | None) -> None:
         """Own the job until its end. `placed_generation`: the number in the names of its placement groups if they were
         just acquired; None: take over what another control plane left. Raises LeaseLost if another one owns it."""
-        pauses = growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        pauses = backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             began = time.monotonic()
             try:
@@ -73,7 +73,7 @@ class JobOwner:
             except Exception as error:
                 log.error("supervisor of %s: %s", self.id, error, exc_info=needs_traceback(error))
                 if time.monotonic() - began > STEADY_SECONDS:
-                    pauses = growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+                    pauses = backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
                 await self._say_that_it_failed(error)
             placed_generation = None
             await self._pause(next(pauses))

@@ -21,12 +21,12 @@ from functools import partial
 
 from sqlalchemy.orm import Session
 
+from service.backoff import backoff_after
 from service.kept_logs.kept_log import Blocks, KeptLog
 from service.kept_logs.part_writer import PART_BYTES, SMALL_PARTS, PartWriter
 from service.kept_logs.spool import Spool, SpooledLog
 from service.leases.held import HeldLease, Leases
 from service.logs.pages import LogFiles, LogSource, log_folder, ranks_in, sizes_in
-from service.pauses import pause_after
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, deletion, jobs
 from workers.paths import Paths
@@ -212,7 +212,7 @@ class LogKeeper:
             if not job.failures:
                 log.warning("what %s prints is kept later: %s", job.id, str(error) or "no answer yet")
             job.failures += 1
-            job.again_at = time.monotonic() + pause_after(job.failures, SHIP_SECONDS, LONGEST_PAUSE_SECONDS)
+            job.again_at = time.monotonic() + backoff_after(job.failures, SHIP_SECONDS, LONGEST_PAUSE_SECONDS)
         else:
             if job.failures:
                 log.info("what %s prints is kept again", job.id)

@@ -13,7 +13,7 @@ RENEW_SECONDS = 1.0
 MARGIN_SECONDS = 1.0
 """How much earlier an owner stops giving orders than others may take over: the time that an order already sent may
 take."""
-LEAST_SURPLUS = 3
+MIN_SURPLUS = 3
 """A control plane has too many jobs if it has this many more than another."""
 HOUSEKEEPING = "housekeeping"
 """Name of the lease for what concerns all jobs: the queue, retention, what finished jobs left behind."""
@@ -79,7 +79,7 @@ def to_hand_over(jobs: Sequence[JobInBrief], me: str, living: Collection[str]) -
     counts = {plane: sum(job.owner == plane for job in jobs) for plane in living}
     least = min(sorted(counts), key=counts.__getitem__, default=me)
     surplus = counts.get(me, 0) - counts.get(least, 0)
-    if surplus < LEAST_SURPLUS:
+    if surplus < MIN_SURPLUS:
         return {}
     mine = [job.id for job in jobs if job.owner == me and job.state == JobState.RUNNING]
     return dict.fromkeys(mine[: surplus // 2], least)

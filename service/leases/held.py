@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 
 from sqlalchemy.orm import Session
 
+from service.backoff import backoff
 from service.leases import decisions
 from service.leases.decisions import JobInBrief
 from service.leases.errors import LeaseLost, LeaseUncertain
-from service.pauses import growing_pauses
 from service.store import Store, leases
 from service.store.retries import until_done
 from service.store.sqlite import SqliteDatabase
@@ -206,7 +206,7 @@ class Leases:
                     self.changed.set()
 
     async def _claim_unheld(self, job_id: str, deadline: float) -> HeldLease | None:
-        for pause in growing_pauses(*PAUSES):
+        for pause in backoff(*PAUSES):
             lease = None if job_id in self._held else await self.claim(job_id)
             if lease is not None or time.monotonic() >= deadline:
                 return lease

@@ -12,9 +12,9 @@ from service.logs.pages import Chunk, LogLine, LogSource, Position, merge, under
 CHUNK_BYTES = 64 * 1024
 """Bytes read first of a rank; then twice as many, and so on up to LARGEST_CHUNK_BYTES."""
 LARGEST_CHUNK_BYTES = 4 * 1024 * 1024
-MOST_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 """Bytes read over all ranks."""
-MOST_SECONDS = 3.0
+MAX_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ def read_tail(
     until: Position | None = None,
 ) -> LogTail:
     """The last `count` lines, or the last `count` that `test` wants: of one rank, or of all of them merged by time;
-    with `until` of the lines before that. Fewer if MOST_BYTES were read or MOST_SECONDS have passed before. Raises
+    with `until` of the lines before that. Fewer if MAX_BYTES were read or MAX_SECONDS have passed before. Raises
     LogsUnavailable."""
     ranks = source.ranks() if rank is None else [rank]
     if until is None:
         until = {each: _end_of_lines(source, each) for each in ranks}
     ends = [_End(each, until.get(each, 0), until.get(each, 0)) for each in ranks]
-    stops_at, read = time.monotonic() + MOST_SECONDS, 0
+    stops_at, read = time.monotonic() + MAX_SECONDS, 0
     while True:
         lines, unread = _certain(ends)
-        if len(lines) >= count or not unread or read >= MOST_BYTES or time.monotonic() > stops_at:
+        if len(lines) >= count or not unread or read >= MAX_BYTES or time.monotonic() > stops_at:
             break
         read += sum(_read_back(source, each, test) for each in unread)
     newest = lines[len(lines) - count :] if len(lines) > count else lines

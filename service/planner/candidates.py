@@ -21,14 +21,14 @@ from workers.spec.divisors import divisors
 from workers.spec.rules import broken_keys
 
 RECOMPUTE = ("none", "selective", "full")
-MOST_STAGES = 256
+MAX_STAGES = 256
 """Most pipeline stages; with more a simulation would take too long."""
 COMPLETE = 2048
 """GPUs times layers up to which every size is looked at."""
-MOST_SIMULATED = 2**15
+MAX_SIMULATED = 2**15
 """Most stages times stages times chunks of each, which is how the number of passes grows. Beyond it chunks are left
 out, since one simulation of them takes seconds; zero-bubble schedules of so many stages have little waiting anyway."""
-MOST_MICRO_BATCH, MOST_TOKENS = 64, 65_536
+MAX_MICRO_BATCH, MAX_TOKENS = 64, 65_536
 """Most sequences of a micro-batch, or more of short ones up to so many tokens; beyond them products gain nothing."""
 
 
@@ -105,7 +105,7 @@ def micro_batch_sizes(job: JobSpec, share: int) -> list[int]:
     """Micro-batch sizes that divide a replica's `share` of the batch; if the job sets one, only that."""
     if "micro_batch_size" in job.train.model_fields_set:
         return [job.train.micro_batch_size]
-    most = max(MOST_MICRO_BATCH, MOST_TOKENS // job.model.sequence_length)
+    most = max(MAX_MICRO_BATCH, MAX_TOKENS // job.model.sequence_length)
     return [size for size in divisors(share) if size <= most]
 
 
@@ -137,7 +137,7 @@ def _tensor_sizes(job: JobSpec, most: int) -> list[int]:
 
 def most_stages(job: JobSpec) -> int:
     """Most pipeline stages that are looked at."""
-    return 1 if job.train.cuda_graphs else MOST_STAGES
+    return 1 if job.train.cuda_graphs else MAX_STAGES
 
 
 def replicas_allowed(job: JobSpec) -> tuple[int, int]:
@@ -176,7 +176,7 @@ def schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[
     if pipeline == 1:
         return
     yield "zb-h1", 1
-    if layers >= 2 * pipeline and (every or 2 * pipeline**2 <= MOST_SIMULATED):
+    if layers >= 2 * pipeline and (every or 2 * pipeline**2 <= MAX_SIMULATED):
         yield "zb-v", 2
     if whole:
         for virtual_stages in range(2, layers // pipeline + 1) if every else _chunk_numbers(layers, pipeline):
@@ -189,7 +189,7 @@ def _chunk_numbers(layers: int, pipeline: int) -> tuple[int, ...]:
     quickly."""
     return tuple(
         virtual_stages
-        for virtual_stages in range(2, min(layers // pipeline, MOST_SIMULATED // pipeline**2) + 1)
+        for virtual_stages in range(2, min(layers // pipeline, MAX_SIMULATED // pipeline**2) + 1)
         if max(rank_totals(even_counts(layers, pipeline * virtual_stages), pipeline, "interleaved"))
         == -(-layers // pipeline)
     )

@@ -17,7 +17,7 @@ from service.planner.pipeline import PASS_NAMES, Bar
 from service.planner.search import Plan
 from service.planner.what_if import WhatIf, what_ifs
 
-MOST_PASSES = 20_000
+MAX_PASSES = 20_000
 """Most passes of a timeline: browsers can draw that many, and an answer can hold them."""
 LONG_SECONDS = 86400.0
 """Shortest training that is simulated with failures."""
@@ -48,7 +48,7 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
     model = step_model(spec, cluster)
     passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
     beside = beside_steps(model, plan.time)
-    few = passes * spec.micro_batches <= MOST_PASSES
+    few = passes * spec.micro_batches <= MAX_PASSES
     return Explanation(
         shares=step_shares(model, plan.time, plan.peak_flops),
         changes=what_ifs(spec, cluster),

@@ -21,7 +21,7 @@ SEEDS = 5
 """Simulated runs whose mean is an outcome."""
 FEW_SPARES = 8
 """Numbers of spares that are tried in addition to none: up to this many each, and as many spread evenly above."""
-MOST_FAILURES = 2000
+MAX_FAILURES = 2000
 """Expected in a run that is simulated as it is; of a longer one a part with so many stands for the whole. One that has
 ten times as many, and is not done, never will be."""
 ROUNDING = 1e-9
@@ -143,9 +143,9 @@ def simulate(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3, s
 def _part(run: Run, recovery: Recovery, reliability: Reliability) -> Run:
     """The part of a run that is simulated."""
     failures = run.seconds * sum(_Clock(run, recovery, reliability, random.Random(0)).rates())
-    if failures <= MOST_FAILURES:
+    if failures <= MAX_FAILURES:
         return run
-    return replace(run, steps=max(1, round(run.steps * (MOST_FAILURES / failures))))
+    return replace(run, steps=max(1, round(run.steps * (MAX_FAILURES / failures))))
 
 
 _Kind = Literal["process", "node", "all"]
@@ -238,7 +238,7 @@ def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: ran
         clock.go_on_until(clock.now + draw.expovariate(sum(clock.rates())))
         if clock.done >= run.seconds:
             break
-        if clock.failures == 10 * MOST_FAILURES:
+        if clock.failures == 10 * MAX_FAILURES:
             between = 1 / sum(clock.rates())
             pace = f"one of {run.gpus} GPUs fails every {between:.0f} s, and a step takes {run.step_seconds:.0f} s"
             raise NeverDone(f"it would never end: {pace}")

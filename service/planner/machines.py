@@ -26,7 +26,7 @@ from workers.errors import MantaError
 from workers.paths import safe_name
 from workers.system.cores import usable_cores
 from workers.system.processor import node_type
-from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
+from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
 OTHER_CORES, SPREAD = 0.25, 0.1
 """Cores that other processes keep busy during a calibration, and the spread of its repetitions, above which it counts
@@ -147,7 +147,7 @@ def load(folder: Path, name: str) -> Calibrated | None:
     """The calibration of nodes of type `name`; None if there is none. Raises BadCalibration."""
     path = folder / f"{safe_name(name)}.json"
     try:
-        document = json.loads(read_regular(path, MOST_SETTINGS_BYTES))
+        document = json.loads(read_regular(path, MAX_SETTINGS_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

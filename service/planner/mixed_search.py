@@ -30,7 +30,7 @@ from service.planner.least_pipeline import least_pipeline
 from service.planner.memory import RankMemory, by_kind, least_to_spare
 from service.planner.mixed_step import MixedStepModel
 from service.planner.pipeline import StageTimes
-from service.planner.search import MOST_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
+from service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
 from service.planner.software import engine_on
 from service.planner.stage_shares import Counts, chunks_of, shared_out
 from service.planner.step_time import slowest_of
@@ -38,11 +38,11 @@ from workers.config import JobSpec
 from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
 
-MOST_IN_A_PIPELINE = 3
+MAX_IN_A_PIPELINE = 3
 """Most kinds of nodes in one pipeline."""
 FEW_CHUNKS = (1, 2, 4)
 """Numbers of virtual stages per rank that are looked at on large clusters."""
-MOST_IN_VAIN = 100
+MAX_FAILED_TRIES = 100
 """Most layouts of a large cluster that are simulated in a row without improving the result."""
 
 
@@ -88,7 +88,7 @@ def search_mixed(job: JobSpec, cluster: Cluster, limit: int = 5) -> Answer:
     answers = [_on_one_kind(job, part, limit) for part in cluster.parts]
     plans = sorted((plan for answer in answers for plan in answer.plans), key=lambda each: each.time.seconds)[:limit]
     best = sorted([*plans, *_over_several(job, cluster, limit, plans)], key=lambda each: each.time.seconds)[:limit]
-    most = MOST_REJECTED // len(answers)
+    most = MAX_REJECTED // len(answers)
     return Answer(tuple(best), tuple(each for answer in answers for each in answer.rejected[:most]))
 
 
@@ -122,7 +122,7 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
     ]
     heapq.heapify(waiting)
     complete = _is_complete(job, cluster.parts)
-    in_vain, patience = 0, math.inf if complete else MOST_IN_VAIN
+    in_vain, patience = 0, math.inf if complete else MAX_FAILED_TRIES
     while waiting and in_vain < patience:
         least, _, at = heapq.heappop(waiting)
         worst = seconds[limit - 1] if len(seconds) >= limit else math.inf
@@ -215,7 +215,7 @@ def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
     """Every order of two or three parts, with every size of the axes that there is room for."""
     complete, (fewest, allowed) = _is_complete(job, parts), replicas_allowed(job)
     batch, longest = job.train.global_batch_size, min(job.model.layers, most_stages(job))
-    for kinds in range(2, min(MOST_IN_A_PIPELINE, len(parts)) + 1):
+    for kinds in range(2, min(MAX_IN_A_PIPELINE, len(parts)) + 1):
         for order in permutations(range(len(parts)), kinds):
             chosen = [parts[part] for part in order]
             for tensor in range(1, min(part.gpus_per_node for part in chosen) + 1):

@@ -32,7 +32,7 @@ ATTENTION_BACKWARD = 0.74
 """Rate of the backward relative to the forward (arXiv:2407.08608: 550 and 740 TFLOP/s)."""
 ROWS = 128
 """Queries for which a multiprocessor computes attention at a time; of the scores on the diagonal it computes all."""
-SPLITS, LEAST_SPLIT = (1, 2, 4, 8), 512
+SPLITS, MIN_SPLIT = (1, 2, 4, 8), 512
 """Numbers of parts that the inner dimension of a product may be split into, and the fewest elements of a part."""
 
 ROW_BYTES = 16
@@ -98,7 +98,7 @@ def _measured_product(machine: Machine, m: int, n: int, k: int, batch: int, widt
         + (2 * WIDE * splits * m * n * batch / gpu.memory if splits > 1 else 0.0)
         for rows, columns, relative in TILES
         for splits in SPLITS
-        if splits == 1 or k >= splits * LEAST_SPLIT
+        if splits == 1 or k >= splits * MIN_SPLIT
     )
     traffic = batch * width * (m * k + k * n + m * n)
     return max(arithmetic, traffic / gpu.memory) + gpu.kernel_seconds

@@ -23,7 +23,7 @@ _PASSES: dict[str, int] = {
     "backward_input": INPUT,
     "backward_weight": WEIGHT,
 }
-MOST_PASSES = 100_000
+MAX_PASSES = 100_000
 """Most passes that are simulated to find the steady pace of a pipeline."""
 ROUNDING = 1e-9
 """Relative difference that rounding may cause between sums of the same seconds."""
@@ -98,7 +98,7 @@ class Pipeline:
             each = (second - first) / more
             if each >= busy:
                 return first + each * (micro_batches - count)
-            if 2 * len(self.times) * count > MOST_PASSES:
+            if 2 * len(self.times) * count > MAX_PASSES:
                 return second + busy * (micro_batches - count - more)
             few *= 2
         return self.simulated_seconds(micro_batches)

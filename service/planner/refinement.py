@@ -20,13 +20,13 @@ from service.planner.drift import GROUPS, Measured
 from service.planner.hardware import ASSUMED_CORE, Cluster, Machine, Refined, cpu_machine
 from service.planner.step_time import StepModel
 
-MOST_JOBS = 20
+MAX_JOBS = 20
 """Most jobs per type of machine that are looked at, the newest first."""
-LEAST_JOBS = 3
+MIN_JOBS = 3
 """Fewest jobs that must depend on a constant before it moves: of two that disagree, nobody knows which is right."""
 TELLING = 0.2
 """Smallest part of a group's seconds that must depend on a constant for the group to say something about it."""
-LEAST_SHARE = 0.05
+MIN_SHARE = 0.05
 """Smallest part of a step for a group to count: effects that are not modelled are as large."""
 MOSTLY = 0.75
 """Smallest part of a step that must depend on movable constants for the step as a whole to count: else these would
@@ -34,9 +34,9 @@ compensate for what was measured."""
 PART_WEIGHT = 0.25
 """Weight of a group relative to the step as a whole. Groups distinguish constants, but their errors do not add up where
 ranks share cores: while one rank waits, another has its core, and is faster than predicted."""
-MOST_FACTOR = 4.0
+MAX_FACTOR = 4.0
 """Largest factor by which a constant moves, either way."""
-MOST_SPREAD = 0.25
+MAX_SPREAD = 0.25
 """Largest interquartile range of the step times, relative to their median: steps that vary more were disturbed."""
 
 ON_CORES = ("product_fp32", "product_16bit", "memory", "operation_seconds", "link", "message_seconds")
@@ -167,7 +167,7 @@ def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measu
     dependence = planned.get("dependence")
     if dependence is None or not dependence["before"] or measured.parts is None:
         return None
-    if measured.spread is None or measured.spread > MOST_SPREAD:
+    if measured.spread is None or measured.spread > MAX_SPREAD:
         return None
     slower = {name: _slower(name, dependence["before"][name], value) for name, value in dependence["used"].items()}
     parts = {part["name"]: float(part["seconds"]) for part in planned["parts"]}
@@ -178,7 +178,7 @@ def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measu
         used = {name: float(each) for name, each in dependence["seconds"][group].items()}
         for name, each in used.items():
             total[name] += each
-        if share >= LEAST_SHARE and used:
+        if share >= MIN_SHARE and used:
             rows.append(_row(took, whole, used, slower, share))
     step = planned["step_seconds"]
     mostly = sum(total.values()) >= MOSTLY * step
@@ -204,7 +204,7 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
     unrefined constants, or made with another calibration, do not count."""
     known = movable(machine), measured_of(machine)
     usable = sorted((each for each in seen if (each.before, each.measured) == known), key=lambda each: each.job)
-    before, usable = known[0], usable[-MOST_JOBS:]
+    before, usable = known[0], usable[-MAX_JOBS:]
     names = [name for name in before if _is_observed(name, usable)]
     if machine.refined is not None or not names:
         return machine
@@ -222,7 +222,7 @@ def _rows(seen: Observation) -> tuple[Row, ...]:
 
 
 def _is_observed(name: str, seen: Sequence[Observation]) -> bool:
-    return sum(each.tells_of(name) for each in seen) >= LEAST_JOBS
+    return sum(each.tells_of(name) for each in seen) >= MIN_JOBS
 
 
 def _moved(name: str, value: float, slower: float) -> float:
@@ -235,7 +235,7 @@ def _fitted(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
     """The logarithm by which each constant is slower. It minimises the sum over rows of the absolute difference between
     the logarithms of predicted and measured seconds, weighted by their share of a step, with a small cost for every
     move: least squares in rounds, in which a row counts less the further it is off."""
-    slower, most = dict.fromkeys(names, 0.0), math.log(MOST_FACTOR)
+    slower, most = dict.fromkeys(names, 0.0), math.log(MAX_FACTOR)
     for _ in range(_ROUNDS):
         matrix = [[_PULL if i == j else 0.0 for j in range(len(names))] for i in range(len(names))]
         wanted = [-_PULL * slower[name] for name in names]

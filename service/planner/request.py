@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from service.planner.candidates import MOST_STAGES
+from service.planner.candidates import MAX_STAGES
 from service.planner.hardware import (
     MACHINES,
     Cluster,
@@ -37,9 +37,9 @@ Machines = Mapping[str, Machine]
 NONE_MEASURED: Machines = MappingProxyType({})
 WISHES = ("explain", "sizes")
 """Optional parts of an answer, in addition to plans."""
-MOST_LAYERS, MOST_NODES, MOST_MICRO_BATCHES = 1000, 100_000, 100_000
+MAX_LAYERS, MAX_NODES, MAX_MICRO_BATCHES = 1000, 100_000, 100_000
 _KEYS = {"accelerator", "nodes", "gpus_per_node"}
-MOST_KINDS = 4
+MAX_KINDS = 4
 """Most nodes in one cluster."""
 
 
@@ -191,7 +191,7 @@ def _read_nodes(path: str, document: Mapping[Any, Any], known: set[str]) -> tupl
     if name is not None and not isinstance(name, str):
         problems.append(Problem(f"{path}.accelerator", f"must be a string, not {kind_of(name)}", "a100-80gb"))
     sizes = {}
-    for key, most in (("nodes", MOST_NODES), ("gpus_per_node", 64)):
+    for key, most in (("nodes", MAX_NODES), ("gpus_per_node", 64)):
         value = document.get(key)
         if value is None:
             continue
@@ -218,8 +218,8 @@ def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, known: Machines
         problem = f"lists all nodes of the cluster: leave out {', '.join(sorted(map(str, others)))}"
     elif not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         problem = f"must be a list of mappings, not {kind_of(groups)}"
-    elif not 1 <= len(groups) <= MOST_KINDS:
-        problem = f"has nodes of 1 to {MOST_KINDS} kinds, not {len(groups)}"
+    elif not 1 <= len(groups) <= MAX_KINDS:
+        problem = f"has nodes of 1 to {MAX_KINDS} kinds, not {len(groups)}"
     if problem is not None:
         raise SpecError([Problem("cluster.groups", problem, example)])
     parts = []
@@ -265,16 +265,14 @@ def _named_cluster(name: str | None, sizes: dict[str, int], known: Machines, pat
 def too_large(job: JobSpec) -> list[Problem]:
     """Problems with jobs that would take too long to plan."""
     problems = []
-    if job.model.layers > MOST_LAYERS:
-        problems.append(Problem("model.layers", f"plans are made for up to {MOST_LAYERS} layers", str(MOST_LAYERS)))
+    if job.model.layers > MAX_LAYERS:
+        problems.append(Problem("model.layers", f"plans are made for up to {MAX_LAYERS} layers", str(MAX_LAYERS)))
     if isinstance(job.parallel, str):
         return problems
-    if job.layout.pipeline > MOST_STAGES:
-        problems.append(
-            Problem("parallel.pipeline", f"plans are made for up to {MOST_STAGES} stages", str(MOST_STAGES))
-        )
-    if job.micro_batches > MOST_MICRO_BATCHES:
-        problem = f"plans are made for up to {MOST_MICRO_BATCHES} micro-batches a replica, not {job.micro_batches}"
+    if job.layout.pipeline > MAX_STAGES:
+        problems.append(Problem("parallel.pipeline", f"plans are made for up to {MAX_STAGES} stages", str(MAX_STAGES)))
+    if job.micro_batches > MAX_MICRO_BATCHES:
+        problem = f"plans are made for up to {MAX_MICRO_BATCHES} micro-batches a replica, not {job.micro_batches}"
         problems.append(Problem("train.global_batch_size", problem))
     return problems
 

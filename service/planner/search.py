@@ -26,8 +26,8 @@ from workers.accounting.flops import StepFlops, step_flops
 from workers.config import JobSpec
 from workers.spec.rules import find_problems
 
-MOST_REJECTED = 20
-LEAST_REFINED = 5
+MAX_REJECTED = 20
+MIN_REFINED = 5
 """Fewest layouts whose layers are then moved between stages. With a fixed minimum, the best layout does not depend on
 how many are asked for; a few more are kept, since one of them may become faster than these by moving layers."""
 MORE, MORE_BY_LAYERS = 2, 100
@@ -258,7 +258,7 @@ def _note_slower(best: Best, bounds: Bounds, chosen: Collection[tuple[int, int]]
         nearest = best.slower.get(key)
         if nearest is not None and nearest[0] < seconds:
             settled.add(key)
-            if len(settled) == MOST_REJECTED:
+            if len(settled) == MAX_REJECTED:
                 return
             continue
         for least, each in [(seconds, candidate)] if is_least else bounds.with_least_seconds(candidate):
@@ -272,7 +272,7 @@ class Best:
 
     def __init__(self, limit: int, most: float, more: int):
         """`most`: seconds that all of them must stay below; `more`: how many are kept beyond those asked for."""
-        self.limit, self._kept = limit, max(limit, LEAST_REFINED) + more
+        self.limit, self._kept = limit, max(limit, MIN_REFINED) + more
         self._found: dict[Candidate, tuple[float, Candidate, Plan]] = {}
         self.most = most
         """A layout that takes longer is not among them."""
@@ -345,12 +345,12 @@ def _rejected(
             reason = f"takes at least {seconds:.3g} s a step, {seconds / best:.2f} times as long as the best"
             answers.append(Rejected(candidate.spec(job), reason))
     for key, (_, candidate) in sorted(too_large.items(), key=lambda item: item[1]):
-        if key not in chosen and key not in slower and len(answers) < MOST_REJECTED:
+        if key not in chosen and key not in slower and len(answers) < MAX_REJECTED:
             spec = candidate.spec(job)
             answers.append(
                 Rejected(spec, f"does not fit: {Fit(worst_rank(spec, cluster.machine), usable_bytes(cluster))}")
             )
-    return answers[:MOST_REJECTED]
+    return answers[:MAX_REJECTED]
 
 
 def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:

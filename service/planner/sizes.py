@@ -17,7 +17,7 @@ from service.planner.search import Plan, fastest, no_place, plan_of
 from service.planner.software import Software
 from workers.config import JobSpec
 
-MOST_SIZES = 64
+MAX_SIZES = 64
 """Most sizes that are listed for one job."""
 MOVED = 1.05
 """A layout up to this factor slower than the best with fewer GPUs may still become faster by moving layers."""
@@ -97,11 +97,11 @@ def _best_of(job: JobSpec, parts: Sequence[Cluster], known: Sequence[Plan]) -> I
 
 def elastic_sizes(spec: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
     """The layouts that a job with a fixed layout continues in as it loses GPUs, according to its section `elastic`:
-    most ranks first, at most `MOST_SIZES`. They need not fit."""
+    most ranks first, at most `MAX_SIZES`. They need not fit."""
     shapes, sizes = shapes_of(spec), sizes_of(spec)
     plans: list[SizedPlan] = []
     left = most_ranks(spec)
-    while left > 0 and len(plans) < MOST_SIZES:
+    while left > 0 and len(plans) < MAX_SIZES:
         widths = (shape.layout.world_size // shape.layout.data for shape in shapes)
         replicas = [min(sizes.stop - 1, left // width) for width in widths]
         at = next((number for number, count in enumerate(replicas) if count in sizes), None)

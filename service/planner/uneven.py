@@ -10,12 +10,12 @@ from service.planner.candidates import Candidate
 from service.planner.memory import worst_rank
 from service.planner.stage_shares import FEW_STAGES, moves
 
-MOST_MISSING = 0.25
+MAX_MISSING = 0.25
 """Largest part of a device's memory that may be missing with even stages for uneven ones to be tried: beyond it another
 stage would get so many more layers that recomputing is faster."""
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Most lists that are tried for one layout: the memory of one more layer is not the same for each list."""
-MOST_MOVES = 4
+MAX_MOVES = 4
 """Most layers that are moved one after the other; after sharing them out by time, more than two moves are hardly ever
 needed."""
 
@@ -25,14 +25,14 @@ def fitted(
 ) -> Candidate | None:
     """`candidate`, a rank of which needs `needed` bytes with only `usable` available, with fewer layers where there is
     too little room; None if that does not help, or if its lower bound is above `most_seconds`."""
-    if candidate.pipeline == 1 or needed > (1 + MOST_MISSING) * usable:
+    if candidate.pipeline == 1 or needed > (1 + MAX_MISSING) * usable:
         return None
     if SLACK * bounds.least_seconds_with_more(candidate) > most_seconds:
         return None
     machine, room = bounds.cluster.machine, list(bounds.room(candidate, usable))
     if sum(room) < bounds.job.model.layers:  # it is an estimate, which may be one layer too small
         room = [most + 1 for most in room]
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         counts = bounds.shared_out(candidate, room)
         if counts is None:
             return None
@@ -51,7 +51,7 @@ def refined(candidate: Candidate, seconds: float, bounds: Bounds, usable: float)
     fits."""
     if candidate.pipeline == 1:
         return candidate
-    for _ in range(MOST_MOVES):
+    for _ in range(MAX_MOVES):
         moved = _best_move(candidate, seconds, bounds, usable)
         if moved is None:
             break

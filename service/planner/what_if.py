@@ -15,7 +15,7 @@ from workers.parallel.pipeline.schedules import KINDS
 from workers.parallel.pipeline.stages import even_counts, layer_counts
 from workers.spec.rules import find_problems
 
-MOST_LISTED = 16
+MAX_LISTED = 16
 """Most virtual stages whose layers are listed in a change."""
 _TRADES = (("tensor", "data"), ("tensor", "pipeline"), ("pipeline", "data"))
 """Pairs of axes between which a factor of two may move."""
@@ -88,7 +88,7 @@ def _lists(spec: JobSpec) -> Iterator[list[int] | None]:
     """Other layers of stages, if there are few enough stages to read: even ones; one layer less on either end and one
     more on the emptiest of the others; and one more on either end from the fullest of the others."""
     counts = layer_counts(spec.model.layers, spec.layout)
-    if not 1 < len(counts) <= MOST_LISTED:
+    if not 1 < len(counts) <= MAX_LISTED:
         return
     even = even_counts(spec.model.layers, len(counts))
     if counts != even:

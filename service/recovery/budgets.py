@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from service.pauses import pause_after
+from service.backoff import backoff_after
 
 FIRST_WAIT_SECONDS = 0.25
 LONGEST_WAIT_SECONDS = 60.0
@@ -113,7 +113,7 @@ def wait_seconds(history: Sequence[PastFailure], failure: PastFailure) -> float:
         if later.progressed or earlier.kind != failure.kind:
             break
         repeats, later = repeats + 1, earlier
-    return pause_after(repeats - 1, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS) if repeats else 0.0
+    return backoff_after(repeats - 1, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS) if repeats else 0.0
 
 
 def avoided_nodes(history: Iterable[PastFailure], now: float) -> set[str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from service.pauses import pause_after
+from service.backoff import backoff_after
 from workers.checkpoint.catalog import Condition, Listing, generation_of
 from workers.errors import MantaError
 from workers.protocol.messages import Resume
@@ -93,7 +93,7 @@ def hold_sentence(job_id: str, step: int, problem: str, older: bool, has_snapsho
 
 def hold_seconds(holds: int) -> float:
     """How long to wait before looking again after `holds` unsuccessful looks."""
-    return pause_after(holds, FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS)
+    return backoff_after(holds, FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS)
 
 
 def beginning_of(resume: Resume, generations: Sequence[GenerationOrigin]) -> int:

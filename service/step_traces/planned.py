@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.planner.budget import step_shares
-from service.planner.explain import MOST_PASSES
+from service.planner.explain import MAX_PASSES
 from service.planner.hardware import Cluster, UnknownMachine
 from service.planner.mixed_step import step_model
 from service.planner.pipeline import PASS_NAMES, Bar
@@ -50,7 +50,7 @@ def planned_step(spec: JobSpec, cluster: Cluster) -> PlannedStep | None:
 def _ranks(spec: JobSpec, model: StepModel, time: StepTime) -> list[dict[str, Any]] | None:
     layout = spec.layout
     passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
-    if passes * spec.micro_batches > MOST_PASSES:
+    if passes * spec.micro_batches > MAX_PASSES:
         return None
     bars: dict[int, list[Bar]] = {stage: [] for stage in range(layout.pipeline)}
     for bar in model.pipeline().bars(spec.micro_batches):

@@ -26,7 +26,7 @@ from workers.step_traces.assembly import StepTrace, assembled
 from workers.step_traces.document import analysis_document, rank_documents
 from workers.step_traces.perfetto import perfetto
 
-MOST_KEPT = 128
+MAX_KEPT = 128
 """Number of traces whose analysis is cached."""
 MEASURED_STEPS = 10
 """A budget by phases is the mean of this many of the newest steps."""
@@ -146,7 +146,7 @@ class TraceReader:
         if read.row.finished_at is not None:
             with self._lock:
                 self._analyses[read.row.job_id, read.row.number, read.row.finished_at] = made
-                while len(self._analyses) > MOST_KEPT:
+                while len(self._analyses) > MAX_KEPT:
                     self._analyses.popitem(last=False)
         return made
 

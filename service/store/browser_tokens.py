@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from service.store import keys
 from service.store.access_tables import ApiKey, BrowserToken
-from service.store.errors import LinkNotGood
+from service.store.errors import LinkInvalid
 
 LINK_SECONDS = 600.0
 """Seconds that a link is valid."""
@@ -27,12 +27,12 @@ def add_link(session: Session, key_id: str, digest: str) -> BrowserToken:
 
 
 def open_link(session: Session, link_digest: str, session_digest: str) -> tuple[ApiKey, BrowserToken]:
-    """Exchange a link for a session; returns the key whose rights it has, and the session. Raises LinkNotGood."""
+    """Exchange a link for a session; returns the key whose rights it has, and the session. Raises LinkInvalid."""
     now = time.time()
     link = session.get(BrowserToken, link_digest, with_for_update=True)
     key = None if link is None else session.get(ApiKey, link.key_id)
     if link is None or key is None or link.kind != "link" or now >= link.expires_at or not keys.is_good(key, now):
-        raise LinkNotGood
+        raise LinkInvalid
     session.delete(link)
     until = min(now + SESSION_SECONDS, key.expires_at or now + SESSION_SECONDS)
     begun = BrowserToken(digest=session_digest, kind="session", key_id=key.id, expires_at=until)

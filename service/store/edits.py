@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from service.store import events, jobs
 from service.store.errors import JobChanged, TooManyLabels
 from service.store.tables import Job
-from workers.config import MOST_LABELS
+from workers.config import MAX_LABELS
 
 
 def labels_of(job: Job | Row[Any]) -> dict[str, str]:
@@ -68,6 +68,6 @@ def _editable(job: Job | Row[Any]) -> dict[str, Any]:
 def _merged(labels: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """`labels` with `changes` (RFC 7396). Raises TooManyLabels."""
     merged = {key: value for key, value in {**labels, **changes}.items() if value is not None}
-    if len(merged) > MOST_LABELS:
-        raise TooManyLabels(len(merged), MOST_LABELS)
+    if len(merged) > MAX_LABELS:
+        raise TooManyLabels(len(merged), MAX_LABELS)
     return merged

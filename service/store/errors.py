@@ -156,7 +156,7 @@ class KeyNotFound(MantaError):
         super().__init__(f"there is no key {key_id[:100]!r}; `manta keys list` lists the keys")
 
 
-class LinkNotGood(MantaError):
+class LinkInvalid(MantaError):
     """A one-time link that was used, has expired, or never existed."""
 
     def __init__(self) -> None:

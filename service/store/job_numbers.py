@@ -18,12 +18,12 @@ from service.store.control_plane_tables import ControlPlaneRow, Lease
 from service.store.leases import living
 from service.store.tables import Checkpoint, Event, Generation, Job, Recovery, StateChange
 
-MOST_JOBS = 500
+MAX_JOBS = 500
 """Most jobs that have numbers of their own."""
 RECENT_SECONDS = 3600.0
 RECENT_TYPES = ("straggler", "rank_hung", "gang_hung", "spike", "step_skipped", "rolled_back")
 """Seconds within which events are counted."""
-_MOST_EVENTS = 20_000
+_MAX_EVENTS = 20_000
 """Number of newest events that are searched: there is no index for them, and on a quiet day they cover months."""
 
 _LISTED = (
@@ -88,7 +88,7 @@ class FleetNumbers:
     control_planes: int
     """Number of living control planes."""
     listed: Sequence[JobNumbers]
-    """Unfinished jobs, the earliest started first; at most MOST_JOBS."""
+    """Unfinished jobs, the earliest started first; at most MAX_JOBS."""
 
 
 def read(session: Session, now: float, bound: str | None = None) -> FleetNumbers:
@@ -128,7 +128,7 @@ def _without_owner(session: Session, bound: str | None) -> int:
 def _listed(session: Session, now: float, bound: str | None) -> list[JobNumbers]:
     begun = or_(Job.state != JobState.QUEUED, Job.started_at.is_not(None))
     query = select(*_LISTED).where(Job.state.in_(UNFINISHED), *_of(bound))
-    rows = session.execute(query.order_by(begun.desc(), Job.priority.desc(), Job.id).limit(MOST_JOBS)).all()
+    rows = session.execute(query.order_by(begun.desc(), Job.priority.desc(), Job.id).limit(MAX_JOBS)).all()
     ids = [row.id for row in rows]
     books = ledgers.of_jobs(session, rows, now)
     entered = _latest(session, StateChange.job_id, StateChange.time, ids)
@@ -186,7 +186,7 @@ def _saved(session: Session, ids: Collection[str]) -> dict[str, Saved]:
 
 def _recent_events(session: Session, ids: Collection[str], now: float) -> dict[str, dict[str, int]]:
     newest = session.scalar(select(func.max(Event.id))) or 0
-    recent = and_(Event.id > newest - _MOST_EVENTS, Event.time > now - RECENT_SECONDS, Event.type.in_(RECENT_TYPES))
+    recent = and_(Event.id > newest - _MAX_EVENTS, Event.time > now - RECENT_SECONDS, Event.type.in_(RECENT_TYPES))
     # Counted here: with GROUP BY, SQLite would read all events.
     wanted, by_job = set(ids), dict[str, dict[str, int]]()
     for job, kind in session.execute(select(Event.job_id, Event.type).where(recent)):

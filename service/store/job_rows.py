@@ -18,7 +18,7 @@ from service.store.paging import Page
 from service.store.tables import Job
 from service.store.types import Document, Numbers
 
-_MOST_STATEMENTS = 256
+_MAX_STATEMENTS = 256
 JobRow = Row[Any]
 """The displayed data of a job as the database has it, with `id` first: equal to another one if nothing displayed has
 changed."""
@@ -121,7 +121,7 @@ def _asked(
     return statement, {**wanted.values, **values, "rows": limit + 1}
 
 
-@lru_cache(_MOST_STATEMENTS)
+@lru_cache(_MAX_STATEMENTS)
 def _listed_as_text(shape: JobFilter, order: JobOrder, after: bool | None, dialect: str) -> Select[Any]:
     rows = _listed(shape, order, after).subquery()
     if dialect == "sqlite":
@@ -129,7 +129,7 @@ def _listed_as_text(shape: JobFilter, order: JobOrder, after: bool | None, diale
     return select(cast(func.json_agg(func.json_build_array(*rows.c)), Text))
 
 
-@lru_cache(_MOST_STATEMENTS)
+@lru_cache(_MAX_STATEMENTS)
 def _listed(shape: JobFilter, order: JobOrder, after: bool | None) -> Select[Any]:
     """Jobs of one shape of filter; `after`: only those after a place in the order, and whether the value at that place
     is known."""
@@ -146,7 +146,7 @@ def _listed(shape: JobFilter, order: JobOrder, after: bool | None) -> Select[Any
     return select(*_SHOWN).join(page, columns.id == page.c.id).order_by(*ordered)
 
 
-@lru_cache(_MOST_STATEMENTS)
+@lru_cache(_MAX_STATEMENTS)
 def _counted(shape: JobFilter) -> Select[Any]:
     state = Job.__table__.columns.state
     return select(state, func.count()).where(*shape.conditions()).group_by(state)

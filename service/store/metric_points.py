@@ -29,7 +29,7 @@ from service.store.metric_bins import Segment
 from service.store.tables import Job, Metric, MetricBin
 from service.store.types import Reader
 
-_MOST_STATEMENTS = 256
+_MAX_STATEMENTS = 256
 _JOB, _METRIC, _BIN = Job.__table__.c, Metric.__table__.c, MetricBin.__table__.c
 
 
@@ -148,13 +148,13 @@ class _Ranges:
         return values
 
 
-@lru_cache(_MOST_STATEMENTS)
+@lru_cache(_MAX_STATEMENTS)
 def _all(columns: tuple[str, ...]) -> Select[Any]:
     """All rows."""
     return _drawn(columns).where(*_BETWEEN)
 
 
-@lru_cache(_MOST_STATEMENTS)
+@lru_cache(_MAX_STATEMENTS)
 def _some(columns: tuple[str, ...]) -> Select[Any]:
     """The rows of given steps."""
     return _drawn(columns).where(
@@ -162,7 +162,7 @@ def _some(columns: tuple[str, ...]) -> Select[Any]:
     )
 
 
-@lru_cache(_MOST_STATEMENTS)
+@lru_cache(_MAX_STATEMENTS)
 def _thinned(columns: tuple[str, ...], are_rows: tuple[bool, ...]) -> Select[Any]:
     """The rows at both ends and, for each range, the one with the highest loss. `are_rows`: for each segment whether it
     consists of rows or of bins."""

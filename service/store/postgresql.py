@@ -14,7 +14,7 @@ import psycopg
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, RootTransaction, create_engine, event
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError, OperationalError, SQLAlchemyError
 
-from service.pauses import growing_pauses
+from service.backoff import backoff
 from service.store.errors import OutcomeUnknown, StoreUnusable
 from service.store.location import shown
 from service.store.locks import MIGRATION_LOCK
@@ -35,8 +35,8 @@ OUTCOME_SECONDS = 30.0
 """Seconds to find out what became of a commit without an answer."""
 TRUSTED_SECONDS = 1.0
 """Seconds for which an unused connection is trusted to be usable."""
-KEPT_READERS, MOST_EXTRA_READERS = 5, 25
-KEPT_WRITERS, MOST_EXTRA_WRITERS = 1, 1
+KEPT_READERS, MAX_EXTRA_READERS = 5, 25
+KEPT_WRITERS, MAX_EXTRA_WRITERS = 1, 1
 """Connections that stay open, and how many more may be opened."""
 READS_AT_ONCE = 8
 """The server does the work."""
@@ -73,8 +73,8 @@ class PostgresDatabase:
 
     reads_at_once = READS_AT_ONCE
     """Number of reads that do not slow each other down."""
-    most_readers = KEPT_READERS + MOST_EXTRA_READERS
-    most_writers = KEPT_WRITERS + MOST_EXTRA_WRITERS
+    most_readers = KEPT_READERS + MAX_EXTRA_READERS
+    most_writers = KEPT_WRITERS + MAX_EXTRA_WRITERS
 
     def __init__(self, url: URL, name: str = USUAL_NAME):
         """`name`: of its connections, as shown by the server; a name other than the default identifies them to others,
@@ -85,8 +85,8 @@ class PostgresDatabase:
         self.url = url.render_as_string(hide_password=False)
         # Reads must see one consistent state, which needs more than READ COMMITTED. Writes do not: they lock the rows
         # that they depend on.
-        readers = {"pool_size": KEPT_READERS, "max_overflow": MOST_EXTRA_READERS}
-        writers = {"pool_size": KEPT_WRITERS, "max_overflow": MOST_EXTRA_WRITERS}
+        readers = {"pool_size": KEPT_READERS, "max_overflow": MAX_EXTRA_READERS}
+        writers = {"pool_size": KEPT_WRITERS, "max_overflow": MAX_EXTRA_WRITERS}
         self.readers = _engine(url, "REPEATABLE READ", read_only=True, **readers)
         self.single_readers = self.readers.execution_options(isolation_level="AUTOCOMMIT")
         self.writer = _engine(url, "READ COMMITTED", read_only=False, **writers)
@@ -143,7 +143,7 @@ class PostgresDatabase:
 
     def _was_committed(self, number: str, error: DBAPIError) -> bool:
         deadline = time.monotonic() + OUTCOME_SECONDS
-        for pause in growing_pauses(0.05, 2.0):
+        for pause in backoff(0.05, 2.0):
             try:
                 with self.writer.connect() as connection:
                     status = connection.exec_driver_sql("SELECT pg_xact_status(CAST(%s AS xid8))", (number,)).scalar()

@@ -13,7 +13,7 @@ from workers.liveness.rank_samples import EVERY_SECONDS, RankSample, unpacked
 
 SLOTS = 300
 """Stored samples of a job: at least ten minutes."""
-MOST_NUMBERS = 250_000
+MAX_NUMBERS = 250_000
 """Most numbers in a history, over all ranks: some 2 MB of JSON."""
 
 
@@ -48,14 +48,14 @@ def newest(session: Session, job_id: str) -> RankNumbers | None:
 
 
 def history(session: Session, job_id: str, after_step: int = 0, max_points: int = SLOTS) -> History:
-    """The newest samples above `after_step`, at most `max_points`, and at most MOST_NUMBERS numbers."""
+    """The newest samples above `after_step`, at most `max_points`, and at most MAX_NUMBERS numbers."""
     query = select(RankNumbers).where(RankNumbers.job_id == job_id, RankNumbers.step > after_step)
     query = query.options(defer(RankNumbers.memory_bytes)).order_by(RankNumbers.time.desc()).limit(max_points)
     newest_first = History([], [], [])
     for row in session.scalars(query):
         own = [] if row.own_seconds is None else unpacked(row.own_seconds)
         ranks = len(newest_first.own_seconds[0]) if newest_first.own_seconds else len(own)
-        if not own or len(own) != ranks or (len(newest_first.steps) + 1) * ranks > MOST_NUMBERS:
+        if not own or len(own) != ranks or (len(newest_first.steps) + 1) * ranks > MAX_NUMBERS:
             break
         if not newest_first.steps or row.step < newest_first.steps[-1]:
             newest_first.steps.append(row.step)

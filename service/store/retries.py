@@ -10,7 +10,7 @@ from typing import TypeVar
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NotSupportedError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
-from service.pauses import growing_pauses
+from service.backoff import backoff
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def may_pass(error: BaseException) -> bool:
 async def until_done(operation: Callable[[], Awaitable[T]]) -> T:
     """The result of `operation`, which reads or writes the database; retried until the database accepts it. Raises
     permanent errors."""
-    for pause in growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
+    for pause in backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
         try:
             return await operation()
         except Exception as error:

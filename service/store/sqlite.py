@@ -25,8 +25,8 @@ other slower (1,000 points of a series for eight clients at once: 57 ms with 2 t
 _CACHE_KIBIBYTES = 16_000
 """Size of the page cache of each connection: 1,000 points of a long series are on 2,000 pages of 4 KiB."""
 _ONE_STATEMENT = "manta_one_statement"
-_KEPT_READERS, _MOST_EXTRA_READERS = 5, 60
-_KEPT_WRITERS, _MOST_EXTRA_WRITERS = 1, 1
+_KEPT_READERS, _MAX_EXTRA_READERS = 5, 60
+_KEPT_WRITERS, _MAX_EXTRA_WRITERS = 1, 1
 
 
 class SqliteDatabase:
@@ -34,8 +34,8 @@ class SqliteDatabase:
 
     reads_at_once = READS_AT_ONCE
     """Number of reads that do not slow each other down."""
-    most_readers = _KEPT_READERS + _MOST_EXTRA_READERS
-    most_writers = _KEPT_WRITERS + _MOST_EXTRA_WRITERS
+    most_readers = _KEPT_READERS + _MAX_EXTRA_READERS
+    most_writers = _KEPT_WRITERS + _MAX_EXTRA_WRITERS
 
     def __init__(self, url: URL):
         """Creates the file's folder. Raises StoreUnusable if that fails."""
@@ -47,10 +47,10 @@ class SqliteDatabase:
         except OSError as error:
             raise StoreUnusable(self.location, error) from error
         self._files = OpenedFiles(self.file)
-        self.readers = self._engine(url, "BEGIN", pool_size=_KEPT_READERS, max_overflow=_MOST_EXTRA_READERS)
+        self.readers = self._engine(url, "BEGIN", pool_size=_KEPT_READERS, max_overflow=_MAX_EXTRA_READERS)
         self.single_readers = self.readers.execution_options(**{_ONE_STATEMENT: True})
         # Writers take the lock at once: SQLite refuses to let a read wait for becoming a write.
-        self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=_KEPT_WRITERS, max_overflow=_MOST_EXTRA_WRITERS)
+        self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=_KEPT_WRITERS, max_overflow=_MAX_EXTRA_WRITERS)
 
     @classmethod
     def of_file(cls, file: Path) -> SqliteDatabase:

@@ -21,7 +21,7 @@ from workers.config import ParallelConfig
 from workers.protocol.json_codec import from_json, to_json
 from workers.timing.recording import INTERRUPTED, PackedRecording
 
-MOST_SLICES = 500_000
+MAX_SLICES = 500_000
 """Most slices that are stored of one trace."""
 REQUESTED, RECORDING, COMPLETE, PARTIAL, FAILED = "requested", "recording", "complete", "partial", "failed"
 """States of a trace."""
@@ -110,8 +110,8 @@ def profile(session: Session, job_id: str, number: int | None, rank: int) -> byt
 def add(session: Session, row: StepTrace, rank: int, recording: PackedRecording) -> None:
     """Add the recording of `rank`. With the last rank's the trace is complete, unless it was aborted: then the caller
     that knows the reason ends it."""
-    if row.slices + recording.count > MOST_SLICES:
-        recording = PackedRecording("", problem=f"the trace has more than {MOST_SLICES:,} slices without it")
+    if row.slices + recording.count > MAX_SLICES:
+        recording = PackedRecording("", problem=f"the trace has more than {MAX_SLICES:,} slices without it")
     row.slices += recording.count
     part_of(session, row, rank).recording = to_json(recording)
     session.flush()

@@ -21,9 +21,9 @@ from workers.timing.recording import PackedRecording
 
 KEPT = 10
 """Most traces kept per job: the next one replaces the oldest."""
-MOST_WAITING = 5
+MAX_WAITING = 5
 """Most unfinished traces of a job."""
-MOST_RANK_STEPS = 4096
+MAX_RANK_STEPS = 4096
 """Most steps of one trace times ranks of the job."""
 
 
@@ -62,11 +62,11 @@ def _refuse_impossible(
         raise TraceNotPossible(f"job {job.id} is {job.state}, and only one that still trains can be traced")
     if first_step > job.steps or job.step >= job.steps:
         raise TraceNotPossible(f"job {job.id} ends with step {job.steps}, and has committed {job.step}")
-    if steps * world > MOST_RANK_STEPS:
-        most = MOST_RANK_STEPS // world
+    if steps * world > MAX_RANK_STEPS:
+        most = MAX_RANK_STEPS // world
         advice = f"trace {most} at most" if most else "such a job cannot be traced"
         raise TraceNotPossible(f"{steps} steps of {world} ranks are too many for one trace: {advice}")
-    if len(unfinished) >= MOST_WAITING:
+    if len(unfinished) >= MAX_WAITING:
         raise TraceNotPossible(f"{len(unfinished)} traces of job {job.id} are not over yet: wait for one of them")
     if foreign := [rank for rank in profiler_ranks if rank >= world]:
         raise TraceNotPossible(no_such_rank(f"job {job.id}", foreign[0], world))

@@ -18,7 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCod
 
 from service.traces.span import Span
 
-MOST_WAITING = 8192
+MAX_WAITING = 8192
 """Number of spans that may wait; further ones are dropped."""
 BATCH = 512
 DELAY_SECONDS = 1.0
@@ -40,13 +40,13 @@ class SpanSender:
         resource = Resource.create({"service.name": "manta", "service.version": version("manta-train")})
         self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids)
         self._provider.add_span_processor(
-            BatchSpanProcessor(self._exporter, MOST_WAITING, DELAY_SECONDS * 1e3, min(BATCH, MOST_WAITING))
+            BatchSpanProcessor(self._exporter, MAX_WAITING, DELAY_SECONDS * 1e3, min(BATCH, MAX_WAITING))
         )
         self._tracer = self._provider.get_tracer("manta")
 
     def send(self, spans: Sequence[Span]) -> None:
         """Queue these spans for sending; they are dropped if too many already wait."""
-        if self._handed_in - self._exporter.taken + len(spans) > MOST_WAITING:
+        if self._handed_in - self._exporter.taken + len(spans) > MAX_WAITING:
             self._lost(_whole(spans))
             return
         self._handed_in += len(spans)

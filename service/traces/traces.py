@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_TO_READ = 1024
+MAX_TO_READ = 1024
 """Number of starts and recoveries that may wait to be read from the database; further ones are dropped."""
 FLUSH_SECONDS = 2.0
 """The longest that the end of the service waits for the collector."""
@@ -62,7 +62,7 @@ class Traces:
 
     def first_step(self, job_id: str, generation: int) -> None:
         """The first step of a generation is in the database. Returns at once; may be called again."""
-        if self._to_read.qsize() < MOST_TO_READ:
+        if self._to_read.qsize() < MAX_TO_READ:
             self._to_read.put((job_id, generation))
         else:
             self._lose(1)

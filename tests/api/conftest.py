@@ -17,7 +17,7 @@ import uvicorn
 from api.app import create_app
 from api.app_state import state_of
 from api.security import auditing
-from api.serving.connections import MOST_CONNECTIONS, limited_to
+from api.serving.connections import MAX_CONNECTIONS, limited_to
 from api.serving.http_server import HttpServer
 from service.cluster.errors import NodeNotFound
 from service.control.faults import FaultsNotAllowed, refuse_impossible
@@ -234,7 +234,7 @@ def client_of(url: str) -> httpx.Client:
 
 
 @contextlib.contextmanager
-def serving(control: FakeControl, limits: RequestLimits = UNLIMITED, most: int = MOST_CONNECTIONS) -> Iterator[str]:
+def serving(control: FakeControl, limits: RequestLimits = UNLIMITED, most: int = MAX_CONNECTIONS) -> Iterator[str]:
     """A server in front of `control` that holds `most` connections; its address."""
     ready = threading.Event()
 

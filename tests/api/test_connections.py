@@ -15,7 +15,7 @@ from api.rest_version import HEADER, REST
 from api.security import request_guard
 from api.security.rate_limits import CallerLimits
 from api.serving import connections
-from api.serving.connections import MOST_CONNECTIONS, LimitedConnection, connections_at_once
+from api.serving.connections import MAX_CONNECTIONS, LimitedConnection, connections_at_once
 from service.store import events
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN
@@ -155,7 +155,7 @@ CHUNKED = HEAD.replace(b"GET", b"POST") + b"Transfer-Encoding: chunked\r\n\r\n"
 )  # fmt: skip
 def test_head_or_rest_of_a_body_without_end_is_refused_and_the_connection_closed(begin, without_end, size):
     piece = (without_end * size)[:size]
-    most = connections.MOST_HEAD_BYTES // size + 2
+    most = connections.MAX_HEAD_BYTES // size + 2
     said, taken, closed = said_by_the_service(begin, *[piece] * (2 * most))
     assert closed and taken <= most
     assert said.startswith(b"HTTP/1.1 431 ") and b'"head_too_large"' in said
@@ -179,7 +179,7 @@ def test_what_is_not_http_is_refused_with_a_problem_document():
 )
 def test_endless_pipelined_requests_close_the_connection_without_an_answer(more):
     said, taken, closed = said_by_the_service(HEAD + b"\r\n", *[more] * 100)
-    assert closed and taken <= connections.MOST_PIPELINED + 2
+    assert closed and taken <= connections.MAX_PIPELINED + 2
     assert said == b"", "it would be taken for the answer to the first"
 
 
@@ -273,11 +273,11 @@ def test_one_connection_too_many_is_told_so_and_the_next_is_served_once_there_is
 
 
 @pytest.mark.parametrize(("soft", "hard", "raised", "most"), [
-    (1024, 100_000, MOST_CONNECTIONS + 256, MOST_CONNECTIONS),
+    (1024, 100_000, MAX_CONNECTIONS + 256, MAX_CONNECTIONS),
     (1024, 4096, 4096, 4096 - 256),
-    (1024, resource.RLIM_INFINITY, MOST_CONNECTIONS + 256, MOST_CONNECTIONS),
-    (100_000, 100_000, None, MOST_CONNECTIONS),
-    (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, MOST_CONNECTIONS),
+    (1024, resource.RLIM_INFINITY, MAX_CONNECTIONS + 256, MAX_CONNECTIONS),
+    (100_000, 100_000, None, MAX_CONNECTIONS),
+    (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, MAX_CONNECTIONS),
     (100, 100, None, 1),
 ])  # fmt: skip
 def test_as_many_as_files_may_be_opened_for_and_others_need_none_of(monkeypatch, soft, hard, raised, most):

@@ -123,7 +123,7 @@ def test_answer_of_the_database_is_good_for_a_second_and_not_for_one_of_the_cloc
 
 
 def test_callers_without_end_take_no_memory_without_end(world, monkeypatch):
-    monkeypatch.setattr(credentials, "_MOST_KNOWN", 2)
+    monkeypatch.setattr(credentials, "_MAX_KNOWN", 2)
     made = [add_key(world.store, "read", name=name) for name in "abc"]
     assert [world.who(key).key_name for key in made] == ["a", "b", "c"]
     for key in made:

@@ -7,7 +7,7 @@ import pytest
 from service.planner import machines
 from service.planner.hardware import HOPPER, MACHINES, Cluster, Core, Gpu, Links
 from service.planner.machines import Calibrated, save
-from service.planner.refinement import LEAST_JOBS
+from service.planner.refinement import MIN_JOBS
 from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on
 from workers.paths import Paths
@@ -89,13 +89,13 @@ def test_jobs_that_ran_refine_the_plans_for_their_machines(service):
     assert service.http.get("/v1/machines").json()["items"] == []
     document = DOCUMENT | FOR_H100 | {"parallel": {"tensor": 8}}
     spec = parse_job_spec(document | {"train": FOR_H100["train"] | {"steps": 10}})
-    for _ in range(LEAST_JOBS):
+    for _ in range(MIN_JOBS):
         train_on(service.store, service.submit()["id"], spec, Cluster(MACHINES["h100-80gb"], 1, 8))
     after = service.http.post("/v1/plans", json=asked).json()
     assert after["plans"][0]["step_seconds"] == pytest.approx(2 * before["plans"][0]["step_seconds"], rel=0.15)
-    assert f"refined by {LEAST_JOBS} jobs" in after["note"] and "product x 0." in after["note"]
+    assert f"refined by {MIN_JOBS} jobs" in after["note"] and "product x 0." in after["note"]
     (machine,) = service.http.get("/v1/machines").json()["items"]
-    assert (machine["name"], machine["device"], machine["refined_by_jobs"]) == ("h100-80gb", None, LEAST_JOBS)
+    assert (machine["name"], machine["device"], machine["refined_by_jobs"]) == ("h100-80gb", None, MIN_JOBS)
     assert machine["refined"]["product"] == pytest.approx(machine["constants"]["product"] / HOPPER.product)
     assert (len(machine["constants"]), machine["this_node"], machine["warning"]) == (8, False, None)
 

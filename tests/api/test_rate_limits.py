@@ -54,7 +54,7 @@ def test_no_rate_is_no_limit():
 
 
 def test_callers_without_end_take_no_memory_without_end(monkeypatch):
-    monkeypatch.setattr(rate_limits, "_MOST_CALLERS", 3)
+    monkeypatch.setattr(rate_limits, "_MAX_CALLERS", 3)
     clock = Clock()
     buckets = TokenBuckets(1.0, clock)
     for caller in "aabbccd":

@@ -144,7 +144,7 @@ def test_what_nobody_asks_for_any_more_is_forgotten_where_there_is_room_for_no_m
     ids = [submit().id for _ in range(3)]
     one = rendered.one(store, ids[0])
     size = len(one.body) + len(one.brief)
-    monkeypatch.setattr(rendered_jobs, "MOST_KEPT_BYTES", 2 * size + size // 2)
+    monkeypatch.setattr(rendered_jobs, "MAX_KEPT_BYTES", 2 * size + size // 2)
     clock.now += FRESH_SECONDS  # the first one is put together anew, which takes no room twice
     for job_id in ids[:2]:
         rendered.one(store, job_id)

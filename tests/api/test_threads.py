@@ -143,7 +143,7 @@ def test_read_that_hangs_keeps_its_place_until_it_is_answered(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(threads, "FILE_SECONDS", 0.05)
             for read in (lambda: go_on.wait(SECONDS), lambda: "read"):
-                with pytest.raises(threads.FilesSilent):
+                with pytest.raises(threads.FilesTimeout):
                     await files.run(read)
         go_on.set()
         async with asyncio.timeout(SECONDS):

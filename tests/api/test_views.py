@@ -180,7 +180,7 @@ def test_dry_run_places_every_rank_up_to_as_many_as_are_listed(document, monkeyp
     places = {(place.tensor, place.pipeline, place.data, place.context) for place in layout.ranks}
     assert places == {(tensor, stage, 0, 0) for tensor in (0, 1) for stage in (0, 1)}
     assert (layout.world_size, layout.micro_batches) == (4, spec.micro_batches)
-    monkeypatch.setattr(views, "MOST_RANKS_LISTED", 4)
+    monkeypatch.setattr(views, "MAX_RANKS_LISTED", 4)
     assert views.dry_run_view(spec, None, None, None).layout.ranks is not None
-    monkeypatch.setattr(views, "MOST_RANKS_LISTED", 3)
+    monkeypatch.setattr(views, "MAX_RANKS_LISTED", 3)
     assert views.dry_run_view(spec, None, None, None).layout.ranks is None

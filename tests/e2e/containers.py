@@ -30,7 +30,7 @@ from tests.e2e.network import Network
 POLL_SECONDS = 1.0
 """Each look starts a program for each container that is not yet healthy."""
 UP_SECONDS, STOP_SECONDS = 500.0, 90.0
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 AT_ONCE = 2
 """How many start at a time: Ray gives a node 30 s to start, which a busy machine may not hold."""
 ETC = ("alternatives", "group", "ld.so.cache", "localtime", "mime.types", "nsswitch.conf", "ssl")
@@ -121,7 +121,7 @@ class Containers:
 
     def _start_again(self, name: str) -> None:
         self._restarts[name] += 1
-        if self._restarts[name] > MOST_RESTARTS:
+        if self._restarts[name] > MAX_RESTARTS:
             raise NotHealthy(f"{name} ends again and again: {self.log(name)[-4000:]}")
         self.start(name)
 

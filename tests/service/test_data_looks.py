@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from service.control import data_looks
-from service.control.data_looks import DataLooks, DataSilent
+from service.control.data_looks import DataLooks, DataTimeout
 
 AWAY = {"source": "text", "paths": ["/away"]}
 
@@ -36,7 +36,7 @@ def test_nobody_looks_any_more_for_jobs_that_are_not_queued(make_spec, monkeypat
     async def body():
         looks = DataLooks(check)
         for name in ("kept", "gone"):
-            with pytest.raises(DataSilent):
+            with pytest.raises(DataTimeout):
                 await looks.problem(name, make_spec(name=name, data={"source": "text", "paths": [f"/{name}"]}))
             await asyncio.sleep(0)
         looks.keep_only(["kept"])
@@ -53,7 +53,7 @@ def test_while_one_file_system_is_silent_another_has_a_moment_and_not_a_turn(mak
         await asyncio.Event().wait()
 
     async def keeps_turn(looks, job, **data):
-        with pytest.raises(DataSilent) as silent:
+        with pytest.raises(DataTimeout) as silent:
             await looks.problem(job, make_spec(data=AWAY | data))
         return silent.value.keeps_turn
 

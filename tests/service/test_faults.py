@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import select
 
-from service.cluster.agent_client import AgentSilent
+from service.cluster.agent_client import AgentTimeout
 from service.cluster.placement import agent_name
 from service.control.faults import FaultInjector, FaultNotPossible, refuse_impossible
 from service.states import JobState
@@ -24,7 +24,7 @@ class Agent:
 
     async def arm(self, fault):
         if self.silent:
-            raise AgentSilent("no answer")
+            raise AgentTimeout("no answer")
         self.faults.append(fault)
 
 

@@ -288,10 +288,10 @@ def test_job_of_which_something_cannot_be_released_keeps_no_other_one_waiting(
     assert (waiting.state, waiting.reason) == ("QUEUED", "not_released")
     assert {agent.job for agent in cluster.agents.living.values()} == {stuck.id}
 
-    async def give_way():
+    async def lower_priority():
         released.set()
 
-    plane._call(give_way())
+    plane._call(lower_priority())
     until(plane, stuck, "SUCCEEDED")
     assert plane._job(stuck.id).generation == 1
 

@@ -90,7 +90,7 @@ def test_little_is_read_of_a_long_log(tmp_path):
 
 
 def test_search_that_finds_little_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_tail, "MOST_BYTES", 200_000)
+    monkeypatch.setattr(log_tail, "MAX_BYTES", 200_000)
     write(tmp_path, 0, [(float(number), "needle" if number == 5 else "x" * 100) for number in range(20_000)])
     tail = read_tail(LogFiles(tmp_path), 10, test=LogFilter(search="needle").test())
     assert (tail.lines, tail.more) == ([], True)

@@ -16,7 +16,7 @@ from service.job.refining import SeenJobs
 from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
 from service.planner.job_plan import planned
 from service.planner.machines import Calibrated, forget_jobs_before_now, save
-from service.planner.refinement import LEAST_JOBS, moved
+from service.planner.refinement import MIN_JOBS, moved
 from service.states import JobState
 from service.store import Generation, generations, jobs, plans, rank_numbers, ranks
 from tests.service.support.fake_cluster import FakeCluster
@@ -67,29 +67,29 @@ def trained(store, submit, tmp_path):
 
 
 def test_the_next_job_is_planned_as_those_before_it_took(trained):
-    for _ in range(LEAST_JOBS - 1):
+    for _ in range(MIN_JOBS - 1):
         train(trained.store, trained.planned())
     old = trained.next_plan()
     train(trained.store, trained.planned())
     new = trained.next_plan()
-    assert (old["refined_by_jobs"], new["refined_by_jobs"]) == (0, LEAST_JOBS)
+    assert (old["refined_by_jobs"], new["refined_by_jobs"]) == (0, MIN_JOBS)
     assert new["step_seconds"] == pytest.approx(2 * old["step_seconds"], rel=0.05)
     assert old["assumed"] and not new["assumed"] and new["machine"] == node_type()
 
 
 def test_jobs_that_were_planned_as_others_took_say_the_same(trained):
-    for _ in range(LEAST_JOBS):
+    for _ in range(MIN_JOBS):
         train(trained.store, trained.planned())
     first = trained.next_plan()
     for _ in range(2):
         train(trained.store, trained.planned(), slower=1.0)
     second = trained.next_plan()
-    assert second["refined_by_jobs"] == LEAST_JOBS + 2
+    assert second["refined_by_jobs"] == MIN_JOBS + 2
     assert second["step_seconds"] == pytest.approx(first["step_seconds"], rel=0.02)
 
 
 def test_gpus_of_another_type_are_as_they_were(trained):
-    for _ in range(LEAST_JOBS):
+    for _ in range(MIN_JOBS):
         train(trained.store, trained.planned())
     cluster = Cluster(MACHINES["h100-80gb"], 1, 8)
     assert trained.seen().cluster(cluster) == cluster
@@ -101,10 +101,10 @@ def test_nodes_of_all_kinds_are_refined(trained, make_spec, submit):
     spec = make_spec(
         model=model, train={"steps": 1, "micro_batch_size": 1, "global_batch_size": 4, "precision": "bf16"}
     )
-    for _ in range(LEAST_JOBS):
+    for _ in range(MIN_JOBS):
         train_on(trained.store, submit().id, spec, l40s)
     cluster = trained.seen().cluster(replace(h100, others=(l40s,)))
-    assert cluster.machine == h100.machine and cluster.others[0].machine.refined.jobs == LEAST_JOBS
+    assert cluster.machine == h100.machine and cluster.others[0].machine.refined.jobs == MIN_JOBS
     assert planned(spec, replace(h100, others=(l40s,)))["dependence"] is None
 
 
@@ -177,9 +177,9 @@ def test_what_another_release_has_kept_says_nothing(trained, store):
 
 
 def test_what_jobs_said_can_be_thrown_away(trained):
-    for _ in range(LEAST_JOBS):
+    for _ in range(MIN_JOBS):
         train(trained.store, trained.planned())
-    assert trained.seen().of_type(node_type(), trained.folder).refined.jobs == LEAST_JOBS
+    assert trained.seen().of_type(node_type(), trained.folder).refined.jobs == MIN_JOBS
     trained.store.write(
         lambda session: session.execute(update(Generation).values(started_at=Generation.started_at - 1))
     )
@@ -190,7 +190,7 @@ def test_what_jobs_said_can_be_thrown_away(trained):
 
 
 def test_a_calibration_takes_the_place_of_what_jobs_said(trained):
-    for _ in range(LEAST_JOBS):
+    for _ in range(MIN_JOBS):
         train(trained.store, trained.planned())
     known = trained.seen().of_type(node_type(), trained.folder)
     assert set(moved(known)) and known.core.operation_seconds > ASSUMED_CORE.operation_seconds

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from service.cluster.agent_client import AgentSilent
-from service.control.running_ranks import NoRanks, RankNotFound, RankSilent, RunningRanks
+from service.cluster.agent_client import AgentTimeout
+from service.control.running_ranks import NoRanks, RankNotFound, RankTimeout, RunningRanks
 from service.states import JobState
 from service.store import JobNotFound, generations, jobs, ranks
 from workers.liveness.trainer_status import Position, TrainerStatus
@@ -20,7 +20,7 @@ class Agent:
     async def progress(self):
         self.asked += 1
         if self.silent:
-            raise AgentSilent("no answer")
+            raise AgentTimeout("no answer")
         return self.status
 
     async def stacks(self, pid):
@@ -108,13 +108,13 @@ def test_what_cannot_be_asked_is_said(running, agents, store, submit, job):
         asyncio.run(running.stack(job, 2))
     agents["a0"].status, agents["a1"].text = None, ""
     for rank, why in ((0, "no trainer runs there"), (1, "its trainer has ended")):
-        with pytest.raises(RankSilent, match=why):
+        with pytest.raises(RankTimeout, match=why):
             asyncio.run(running.stack(job, rank))
     agents["a1"].silent = True
-    with pytest.raises(RankSilent, match="does not answer"):
+    with pytest.raises(RankTimeout, match="does not answer"):
         asyncio.run(running.stack(job, 1))
     del agents["a0"]
-    with pytest.raises(RankSilent, match="its agent is gone"):
+    with pytest.raises(RankTimeout, match="its agent is gone"):
         asyncio.run(running.stack(job, 0))
     store.write(lambda session: ranks.end_all(session, job))
     queued = submit().id

@@ -12,7 +12,7 @@ import pytest
 from fault_scenarios import (
     FACTORS,
     FEW,
-    MOST_RANKS,
+    MAX_RANKS,
     STEPS,
     Generation,
     Scenario,
@@ -37,7 +37,7 @@ def run(ranks: Any, scenario: Scenario, folder: Path) -> list[Record]:
     """By rank of the last generation."""
     folder.mkdir(parents=True)
     by_process = ranks.run(ParallelConfig(data=scenario.processes), run_scenario, scenario, str(folder), ranks.port)
-    return sorted(by_process, key=lambda each: MOST_RANKS if each.rank is None else each.rank)
+    return sorted(by_process, key=lambda each: MAX_RANKS if each.rank is None else each.rank)
 
 
 def in_which_layout(record: Record) -> list[tuple[dict[str, Any], int]]:
@@ -59,7 +59,7 @@ def undisturbed(scenario: Scenario, record: Record) -> Scenario:
     if scenario.document["train"]["deterministic"] == "elastic":
         data = changes[-1][0]["data"]
         replaced = [({**parallel, "data": data}, end) for parallel, end in changes]
-        if all(world_size(parallel) <= MOST_RANKS for parallel, _ in replaced):
+        if all(world_size(parallel) <= MAX_RANKS for parallel, _ in replaced):
             changes = replaced
     merged = [each for each, after in itertools.pairwise([*changes, ({}, 0)]) if each[0] != after[0]]
     generations = [Generation(parallel, until=end) for parallel, end in merged[:-1]]

@@ -33,7 +33,7 @@ from workers.system.host_memory import keep_freed_memory
 from workers.system.others import OtherWork
 from workers.system.processor import processor_name
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 DEVICES = ("cpu", "cuda")
 
 
@@ -81,7 +81,7 @@ def _measure_cores(say: Callable[[str], None]) -> Measurements:
     gangs, counts = LocalRanks(), busy_ranks(cores)
     busy = as_busy(counts, gangs.run(busy_seconds, layout_document(data=counts[-1]), counts))
     collectives = [
-        row for ranks in (2, 4, MOST_RANKS) for row in gangs.run(collective_times, layout_document(tensor=ranks))[0]
+        row for ranks in (2, 4, MAX_RANKS) for row in gangs.run(collective_times, layout_document(tensor=ranks))[0]
     ]
     # Twice, half a minute apart: where others share the processor, a machine may be slower for some seconds.
     again = _measure_one_rank(cores, say)
@@ -111,7 +111,7 @@ def _measure_one_rank(cores: int, say: Callable[[str], None]) -> Measurements:
 def busy_ranks(cores: int) -> list[int]:
     """How many ranks compute at once: one alone, and then as many as keep all cores busy, with one each and with up to
     four of them."""
-    return sorted({1, cores, max(cores, min(MOST_RANKS, 4 * cores))})
+    return sorted({1, cores, max(cores, min(MAX_RANKS, 4 * cores))})
 
 
 def _with_disturbances(measurements: Measurements, others: OtherWork) -> Measurements:

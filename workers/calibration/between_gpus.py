@@ -26,7 +26,7 @@ from workers.settings import read_visible_gpus
 
 SIZES = (2**12, 2**15, 2**18, 2**20, 2**23, 2**26, 2**28)
 """Bytes of the whole tensor, or of a message."""
-LEAST_TIMES, MOST_TIMES, MOVED = 3, 20, 2**27
+MIN_TIMES, MAX_TIMES, MOVED = 3, 20, 2**27
 """Fewest and most runs of a round, and the bytes of all of them in between."""
 SECONDS = 120.0
 """Seconds for the pairs, and for all together: NCCL may hang if GPUs cannot reach each other's memory."""
@@ -91,7 +91,7 @@ def exchange_times(comm: Comm, _: JobSpec, sizes: Sequence[int]) -> OnRank:
     pipeline."""
     device, rows = comm.device, []
     for size in sizes:
-        times = max(LEAST_TIMES, min(MOST_TIMES, MOVED // size))
+        times = max(MIN_TIMES, min(MAX_TIMES, MOVED // size))
         for kind, ranks, moved, run in _runs(comm, size):
             rows.append(CollectiveTime(kind, ranks, moved, joint_seconds(run, times, comm.barrier, device)))
     release()

@@ -10,9 +10,9 @@ from functools import cache
 import torch
 
 SECONDS = 0.05
-LEAST_TIMES = 5
-ROUNDS, MOST_TIMES, ROUND_SECONDS = 5, 20, 0.005
-SQUARE, LEAST_OF_SQUARE = 8192, 4e-4
+MIN_TIMES = 5
+ROUNDS, MAX_TIMES, ROUND_SECONDS = 5, 20, 0.005
+SQUARE, MIN_OF_SQUARE = 8192, 4e-4
 """Rows of a square matrix product, and the least seconds that it takes on any GPU."""
 BETWEEN, WARM = 10, 600
 """Number of such products before each round, and before the first: a device is measured at the clock rate that its
@@ -32,7 +32,7 @@ def median_seconds(run: Run, device: torch.device, seconds: float = SECONDS) -> 
     once(run, device)  # allocation, and the library's choice of kernels
     taken: list[float] = []
     began = time.perf_counter()
-    while len(taken) < LEAST_TIMES or time.perf_counter() - began < seconds:
+    while len(taken) < MIN_TIMES or time.perf_counter() - began < seconds:
         taken.append(once(run, device))
     return _median(taken)
 
@@ -44,7 +44,7 @@ def back_to_back_seconds(run: Run, device: torch.device) -> float:
         return median_seconds(run, device, 0.0)
     run()
     alone = _on_gpu(run, device)
-    times = max(3, min(MOST_TIMES, int(ROUND_SECONDS / alone)))
+    times = max(3, min(MAX_TIMES, int(ROUND_SECONDS / alone)))
     began = time.perf_counter()
     for _ in range(times):
         run()
@@ -88,7 +88,7 @@ def _median(taken: list[float]) -> float:
 def _queued(run: Run, times: int, queueing: float, device: torch.device, before: Run = lambda: None) -> float:
     """Seconds of one of `times` runs, which are queued after `before` while the device is busy with other work."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    _keep_busy(max(BETWEEN, int(1.5 * queueing / LEAST_OF_SQUARE)), device)
+    _keep_busy(max(BETWEEN, int(1.5 * queueing / MIN_OF_SQUARE)), device)
     before()
     first.record()
     for _ in range(times):

@@ -34,7 +34,7 @@ KINDS = ("model", "exp_avg", "exp_avg_sq")
 FROZEN = "frozen"
 """Parameters that are not trained, which have no moments. In a checkpoint they are called `model.NAME` as well."""
 
-MOST_IN_METADATA = 100_000
+MAX_IN_METADATA = 100_000
 """Most rectangles of a checkpoint for which `.metadata` is written: its readers have torch create objects of them, and
 a million take minutes and gigabytes. `python -m workers.checkpoint.dcp_metadata` writes it later."""
 
@@ -85,7 +85,7 @@ def save(
     def finish(written: list[Written]) -> list[dict[str, FileSums]]:
         contents = merged((each.file, each.tensors) for each in written)
         new = {CONTENTS: contents.content}
-        if contents.rectangles <= MOST_IN_METADATA:
+        if contents.rectangles <= MAX_IN_METADATA:
             new[METADATA] = metadata_file(Contents.from_bytes(contents.content))
         for name, content in new.items():
             with files.create(folder / name) as stream:

@@ -22,7 +22,7 @@ from workers.checkpoint.opening import explained, opened
 from workers.errors import CheckpointError
 from workers.storage.places import Place
 
-MOST_OPEN = 4
+MAX_OPEN = 4
 """Files that stay open when others are read, since they will probably be needed again."""
 RAW = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 """Array dtypes of elements, by torch's names; numpy has no bfloat16, so its bits are integers here."""
@@ -58,7 +58,7 @@ def in_file_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
 def most_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
     """Most bytes that a `StoredRows` uses for these tensors, of which `rows_bytes` are read at a time."""
     files = max((len(_side_by_side(tensor)) for tensor in tensors), default=1)
-    return max(files, MOST_OPEN) * max(SPAN_BYTES, rows_bytes + 2 * BLOCK_BYTES) + 2 * BLOCK_BYTES
+    return max(files, MAX_OPEN) * max(SPAN_BYTES, rows_bytes + 2 * BLOCK_BYTES) + 2 * BLOCK_BYTES
 
 
 def _side_by_side(tensor: StoredTensor) -> set[str]:
@@ -107,7 +107,7 @@ class StoredRows:
         if name != self._name:
             self._name, self._known, self._expected = name, {}, set()
         others = [file for file in self._open if file not in files]
-        self._close(others[: max(0, len(others) + len(files) - MOST_OPEN)])
+        self._close(others[: max(0, len(others) + len(files) - MAX_OPEN)])
         for file in sorted(files):
             if file not in self._open:
                 stack = ExitStack()

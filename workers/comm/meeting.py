@@ -34,7 +34,7 @@ from workers.liveness.record_layout import CONNECTING_CHANNEL
 from workers.system.ports import PortRange, listen
 
 NONCE_BYTES = 32
-MOST_UNAUTHENTICATED = 64
+MAX_UNAUTHENTICATED = 64
 """Most unidentified callers at a time, in addition to those that are expected."""
 PATIENCE_SECONDS = 20.0
 """Seconds that a caller may take to identify itself."""
@@ -301,7 +301,7 @@ class Meeting:
             return
         self._callers[caller] = None
         self._selector.register(caller.connection, selectors.EVENT_READ, caller)
-        if len(self._callers) > len(self._awaited) + MOST_UNAUTHENTICATED:
+        if len(self._callers) > len(self._awaited) + MAX_UNAUTHENTICATED:
             self._turn_away(next(iter(self._callers)))
         self._proceed_with_caller(caller)  # its greeting may have arrived already
 

@@ -35,10 +35,10 @@ LabelKey = Annotated[str, Field(max_length=317, pattern=LABEL_KEY)]
 LABEL_VALUE = r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$"
 LabelValue = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
 """At most 63 letters, digits, `-`, `_` and `.`; the first and the last are letters or digits; may be empty."""
-MOST_LABELS = 64
+MAX_LABELS = 64
 JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._ -]*$"
-MOST_CHARACTERS_OF_A_NAME = 100
-JobName = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS_OF_A_NAME, pattern=JOB_NAME)]
+MAX_CHARACTERS_OF_A_NAME = 100
+JobName = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS_OF_A_NAME, pattern=JOB_NAME)]
 ENTRYPOINT = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 Threads = Annotated[int, Field(gt=0, le=1024, strict=True)]
@@ -54,7 +54,7 @@ NO_TOKEN = "none"
 CHATML = "chatml"
 """The built-in chat template."""
 END_OF_TEXT = "<|endoftext|>"
-LEAST_WINDOW = 5
+MIN_WINDOW = 5
 PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
 
 RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from workers.config.data import DataConfig
 from workers.config.fields import (
-    MOST_LABELS,
+    MAX_LABELS,
     FixedMapping,
     JobName,
     LabelKey,
@@ -28,7 +28,7 @@ class JobSpec(Section):
 
     name: JobName = "job"
     """A display name; need not be unique."""
-    labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=MOST_LABELS), AfterValidator(FixedMapping)] = Field(
+    labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=MAX_LABELS), AfterValidator(FixedMapping)] = Field(
         default_factory=FixedMapping
     )
     """Labels to filter lists of jobs by, such as `team: vision`; they have no other effect."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from workers.config.fields import LEAST_WINDOW, Count, MayBeOff, PositiveFloat, Section, Steps, StepsOrNever
+from workers.config.fields import MIN_WINDOW, Count, MayBeOff, PositiveFloat, Section, Steps, StepsOrNever
 
 
 class CheckpointConfig(Section):
@@ -41,7 +41,7 @@ class SpikeConfig(Section):
     policy: Literal["ignore", "report", "skip", "roll_back", "fail"] = "ignore"
     """Response to a spike. report: an event; skip, roll_back, fail: as for recovery.nonfinite; as there, the weights
     have not been updated yet."""
-    window: Annotated[int, Field(ge=LEAST_WINDOW, le=500, strict=True)] = 50
+    window: Annotated[int, Field(ge=MIN_WINDOW, le=500, strict=True)] = 50
     """Number of preceding steps to compare with; no step is checked until there are as many."""
     loss_deviations: PositiveFloat = 8.0
     """Number of deviations from which a loss is a spike."""

@@ -22,12 +22,12 @@ from math import gcd, lcm
 
 from workers.data.order import SampleOrder, derived_seed
 
-MOST_PERIOD = 2**20
+MAX_PERIOD = 2**20
 """Maximum number of samples after which the order repeats."""
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Integers in the ratio of the decimal representations of `weights`; if their sum would exceed MOST_PERIOD, the
+    """Integers in the ratio of the decimal representations of `weights`; if their sum would exceed MAX_PERIOD, the
     nearest ones with that sum, which deviate by less than one sample in a million."""
     exact = [Fraction(repr(weight)) for weight in weights]
     unit = lcm(*(each.denominator for each in exact))
@@ -35,12 +35,12 @@ def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     common = gcd(*numbers)
     numbers = [number // common for number in numbers]
     total = sum(numbers)
-    if total <= MOST_PERIOD:
+    if total <= MAX_PERIOD:
         return tuple(numbers)
-    shares = [max(1, number * MOST_PERIOD // total) for number in numbers]
+    shares = [max(1, number * MAX_PERIOD // total) for number in numbers]
     # The remainder goes to those that were rounded down most (largest remainders).
-    by_rest = sorted(range(len(numbers)), key=lambda part: (-(numbers[part] * MOST_PERIOD % total), part))
-    for part in by_rest[: max(0, MOST_PERIOD - sum(shares))]:
+    by_rest = sorted(range(len(numbers)), key=lambda part: (-(numbers[part] * MAX_PERIOD % total), part))
+    for part in by_rest[: max(0, MAX_PERIOD - sum(shares))]:
         shares[part] += 1
     return tuple(shares)
 

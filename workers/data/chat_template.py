@@ -27,12 +27,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from workers.config import CHATML, DataConfig
 from workers.data.read_errors import is_there, read_error
-from workers.data.render_bounds import MOST_CHARACTERS, TooMuch, bounded
+from workers.data.render_bounds import MAX_CHARACTERS, TooMuch, bounded
 from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
 from workers.errors import DataError
-from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
+from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 """Maximum size of a template."""
 START, STOP = "\ufdd0", "\ufdd1"
 """Marks of the bounds of a generation block during rendering: noncharacters of Unicode."""
@@ -100,8 +100,8 @@ class ChatTemplate:
                 for piece in self._compiled[0].generate(**values, add_generation_prompt=add_generation_prompt):
                     pieces.append(piece)
                     size += len(piece)
-                    if size > MOST_CHARACTERS:
-                        raise TooMuch(f"it writes more than {MOST_CHARACTERS} characters")
+                    if size > MAX_CHARACTERS:
+                        raise TooMuch(f"it writes more than {MAX_CHARACTERS} characters")
         except TooMuch as error:
             raise TemplateFailed(str(error)) from error
         except MemoryError as error:
@@ -185,7 +185,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not is_there(path):
         return {}
     try:
-        content = json.loads(read_regular(path, MOST_SETTINGS_BYTES))
+        content = json.loads(read_regular(path, MAX_SETTINGS_BYTES))
     except OSError as error:
         raise read_error(path, error) from error
     except (ValueError, RecursionError) as error:
@@ -197,7 +197,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        content = read_regular(path, MOST_BYTES)
+        content = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise read_error(path, error, f"the chat template cannot be read: {path} ({error.strerror})") from error
     try:

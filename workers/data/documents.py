@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workers.data.chat_template import ChatTemplate
     from workers.data.conversations import Conversation
 
-MOST_WHOLE_BYTES = 2**30
+MAX_WHOLE_BYTES = 2**30
 """Maximum size of a text that must not be split: tokenizing it takes up to a hundred times as much memory."""
 
 
@@ -102,10 +102,10 @@ def _checked(text: str, where: str) -> Iterator[Text]:
 
 def _pieces(section: Section, cuts_are_exact: bool) -> Iterator[Text]:
     content = _content(section)
-    if not cuts_are_exact and len(content) > MOST_WHOLE_BYTES:
+    if not cuts_are_exact and len(content) > MAX_WHOLE_BYTES:
         raise DataError(
             f"{section.path} is one document of {len(content)} bytes, and this tokenizer makes other tokens of a text "
-            f"that is cut: give it as several files of at most {MOST_WHOLE_BYTES} bytes, or as jsonl"
+            f"that is cut: give it as several files of at most {MAX_WHOLE_BYTES} bytes, or as jsonl"
         )
     position = section.start
     for piece in pieces_of(content, PIECE_BYTES) if cuts_are_exact else [content] * bool(content):

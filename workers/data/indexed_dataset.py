@@ -29,7 +29,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
 _TYPES: dict[int, npt.DTypeLike] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Token types by Megatron's number; its floating-point types cannot be tokens."""
-_MOST_BYTES = 16 * 2**30
+_MAX_BYTES = 16 * 2**30
 """Maximum size of an index: enough for 800 million documents."""
 _BLOCK = 2**20
 """Sequences whose lengths are read at a time."""
@@ -89,8 +89,8 @@ def _opened(prefix: str | Path) -> Iterator[_Open]:
     try:
         with open_regular(path, buffering=0) as file:
             size, head = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), _Open.at, 0)
-            if size > _MOST_BYTES:
-                raise DataError(f"{path} has {size} bytes, and at most {_MOST_BYTES} are read: divide the dataset")
+            if size > _MAX_BYTES:
+                raise DataError(f"{path} has {size} bytes, and at most {_MAX_BYTES} are read: divide the dataset")
             if len(head) < _Open.at or not head.startswith(MAGIC):
                 raise DataError(f"{path} is not an index of Megatron-LM's: it does not begin with MMIDIDX")
             version, number, sequences, boundaries = _HEADER.unpack_from(head, len(MAGIC))

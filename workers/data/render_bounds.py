@@ -14,7 +14,7 @@ SECONDS = 10.0
 """Processor time, so that a busy machine makes no difference."""
 LAST_SECONDS = 20.0
 """Processor time after which the process is killed: a single long operation cannot be interrupted otherwise."""
-MOST_CHARACTERS = 2**26
+MAX_CHARACTERS = 2**26
 """Maximum length of the output."""
 MEMORY_BYTES = 2**31
 """Maximum memory in addition to what is used before."""

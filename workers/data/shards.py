@@ -13,7 +13,7 @@ from workers.data.sources import CorpusFile, is_compressed, kind_of_file
 from workers.system.regular_files import open_regular
 
 SHARD_BYTES = 2 * 2**20
-MOST_SHARDS = 4096
+MAX_SHARDS = 4096
 PIECE_BYTES = 2**20
 """Bytes of a text that are encoded at once, if it may be split."""
 _BLANK = rb"[\x00-\x20\x7f]|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
@@ -50,7 +50,7 @@ Shard = tuple[Section, ...]
 
 def shards_of(files: Sequence[CorpusFile], data: DataConfig, cuts_are_exact: bool) -> list[Shard]:
     """All of `files`, in order. `cuts_are_exact`: whether texts may be cut. Raises DataError."""
-    target = max(SHARD_BYTES, sum(file.size for file in files) // MOST_SHARDS)
+    target = max(SHARD_BYTES, sum(file.size for file in files) // MAX_SHARDS)
     shards: list[Shard] = []
     waiting: list[Section] = []
     size = 0

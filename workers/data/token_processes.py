@@ -21,7 +21,7 @@ from workers.errors import DataError
 from workers.liveness.process_state import process_state
 
 LOOK_SECONDS = 0.5
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Number of attempts for a shard whose process is killed."""
 
 
@@ -164,7 +164,7 @@ class _Work:
         sections = self._shards[worker.shard]
         if worker.process.returncode == -signal.SIGVTALRM:
             raise DataError(f"{sections[0].path}: the chat template does not come to an end with some conversation")
-        if self._tries[worker.shard] >= MOST_TRIES or worker.process.returncode >= 0:
+        if self._tries[worker.shard] >= MAX_TRIES or worker.process.returncode >= 0:
             raise DataError(
                 f"the process that tokenizes {sections[0].path} ended with exit code {worker.process.returncode}, "
                 "perhaps for lack of memory"

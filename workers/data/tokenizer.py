@@ -33,7 +33,7 @@ BESIDE_TOKENIZER = (TEMPLATE, SETTINGS, SPECIAL_TOKENS)
 """Files next to the tokenizer that may contain chat templates and their variables."""
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|endofdocument|>", "[SEP]")
 """Special tokens that are known to end a document, in order of preference."""
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """Maximum size of a tokenizer.json."""
 _WHOLE_TEXTS = (
     "One line.\nAnother one, of 12 words\n\nand (more\n\n\n#  of\r\nthem\n  indented\n\tand\nso on);\n}\nend\n",
@@ -224,7 +224,7 @@ def library() -> Any:
 def content_of(path: Path) -> bytes:
     """The content of a tokenizer.json. Raises DataError."""
     try:
-        return read_regular(path, MOST_BYTES)
+        return read_regular(path, MAX_BYTES)
     except OSError as error:
         otherwise = (
             f"no tokenizer can be read from {path} ({error.strerror}): name bytes, bpe, a tokenizer.json or a folder "

@@ -16,7 +16,7 @@ from workers.inference.scoring import score, text_log_likelihood
 from workers.inference.text_tokens import TextTokens
 from workers.system.regular_files import read_regular
 
-_MOST_BYTES = 2**30
+_MAX_BYTES = 2**30
 """Maximum size of a file of questions or texts, which is read as a whole."""
 
 
@@ -149,7 +149,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _content(path: Path) -> str:
     try:
-        return read_regular(path, _MOST_BYTES).decode()
+        return read_regular(path, _MAX_BYTES).decode()
     except OSError as error:
         raise BadTask(f"cannot be read: {path} ({error.strerror})") from error
     except UnicodeDecodeError as error:

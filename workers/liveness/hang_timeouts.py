@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from workers.liveness.process_state import ProcessState
 from workers.liveness.progress import Phase
 
-LEAST_SECONDS = 1.5
+MIN_SECONDS = 1.5
 """Seconds allowed for an ordinary phase, however quick the steps are."""
 STEPS = 6
 """An ordinary phase may take this many times as long as the slowest ordinary step."""
@@ -77,7 +77,7 @@ def hang_timeout(
         copying = snapshot_bytes / SNAPSHOT_BYTES_A_SECOND if phase == "snapshot" else 0.0
         return LONG[phase] + (set_up if phase in SET_UP else 0.0) + copying
     if step_seconds:
-        allowed = max(LEAST_SECONDS, STEPS * slowest_ordinary(step_seconds))
+        allowed = max(MIN_SECONDS, STEPS * slowest_ordinary(step_seconds))
     else:
         allowed = FIRST_STEP_SECONDS + set_up
     if compiles and phase in COMPILED:

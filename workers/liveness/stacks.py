@@ -18,7 +18,7 @@ from workers.system.own_files import make_folder, remove
 from workers.system.regular_files import open_regular
 
 STACKS_SIGNAL = signal.SIGUSR2
-MOST_CHARACTERS = 16_000
+MAX_CHARACTERS = 16_000
 _ANSWER_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 
@@ -40,9 +40,9 @@ def answer_with_stacks(folder: str | Path, rank: int) -> None:
 
 async def take_stacks(pid: int, path: Path) -> str:
     """The stacks of all threads of process `pid`, which writes them to `path`; the kernel's information if it does not
-    answer within a second. At most MOST_CHARACTERS."""
+    answer within a second. At most MAX_CHARACTERS."""
     text = await _asked(pid, path) if _state_letter(pid) not in ("T", "t", "Z", "X", "") else ""
-    return (text or from_kernel(pid))[-MOST_CHARACTERS:]
+    return (text or from_kernel(pid))[-MAX_CHARACTERS:]
 
 
 async def _asked(pid: int, path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 RATIO = 1.5
 """A rank is slow in a step if it takes this many times the median of its stage,"""
-LEAST_SECONDS = 0.05
+MIN_SECONDS = 0.05
 """and at least this many seconds more: less is not worth reporting."""
 WINDOW, SLOW_STEPS = 24, 20
 """A straggler is slow in this many of this many consecutive steps."""
@@ -87,7 +87,7 @@ def _slow_ones(stage: Sequence[int], own_seconds: Sequence[float]) -> list[int]:
     if len(stage) < 2:
         return []
     usual = _usual(stage, own_seconds)
-    bound = max(RATIO * usual, usual + LEAST_SECONDS)
+    bound = max(RATIO * usual, usual + MIN_SECONDS)
     return [rank for rank in stage if own_seconds[rank] > bound]
 
 

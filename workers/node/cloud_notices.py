@@ -41,7 +41,7 @@ AZURE_PREEMPT_SECONDS = 30.0
 _TOKEN_SECONDS = "21600"
 _AWS_ENDS = {"instance-reboot", "system-reboot", "instance-stop", "instance-retirement"}
 _AZURE_ENDS = {"Reboot", "Redeploy", "Preempt", "Terminate"}
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 class MetadataUnavailable(SourceUnavailable):
@@ -123,7 +123,7 @@ class _Service:
         try:
             connection.request(method, path, headers=dict(headers))
             response = connection.getresponse()
-            content = response.read(_MOST_BYTES).decode(errors="replace")
+            content = response.read(_MAX_BYTES).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             raise MetadataUnavailable(f"the metadata service at {self._host} does not answer: {error}") from error
         finally:

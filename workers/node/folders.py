@@ -14,7 +14,7 @@ from workers.paths import Paths, safe_name
 from workers.system.regular_files import read_regular
 
 MARK = ".installation"
-_MOST_BYTES = 1000
+_MAX_BYTES = 1000
 
 
 def mark(folder: Path, installation: str) -> None:
@@ -31,7 +31,7 @@ def shares(folder: Path, installation: str) -> bool:
     if not installation:
         return True
     try:
-        return read_regular(folder / MARK, _MOST_BYTES).decode() == installation and os.access(folder, os.W_OK)
+        return read_regular(folder / MARK, _MAX_BYTES).decode() == installation and os.access(folder, os.W_OK)
     except (OSError, ValueError):
         return False
 

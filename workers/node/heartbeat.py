@@ -26,7 +26,7 @@ from workers.system.ports import PortRange, listen
 
 BACKLOG = 64
 CHUNK_BYTES = 4096
-MOST_UNAUTHENTICATED = 64
+MAX_UNAUTHENTICATED = 64
 """Maximum number of connections on which the secret has not been sent."""
 
 
@@ -138,7 +138,7 @@ class HeartbeatServer:
             connection.setblocking(False)
             self._unauthenticated[connection] = b""
             self._selector.register(connection, selectors.EVENT_READ)
-            if len(self._unauthenticated) > MOST_UNAUTHENTICATED:
+            if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
                 self._drop(next(iter(self._unauthenticated)))
             self._authenticate(connection)  # it may have sent something already
 

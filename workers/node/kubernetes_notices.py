@@ -41,7 +41,7 @@ TAINTS: dict[str, float | None] = {
 """By key of a taint, how many seconds the node can still be relied on; None if the taint does not say."""
 CONDITIONS = ("PreemptScheduled", "TerminateScheduled", "RedeployScheduled", "RebootScheduled")
 """Conditions that AKS sets for Azure's scheduled events that end a machine."""
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class KubernetesSource:
             )
             connection.request("GET", path, headers={"Authorization": f"Bearer {token}", "Accept": "application/json"})
             response = connection.getresponse()
-            content = response.read(_MOST_BYTES)
+            content = response.read(_MAX_BYTES)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise SourceUnavailable(f"{where} does not answer: {error}") from error
         finally:

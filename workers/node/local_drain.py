@@ -26,7 +26,7 @@ LINE_BYTES = 4096
 _START = "drain-"
 
 
-class NodeSilent(MantaError):
+class NodeTimeout(MantaError):
     """The daemon of a node on this machine does not answer."""
 
 
@@ -54,7 +54,7 @@ async def serve_drains(listener: UnixListener, node: str, drain: Callable[[float
 
 def drain_nodes_here(seconds: float) -> list[str]:
     """Drain every node whose daemon runs on this machine as this user, within `seconds`; returns their ids, none if
-    there is no such daemon. Raises NodeSilent."""
+    there is no such daemon. Raises NodeTimeout."""
     return [node for path in _sockets() if (node := _ask(path, seconds)) is not None]
 
 
@@ -78,6 +78,6 @@ def _ask(path: Path, seconds: float) -> str | None:
         except (ConnectionRefusedError, FileNotFoundError):
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise NodeSilent(
+            raise NodeTimeout(
                 f"the node's daemon at {path} does not answer: name the node to the service, `manta drain NODE`"
             ) from error

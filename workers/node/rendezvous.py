@@ -15,7 +15,7 @@ from workers.system.open_files import OTHERS, raise_limit
 from workers.system.ports import listen
 
 BACKLOG = 1024
-MOST_CONNECTIONS = 16_384
+MAX_CONNECTIONS = 16_384
 """Number of connections for which the store makes room, if that is permitted: each rank has several."""
 
 MEMORY_BYTES = 512 * 1024 * 1024
@@ -31,7 +31,7 @@ def run(argument: JsonObject, control: socket.socket) -> int:
     """
     wanted = from_json(StoreArgument, argument)
     # Uses a listening socket of our own, because TCPStore's would be open on every interface of the machine.
-    raise_limit(MOST_CONNECTIONS + OTHERS)
+    raise_limit(MAX_CONNECTIONS + OTHERS)
     listener = listen(wanted.host, wanted.ports, BACKLOG)
     port = listener.getsockname()[1]
     store = TCPStore(

@@ -17,7 +17,7 @@ from workers.config import RecoveryConfig
 
 NORMAL = 1.4826
 """Standard deviation of a normal distribution, in units of the median distance from its median."""
-LEAST_DEVIATION = 0.05
+MIN_DEVIATION = 0.05
 """Minimum deviation, as a fraction of the median: if a number hardly moves, not every small step away from it is a
 spike."""
 
@@ -116,7 +116,7 @@ def limit(values: Sequence[float], deviations: float) -> float:
     """The largest value that is not far above `values`: this many deviations above their median."""
     middle = statistics.median(values)
     spread = NORMAL * statistics.median(abs(value - middle) for value in values)
-    return middle + deviations * max(spread, LEAST_DEVIATION * abs(middle))
+    return middle + deviations * max(spread, MIN_DEVIATION * abs(middle))
 
 
 @dataclass(frozen=True)

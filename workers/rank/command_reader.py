@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from workers.protocol.messages import Fault, LaunchOrder, TraceOrder
-from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, Trace, read_command
+from workers.rank.commands import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, read_command
 
 EXIT_ORPHANED = 76
 
@@ -68,5 +68,5 @@ class CommandReader:
                 self._arm(fault)
             case Trace(order):
                 self._trace(order)
-            case TellFlight():
+            case DumpFlightRecord():
                 self._send_flight_record()

@@ -48,18 +48,18 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class TellFlight:
+class DumpFlightRecord:
     """Report the contents of NCCL's flight recorder."""
 
 
-Command = Go | Rest | SaveAndEnd | Arm | Trace | TellFlight
+Command = Go | Rest | SaveAndEnd | Arm | Trace | DumpFlightRecord
 _COMMANDS: dict[str, Any] = {
     "go": Go,
     "rest": Rest,
     "save_and_end": SaveAndEnd,
     "fault": Arm,
     "trace": Trace,
-    "tell_flight": TellFlight,
+    "tell_flight": DumpFlightRecord,
 }
 _WORDS = {command: word for word, command in _COMMANDS.items()}
 

@@ -20,7 +20,7 @@ _own_random = random.SystemRandom()
 """A model's code may draw from the common generator, which depends on nothing but its seed."""
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Let processes that only watch, decide and repair run before this one, which computes all the time.
 
     Otherwise, on a CPU node, they would wait for their turn among the trainers just when they are needed.

@@ -11,16 +11,16 @@ from workers.protocol.reports import Metrics, Payload, Printed, Report
 from workers.rank.unkept_lines import Kept, UnkeptLines
 
 REPORTS_PER_READ = 2000
-MOST_ROWS = 50_000
+MAX_ROWS = 50_000
 """Most rows of metrics that are kept in full: some 50 MB, and more than an hour of steps of 0.1 s."""
-MOST_LINES = 20_000
+MAX_LINES = 20_000
 """Most printed lines that wait, if they are sent with the reports: the oldest are left out."""
 
 
 class ReportBuffer:
     """Numbers reports in order of arrival, keeps them until a reader has acknowledged them."""
 
-    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+    def __init__(self, most_rows: int = MAX_ROWS) -> None:
         """`most_rows`: if more rows of metrics wait, only those of every second step are kept, later of every fourth,
         and so on: if the control plane is gone for days, the curve loses resolution instead of the agent running out of
         memory."""
@@ -42,7 +42,7 @@ class ReportBuffer:
         self._count(self._reports[-1], 1)
         if self._rows > self._most_rows:
             self._thin()
-        if self._lines > MOST_LINES:
+        if self._lines > MAX_LINES:
             self._leave_lines_out()
         self._changed.set()
 
@@ -63,7 +63,7 @@ class ReportBuffer:
         """Discard the older half of the lines; the last report of those says how many they were."""
         left_out, last = 0, 0
         for report in self._reports:
-            if self._lines - left_out <= MOST_LINES // 2:
+            if self._lines - left_out <= MAX_LINES // 2:
                 break
             if isinstance(report.payload, Printed):
                 left_out, last = left_out + len(report.payload.lines), report.sequence

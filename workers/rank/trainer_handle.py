@@ -14,7 +14,7 @@ from workers.liveness.flight_record import FlightRecord
 from workers.protocol.json_codec import MalformedMessage
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TraceOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
-from workers.rank.commands import Arm, Command, Go, Rest, SaveAndEnd, TellFlight, Trace, command_line
+from workers.rank.commands import Arm, Command, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
 from workers.rank.rank_log import LineSink, LineSplitter
 from workers.rank.report_buffer import ReportBuffer
 from workers.system.host_memory import killed_for_memory
@@ -23,7 +23,7 @@ from workers.zygote.client import Exit, ForkedProcess
 DRAIN_SECONDS = 2.0
 """Seconds without anything to read after which a trainer's output is complete. Its channels close with it, unless a
 grandchild holds them open."""
-MOST_DRAINS = 10
+MAX_DRAINS = 10
 """How often it is waited so long: a grandchild may go on writing."""
 FLIGHT_RECORD_SECONDS = 3.0
 CHUNK_BYTES = 65536
@@ -153,7 +153,7 @@ class TrainerHandle:
             if self.process.ended:
                 return None
             self._flight_record = asyncio.get_running_loop().create_future()
-            self._send(TellFlight())
+            self._send(DumpFlightRecord())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLIGHT_RECORD_SECONDS):
                 return await asyncio.shield(self._flight_record)
@@ -191,7 +191,7 @@ class TrainerHandle:
     async def _drain(self, pumps: Collection[asyncio.Task[None]]) -> None:
         """Return once these have read all that a process that has ended has left to read. Where the whole agent stood
         still meanwhile, the time is over and all of it is still there."""
-        for _ in range(MOST_DRAINS):
+        for _ in range(MAX_DRAINS):
             before = self._received
             _, pumps = await asyncio.wait(pumps, timeout=DRAIN_SECONDS)
             if not pumps or self._received == before:

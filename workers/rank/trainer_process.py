@@ -71,7 +71,7 @@ from workers.rank.faults import (
     run_out_of_memory,
     signal_self,
 )
-from workers.rank.priority import give_way
+from workers.rank.priority import lower_priority
 from workers.rank.report_lines import report_lines, reports_of
 from workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
 from workers.snapshot.node_memory import SnapshotMemory
@@ -184,7 +184,7 @@ class TrainerProcess:
             self._report(Started(os.getpid(), self._connected_at))
             self._print(f"continues after step {trainer.step}")
             if self.order.device == "cpu":
-                give_way()
+                lower_priority()
             trainer.train()
             self._print(f"{'ends early, after' if trainer.ends_early else 'is done with'} step {trainer.step}")
         except PeerLost as error:

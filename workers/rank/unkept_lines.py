@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from workers.protocol.reports import Printed, Report
 
-MOST_CHARACTERS = 8 * 1024 * 1024
+MAX_CHARACTERS = 8 * 1024 * 1024
 LEFT_OUT = "lines may be missing here: they were not kept in time"
 Kept = tuple[int, int, int]
 """A rank, and the generation and sequence number of its last report of lines that is stored. A rank has one agent in a
@@ -18,7 +18,7 @@ class UnkeptLines:
     """Printed lines of one agent that may still be lost, the oldest first. If there are too many, the oldest are
     dropped."""
 
-    def __init__(self, most_characters: int = MOST_CHARACTERS):
+    def __init__(self, most_characters: int = MAX_CHARACTERS):
         self._most_characters, self._characters = most_characters, 0
         self._reports: deque[Report] = deque()
         self._kept: Kept | None = None

@@ -31,7 +31,7 @@ CONNECT_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """Seconds between checks of whether files are at their paths, and for steps that no notification told of: its pipe may
 have been removed too."""
-MOST_UNAUTHENTICATED = 64
+MAX_UNAUTHENTICATED = 64
 """Most callers at a time that have not proved that they know the token. Each has a thread."""
 
 
@@ -208,7 +208,7 @@ class BackupServer:
                 return  # closed
             with self._lock:
                 self._unauthenticated[connection] = None
-                if len(self._unauthenticated) > MOST_UNAUTHENTICATED:
+                if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
                     oldest = next(iter(self._unauthenticated))
                     del self._unauthenticated[oldest]
                     _shut(oldest)  # its thread ends

@@ -9,7 +9,7 @@ from workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
 from workers.spec.problems import Problem
 
 # Far more increments than needed; each is kept in memory.
-MOST_INCREMENTS = 10_000
+MAX_INCREMENTS = 10_000
 
 
 def smallest_batch(spec: JobSpec) -> tuple[str, int]:
@@ -54,13 +54,13 @@ def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
             f"the ramp starts at {ramp.start}, above global_batch_size ({batch})",
             str(batch),
         )
-    elif (batch - ramp.start) // ramp.increment > MOST_INCREMENTS:
+    elif (batch - ramp.start) // ramp.increment > MAX_INCREMENTS:
         unit = _interleaving_unit(spec)
-        least = -(-(batch - ramp.start) // (MOST_INCREMENTS * unit))
+        least = -(-(batch - ramp.start) // (MAX_INCREMENTS * unit))
         fitting = min(d for d in divisors((batch - ramp.start) // unit) if d >= least)
         yield Problem(
             "train.batch_ramp.increment",
-            f"an increment of {ramp.increment} takes more than {MOST_INCREMENTS} increments",
+            f"an increment of {ramp.increment} takes more than {MAX_INCREMENTS} increments",
             str(fitting * unit),
         )
     elif (batch - ramp.start) % ramp.increment:

@@ -13,7 +13,7 @@ from workers.spec.problems import Problem, SpecError
 from workers.spec.yaml import read_yaml
 
 EXAMPLE = "train.steps=100"
-MOST_COMBINATIONS = 100
+MAX_COMBINATIONS = 100
 """Maximum for a sweep: more is a mistake, or should be submitted by a program."""
 
 
@@ -34,7 +34,7 @@ def changes_in(texts: Iterable[str]) -> dict[str, Any]:
 
 def combinations_in(texts: Iterable[str]) -> list[dict[str, Any]]:
     """All combinations of values given as KEY=VALUE,VALUE; the last key varies fastest. Raises SpecError, also for more
-    than MOST_COMBINATIONS."""
+    than MAX_COMBINATIONS."""
     sweeps: dict[str, list[Any]] = {}
     for path, text in map(split_change, texts):
         if path in sweeps:
@@ -42,8 +42,8 @@ def combinations_in(texts: Iterable[str]) -> list[dict[str, Any]]:
         sweeps[path] = value_in(path, f"[{text}]")
         if not sweeps[path]:
             raise SpecError([Problem(path, "has no values to sweep over", "1,2")])
-    if (count := math.prod(map(len, sweeps.values()))) > MOST_COMBINATIONS:
-        raise SpecError([Problem("", f"{count} combinations; a sweep has at most {MOST_COMBINATIONS}")])
+    if (count := math.prod(map(len, sweeps.values()))) > MAX_COMBINATIONS:
+        raise SpecError([Problem("", f"{count} combinations; a sweep has at most {MAX_COMBINATIONS}")])
     return [dict(zip(sweeps, values, strict=True)) for values in itertools.product(*sweeps.values())]
 
 

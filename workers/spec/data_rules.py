@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from workers.config import BYTE_VOCABULARY, CHATML, END_OF_TEXT, NO_TOKEN, DataConfig, JobSpec
 from workers.spec.problems import Problem
 
-MOST_BETWEEN_WEIGHTS = 100_000
+MAX_BETWEEN_WEIGHTS = 100_000
 
 
 def _documents_end(spec: JobSpec) -> Iterator[Problem]:
@@ -125,11 +125,11 @@ def _weights_match_paths(spec: JobSpec) -> Iterator[Problem]:
         each = [1.0] * len(paths) if paths else None
         problem = f"{len(weights) or 'no'} weights for {len(paths) or 'no'} paths: give one for each path"
         yield Problem("data.weights", problem, json.dumps(each))
-    elif max(weights) / min(weights) > MOST_BETWEEN_WEIGHTS:
+    elif max(weights) / min(weights) > MAX_BETWEEN_WEIGHTS:
         yield Problem(
             "data.weights",
-            f"the largest weight is more than {MOST_BETWEEN_WEIGHTS} times the smallest: leave that path out",
-            "[" + ", ".join(f"{max(each, max(weights) / MOST_BETWEEN_WEIGHTS):.6f}" for each in weights) + "]",
+            f"the largest weight is more than {MAX_BETWEEN_WEIGHTS} times the smallest: leave that path out",
+            "[" + ", ".join(f"{max(each, max(weights) / MAX_BETWEEN_WEIGHTS):.6f}" for each in weights) + "]",
         )
 
 

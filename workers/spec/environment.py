@@ -35,7 +35,7 @@ _OTHERS = (
 )
 ALLOWED = frozenset({*(f"NCCL_{name}" for name in _NCCL), *_OTHERS})
 """Names that `resources.environment` may have."""
-MOST_CHARACTERS = 1000
+MAX_CHARACTERS = 1000
 """Maximum length of a value."""
 
 
@@ -49,5 +49,5 @@ def environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
                 "not allowed; a job may set the variables of NCCL, gloo and the allocator listed in docs/parallelism.md"
             )
             yield Problem(path, rule, near[0] if near else None)
-        elif len(value) > MOST_CHARACTERS or not value.isprintable():
-            yield Problem(path, f"a value has at most {MOST_CHARACTERS} characters, all of them printable")
+        elif len(value) > MAX_CHARACTERS or not value.isprintable():
+            yield Problem(path, f"a value has at most {MAX_CHARACTERS} characters, all of them printable")

@@ -98,17 +98,17 @@ _UNQUOTED = ": in quotes it stays as it was written"
 """What a number or date is told that is to be a string; its zeros and digits are not known any more."""
 
 
-MOST_PROBLEMS = 20
+MAX_PROBLEMS = 20
 """Maximum number of problems that are described: a document may have as many as it has keys."""
-_MOST_KEY_CHARACTERS = 60
+_MAX_KEY_CHARACTERS = 60
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Pydantic's errors as problems, at most one per field and MOST_PROBLEMS, followed by how many more there are."""
+    """Pydantic's errors as problems, at most one per field and MAX_PROBLEMS, followed by how many more there are."""
     problems: dict[str, Problem] = {}
     items = error.errors(include_url=False)
     for number, item in enumerate(items):
-        if len(problems) == MOST_PROBLEMS:
+        if len(problems) == MAX_PROBLEMS:
             problems[""] = Problem("", f"and {len(items) - number} more problems, once these are mended")
             break
         location = [part for part in item["loc"] if part not in _UNION_MEMBERS]
@@ -125,7 +125,7 @@ def _readable(part: str | int) -> str:
     """A part of a path, which may be a key of any length and with any characters, for a terminal."""
     text = str(part)
     shown = text if text.isprintable() else repr(text)[1:-1]
-    return shown if len(shown) <= _MOST_KEY_CHARACTERS else shown[: _MOST_KEY_CHARACTERS - 4] + " ..."
+    return shown if len(shown) <= _MAX_KEY_CHARACTERS else shown[: _MAX_KEY_CHARACTERS - 4] + " ..."
 
 
 def _problem_of(path: str, item: Any) -> Problem:

@@ -15,7 +15,7 @@ from workers.spec.yaml import read_yaml
 from workers.system.regular_files import read_regular
 from workers.weights.submitted import with_shape_of_weights
 
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 """Maximum size of a job file: no body of a request may be longer, and parsing a longer text could take minutes."""
 
 
@@ -49,14 +49,14 @@ def read_document(path: Path) -> Any:
 
     Raises SpecError if it is not YAML, OSError if it cannot be read.
     """
-    return document_of(read_regular(path, MOST_BYTES), str(path), path.resolve().parent)
+    return document_of(read_regular(path, MAX_BYTES), str(path), path.resolve().parent)
 
 
 def document_of(content: bytes, name: str, folder: Path) -> Any:
     """Parse the content of the YAML file `name`, with relative paths of data, tokenizer, template and weights resolved
     against `folder`. Raises SpecError, also if the content is longer than a job file may be."""
-    if len(content) > MOST_BYTES:
-        raise SpecError([Problem("", f"{name} is no job file: it has more than {MOST_BYTES} bytes")])
+    if len(content) > MAX_BYTES:
+        raise SpecError([Problem("", f"{name} is no job file: it has more than {MAX_BYTES} bytes")])
     try:
         text = content.decode()
     except UnicodeDecodeError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import LEAST_WINDOW, JobSpec, ModelConfig, RopeScaling
+from workers.config import MIN_WINDOW, JobSpec, ModelConfig, RopeScaling
 from workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
 from workers.spec.chat_rules import CHAT_RULES
 from workers.spec.cuda_graph_rules import cuda_graphs_fit
@@ -274,7 +274,7 @@ def _some_state_is_kept(spec: JobSpec) -> Iterator[Problem]:
 def _spikes_can_be_seen(spec: JobSpec) -> Iterator[Problem]:
     spike, steps = spec.recovery.spike, spec.train.steps
     if spike.policy != "ignore" and spike.window >= steps:
-        fits = steps > LEAST_WINDOW
+        fits = steps > MIN_WINDOW
         yield Problem(
             "recovery.spike.window" if fits else "recovery.spike.policy",
             f"window ({spike.window}) must be below train.steps ({steps}), or no step is ever checked",

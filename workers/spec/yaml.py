@@ -18,15 +18,15 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._written += 1
-        if self._written > MOST_WRITTEN:
+        if self._written > MAX_WRITTEN:
             mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem=f"it has more than {MOST_WRITTEN} values", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem=f"it has more than {MAX_WRITTEN} values", problem_mark=mark)
         return super().compose_node(parent, index)
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node: yaml.ScalarNode = super().compose_scalar_node(anchor)
-        if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
-            problem = f"a number of {len(node.value)} characters, and at most {MOST_DIGITS} are read"
+        if node.tag in _NUMBERS and len(node.value) > MAX_DIGITS:
+            problem = f"a number of {len(node.value)} characters, and at most {MAX_DIGITS} are read"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
@@ -65,12 +65,12 @@ _Loader.add_implicit_resolver(
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-MOST_DIGITS = 1000
+MAX_DIGITS = 1000
 """Maximum length of a number: YAML 1.1 has integers in base 60, whose value takes time that grows with its square, and
 Python writes none of more than 4300 digits."""
-MOST_WRITTEN = 50_000
+MAX_WRITTEN = 50_000
 """Maximum number of values written in a document, all of which take about two seconds."""
-MOST_VALUES = 1_000_000
+MAX_VALUES = 1_000_000
 """Maximum number of values in a document, with aliases expanded: a few lines of aliases can expand to any number."""
 
 
@@ -81,8 +81,8 @@ def read_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        if _values_in(node, {}) > MOST_VALUES:
-            raise yaml.YAMLError(f"it has more than {MOST_VALUES} values after expanding its aliases")
+        if _values_in(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_VALUES} values after expanding its aliases")
         return loader.construct_document(node)
     finally:
         loader.dispose()

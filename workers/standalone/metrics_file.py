@@ -15,7 +15,7 @@ from workers.metrics.nonfinite import spell
 from workers.protocol.reports import Event, Message, Metrics
 from workers.system.regular_files import open_regular
 
-_MOST_ROW_BYTES = 2**20
+_MAX_ROW_BYTES = 2**20
 
 
 class MetricsFile:
@@ -101,7 +101,7 @@ def _end_of_rows_before(path: Path, step: int) -> int:
     """Length in bytes of the rows of steps before `step` at the beginning of a file of metrics."""
     end = 0
     with open_regular(path) as file:
-        while line := file.readline(_MOST_ROW_BYTES):
+        while line := file.readline(_MAX_ROW_BYTES):
             try:
                 if not line.endswith(b"\n") or not json.loads(line)["step"] < step:
                     break

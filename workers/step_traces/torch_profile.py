@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MOST_BYTES = 16 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
 """Maximum size of a stored profile, compressed."""
 
 
@@ -34,4 +34,4 @@ class TorchProfile:
             file = Path(folder) / "profile.json"
             self._profile.export_chrome_trace(str(file))
             content = gzip.compress(file.read_bytes(), 6)
-        return content if len(content) <= MOST_BYTES else None
+        return content if len(content) <= MAX_BYTES else None

@@ -14,7 +14,7 @@ from workers.storage.files import Reader, Writer
 from workers.storage.places import Place
 from workers.system.regular_files import open_regular, read_regular
 
-_MOST_BYTES = 2**30
+_MAX_BYTES = 2**30
 """Maximum size of a file that is read as a whole: indices, records and manifests, not weights."""
 
 
@@ -56,7 +56,7 @@ class LocalFiles:
 
     def read(self, file: Place) -> bytes:
         """The whole contents."""
-        return read_regular(_path(file), _MOST_BYTES)
+        return read_regular(_path(file), _MAX_BYTES)
 
     def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
         """Each file is opened: one that may not be read is of no use."""

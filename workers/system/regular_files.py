@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import IO, Literal
 
-MOST_SETTINGS_BYTES = 16 * 2**20
+MAX_SETTINGS_BYTES = 16 * 2**20
 """Maximum size of JSON with settings, such as a config.json or tokenizer_config.json."""
 _BLOCK = 2**20
 _KINDS = {

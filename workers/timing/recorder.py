@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from workers.liveness.device_trail import DeviceEvent
 from workers.timing.recording import Recording, Slice, SliceKind, TracedStep, clock_of_machine
 
-MOST_SLICES = 50_000
+MAX_SLICES = 50_000
 """The most slices that are kept of one rank."""
 _KINDS: dict[str, SliceKind] = {
     "data": "loader",
@@ -151,7 +151,7 @@ class Recorder:
         steps: int,
         moments: Moments,
         idle_seconds: Callable[[], float] | None = None,
-        most_slices: int = MOST_SLICES,
+        most_slices: int = MAX_SLICES,
     ):
         """`number`: of the trace; `steps`: how many to record; `idle_seconds`: how long this rank has waited for others
         so far while nothing was transferred; None if that is not known."""

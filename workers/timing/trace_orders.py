@@ -6,7 +6,7 @@ import threading
 
 from workers.protocol.messages import TraceOrder
 
-MOST_STEPS = 20
+MAX_STEPS = 20
 """Of one trace."""
 
 

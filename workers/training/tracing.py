@@ -14,7 +14,7 @@ from workers.comm.comm import Comm
 from workers.comm.device_marks import new_event
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.protocol.reports import Profiled, TraceBegan, Traced
-from workers.step_traces.torch_profile import MOST_BYTES, TorchProfile
+from workers.step_traces.torch_profile import MAX_BYTES, TorchProfile
 from workers.timing.recorder import DeviceMoments, HostMoments, Moments, Recorder
 from workers.timing.recording import INTERRUPTED, Recording
 from workers.training.reporter import Reporter
@@ -117,7 +117,7 @@ class _Made:
         try:
             content = self.profile.content()
             if content is None:
-                self.left_out = f"its profile is larger than {MOST_BYTES >> 20} MiB and is left out"
+                self.left_out = f"its profile is larger than {MAX_BYTES >> 20} MiB and is left out"
         except (OSError, RuntimeError) as error:  # most likely there is no room for its file
             content, self.left_out = None, f"its profile could not be written ({error})"
         return Profiled(self.number, self.first_step, base64.b85encode(content or b"").decode())

@@ -11,11 +11,11 @@ from workers.config import NO_TOKEN, JobSpec
 from workers.data.read_errors import weights_error
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
 from workers.data.tokenizer import KEPT_CHAT as CHAT
-from workers.data.tokenizer import MOST_BYTES, TEMPLATE, FileTokenizer, content_of, tokenizer_path
+from workers.data.tokenizer import MAX_BYTES, TEMPLATE, FileTokenizer, content_of, tokenizer_path
 from workers.errors import DataError, WeightsError
 from workers.storage.files import files_of
 from workers.storage.places import Place
-from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
+from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 from workers.weights.byte_tokenizer import byte_tokenizer
 from workers.weights.config_in import shape_of
 from workers.weights.config_keys import CONFIG, Keys, read_config
@@ -53,7 +53,7 @@ def companion_files(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, s
         # The way to draw text from the model is as good a guess as before.
         theirs = Path(spec.model.from_) / GENERATION
         if theirs.is_file():
-            texts[GENERATION] = _content(theirs, MOST_SETTINGS_BYTES).decode(errors="replace")
+            texts[GENERATION] = _content(theirs, MAX_SETTINGS_BYTES).decode(errors="replace")
     return texts
 
 
@@ -79,7 +79,7 @@ def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
     if named is not None:
         for file in (named.parent / name for name in _TOKENIZER_FILES):
             if file.is_file():
-                (folder / file.name).write_bytes(_content(file, MOST_BYTES))
+                (folder / file.name).write_bytes(_content(file, MAX_BYTES))
     kept = _kept(checkpoint, CHAT)
     if kept is not None:  # takes precedence over the settings
         (folder / TEMPLATE).write_text(str(json.loads(kept)["template"]), encoding="utf-8")

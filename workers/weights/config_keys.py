@@ -8,7 +8,7 @@ from typing import Any
 
 from workers.data.read_errors import weights_error
 from workers.errors import WeightsError
-from workers.system.regular_files import MOST_SETTINGS_BYTES, read_regular
+from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
 CONFIG = "config.json"
 
@@ -74,7 +74,7 @@ def read_config(folder: Path) -> Keys:
     try:
         if not folder.is_dir():
             raise WeightsError(f"there is no folder {folder}; if it should be there, is it mounted here?")
-        values = json.loads(read_regular(path, MOST_SETTINGS_BYTES))
+        values = json.loads(read_regular(path, MAX_SETTINGS_BYTES))
     except FileNotFoundError:
         raise WeightsError(
             f"{folder} has no {CONFIG}: name a folder as transformers' save_pretrained writes it"

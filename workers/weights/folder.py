@@ -26,9 +26,9 @@ INDEX = f"{ONE_FILE}.index.json"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number, by the dtypes that can be read."""
 _ALL_BYTES = {**BYTES, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_MOST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """The library's limit too."""
-_MOST_INDEX_BYTES = 64 * 2**20
+_MAX_INDEX_BYTES = 64 * 2**20
 """Of the index: enough for 600,000 tensors at 100 bytes each."""
 
 
@@ -140,7 +140,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
 
 def _weight_map(index: Path) -> dict[str, Path]:
     try:
-        names = json.loads(read_regular(index, _MOST_INDEX_BYTES))["weight_map"]
+        names = json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
         files = {name: index.parent / file for name, file in names.items()}
         inside = all(Path(file).name == file and file not in ("", "..") for file in names.values())
     except OSError as error:
@@ -159,8 +159,8 @@ def _header(file: Path) -> Iterator[FileTensor]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > size - 8:
                 raise WeightsError(f"{file} is cut off, or no safetensors file: its header does not end in it")
-            if length > _MOST_HEADER_BYTES:
-                raise WeightsError(f"{file}: its header has {length} bytes, and at most {_MOST_HEADER_BYTES} are read")
+            if length > _MAX_HEADER_BYTES:
+                raise WeightsError(f"{file}: its header has {length} bytes, and at most {_MAX_HEADER_BYTES} are read")
             header = json.loads(stream.read(length))
             entries = [_entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"]
     except OSError as error:

@@ -26,9 +26,9 @@ from workers.weights.safetensors_files import NewFiles
 BAND_BYTES = 2 * 2**20
 """Bytes of a tensor's rows, as in the checkpoint, that are cast and written at a time, unless a row is larger."""
 MEMORY_BYTES = 240 * 10**6
-"""Memory that all threads together may use; a single one may use more. It suffices for MOST_THREADS if no row of a
+"""Memory that all threads together may use; a single one may use more. It suffices for MAX_THREADS if no row of a
 tensor lies in more files than are kept open."""
-MOST_THREADS = 3
+MAX_THREADS = 3
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, fi
 def threads_for(tensors: Iterable[StoredTensor], processors: int) -> int:
     """How many bring rows of these at the same time: as many as there is memory for, and at least one."""
     taken = most_memory(tensors, BAND_BYTES) + 2 * BAND_BYTES
-    return max(1, min(processors, MOST_THREADS, MEMORY_BYTES // taken))
+    return max(1, min(processors, MAX_THREADS, MEMORY_BYTES // taken))
 
 
 def _check(source: Source, name: str, parts: list[tuple[TheirTensor, Piece]]) -> None:

@@ -14,7 +14,7 @@ from api.cli.main import command_line
 from service.planner import machines
 from service.planner.hardware import Cluster, Core, CpuNode, Gpu, Links
 from service.planner.machines import Calibrated, CalibrationFailed, jobs_since, save
-from service.planner.refinement import LEAST_JOBS
+from service.planner.refinement import MIN_JOBS
 from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on
 from workers.paths import Paths
@@ -138,12 +138,12 @@ def test_what_the_service_knows_is_listed(manta, service, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert "no calibrations" in manta("calibrate", "--list")
     spec = parse_job_spec(DOCUMENT)
-    for _ in range(LEAST_JOBS):
+    for _ in range(MIN_JOBS):
         train_on(service.store, service.submit()["id"], spec, Cluster(CpuNode(4, 2.0**34).machine(8), 1, 8))
     (line,) = manta("calibrate", "--list").splitlines()[1:]
     assert node_type() in line and "not calibrated" in line and "operation_seconds x" in line
     (machine,) = json.loads(manta("calibrate", "--list", "--json"))["items"]
-    assert machine["refined_by_jobs"] == LEAST_JOBS
+    assert machine["refined_by_jobs"] == MIN_JOBS
 
 
 def test_what_jobs_said_is_thrown_away(manta, tmp_path):

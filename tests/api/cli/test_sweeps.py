@@ -86,7 +86,7 @@ def test_jobs_are_compared_by_what_differs_the_best_first(manta, service, monkey
     assert first.split()[-1] == "0.002" and "2.5000" in first
     assert manta("compare", "--label", "a=b").stdout == "no job matches\n"
     assert manta("compare", "--label", "of=rates").stderr == ""
-    monkeypatch.setattr(compare, "MOST_JOBS", 3)
+    monkeypatch.setattr(compare, "MAX_JOBS", 3)
     cut = manta("compare", "--label", "of=rates", "--json")
     assert {row["name"] for row in json.loads(cut.stdout)["items"]} == {"rate 0.002", "rate 0.003", "rate 0.004"}
     assert cut.stderr == "Only the newest 3 jobs with that label are compared.\n"

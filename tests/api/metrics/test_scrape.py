@@ -85,7 +85,7 @@ def test_unfinished_job_is_reported_in_detail(service, running):
 
 def test_jobs_without_series_of_their_own_are_counted(service, running, monkeypatch):
     assert scraped(service)["manta_jobs_unlisted",] == 0
-    monkeypatch.setattr(job_numbers, "MOST_JOBS", 1)
+    monkeypatch.setattr(job_numbers, "MAX_JOBS", 1)
     waiting = [service.submit()["id"] for _ in range(2)]
     samples = scraped(service)
     assert (samples["manta_jobs_unlisted",], samples["manta_job_step", running]) == (2, 3)

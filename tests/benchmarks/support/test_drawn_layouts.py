@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.support.drawn_layouts import MOST_RANKS, draw_jobs
+from benchmarks.support.drawn_layouts import MAX_RANKS, draw_jobs
 from workers.spec.reading import parse_job_spec
 
 
@@ -15,7 +15,7 @@ def test_all_are_allowed_different_and_of_every_kind():
     jobs = draw_jobs(1234, 60)
     specs = [parse_job_spec(job) for job in jobs]
     assert len({spec.model_copy(update={"name": "job"}) for spec in specs}) == 60
-    assert max(spec.layout.world_size for spec in specs) == MOST_RANKS
+    assert max(spec.layout.world_size for spec in specs) == MAX_RANKS
     assert {spec.layout.schedule for spec in specs} == {"1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"}
     assert {spec.layout.recompute for spec in specs} == {"none", "selective", "full"}
     for size in ("tensor", "pipeline", "data", "zero"):

@@ -13,7 +13,7 @@ from service.cluster.agent_client import (
     AgentClient,
     AgentFailed,
     AgentLost,
-    AgentSilent,
+    AgentTimeout,
     NodeClient,
     RayAgent,
     RayNodeDaemon,
@@ -164,7 +164,7 @@ def test_an_answer_that_takes_too_long_is_an_error_of_its_own():
     async def body():
         silent = FakeAgent()
         silent.silence()
-        with pytest.raises(AgentSilent, match=r"no answer in 0.01 s"):
+        with pytest.raises(AgentTimeout, match=r"no answer in 0.01 s"):
             await within(0.01, silent.describe())
 
     asyncio.run(body())

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.agent_client import AgentLost, AgentSilent, within
+from service.cluster.agent_client import AgentLost, AgentTimeout, within
 from service.cluster.calls_to_nodes import CallsToNodes
 from tests.service.support.virtual_time import in_virtual_time
 
@@ -65,7 +65,7 @@ def test_what_the_call_itself_raises_is_raised(nodes, error):
 
 def test_who_waits_for_a_limited_time_hears_that_there_was_no_answer(nodes, monkeypatch):
     async def body():
-        with pytest.raises(AgentSilent):
+        with pytest.raises(AgentTimeout):
             await within(10, CallsToNodes(nodes).answer("a", never))
 
     in_virtual_time(monkeypatch, body)

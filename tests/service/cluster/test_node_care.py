@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from service.cluster import node_care
-from service.cluster.agent_client import AgentFailed, AgentSilent
+from service.cluster.agent_client import AgentFailed, AgentTimeout
 from service.cluster.node_care import NodeCare
 from tests.service.support.fake_cluster import FakeCluster
 
@@ -136,7 +136,7 @@ def test_node_that_could_not_say_what_is_left_is_swept_when_it_can(cluster):
 
     async def silent():
         tried.append("b")
-        raise AgentSilent("no answer")
+        raise AgentTimeout("no answer")
 
     async def story(care, until):
         daemon.jobs = silent

@@ -124,7 +124,7 @@ def test_of_many_nodes_each_tries_a_few_and_is_tried_by_as_many(site, monkeypatc
     targets = [{each.host for each in daemon.tried} - {"10.0.0.1"} for daemon in many.daemons.values()]
     assert all(len(these) == 4 for these in targets)
     assert all(sum(daemon.address in these for these in targets) == 4 for daemon in many.daemons.values())
-    monkeypatch.setattr(port_check, "MOST_NODES", 5)
+    monkeypatch.setattr(port_check, "MAX_NODES", 5)
     assert many.check().nodes == 5
 
 

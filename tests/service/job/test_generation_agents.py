@@ -109,7 +109,7 @@ def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(
         agents[0].finish(9)
         await running.wait(asyncio.Event())
         (death,) = running.deaths
-        assert (death.rank, death.kind, death.message) == (1, "agent_lost", "lost its agent (AgentSilent)")
+        assert (death.rank, death.kind, death.message) == (1, "agent_lost", "lost its agent (AgentTimeout)")
 
     run(body)
 

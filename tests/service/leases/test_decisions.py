@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.leases.decisions import (
     LEASE_SECONDS,
-    LEAST_SURPLUS,
     MARGIN_SECONDS,
+    MIN_SURPLUS,
     RENEW_SECONDS,
     JobInBrief,
     is_over,
@@ -56,7 +56,7 @@ def test_jobs_are_handed_over_until_all_have_about_as_many_and_then_no_more(coun
         for each in moves:  # all at once, none knows of the others
             owner.update(each)
     had = [sum(each == plane for each in owner.values()) for plane in planes]
-    assert max(had) - min(had) < LEAST_SURPLUS and sum(had) == sum(counts)
+    assert max(had) - min(had) < MIN_SURPLUS and sum(had) == sum(counts)
 
 
 @pytest.mark.parametrize("state", JobState)

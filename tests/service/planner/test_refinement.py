@@ -15,9 +15,9 @@ from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, G
 from service.planner.job_plan import planned
 from service.planner.refinement import (
     BETWEEN_GPUS,
-    LEAST_JOBS,
-    MOST_FACTOR,
-    MOST_JOBS,
+    MAX_FACTOR,
+    MAX_JOBS,
+    MIN_JOBS,
     ON_CORES,
     Observation,
     Row,
@@ -168,23 +168,23 @@ SPEC = one({"hidden_size": 256, "heads": 4, "sequence_length": 128})
 
 def test_too_few_jobs_move_nothing():
     true = slower(OF_CORES, product_fp32=0.5)
-    seen = [observed(SPEC, OF_CORES, true, f"job_{i}") for i in range(LEAST_JOBS)]
+    seen = [observed(SPEC, OF_CORES, true, f"job_{i}") for i in range(MIN_JOBS)]
     assert refined(OF_CORES.machine, seen[1:]) is OF_CORES.machine
     after = refined(OF_CORES.machine, seen)
     assert {name for name, factor in moved(after).items() if abs(factor - 1) > 1e-6} == {"product_fp32"}
-    assert after.refined.jobs == LEAST_JOBS
+    assert after.refined.jobs == MIN_JOBS
 
 
 def test_only_the_newest_jobs_count():
     true = slower(OF_CORES, product_fp32=0.5)
-    old = [observed(SPEC, OF_CORES, OF_CORES, f"job_a{i:02}") for i in range(MOST_JOBS)]
-    new = [observed(SPEC, OF_CORES, true, f"job_b{i:02}") for i in range(MOST_JOBS)]
+    old = [observed(SPEC, OF_CORES, OF_CORES, f"job_a{i:02}") for i in range(MAX_JOBS)]
+    new = [observed(SPEC, OF_CORES, true, f"job_b{i:02}") for i in range(MAX_JOBS)]
     assert refined(OF_CORES.machine, old + new) == refined(OF_CORES.machine, new)
 
 
 def test_a_constant_moves_so_far_and_no_further():
     seen = [observed(SPEC, OF_CORES, slower(OF_CORES, product_fp32=0.01), f"job_{i}") for i in range(9)]
-    assert moved(refined(OF_CORES.machine, seen))["product_fp32"] == pytest.approx(1 / MOST_FACTOR)
+    assert moved(refined(OF_CORES.machine, seen))["product_fp32"] == pytest.approx(1 / MAX_FACTOR)
 
 
 def test_no_part_of_a_data_sheet_becomes_more_than_all_of_it():
@@ -196,7 +196,7 @@ def test_no_part_of_a_data_sheet_becomes_more_than_all_of_it():
 def test_what_a_core_moves_is_in_bytes_and_no_part_of_anything():
     row = Row(measured=0.5, rest=0.0, by_constant={"memory": 1.0}, share=1.0)
     before = movable(OF_CORES.machine)
-    seen = [Observation(f"job_{i}", 0.0, before, (row,)) for i in range(LEAST_JOBS)]
+    seen = [Observation(f"job_{i}", 0.0, before, (row,)) for i in range(MIN_JOBS)]
     assert moved(refined(OF_CORES.machine, seen))["memory"] == pytest.approx(2.0, rel=0.1)
 
 

@@ -41,6 +41,6 @@ def test_what_cannot_be_planned_is_none():
 
 
 def test_a_timeline_that_nobody_could_look_at_is_left_out(monkeypatch):
-    monkeypatch.setattr("service.step_traces.planned.MOST_PASSES", 10)
+    monkeypatch.setattr("service.step_traces.planned.MAX_PASSES", 10)
     planned = planned_step(job(pipeline=2), cluster())
     assert planned.ranks is None and planned.seconds > 0

@@ -69,7 +69,7 @@ def test_queries_do_not_grow_with_the_jobs(store):
 
 
 def test_jobs_that_have_begun_come_first_and_no_more_than_there_is_room_for(store, monkeypatch):
-    monkeypatch.setattr(job_numbers, "MOST_JOBS", 2)
+    monkeypatch.setattr(job_numbers, "MAX_JOBS", 2)
     made(store)
     running = {made(store, JobState.STARTING, JobState.RUNNING), made(store, JobState.STARTING)}
     made(store, JobState.STARTING, JobState.SUCCEEDED)

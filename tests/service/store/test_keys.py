@@ -9,7 +9,7 @@ from service.keys.identity import Scope
 from service.store import (
     InvalidCursor,
     KeyNotFound,
-    LinkNotGood,
+    LinkInvalid,
     ProjectExists,
     ProjectNotFound,
     audit,
@@ -128,7 +128,7 @@ def test_link_begins_one_session_that_lasts_no_longer_than_its_key(store):
     opened, begun = store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
     assert (opened.id, begun.expires_at) == (key.id, key.expires_at)
     for digest in ("link", "session", "other"):
-        with pytest.raises(LinkNotGood, match="manta link"):
+        with pytest.raises(LinkInvalid, match="manta link"):
             store.write(lambda session, digest=digest: browser_tokens.open_link(session, digest, "next"))
     with store.read() as session:
         assert browser_tokens.key_of_session(session, "session")[0].id == key.id
@@ -163,7 +163,7 @@ def test_link_opens_nothing_from_the_moment_on_that_it_expires(store, monkeypatc
     until = store.write(lambda session: browser_tokens.add_link(session, key.id, "link")).expires_at
     assert until == now + browser_tokens.LINK_SECONDS
     now = until
-    with pytest.raises(LinkNotGood):
+    with pytest.raises(LinkInvalid):
         store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
     now = until - 1.0
     _, begun = store.write(lambda session: browser_tokens.open_link(session, "link", "session"))

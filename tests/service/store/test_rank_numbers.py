@@ -62,7 +62,7 @@ def test_only_so_many_are_kept(store, job):
 
 
 def test_numbers_of_many_ranks_are_bounded_together(store, job, monkeypatch):
-    monkeypatch.setattr(rank_numbers, "MOST_NUMBERS", 10)
+    monkeypatch.setattr(rank_numbers, "MAX_NUMBERS", 10)
     keep(store, job, *((number, number, [1.0] * 4) for number in range(1, 6)))
     assert history(store, job).steps == [4, 5]
 

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
-from service.pauses import growing_pauses
+from service.backoff import backoff
 from service.states import JobState
 from service.store import IllegalTransition
 from service.store.retries import may_pass, until_done
@@ -76,5 +76,5 @@ def test_what_was_refused_comes_out(error):
 
 
 def test_pauses_grow_to_the_longest():
-    pauses = growing_pauses(1.0, 3.0)
+    pauses = backoff(1.0, 3.0)
     assert [next(pauses) for _ in range(4)] == [1.0, 2.0, 3.0, 3.0]

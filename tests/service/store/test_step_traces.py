@@ -74,7 +74,7 @@ def test_what_is_missing_is_said(store, training, monkeypatch):
     recorded(store, training, number, 1)
     over = row(store, training, number)
     assert (over.state, over.message) == ("partial", "rank 0: too much")
-    monkeypatch.setattr(step_traces, "MOST_SLICES", 5)
+    monkeypatch.setattr(step_traces, "MAX_SLICES", 5)
     number = request(store, training)
     recorded(store, training, number, 1)
     recorded(store, training, number, 0)
@@ -140,7 +140,7 @@ def test_a_job_of_one_rank_is_said_to_have_that_one(store, submit):
 
 
 def test_a_job_that_is_over_or_has_traces_enough_takes_no_more(store, training):
-    for _ in range(trace_requests.MOST_WAITING):
+    for _ in range(trace_requests.MAX_WAITING):
         request(store, training)
     with pytest.raises(TraceNotPossible, match=r"5 traces of job .* are not over yet"):
         request(store, training)

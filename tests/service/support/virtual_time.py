@@ -21,7 +21,7 @@ from workers.checkpoint.catalog import list_checkpoints
 
 BEGAN = 1_800_000_000.0
 """What the wall clock says at the beginning, in Unix seconds."""
-MOST_TURNS_AT_A_TIME = 20_000
+MAX_TURNS_AT_A_TIME = 20_000
 """Turns of the loop after which the clock moves as a real one would have long before: who waits for the rest of a time,
 a rounding error, would otherwise wait for ever."""
 
@@ -37,7 +37,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         if not ready:
             assert timeout is not None, "everything waits for something that nobody will do"
             self._turns = 0 if timeout > 0 else self._turns + 1
-            self.now += timeout if self._turns < MOST_TURNS_AT_A_TIME else 1e-6
+            self.now += timeout if self._turns < MAX_TURNS_AT_A_TIME else 1e-6
         return ready
 
 

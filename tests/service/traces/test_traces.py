@@ -147,7 +147,7 @@ def test_end_of_the_service_does_not_wait_for_a_collector_that_is_silent(store, 
 
 
 def test_spans_beyond_the_limit_are_dropped_and_counted_until_there_is_room_again(collector, monkeypatch):
-    monkeypatch.setattr(exporter, "MOST_WAITING", 8)
+    monkeypatch.setattr(exporter, "MAX_WAITING", 8)
     monkeypatch.setattr(exporter, "DELAY_SECONDS", 3600.0)
     lost = []
     sender = SpanSender(collector.url, lost.append)
@@ -168,7 +168,7 @@ def test_spans_beyond_the_limit_are_dropped_and_counted_until_there_is_room_agai
 
 
 def test_more_than_can_be_read_is_left_out_and_counted(monkeypatch, collector):
-    monkeypatch.setattr(traces, "MOST_TO_READ", 3)
+    monkeypatch.setattr(traces, "MAX_TO_READ", 3)
     reading, goes_on = threading.Event(), threading.Event()
 
     @contextlib.contextmanager

@@ -65,7 +65,7 @@ def test_tensors_come_in_the_order_of_their_files(written):
 
 
 def test_memory_is_for_the_files_that_one_row_is_in(written, monkeypatch):
-    monkeypatch.setattr(stored_rows, "MOST_OPEN", 1)
+    monkeypatch.setattr(stored_rows, "MAX_OPEN", 1)
     tensors = written[2].tensors
     assert most_memory([tensors["matrix"]], 1) > most_memory([tensors["vector"]], 1)
 

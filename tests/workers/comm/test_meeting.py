@@ -17,7 +17,7 @@ from rank_threads import HOST, SECRET, run_threads, secret
 
 from workers.comm import meeting
 from workers.comm.links import Links
-from workers.comm.meeting import MOST_UNAUTHENTICATED, NONCE_BYTES, Meeting
+from workers.comm.meeting import MAX_UNAUTHENTICATED, NONCE_BYTES, Meeting
 from workers.comm.secret import PROOF_BYTES, Secret
 from workers.errors import PeerLost
 from workers.liveness.progress import Progress
@@ -146,7 +146,7 @@ def test_more_silent_strangers_than_there_is_room_for_hold_nobody_up():
 
     def body(rank: int) -> Links:
         if rank == 1:
-            strangers.extend(knock(store, b"") for _ in range(MOST_UNAUTHENTICATED + 10))
+            strangers.extend(knock(store, b"") for _ in range(MAX_UNAUTHENTICATED + 10))
             assert all(is_turned_away(stranger) for stranger in strangers[:9]), "the longest there make room"
         return rank_links(rank, store)
 
@@ -160,7 +160,7 @@ def test_caller_that_has_just_made_room_for_another_is_asked_nothing_more():
     room = Meeting(0, {1}, dist.HashStore(), secret(GENERATION), HOST, lambda: False, Progress())
     with socket.create_server((HOST, 0)) as listener, contextlib.ExitStack() as callers:
         room._selector.register(listener, selectors.EVENT_READ)
-        for _ in range(MOST_UNAUTHENTICATED + 1):
+        for _ in range(MAX_UNAUTHENTICATED + 1):
             callers.enter_context(socket.create_connection(listener.getsockname()))
             room._accept(listener)
         oldest = next(iter(room._callers))

@@ -29,7 +29,7 @@ def test_weights_become_the_smallest_whole_numbers_in_their_ratio():
 @given(st.lists(st.floats(1e-3, 100), min_size=2, max_size=8))
 def test_weights_that_need_large_numbers_are_off_by_less_than_a_millionth(values):
     shares = whole_shares(values)
-    assert sum(shares) <= module.MOST_PERIOD + len(values)
+    assert sum(shares) <= module.MAX_PERIOD + len(values)
     whole = sum(map(Fraction, map(repr, values)))
     for share, value in zip(shares, values, strict=True):
         assert abs(Fraction(share, sum(shares)) - Fraction(repr(value)) / whole) < Fraction(len(values), 10**6)

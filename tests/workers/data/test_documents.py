@@ -183,7 +183,7 @@ def test_text_that_is_not_utf8_is_named_by_its_byte(tmp_path, monkeypatch):
 
 
 def test_a_text_that_must_stay_whole_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MOST_WHOLE_BYTES", 100)
+    monkeypatch.setattr(documents, "MAX_WHOLE_BYTES", 100)
     path = tmp_path / "a.txt"
     path.write_text("line\n" * 30)
     assert len(read(path, "text")) == 1

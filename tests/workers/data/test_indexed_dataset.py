@@ -124,6 +124,6 @@ def test_an_index_is_checked_a_part_at_a_time_as_it_is_at_once(tmp_path, monkeyp
     prefix = megatron_dataset(tmp_path / "b", DOCUMENTS)
     index = read_index(prefix)
     assert index.tokens == tokens_in(prefix) == 10
-    monkeypatch.setattr(indexed_dataset, "_MOST_BYTES", 100)
+    monkeypatch.setattr(indexed_dataset, "_MAX_BYTES", 100)
     with pytest.raises(DataError, match=r"b\.idx has \d+ bytes, and at most 100 are read: divide the dataset"):
         tokens_in(prefix)

@@ -67,7 +67,7 @@ def test_many_small_files_share_a_shard(tmp_path):
 def test_a_huge_corpus_has_no_more_shards_than_can_be_kept(tmp_path):
     files = [CorpusFile(f"{n}.txt", 2**30) for n in range(9000)]
     made = shards_of(files, DataConfig(source="text", paths=["a"]), False)
-    assert 3000 <= len(made) <= shards.MOST_SHARDS
+    assert 3000 <= len(made) <= shards.MAX_SHARDS
 
 
 def test_a_place_to_split_is_found_wherever_windows_end(small, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from workers.liveness import hang_detection
 from workers.liveness.hang_detection import DEVICE_SECONDS, LOOK_SECONDS, TrainerWatch
-from workers.liveness.hang_timeouts import BURNING_FACTOR, LEAST_SECONDS, STOPPED_SECONDS, WAITING_FACTOR, Standstill
+from workers.liveness.hang_timeouts import BURNING_FACTOR, MIN_SECONDS, STOPPED_SECONDS, WAITING_FACTOR, Standstill
 from workers.liveness.process_state import ProcessState, process_state
 from workers.liveness.progress import Progress
 from workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
@@ -111,7 +111,7 @@ def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(ch
     process = child("stuck()")
     (standstill,) = watched(process, 1)
     assert (standstill.overdue, standstill.stopped, standstill.burning) == (True, False, False)
-    assert standstill.standing_seconds >= LEAST_SECONDS
+    assert standstill.standing_seconds >= MIN_SECONDS
     assert (standstill.record.phase, standstill.record.micro_batch) == ("backward", 3)
     stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
     assert "in stuck" in stacks
@@ -200,7 +200,7 @@ def test_real_rest_and_computing_are_left_alone(child, watched, then):
     process = child(then)
 
     async def look_on(eye, standstills):
-        while eye.describe().standing_seconds < 2 * LEAST_SECONDS:
+        while eye.describe().standing_seconds < 2 * MIN_SECONDS:
             await asyncio.sleep(0.05)
         assert standstills == []
         assert not eye.overdue
@@ -279,8 +279,8 @@ def test_a_process_that_was_stopped_at_rest_is_reported_to_who_watches_the_next_
 def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(look_at, phase, letter, overdue):
     progress, look = look_at
     progress.at(phase)
-    watch = look(2 * LEAST_SECONDS, letter)
-    assert watch.describe().standing_seconds == 2 * LEAST_SECONDS
+    watch = look(2 * MIN_SECONDS, letter)
+    assert watch.describe().standing_seconds == 2 * MIN_SECONDS
     assert watch.describe().burning == (letter == "R")
     assert watch.overdue == overdue
 
@@ -289,11 +289,11 @@ def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(loo
 def test_a_rank_that_waits_for_another_may_stand_still_for_longer(look_at, peer):
     progress, look = look_at
     progress.at("forward")
-    assert look(0).allowed == LEAST_SECONDS
+    assert look(0).allowed == MIN_SECONDS
     progress.waits_for(peer, 2, sending=False)
-    assert look(0).allowed == WAITING_FACTOR * LEAST_SECONDS
-    assert not look(2 * LEAST_SECONDS).overdue
-    assert look(2 * LEAST_SECONDS).overdue
+    assert look(0).allowed == WAITING_FACTOR * MIN_SECONDS
+    assert not look(2 * MIN_SECONDS).overdue
+    assert look(2 * MIN_SECONDS).overdue
 
 
 def test_a_rank_whose_snapshots_are_large_may_take_longer_for_one(tmp_path, look_at):
@@ -305,7 +305,7 @@ def test_a_rank_whose_snapshots_are_large_may_take_longer_for_one(tmp_path, look
             file.truncate(int(size))  # nothing of it takes room
     assert look(0).allowed == 30.0 + 40e9 / 200e6
     progress.at("forward")
-    assert look(0).allowed == LEAST_SECONDS
+    assert look(0).allowed == MIN_SECONDS
 
 
 def test_watch_lets_go_of_the_record_when_its_process_is_gone(tmp_path, go, monkeypatch):
@@ -363,11 +363,11 @@ def test_a_host_that_spins_until_its_device_is_done_gets_no_more_time_for_it(loo
     monkeypatch.setattr(Standstill, "burning", True)
     progress.at("agreement")
     device_of(pending=0)
-    assert look(0).allowed == BURNING_FACTOR * LEAST_SECONDS, "the device has nothing to do: the host computes"
+    assert look(0).allowed == BURNING_FACTOR * MIN_SECONDS, "the device has nothing to do: the host computes"
     device_of(pending=3)
-    assert look(0).allowed == LEAST_SECONDS
+    assert look(0).allowed == MIN_SECONDS
     progress.device_waits(2, 7, NOBODY, sending=False)
-    assert look(0).allowed == WAITING_FACTOR * LEAST_SECONDS
+    assert look(0).allowed == WAITING_FACTOR * MIN_SECONDS
     assert look(0).describe().record.device.number == 7
 
 
@@ -379,7 +379,7 @@ def test_what_was_seen_of_a_device_long_ago_is_not_believed(look_at, device_of, 
     assert look(DEVICE_SECONDS / 2).describe().record.device.fresh
     watch = look(DEVICE_SECONDS)
     assert not watch.describe().record.device.fresh
-    assert watch.allowed == BURNING_FACTOR * LEAST_SECONDS
+    assert watch.allowed == BURNING_FACTOR * MIN_SECONDS
 
 
 def test_a_device_that_moves_keeps_its_host_from_standing_still(look_at, device_of):
@@ -387,6 +387,6 @@ def test_a_device_that_moves_keeps_its_host_from_standing_still(look_at, device_
     progress.at("agreement")
     for _ in range(8):
         device_of(pending=3, moves=1)
-        assert not look(LEAST_SECONDS / 2).overdue
+        assert not look(MIN_SECONDS / 2).overdue
     device_of(pending=3)
-    assert look(2 * LEAST_SECONDS).overdue
+    assert look(2 * MIN_SECONDS).overdue

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from workers.liveness.hang_timeouts import (
     BURNING_FACTOR,
     FIRST_STEP_SECONDS,
-    LEAST_SECONDS,
     LONG,
+    MIN_SECONDS,
     STEPS,
     WAITING_FACTOR,
     Standstill,
@@ -32,7 +32,7 @@ def allowed(phase, steps, compiles=False, burning=False, waiting=False):
 @given(st.sampled_from(ORDINARY), durations)
 def test_no_ordinary_step_is_ever_an_alarm(phase, steps):
     assert allowed(phase, steps) >= STEPS * slowest_ordinary(steps)
-    assert allowed(phase, steps) >= LEAST_SECONDS
+    assert allowed(phase, steps) >= MIN_SECONDS
 
 
 @given(phases, st.just([]) | durations, st.booleans(), st.booleans(), st.booleans())
@@ -49,8 +49,8 @@ def test_patience_follows_the_jobs_own_pace(phase, steps, factor):
 
 
 def test_quick_steps_are_watched_closely_and_one_outlier_does_not_blind_the_watch():
-    assert allowed("backward", [0.02] * 32) == LEAST_SECONDS
-    assert allowed("backward", [0.02] * 31 + [40.0]) == LEAST_SECONDS
+    assert allowed("backward", [0.02] * 32) == MIN_SECONDS
+    assert allowed("backward", [0.02] * 31 + [40.0]) == MIN_SECONDS
     assert allowed("backward", [1.0] * 32) == 6.0
 
 
@@ -73,7 +73,7 @@ def test_first_step_and_compilation_get_time():
     assert allowed("forward", [], compiles=True) == LONG["compiling"]
     assert allowed("forward", [0.02] * 9, compiles=True) == FIRST_STEP_SECONDS, "the compiler works beside the process"
     assert allowed("forward", [0.02] * 9, compiles=True, burning=True) == LONG["compiling"]
-    assert allowed("optimizer", [0.02] * 9, compiles=True) == LEAST_SECONDS
+    assert allowed("optimizer", [0.02] * 9, compiles=True) == MIN_SECONDS
 
 
 SLEEPING = ProcessState("S", 0.0, 0.0, 0.0)
@@ -156,7 +156,7 @@ def test_time_is_never_negative_and_never_more_than_has_passed(looks):
 
 
 def test_doubts_lengthen_the_wait_by_their_factor():
-    for steps, least in (([0.02] * 9, LEAST_SECONDS), ([1.0] * 9, 6.0)):
+    for steps, least in (([0.02] * 9, MIN_SECONDS), ([1.0] * 9, 6.0)):
         assert allowed("forward", steps, burning=True) == BURNING_FACTOR * least
         assert allowed("forward", steps, waiting=True) == WAITING_FACTOR * least
         assert allowed("forward", steps, burning=True, waiting=True) == BURNING_FACTOR * least
@@ -183,7 +183,7 @@ def test_a_large_gang_has_longer_to_connect():
     """NCCL's set-up at 512 ranks takes minutes: a rank that was killed in it would be killed again and again."""
     seconds = [hang_timeout("connecting", (), False, False, False, ranks) for ranks in (1, 8, 512, 3072)]
     assert seconds == [60.0, 61.75, 187.75, 827.75]
-    assert hang_timeout("backward", [0.02], False, False, False, 3072) == LEAST_SECONDS
+    assert hang_timeout("backward", [0.02], False, False, False, 3072) == MIN_SECONDS
 
 
 def test_where_ranks_meet_for_the_first_time_patience_grows_with_their_number():

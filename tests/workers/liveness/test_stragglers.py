@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.liveness.stragglers import LEAST_SECONDS, SLOW_STEPS, WINDOW, Stragglers
+from workers.liveness.stragglers import MIN_SECONDS, SLOW_STEPS, WINDOW, Stragglers
 
 FOUR = [0, 0, 1, 1]
 
@@ -39,9 +39,9 @@ def test_a_rank_without_peers_cannot_be_compared():
 
 
 def test_less_than_the_floor_is_not_worth_a_word():
-    assert run([0, 0], [(0.001, 0.001 + 0.9 * LEAST_SECONDS)] * 100) == []
-    assert run([0, 0], [(10.0, 10.0 + 2 * LEAST_SECONDS)] * 100) == [], "nor so little of a long step"
-    assert [straggler.rank for _, straggler in run([0, 0], [(0.001, 0.001 + 1.1 * LEAST_SECONDS)] * 100)] == [1]
+    assert run([0, 0], [(0.001, 0.001 + 0.9 * MIN_SECONDS)] * 100) == []
+    assert run([0, 0], [(10.0, 10.0 + 2 * MIN_SECONDS)] * 100) == [], "nor so little of a long step"
+    assert [straggler.rank for _, straggler in run([0, 0], [(0.001, 0.001 + 1.1 * MIN_SECONDS)] * 100)] == [1]
 
 
 def test_what_is_usual_is_the_median_of_the_window_and_not_of_all_steps():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.node.heartbeat import MOST_UNAUTHENTICATED, HeartbeatServer
+from workers.node.heartbeat import MAX_UNAUTHENTICATED, HeartbeatServer
 from workers.protocol.json_codec import from_json
 from workers.protocol.messages import GpuReading, Heartbeat
 
@@ -109,7 +109,7 @@ def test_stranger_who_waits_does_not_hear_when_the_node_is_to_be_left(heartbeat)
 def test_unauthenticated_take_no_place_from_who_pings(heartbeat):
     known, lines = connected(heartbeat)
     lines.readline()
-    strangers = [socket.create_connection(heartbeat.address, SECONDS) for _ in range(MOST_UNAUTHENTICATED + 10)]
+    strangers = [socket.create_connection(heartbeat.address, SECONDS) for _ in range(MAX_UNAUTHENTICATED + 10)]
     _, others = connected(heartbeat)
     assert json.loads(others.readline())["node"] == "n1"
     assert [stranger.recv(1) for stranger in strangers[:10]] == [b""] * 10  # the longest there make room

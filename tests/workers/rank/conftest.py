@@ -10,7 +10,7 @@ from workers.rank import trainer_process
 def rig(monkeypatch):
     """Makes one whose trainer does these acts."""
     made = []
-    monkeypatch.setattr(trainer_process, "give_way", lambda: None)
+    monkeypatch.setattr(trainer_process, "lower_priority", lambda: None)
 
     def make(*acts):
         made.append(Rig(*acts))

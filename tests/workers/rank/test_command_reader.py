@@ -8,7 +8,7 @@ import pytest
 from workers.protocol.messages import Fault, LaunchOrder, TraceOrder
 from workers.rank import command_reader
 from workers.rank.command_reader import EXIT_ORPHANED, CommandReader, exit_orphaned
-from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, Trace, command_line
+from workers.rank.commands import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
 
 SECONDS = 20.0
 
@@ -47,7 +47,7 @@ def test_each_command_is_for_whom_it_concerns(reader):
         SaveAndEnd(6),
         Arm(fault),
         Trace(trace),
-        TellFlight(),
+        DumpFlightRecord(),
         Go(order(7)),
     ):
         ours.sendall(command_line(command))

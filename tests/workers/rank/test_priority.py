@@ -12,9 +12,9 @@ from workers.rank.priority import AUTOGROUP, NICENESS
 
 SCRIPT = """
 import os, threading
-from workers.rank.priority import give_way
+from workers.rank.priority import lower_priority
 os.nice({before})
-give_way(), give_way()
+lower_priority(), lower_priority()
 late = []
 thread = threading.Thread(target=lambda: late.append(os.getpriority(os.PRIO_PROCESS, 0)))
 thread.start(), thread.join()
@@ -23,8 +23,8 @@ print(os.getpriority(os.PRIO_PROCESS, 0), *late)
 
 OF_A_SESSION = """
 import threading
-from workers.rank.priority import AUTOGROUP, give_way
-give_way()
+from workers.rank.priority import AUTOGROUP, lower_priority
+lower_priority()
 for thread in threading.enumerate()[1:]:
     thread.join()  # it asks again: somebody else on this machine has just asked
 print(AUTOGROUP.read_text())
@@ -73,7 +73,7 @@ def test_one_that_asks_just_after_another_asks_again(monkeypatch):
     monkeypatch.setattr(priority, "PAUSE_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: None)
     before = set(threading.enumerate())
-    priority.give_way()
+    priority.lower_priority()
     for thread in set(threading.enumerate()) - before:
         thread.join()
     assert not answers

@@ -27,7 +27,7 @@ def test_lines_wait_with_the_other_reports_of_their_rank():
 
 
 def test_when_nobody_takes_them_the_oldest_lines_are_left_out_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(report_buffer, "MOST_LINES", 10)
+    monkeypatch.setattr(report_buffer, "MAX_LINES", 10)
     buffer = ReportBuffer()
     lines = ReportedLines(buffer, 0)
     for number in range(40):
@@ -44,7 +44,7 @@ def test_when_nobody_takes_them_the_oldest_lines_are_left_out_and_nothing_else(m
 
 @pytest.mark.parametrize("taken", [0, 25])
 def test_lines_that_were_taken_make_room(monkeypatch, taken):
-    monkeypatch.setattr(report_buffer, "MOST_LINES", 10)
+    monkeypatch.setattr(report_buffer, "MAX_LINES", 10)
     buffer = ReportBuffer()
     lines = ReportedLines(buffer, 0)
     for number in range(9):

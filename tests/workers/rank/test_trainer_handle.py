@@ -10,7 +10,7 @@ from workers.liveness.flight_record import FlightRecord
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
 from workers.rank import trainer_handle
-from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, read_command
+from workers.rank.commands import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, read_command
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_handle import TrainerHandle
 from workers.zygote.client import Exit
@@ -371,7 +371,7 @@ def test_a_flight_record_is_asked_for_once_and_handed_to_all_who_ask(monkeypatch
         await until(lambda: rig.process.commands)
         rig.process.say(record)
         assert await asyncio.gather(*asking) == [record, record]
-        assert rig.process.commands == [TellFlight()]
+        assert rig.process.commands == [DumpFlightRecord()]
         rig.process.say(FlightRecord())  # nobody has asked
         rig.process.on_command = lambda command: rig.process.say(FlightRecord())
         assert await rig.trainer.flight_record() == FlightRecord()
@@ -386,7 +386,7 @@ def test_a_trainer_that_does_not_tell_its_flight_record_has_none(monkeypatch):
     async def body(rig):
         assert await rig.trainer.flight_record() is None
         assert await rig.trainer.flight_record() is None
-        assert rig.process.commands == [TellFlight()], "it has been asked"
+        assert rig.process.commands == [DumpFlightRecord()], "it has been asked"
 
     story(body)
 

@@ -33,7 +33,7 @@ from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Resume, TrainerArgument
 from workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Resting, Started
 from workers.rank import trainer_process
-from workers.rank.commands import Go, Rest, SaveAndEnd, TellFlight
+from workers.rank.commands import DumpFlightRecord, Go, Rest, SaveAndEnd
 from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST
 
 
@@ -372,7 +372,7 @@ def test_the_entry_takes_its_order_as_json(monkeypatch):
 @pytest.mark.parametrize(("device", "gives_way"), [("cpu", 1), ("cuda:0", 0)])
 def test_only_who_computes_on_the_cores_gives_way_to_who_watches(rig, monkeypatch, device, gives_way):
     given = []
-    monkeypatch.setattr(trainer_process, "give_way", lambda: given.append(1))
+    monkeypatch.setattr(trainer_process, "lower_priority", lambda: given.append(1))
     run = rig(finish)
     run.start(order(device=device))
     assert run.ended() == 0
@@ -407,7 +407,7 @@ def test_the_flight_record_is_reported_while_it_trains_and_keeps_no_command_wait
     run = rig(wait_for_the_end)
     run.start(order(2))
     assert isinstance(run.hear().payload, Started)
-    run.say(TellFlight())
+    run.say(DumpFlightRecord())
     assert asked.wait(SECONDS)
     run.say(Rest(1))
     answer = run.hear()

@@ -19,7 +19,7 @@ from workers.errors import SharedMemoryError
 from workers.rank.agent import Agent
 from workers.rank.trainer_slot import StaleGeneration
 from workers.snapshot import backup_transport as wire
-from workers.snapshot.backup import MOST_UNAUTHENTICATED, BackupError, BackupSender, BackupServer, fetch
+from workers.snapshot.backup import MAX_UNAUTHENTICATED, BackupError, BackupSender, BackupServer, fetch
 from workers.snapshot.files import backup_path, snapshot_path
 from workers.snapshot.notification import NotificationPipe, notification_path, notify
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
@@ -266,7 +266,7 @@ def test_silent_strangers_make_room_for_each_other_and_hold_nobody_up(tmp_path, 
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 100 * SECONDS)
     with contextlib.ExitStack() as stack:
         dial = lambda: stack.enter_context(socket.create_connection(server.address, timeout=SECONDS))  # noqa: E731
-        first, *others = (dial() for _ in range(MOST_UNAUTHENTICATED + 1))
+        first, *others = (dial() for _ in range(MAX_UNAUTHENTICATED + 1))
         for each in (first, *others):
             assert each.recv(wire.NONCE_BYTES)
         assert first.recv(1) == b"", "the oldest had to go"

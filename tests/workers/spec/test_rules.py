@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workers.spec import batch_rules
-from workers.spec.problems import MOST_PROBLEMS, Problem, SpecError
+from workers.spec.problems import MAX_PROBLEMS, Problem, SpecError
 from workers.spec.reading import parse_job_spec
 
 
@@ -209,8 +209,8 @@ def test_document_with_thousands_of_unknown_keys_has_few_problems_and_says_how_m
     with pytest.raises(SpecError) as refused:
         parse_job_spec({**{f"k{number}": 1 for number in range(3000)}, "\x1b]0;title\a" + "x" * 1000: 1})
     *described, more = refused.value.problems
-    assert len(described) == MOST_PROBLEMS and more.rule.endswith("more problems, once these are mended")
-    assert len(compared) <= 2 * MOST_PROBLEMS
+    assert len(described) == MAX_PROBLEMS and more.rule.endswith("more problems, once these are mended")
+    assert len(compared) <= 2 * MAX_PROBLEMS
 
 
 def test_unknown_key_is_shown_in_characters_that_a_terminal_may_have():

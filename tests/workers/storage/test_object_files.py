@@ -5,13 +5,13 @@ import itertools
 
 import fsspec
 import pytest
-from s3_server import LEAST_PART, answer, reached_at
+from s3_server import MIN_PART, answer, reached_at
 
 from workers.storage import object_files, s3_upload
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath
 
-PART = LEAST_PART
+PART = MIN_PART
 CONTENT = bytes(bytearray(itertools.islice(itertools.cycle(range(251)), 3 * PART + 1000)))
 
 

@@ -18,7 +18,7 @@ from workers.spec.reading import parse_job_spec
 STEPS, BATCH = 6, 12
 BAD_STEP = 3
 """Whose batch, counted from 0, has a bad sample."""
-MOST_RANKS = 8
+MAX_RANKS = 8
 Layout = tuple[int, int, int]
 """(tensor, pipeline, data)."""
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 2), (1, 2, 2), (1, 1, 3), (1, 2, 1), (2, 2, 1))
@@ -189,7 +189,7 @@ def _changed(row: Row, draw: random.Random) -> dict[str, Any]:
         case _:
             smaller = itertools.product({1, tensor}, {1, pipeline}, {1, data, data + 1})
             choices = sorted(each for each in smaller if each[:2] != (tensor, pipeline))
-    fitting = [each for each in choices if 1 < each[0] * each[1] * each[2] <= MOST_RANKS]
+    fitting = [each for each in choices if 1 < each[0] * each[1] * each[2] <= MAX_RANKS]
     if not fitting:
         raise NotWanted("no such layout has more than one rank and not too many")
     return _parallel(row, draw.choice(fitting))

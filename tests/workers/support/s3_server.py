@@ -35,7 +35,7 @@ def environment_of(url: str) -> dict[str, str]:
     return {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": url}
 
 
-LEAST_PART = 2**16
+MIN_PART = 2**16
 """Bytes of a part that is not an upload's last; S3 asks for 5 MiB, which would all have to pass through Python."""
 
 
@@ -60,7 +60,7 @@ class S3Server:
 
     def _starts(self, deadline: float) -> bool:
         """Whether it answers, on a port that was free a moment ago; False if it has ended."""
-        keeps = {"S3_UPLOAD_PART_MIN_SIZE": str(LEAST_PART), "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**23)}
+        keeps = {"S3_UPLOAD_PART_MIN_SIZE": str(MIN_PART), "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**23)}
         with socket.create_server((HOST, 0)) as listener:
             port, number = listener.getsockname()[1], listener.fileno()
             self.process = subprocess.Popen(

@@ -36,7 +36,7 @@ from workers.training.reporter import Reporter
 
 NOT_SENT = 3
 """Steps whose rows a killed rank may not have sent."""
-MOST_GENERATIONS = 12
+MAX_GENERATIONS = 12
 ANY = 10**6
 
 
@@ -114,7 +114,7 @@ class _Process:
 
     def run(self) -> None:
         resume, began = Resume(), 1
-        for number in range(1, MOST_GENERATIONS):
+        for number in range(1, MAX_GENERATIONS):
             generation = self._generation(number)
             outcomes = self._everybodys(number, self._run_generation(number, generation, replace(resume, began=began)))
             self.record.resumed.append((generation.parallel, resume.source, resume.step))

@@ -24,10 +24,10 @@ def train_traced(
     document: dict[str, Any],
     orders: list[TraceOrder],
     all_are_asked: bool = False,
-    most_profile_bytes: int = torch_profile.MOST_BYTES,
+    most_profile_bytes: int = torch_profile.MAX_BYTES,
 ) -> Seen:
     """All steps of a job, of which rank 0, or with `all_are_asked` each, is asked for these traces."""
-    with mock.patch.object(torch_profile, "MOST_BYTES", most_profile_bytes):
+    with mock.patch.object(torch_profile, "MAX_BYTES", most_profile_bytes):
         return _train_traced(comm, document, orders, all_are_asked)
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine_specs import document
 
 from workers.config import JobSpec
-from workers.data.tokenizer import MOST_BYTES
+from workers.data.tokenizer import MAX_BYTES
 from workers.errors import WeightsError
 from workers.weights.byte_tokenizer import byte_tokenizer
 from workers.weights.companions import add_tokenizer, companion_files
@@ -73,7 +73,7 @@ def test_files_beside_a_named_one_come_along(tmp_path):
 def test_one_that_is_too_large_is_named_and_not_copied(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "vocab.json").touch()
-    os.truncate(tmp_path / "vocab.json", MOST_BYTES + 1)
+    os.truncate(tmp_path / "vocab.json", MAX_BYTES + 1)
     with pytest.raises(
         WeightsError, match=r"vocab\.json cannot be read: it has \d+ bytes or more, and at most 67108864"
     ):

@@ -212,7 +212,7 @@ def test_memory_is_for_a_few_rows_however_large_a_tensor_is(checkpoint, tmp_path
 @pytest.mark.parametrize("processors", [1, 2, 7])
 def test_the_bytes_do_not_depend_on_the_number_of_threads(processors, checkpoint, tmp_path, monkeypatch):
     export(checkpoint, tmp_path / "expected")
-    monkeypatch.setattr(stream_out, "MOST_THREADS", processors)
+    monkeypatch.setattr(stream_out, "MAX_THREADS", processors)
     monkeypatch.setattr(stream_out, "MEMORY_BYTES", 2**40)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: set(range(processors)))
     export(checkpoint, tmp_path / "out")

@@ -181,7 +181,7 @@ def test_a_header_that_makes_no_sense_is_named(whole, copied, header):
 
 
 def test_a_header_beyond_all_measure_is_not_read(whole, monkeypatch):
-    monkeypatch.setattr("workers.weights.folder._MOST_HEADER_BYTES", 100)
+    monkeypatch.setattr("workers.weights.folder._MAX_HEADER_BYTES", 100)
     assert re.fullmatch(
         rf"{whole / ONE_FILE}: its header has \d+ bytes, and at most 100 are read", sentence_about(whole)
     )

@@ -8,7 +8,7 @@ from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
 from workers.errors import CheckpointError
 from workers.storage.places import place_of
 from workers.weights.mapping import their_tensors
-from workers.weights.stream_out import MOST_THREADS, Source, threads_for, write_tensors
+from workers.weights.stream_out import MAX_THREADS, Source, threads_for, write_tensors
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (-1, 0), (0, 1)])
@@ -32,5 +32,5 @@ def test_there_are_as_many_threads_as_memory_allows():
         each = [StoredRectangle((0, n), (8, 1), f"{n}", 0, 1000) for n in range(files)]
         return StoredTensor((8, files), "float32", tuple(each))
 
-    assert [threads_for([beside_each_other(1)], processors) for processors in (1, 2, 64)] == [1, 2, MOST_THREADS]
+    assert [threads_for([beside_each_other(1)], processors) for processors in (1, 2, 64)] == [1, 2, MAX_THREADS]
     assert threads_for([beside_each_other(1), beside_each_other(64)], 64) == 1

@@ -22,7 +22,7 @@ from workers.parallel.tensor.products import TorchProducts
 from workers.spec.fp8_rules import UNIT
 
 Kind = Literal["tensorwise", "rowwise"]
-LEAST_CAPABILITY = (8, 9)
+MIN_CAPABILITY = (8, 9)
 """Least compute capability of a GPU with 8-bit products."""
 
 
@@ -190,8 +190,8 @@ def product(
 
 def refuse_without_kernels(capability: tuple[int, int]) -> None:
     """Raises ModelError for a GPU with this compute capability if it has no 8-bit products."""
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         raise ModelError(
-            f"train.fp8 needs a GPU of compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or above (Ada, "
+            f"train.fp8 needs a GPU of compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or above (Ada, "
             f"Hopper, Blackwell), and this one has {capability[0]}.{capability[1]}: set train.fp8: off"
         )

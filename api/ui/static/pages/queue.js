@@ -16,7 +16,7 @@ export async function open(root, { shell }) {
   const cluster = h("span", { class: "cluster" });
   const waiting = panel("Waiting", { note: "in the order in which they start" });
   const running = panel("Holding places");
-  const queue = jobTable("Waiting", "Nobody waits.", [
+  const queue = jobTable("Waiting", "The queue is empty.", [
     ["Place", "number", (job) => number(job.queue.position)],
     ["Job", "", null],
     ["Ranks", "number", (job) => layout(job.parallel)],
@@ -24,12 +24,12 @@ export async function open(root, { shell }) {
     ["Why it waits", "message", (job) => job.message ?? "its turn has not come"],
     ["Age", "number", (job) => age(job.created_at)],
   ]);
-  const holders = jobTable("Holding places", "Nobody holds a place.", [
+  const holders = jobTable("Holding places", "No jobs are running.", [
     ["Job", "", null],
     ["State", "", (job) => job.state],
     ["Ranks", "number", (job) => layout(job.parallel)],
     ["Places", "number", (job) => number(job.parallel.world_size)],
-    ["To go", "number", (job) => duration(job.eta_seconds)],
+    ["Remaining", "number", (job) => duration(job.eta_seconds)],
   ]);
   waiting.body.append(queue.element);
   running.body.append(holders.element);

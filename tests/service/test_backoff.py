@@ -2,14 +2,14 @@
 
 from itertools import islice
 
-from service.pauses import growing_pauses, pause_after
+from service.backoff import backoff, backoff_after
 
 
 def test_a_pause_is_found_by_its_number():
-    pauses = list(islice(growing_pauses(0.25, 10.0), 9))
+    pauses = list(islice(backoff(0.25, 10.0), 9))
     assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
-    assert [pause_after(tries, 0.25, 10.0) for tries in range(9)] == pauses
+    assert [backoff_after(tries, 0.25, 10.0) for tries in range(9)] == pauses
 
 
 def test_after_thousands_of_tries_it_is_the_longest_one():
-    assert pause_after(100_000, 0.25, 60.0) == 60.0
+    assert backoff_after(100_000, 0.25, 60.0) == 60.0
