@@ -93,7 +93,7 @@ def test_events_by_type_generation_and_rank_from_either_end(service):
     assert [event["message"] for _, event in entries] == ["2", "3"]
 
 
-def test_events_of_a_rank_that_the_job_never_had_are_refused_and_of_one_of_before_it_shrank_are_not(service):
+def test_events_of_an_unknown_rank_are_refused_and_those_of_a_former_rank_listed(service):
     job = service.submit()["id"]
     service.store.write(lambda session: events.append(session, job, "a", "from before", rank=30))
     path = f"/v1/jobs/{job}/events"

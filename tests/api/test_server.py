@@ -387,7 +387,7 @@ def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anythin
     assert not home.exists()
 
 
-def test_service_that_cannot_send_the_traces_that_are_wanted_says_so_before_it_touches_anything(tmp_path, monkeypatch):
+def test_service_without_the_trace_exporter_it_needs_cannot_start_and_makes_no_home(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "service.traces.exporter", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(TracesNotInstalled, match=r"pip install 'manta-train\[traces\]'"):

@@ -112,7 +112,7 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
     assert {answer.result().json()["code"] for answer in asked} == {"cluster_unavailable"}
 
 
-def test_submission_whose_file_system_hangs_is_refused_with_a_sentence_and_so_are_others_at_most(service, monkeypatch):
+def test_submission_on_a_hanging_file_system_gets_503_and_one_without_files_succeeds(service, monkeypatch):
     """Of as many that hang as there are threads each keeps one until the file system answers."""
     go_on, weights = threading.Event(), {**DOCUMENT, "model": {"from": "/away"}}
 

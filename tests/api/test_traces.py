@@ -228,9 +228,7 @@ def test_the_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypa
     assert "trace_1 has failed: it did not begin: the job is SUCCEEDED" in failed.output
 
 
-def test_the_command_waits_for_its_own_trace_and_who_interrupts_it_is_told_what_becomes_of_that(
-    service, job, monkeypatch
-):
+def test_trace_command_waits_for_its_own_trace_and_if_interrupted_says_it_continues(service, job, monkeypatch):
     service.http.post(f"/v1/jobs/{job}/traces", json={})
     record(service, job)
     follow = MantaClient.follow_events

@@ -118,7 +118,7 @@ def prints_something(manta, job, times):
 
 
 @pytest.mark.soak  # what is kept and read: tests/service/kept_logs
-def test_each_answers_for_what_the_jobs_of_the_other_print_and_a_killed_one_takes_no_line_along(planes, object_store):
+def test_both_control_planes_serve_logs_of_all_jobs_and_a_killed_one_loses_no_line(planes, object_store):
     first, second = planes
     job = first.submit(first.spec(steps=20_000, layout=PAIR, checkpoint=EVERY_STEP))
     first.leave_room(job)

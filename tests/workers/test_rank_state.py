@@ -170,7 +170,7 @@ def test_a_generation_begins_with_a_snapshot_of_every_step(tmp_path):
     rank.end()
 
 
-def test_a_save_that_failed_in_an_earlier_generation_fails_no_job_whose_last_checkpoint_is_whole(tmp_path):
+def test_earlier_failed_save_does_not_fail_a_job_whose_last_checkpoint_is_whole(tmp_path):
     """A rank that loses its peers while they save the last step learns no more that the others got through."""
     rank = Rank(tmp_path)
     rank.trainer.restore(Resume())

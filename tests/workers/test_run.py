@@ -369,7 +369,7 @@ def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path, capsys)
     assert capsys.readouterr().out == "there is nothing left to train: step 4 is done, and the last one is 4\n"
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_without_another_one_nothing_begins_anew(tmp_path, capsys):
+def test_damaged_checkpoint_is_skipped_with_a_message_and_if_all_are_the_run_fails(tmp_path, capsys):
     folder = tmp_path / "checkpoints"
     config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(folder)]
     assert run.main(config) == 0

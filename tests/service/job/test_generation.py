@@ -336,7 +336,7 @@ def test_only_ranks_that_run_are_brought_to_rest_with_the_time_that_they_have():
     run(body)
 
 
-def test_reports_go_on_after_the_last_that_was_handled_and_the_next_generation_goes_on_after_that():
+def test_generation_handles_reports_after_the_last_handled_and_notes_how_far_it_got():
     async def body():
         agent, after, handled = agent_of(0), {0: 2}, []
 

@@ -457,7 +457,7 @@ def test_look_that_fails_is_not_the_last_one(planned, monkeypatch):
     ("left", "spare", "seconds"),
     [(60.0, 50.0, 50.0), (60.0, -10.0, 30.0), (60.0, 20.0, 30.0), (math.inf, math.inf, math.inf)],
 )
-def test_a_move_has_as_long_as_leaves_time_to_save_or_half_of_what_is_left_where_that_is_longer(left, spare, seconds):
+def test_move_may_take_the_time_that_saving_spares_or_half_the_time_left_if_longer(left, spare, seconds):
     planner, asked = object.__new__(ElasticityPlanner), []
 
     async def spare_seconds():

@@ -150,7 +150,7 @@ def test_ranks_that_differ_once_more_and_have_no_checkpoint_begin_anew(job, stor
     assert resume_of(job, "corrupt", 4) == (Resume(), "start")
 
 
-def test_generation_that_has_left_a_checkpoint_is_over_also_where_the_database_has_forgotten_it(job):
+def test_generation_with_a_checkpoint_that_the_database_forgot_is_not_used_again(job):
     path = saved(job, 4, generation=7)
     assert resume_of(job) == (Resume("checkpoint", 4, path), "checkpoint")
     assert asyncio.run(job.record.job()).generation == 7, "the next one is above it"

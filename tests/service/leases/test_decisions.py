@@ -26,7 +26,7 @@ briefs = st.lists(st.builds(JobInBrief, st.uuids().map(str), states, st.none(), 
 
 
 @given(briefs, st.data(), st.integers(1, 5))
-def test_only_what_may_hold_places_and_has_no_owner_that_lives_is_claimed(jobs, data, living):
+def test_only_supervised_jobs_without_a_living_owner_are_claimed(jobs, data, living):
     held = {job.id for job in jobs if job.owner == "me" and data.draw(st.booleans())}
     claimed = to_claim(jobs, held, "me", living)
     by_id = {job.id: job for job in jobs}
@@ -39,7 +39,7 @@ def test_only_what_may_hold_places_and_has_no_owner_that_lives_is_claimed(jobs, 
     assert len(taken) * living >= len(orphans) >= len(taken)
 
 
-def test_those_that_live_share_what_a_dead_one_had():
+def test_living_control_planes_share_the_jobs_of_a_dead_one():
     jobs = [JobInBrief(str(i), JobState.RUNNING, None, 0, None, 1) for i in range(9)]
     assert [len(to_claim(jobs, (), "me", living)) for living in (1, 2, 3, 20)] == [9, 5, 3, 1]
 
@@ -60,7 +60,7 @@ def test_jobs_are_handed_over_until_all_have_about_as_many_and_then_no_more(coun
 
 
 @pytest.mark.parametrize("state", JobState)
-def test_only_own_jobs_that_train_and_have_nothing_else_going_on_are_handed_over(state):
+def test_only_running_jobs_of_its_own_are_handed_over(state):
     def owned_by(me):
         jobs = [JobInBrief(f"{owner}-{i}", state, None, 0, owner, 1) for owner in (None, "third") for i in range(9)]
         jobs += [JobInBrief(f"me-{i}", state, None, 0, me, 1) for i in range(6)]
@@ -71,21 +71,21 @@ def test_only_own_jobs_that_train_and_have_nothing_else_going_on_are_handed_over
 
 
 @given(st.sets(st.text()), st.sets(st.text()))
-def test_what_the_database_does_not_confirm_is_lost(held, confirmed):
+def test_lease_that_the_database_does_not_confirm_is_lost(held, confirmed):
     assert lost(held, confirmed) == held - confirmed
 
 
-def test_a_few_renewals_may_fail_before_anything_is_taken():
+def test_lease_outlasts_three_failed_renewals():
     assert LEASE_SECONDS - MARGIN_SECONDS > 3 * RENEW_SECONDS
 
 
-def test_nothing_is_handed_over_to_one_that_has_missed_a_renewal_or_two():
+def test_no_job_is_handed_over_to_a_control_plane_that_missed_renewals():
     assert may_be_given(lease_until=1006.0, now=1000.0 + RENEW_SECONDS)
     assert not may_be_given(lease_until=1006.0, now=1000.0 + 3 * RENEW_SECONDS)
 
 
 @given(briefs, st.sets(st.sampled_from("abc")))
-def test_stray_is_what_nobody_here_knows_and_no_job_that_must_have_an_owner(jobs, others):
+def test_leases_of_unsupervised_jobs_are_strays_and_others_are_not(jobs, others):
     stray = strays({job.id for job in jobs} | others, others, jobs)
     assert stray == {job.id for job in jobs if job.state not in SUPERVISED}
 

@@ -57,7 +57,7 @@ def job(planes, make_spec):
     return planes[0].store.write(make)
 
 
-def test_one_owns_what_the_other_does_not_and_all_of_it_once_that_is_dead(planes, job):
+def test_control_plane_takes_the_leases_of_another_only_once_that_is_dead(planes, job):
     one, two = planes
 
     async def body():
@@ -73,7 +73,7 @@ def test_one_owns_what_the_other_does_not_and_all_of_it_once_that_is_dead(planes
     story(body)
 
 
-def test_what_was_not_given_back_in_the_end_is_given_back_later(planes, job):
+def test_lease_owned_in_the_database_but_not_held_is_released_at_the_next_look(planes, job):
     one, two = planes
 
     async def body():
@@ -87,7 +87,7 @@ def test_what_was_not_given_back_in_the_end_is_given_back_later(planes, job):
     story(body)
 
 
-def test_lease_that_is_being_taken_is_not_taken_once_more(planes, job):
+def test_look_does_not_take_a_lease_that_is_already_being_taken(planes, job):
     one, _ = planes
 
     async def body():
@@ -123,7 +123,7 @@ def test_lease_that_is_being_claimed_is_not_claimed_by_a_look(planes, job, monke
     story(body)
 
 
-def test_what_was_dropped_or_could_not_be_taken_is_taken_at_the_next_look(planes, job, monkeypatch):
+def test_lease_that_was_dropped_or_could_not_be_claimed_is_taken_at_the_next_look(planes, job, monkeypatch):
     one, _ = planes
 
     async def away(_write):
@@ -143,7 +143,7 @@ def test_what_was_dropped_or_could_not_be_taken_is_taken_at_the_next_look(planes
     story(body)
 
 
-def test_stale_owner_writes_nothing_gives_no_order_and_lets_go_when_it_looks(planes, job):
+def test_stale_owner_cannot_write_or_give_orders_and_drops_its_lease_when_it_looks(planes, job):
     one, two = planes
 
     async def body():
@@ -167,7 +167,7 @@ def test_stale_owner_writes_nothing_gives_no_order_and_lets_go_when_it_looks(pla
     story(body)
 
 
-def test_one_that_was_taken_for_dead_keeps_what_nobody_has_taken(planes, job):
+def test_control_plane_wrongly_taken_for_dead_keeps_leases_that_no_other_took(planes, job):
     one, two = planes
 
     async def body():
@@ -190,7 +190,7 @@ def test_one_that_was_taken_for_dead_keeps_what_nobody_has_taken(planes, job):
     story(body)
 
 
-def test_order_waits_while_the_database_is_away_for_longer_than_the_lease_and_reads_go_on(planes, job):
+def test_orders_wait_and_reads_continue_while_the_database_is_away_past_the_lease(planes, job):
     one, _ = planes
 
     async def body():
@@ -221,14 +221,14 @@ def test_renewal_counts_from_when_it_was_asked_for_however_late_its_answer(plane
         assert one.leases.certain is (one.now < until)
 
 
-def test_what_is_not_held_may_be_read_and_have_faults_and_nothing_else(planes, job):
+def test_job_that_is_not_held_may_only_be_read_and_given_faults(planes, job):
     assert planes[0].leases.epoch(job, "describe") is planes[0].leases.epoch(job, "arm") is None
     for method in ("reports", "stop", None):
         with pytest.raises(LeaseLost):
             planes[0].leases.epoch(job, method)
 
 
-def test_what_is_claimed_while_all_is_looked_at_is_not_taken_for_lost(planes):
+def test_lease_claimed_during_a_look_is_not_taken_for_lost(planes):
     (one, _), held = planes, []
     read = one.store.read_async
 
@@ -246,7 +246,7 @@ def test_what_is_claimed_while_all_is_looked_at_is_not_taken_for_lost(planes):
     story(body)
 
 
-def test_job_that_is_handed_over_is_found_by_the_other(planes, job):
+def test_job_that_is_handed_over_is_held_by_the_other_at_its_next_look(planes, job):
     one, two = planes
 
     async def body():
@@ -263,7 +263,7 @@ def test_job_that_is_handed_over_is_found_by_the_other(planes, job):
     story(body)
 
 
-def test_clean_end_frees_everything_at_once(planes, job):
+def test_control_plane_that_leaves_frees_its_jobs_for_others_at_once(planes, job):
     one, two = planes
 
     async def body():
@@ -290,7 +290,7 @@ def test_epoch_rises_above_what_agents_know_from_before_a_restore(planes, job):
     story(body)
 
 
-def test_goes_on_to_count_as_living_and_to_be_woken_until_it_leaves(planes):
+def test_control_plane_counts_as_living_and_is_woken_until_it_leaves(planes):
     one, two = planes
 
     async def body():
@@ -333,7 +333,7 @@ def test_lease_is_borrowed_for_a_moment_and_given_back_whatever_happens(store, o
     story(body)
 
 
-def test_what_somebody_looks_after_is_not_borrowed(store, own_leases):
+def test_lease_that_has_an_owner_cannot_be_borrowed(store, own_leases):
     async def body():
         store.write(lambda session: leases.claim(session, "theirs", "other"))
         async with own_leases.borrowed("theirs") as lease:
@@ -348,7 +348,7 @@ def test_what_somebody_looks_after_is_not_borrowed(store, own_leases):
     story(body)
 
 
-def test_who_borrows_waits_for_what_is_about_to_be_given_back(store, own_leases):
+def test_borrower_waits_for_a_lease_until_it_is_released(store, own_leases):
     async def body():
         store.write(lambda session: leases.claim(session, "theirs", "other"))
 
@@ -365,7 +365,7 @@ def test_who_borrows_waits_for_what_is_about_to_be_given_back(store, own_leases)
     story(body)
 
 
-def test_what_is_held_stays_as_it_is_when_it_is_claimed_again(store, own_leases):
+def test_claiming_a_held_lease_again_returns_the_same_one(store, own_leases):
     async def body():
         first = await own_leases.claim("job_1")
         assert await own_leases.claim("job_1") is first and first.epoch == 1
@@ -379,7 +379,7 @@ def test_what_is_held_stays_as_it_is_when_it_is_claimed_again(store, own_leases)
     story(body)
 
 
-def test_what_is_given_back_or_handed_over_is_not_waited_for(own_leases):
+def test_waiting_for_a_released_or_handed_over_lease_fails_at_once(own_leases):
     async def body():
         for name in ("job_1", "job_2"):
             await own_leases.claim(name)
@@ -395,7 +395,7 @@ def test_what_is_given_back_or_handed_over_is_not_waited_for(own_leases):
     story(body)
 
 
-def test_end_leaves_nothing_held_here_or_in_the_database(store, own_leases):
+def test_leaving_gives_up_every_lease_here_and_in_the_database(store, own_leases):
     async def body():
         await own_leases.claim("job_1")
         await own_leases.leave()

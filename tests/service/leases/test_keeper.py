@@ -52,7 +52,7 @@ def lease_until(store):
         return session.execute(text("SELECT lease_until FROM control_planes")).scalar_one()
 
 
-def test_renews_again_and_again_by_the_databases_clock(kept, monkeypatch):
+def test_keeper_renews_regularly_by_the_databases_clock(kept, monkeypatch):
     store, heard = kept
     waits, wait = [], store.database.wait_for_notification
     noted = lambda connection, seconds: waits.append(seconds) or wait(connection, seconds)  # noqa: E731
@@ -83,21 +83,21 @@ def test_renewal_counts_from_when_it_was_asked_for_however_late_the_answer(kept,
     assert asked_at <= begun[-1]
 
 
-def test_says_that_it_was_too_late_once_its_row_is_gone(kept):
+def test_keeper_reports_that_it_renewed_too_late_once_its_row_is_gone(kept):
     store, heard = kept
     heard.until(lambda: heard.renewals)
     store.write(lambda session: session.execute(text("DELETE FROM control_planes")))
     heard.until(lambda: not heard.renewals[-1][1])
 
 
-def test_is_woken_by_others(kept):
+def test_keeper_is_woken_by_other_control_planes(kept):
     store, heard = kept
     heard.until(lambda: heard.renewals)  # it listens by then
     store.write(leases.wake_others)
     heard.until(lambda: heard.woken)
 
 
-def test_goes_on_with_another_connection_when_its_own_is_cut(kept):
+def test_keeper_continues_with_another_connection_when_its_own_is_cut(kept):
     store, heard = kept
     heard.until(lambda: heard.renewals)
     cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'UPDATE control_planes%'"

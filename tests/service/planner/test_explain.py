@@ -149,7 +149,7 @@ def test_the_words_of_a_change_are_all_that_changes(layout, counts):
         ((1, 13), {"null", "[2, 12]"}),
     ],
 )
-def test_lists_that_are_offered_move_one_layer_between_an_end_and_the_emptiest_or_fullest_of_the_others(counts, lists):
+def test_suggested_stage_layers_move_one_layer_between_an_end_and_the_extreme_stages(counts, lists):
     spec = job({"pipeline": len(counts or range(4)), "stage_layers": counts})
     changes = (each.change.partition("stage_layers: ") for each in what_ifs(spec, CLUSTERS["a100"]))
     assert {value for others, name, value in changes if name and not others} == lists
@@ -226,9 +226,7 @@ def test_advice_is_of_what_the_job_may_still_change():
 
 
 @pytest.mark.parametrize(("layers", "batch", "is_advised"), [(8, 64, True), (8, 66, False), (7, 64, False)])
-def test_more_virtual_stages_are_advised_only_where_there_are_layers_and_groups_of_micro_batches(
-    layers, batch, is_advised
-):
+def test_virtual_stages_are_advised_only_if_layers_and_micro_batches_divide_evenly(layers, batch, is_advised):
     spec = job({"pipeline": 4}, global_batch_size=batch)
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"layers": layers})})
     shares = explain(plan_of(spec, CLUSTERS["a100"]), CLUSTERS["a100"]).shares

@@ -61,7 +61,7 @@ def test_rows_that_are_missing_are_said():
         fit_links([], MACHINES["h100-80gb"])
 
 
-def test_plans_go_by_both_constants_within_a_node_and_by_the_bandwidth_that_is_less_between_nodes():
+def test_plan_uses_the_fitted_link_in_a_node_and_the_lower_bandwidth_across_nodes():
     known, size = linked(MACHINES["h100-80gb"], Links(1e11, 1e-3)), 1e9
     one, two = Cluster(known, 1, 8), Cluster(known, 2, 8)
     assert gather_seconds(Group(4, 4), one, size) == pytest.approx(0.75 * size / 1e11 + 4e-3)

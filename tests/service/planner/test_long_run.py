@@ -189,12 +189,12 @@ def test_a_run_at_a_checkpoint_repeats_nothing_however_sums_are_rounded():
     assert (clock.failures, clock.redone) == (1, 0.0)
 
 
-def test_both_copies_of_a_state_are_lost_as_often_as_the_second_node_fails_soon_after_the_first():
+def test_both_copies_of_a_state_are_lost_if_a_second_node_fails_before_it_is_copied():
     """A node every ten minutes, of two, and copies take one."""
     assert seconds_between_restores(SMALL, MANTA, Reliability(1e15, 16 / 6, 1e15)) == pytest.approx(6000)
 
 
-def test_a_run_that_waits_for_nodes_has_more_spares_than_are_being_repaired_and_restarts_have_as_many():
+def test_run_that_cannot_shrink_and_its_restarts_get_more_spares_than_are_in_repair():
     run = replace(LLAMA, fewest=LLAMA.replicas, steps=LLAMA.steps // 9)
     advice = advise(run)
     assert advice.spares > 8 > run.gpus / LLAMA_3.gpu_hours_a_node * run.repair_hours

@@ -80,7 +80,7 @@ def layer(**changes) -> Budget:
     return times.forward().plus(times.backward_input()).plus(times.backward_weight())
 
 
-def test_heads_and_widths_that_are_no_multiples_of_8_are_slower_and_numbers_of_tokens_do_not_matter():
+def test_heads_and_widths_that_8_does_not_divide_are_slower_but_token_counts_are_not():
     even, heads, inner = layer(), layer(model={"head_dim": 108}), layer(model={"ffn_hidden_size": 7166})
     assert heads.attention > 1.15 * even.attention  # though it is less work
     assert inner.products > 1.3 * even.products and inner.attention == even.attention

@@ -196,7 +196,7 @@ def test_a_look_is_what_the_agent_has_said():
     assert Look.of(2, None) == Look(2, answered=False)
 
 
-def test_who_does_not_say_for_whom_it_waits_waits_for_the_peer_that_is_furthest_behind_in_any_axis():
+def test_rank_that_names_no_peer_waits_for_the_one_furthest_behind_in_any_axis():
     group = {"tensor": (0, 1), "data": (0, 2, 3), "world": (0, 2, 3)}
     looks = [
         Look(0, overdue=True, counts={"tensor": 9, "data": 2, "world": 5}),

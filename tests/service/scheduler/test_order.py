@@ -24,7 +24,7 @@ def test_job_that_fits_is_starting_and_handed_over(store, submit, look, cluster)
     assert job_now(store, job).state == "STARTING"
 
 
-def test_stored_spec_that_this_release_does_not_take_waits_for_one_that_does_and_holds_up_no_other(store, submit, look):
+def test_stored_spec_that_this_release_rejects_stays_queued_and_blocks_no_other_job(store, submit, look):
     old, fine = submit(), submit()
 
     def spoil(session):
@@ -111,9 +111,7 @@ def test_job_that_steps_aside_is_looked_at_again_though_the_one_behind_it_was_pl
     assert asyncio.run(scheduler._round()), "nothing else may ever wake it"
 
 
-def test_job_that_never_fits_is_read_again_when_it_or_the_cluster_is_another_one_or_after_a_minute(
-    store, submit, cluster, nodes, monkeypatch
-):
+def test_job_that_cannot_fit_is_read_again_only_after_a_change_or_a_minute(store, submit, cluster, nodes, monkeypatch):
     """There may be thousands, and each look at one takes a millisecond of a core."""
     has(nodes, 1)
     job, read, now, if_queued = submit(parallel={"tensor": 2}).id, [], [0.0], module._if_queued

@@ -91,7 +91,7 @@ def opened(url):
     return closing(Store(url))
 
 
-def test_everything_is_in_the_file(store, jobs_of_all_kinds, tmp_path):
+def test_backup_has_every_row_and_is_private(store, jobs_of_all_kinds, tmp_path):
     back_up(store, tmp_path / "backup.db")
     with opened(f"sqlite:///{tmp_path}/backup.db") as copy:
         assert everything(copy) == everything(store)
@@ -125,7 +125,7 @@ def test_backup_that_fails_leaves_no_file(store, tmp_path, monkeypatch):
     assert not list((tmp_path / "kept").iterdir())
 
 
-def test_no_file_is_overwritten(store, tmp_path):
+def test_backup_overwrites_no_existing_file(store, tmp_path):
     (tmp_path / "backup.db").write_text("something else")
     with pytest.raises(FileExistsError, match=r"backup\.db is there already"):
         back_up(store, tmp_path / "backup.db")
@@ -171,7 +171,7 @@ def test_a_backup_is_restored_into_another_kind_of_database(
         assert other.write(lambda session: events.append(session, over.id, "told", "later")) > EVENT_IDS_SKIPPED
 
 
-def test_numbers_of_events_that_are_gone_are_not_given_again_where_nothing_runs(store, submit, tmp_path, elsewhere):
+def test_restored_database_gives_new_events_ids_above_all_earlier_ones(store, submit, tmp_path, elsewhere):
     job = submit()
     store.write(lambda session: jobs.request_cancel(session, job.id))
     back_up(store, tmp_path / "backup.db")
@@ -180,9 +180,7 @@ def test_numbers_of_events_that_are_gone_are_not_given_again_where_nothing_runs(
         assert other.write(lambda session: events.append(session, job.id, "told", "later")) > EVENT_IDS_SKIPPED
 
 
-def test_nobody_looks_after_jobs_of_a_database_that_was_restored_and_no_epoch_is_given_again(
-    store, submit, tmp_path, elsewhere
-):
+def test_restored_database_has_no_control_planes_or_owners_and_keeps_its_epochs(store, submit, tmp_path, elsewhere):
     job = submit()
     store.write(lambda s: s.add_all([
         ControlPlaneRow(id="cp_1", place="here", ray="its Ray", lease_until=NOW + 1e6),
@@ -199,7 +197,9 @@ def test_nobody_looks_after_jobs_of_a_database_that_was_restored_and_no_epoch_is
         assert session.get(Job, job.id).state == "QUEUED"
 
 
-def test_a_database_that_is_in_use_is_left_alone(store, jobs_of_all_kinds, tmp_path, elsewhere, monkeypatch):
+def test_restore_into_a_database_in_use_is_refused_and_changes_nothing(
+    store, jobs_of_all_kinds, tmp_path, elsewhere, monkeypatch
+):
     back_up(store, tmp_path / "backup.db")
     restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
     monkeypatch.setattr(backup_file, "CLOSING_SECONDS", 0.1)
@@ -210,7 +210,9 @@ def test_a_database_that_is_in_use_is_left_alone(store, jobs_of_all_kinds, tmp_p
         assert everything(other) == before
 
 
-def test_a_connection_that_is_about_to_end_is_no_use(store, submit, tmp_path, elsewhere, kind_of_database, monkeypatch):
+def test_restore_waits_for_a_connection_that_is_about_to_close(
+    store, submit, tmp_path, elsewhere, kind_of_database, monkeypatch
+):
     """PostgreSQL shows one for a moment after its client has closed it."""
     if kind_of_database == "postgresql":
         return  # whose elsewhere is a file
@@ -230,7 +232,7 @@ def test_a_connection_that_is_about_to_end_is_no_use(store, submit, tmp_path, el
     assert looks[0] == 1 and looks[-1] == 0
 
 
-def test_jobs_make_room_only_where_that_is_asked_for(store, jobs_of_all_kinds, tmp_path, elsewhere):
+def test_restore_replaces_existing_jobs_only_if_asked_to(store, jobs_of_all_kinds, tmp_path, elsewhere):
     back_up(store, tmp_path / "backup.db")
     restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
     with pytest.raises(DatabaseNotEmpty, match=r"has jobs \(3\); with --replace"):
@@ -241,7 +243,7 @@ def test_jobs_make_room_only_where_that_is_asked_for(store, jobs_of_all_kinds, t
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no database at all" * 100, "another"])
-def test_a_file_that_is_no_backup_is_one_clear_sentence(tmp_path, content):
+def test_restore_from_a_file_that_is_not_a_backup_is_refused(tmp_path, content):
     file = tmp_path / "backup.db"
     if content == "another":
         with closing(sqlite3.connect(file)) as connection:
@@ -262,7 +264,7 @@ def test_a_backup_of_a_newer_release_is_refused(store, tmp_path):
         restore(f"sqlite:///{tmp_path}/new/manta.db", tmp_path / "backup.db", replace=False, now=NOW)
 
 
-def test_a_database_that_cannot_be_read_any_more_makes_room(store, submit, tmp_path):
+def test_restore_replaces_a_database_that_cannot_be_read(store, submit, tmp_path):
     job = submit()
     back_up(store, tmp_path / "backup.db")
     damaged = tmp_path / "damaged" / "manta.db"

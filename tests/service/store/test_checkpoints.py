@@ -24,7 +24,7 @@ def newest(store, job):
         return next(iter(checkpoints.complete_ones(session, job.id)), None)
 
 
-def test_the_newest_complete_one_is_what_a_job_can_resume_from(store, started):
+def test_job_resumes_from_its_newest_complete_checkpoint(store, started):
     store.write(lambda session: generations.begin(session, started.id, "submitted", False))
     assert newest(store, started) is None
     save(store, started, 50)
@@ -37,7 +37,7 @@ def test_the_newest_complete_one_is_what_a_job_can_resume_from(store, started):
     assert newest(store, started).step == 50
 
 
-def test_a_job_would_go_on_from_the_one_that_was_made_last_though_others_are_of_later_steps(store, started):
+def test_job_resumes_from_the_checkpoint_made_last_even_if_others_have_later_steps(store, started):
     save(store, started, 100)
     last = save(store, started, 50, generation=2)
     with store.read() as session:
@@ -52,7 +52,7 @@ def test_a_failed_save_can_be_tried_again(store, started):
     assert (newest(store, started).bytes, newest(store, started).state) == (100, "complete")
 
 
-def test_what_is_complete_cannot_fail_any_more(store, started):
+def test_complete_checkpoint_cannot_fail_and_a_deleted_one_cannot_be_completed(store, started):
     saved = save(store, started, 50)
     assert not store.write(lambda session: checkpoints.fail(session, saved))
     assert not store.write(lambda session: checkpoints.complete(session, saved, 7)), "nor be completed again"
@@ -86,7 +86,7 @@ def test_cursor_that_names_no_checkpoint_is_refused(store, started, held):
         checkpoints.page(session, started.id, cursor=Cursors("checkpoints", job=started.id).encode(held))
 
 
-def test_a_checkpoint_is_found_by_what_a_worker_knows_of_it(store, started):
+def test_checkpoint_is_found_by_its_generation_and_step(store, started):
     save(store, started, 50)
     with store.read() as session:
         assert checkpoints.find(session, started.id, 1, 50).path == "/x/step-00000050-generation-1"
@@ -116,28 +116,28 @@ def rows(store, started):
 
 
 @pytest.mark.parametrize("answer", [{"problem": "Input/output error"}, {"exists": False}, {}])
-def test_folder_that_says_nothing_changes_no_row(store, started, rows, answer):
+def test_checkpoint_folder_that_is_unreadable_or_empty_changes_no_row(store, started, rows, answer):
     assert reconciled(store, started, **answer) == rows
 
 
-def test_only_what_cannot_be_read_stays_as_it_was(store, started, rows):
+def test_reconciling_leaves_the_rows_of_unreadable_checkpoints_unchanged(store, started, rows):
     assert reconciled(store, started, on_disk(100, Condition.UNKNOWN)) == rows
     there = [on_disk(100), on_disk(150, Condition.UNKNOWN)]
     assert reconciled(store, started, *there) == {**rows, 50: "deleted"}
     assert reconciled(store, started, on_disk(100), on_disk(150)) == {**rows, 50: "deleted", 150: "complete"}
 
 
-def test_what_is_known_to_be_gone_or_damaged_is_deleted_or_failed(store, started, rows):
+def test_reconciling_marks_missing_or_damaged_checkpoints_deleted_or_failed(store, started, rows):
     there = [on_disk(50), on_disk(100, Condition.NOT_WHOLE)]
     assert reconciled(store, started, *there) == {50: "complete", 100: "deleted", 150: "failed"}
 
 
-def test_what_was_brought_back_is_complete_again(store, started, rows):
+def test_deleted_checkpoint_that_is_back_on_disk_is_complete_again(store, started, rows):
     assert reconciled(store, started, on_disk(100))[50] == "deleted"
     assert reconciled(store, started, on_disk(50), on_disk(100))[50] == "complete"
 
 
-def test_what_a_restored_database_does_not_know_is_found_on_disk(store, started, rows):
+def test_checkpoints_unknown_to_a_restored_database_are_found_on_disk(store, started, rows):
     there = [on_disk(step) for step in (50, 100, 150, 200)]
     assert reconciled(store, started, *there, on_disk(250, Condition.UNKNOWN)) == {
         50: "complete", 100: "complete", 150: "complete", 200: "complete"
@@ -150,7 +150,7 @@ def test_what_a_restored_database_does_not_know_is_found_on_disk(store, started,
     assert reconciled(store, started, *there[:3])[200] == "deleted"
 
 
-def test_folder_that_no_save_has_named_changes_nothing_and_disturbs_no_other(store, started):
+def test_reconciling_ignores_folders_with_names_that_no_save_gives(store, started):
     copies = [
         on_disk(50, path=FOLDER / name) for name in ("step-000000050-generation-1", "step-00000050-generation-01")
     ]
@@ -165,7 +165,7 @@ def test_folder_that_no_save_has_named_changes_nothing_and_disturbs_no_other(sto
         assert checkpoints.find(session, started.id, 1, 50).path == "/x/step-00000050-generation-1"
 
 
-def test_a_save_that_was_given_up_and_is_whole_all_the_same_is_complete(store, started, rows):
+def test_failed_save_that_is_found_whole_on_disk_is_complete(store, started, rows):
     """The store took its manifest long after its ranks had left each other."""
     assert reconciled(store, started, on_disk(50), on_disk(100)) == {**rows, 150: "failed"}
     assert reconciled(store, started, on_disk(50), on_disk(100), on_disk(150)) == {**rows, 150: "complete"}
@@ -176,7 +176,7 @@ def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
     assert reconciled(store, started, exists=False) == {150: "failed"}
 
 
-def test_save_that_begins_anew_knows_nothing_of_the_one_before(store, started):
+def test_repeated_save_of_a_step_keeps_nothing_of_the_earlier_one(store, started):
     first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/old"))
     assert store.write(lambda session: checkpoints.complete(session, first.id, 100))
     with store.read() as session:
@@ -188,7 +188,7 @@ def test_save_that_begins_anew_knows_nothing_of_the_one_before(store, started):
     assert again.created_at >= done.completed_at
 
 
-def test_saves_under_way_are_told_from_those_that_are_begun_anew(store, started):
+def test_repeated_save_can_be_told_from_the_one_under_way_before(store, started):
     def under_way():
         with store.read() as session:
             return checkpoints.under_way(session, started.id)
@@ -204,7 +204,7 @@ def test_saves_under_way_are_told_from_those_that_are_begun_anew(store, started)
     assert len(under_way()) == 1 and under_way() != before
 
 
-def test_checkpoints_of_one_job_are_no_other_job_s(store, started, submit):
+def test_checkpoints_of_one_job_are_not_listed_for_another(store, started, submit):
     other = submit()
     save(store, started, 50)
     store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, UNFINISHED))

@@ -51,7 +51,7 @@ def test_the_newest_revision_is_the_one_that_migrations_end_at(store):
         assert MigrationContext.configure(connection).get_current_revision() == newest_revision()
 
 
-def test_migrating_twice_keeps_what_is_there(store, submit):
+def test_migrating_twice_keeps_the_jobs(store, submit):
     job = submit()
     store.migrate()
     with store.read() as session:
@@ -80,7 +80,7 @@ def namespace(store, ray_is_new=False):
     return store.write(lambda session: installation.ray_namespace(session, ray_is_new))
 
 
-def test_each_database_is_an_installation_of_its_own_for_good(store, tmp_path):
+def test_each_database_has_its_own_lasting_namespace(store, tmp_path):
     first_name = namespace(store)
     store.migrate()
     assert namespace(store) == namespace(store, ray_is_new=True) == first_name
@@ -90,7 +90,7 @@ def test_each_database_is_an_installation_of_its_own_for_good(store, tmp_path):
     other.close()
 
 
-def test_files_of_all_jobs_stay_where_the_first_control_plane_has_them(store):
+def test_home_of_jobs_stays_that_of_the_first_control_plane(store):
     for home in ("/first", "/second"):
         assert store.write(lambda session, home=home: installation.home_of_jobs(session, home)) == "/first"
 
@@ -179,7 +179,7 @@ def test_a_database_of_a_newer_release_that_only_added_to_it_is_used_as_it_is(st
         assert session.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == "9999"
 
 
-def test_the_newest_migration_says_what_the_code_takes_it_to_say(store):
+def test_newest_migration_stores_the_oldest_reader_that_the_code_declares(store):
     with store.read() as session:
         assert session.execute(text("SELECT oldest_reader FROM compatibility")).scalar_one() == OLDEST_READER
 
@@ -193,7 +193,7 @@ def test_a_migration_shuts_out_the_release_before_where_that_cannot_read_the_res
     assert store.shuts_out_release_before == shuts_out
 
 
-def test_database_that_is_new_shuts_out_nobody(tmp_path):
+def test_new_database_does_not_shut_out_the_release_before(tmp_path):
     store = Store(f"sqlite:///{tmp_path}/new.db")
     assert not store.shuts_out_release_before
     store.close()

@@ -71,7 +71,7 @@ def rows_of(store, job_id):
     return counts
 
 
-def test_every_row_of_the_job_goes_and_no_other(store, two):
+def test_deletion_removes_every_row_of_the_job_and_no_other(store, two):
     gone, stays = two
     before, others = rows_of(store, gone), rows_of(store, stays)
     assert all(before.values()), "a table is missing in this test"
@@ -107,7 +107,7 @@ def test_job_that_is_being_deleted_is_not_tried_again(store, two):
         store.write(lambda session: failed_jobs.request_retry(session, job_id))
 
 
-def test_job_whose_weights_are_being_exported_stays_until_they_are(store, two, monkeypatch):
+def test_job_is_not_deleted_while_its_weights_are_exported(store, two, monkeypatch):
     job_id, _ = two
     about = ("ckpt", "/somewhere/more", "hf", None)
     monkeypatch.setattr(leases, "now", lambda session: 1000.0)
@@ -125,7 +125,7 @@ def test_job_whose_weights_are_being_exported_stays_until_they_are(store, two, m
 
 
 @pytest.mark.parametrize("retried", [False, True])
-def test_only_what_is_over_is_deleted(store, two, submit, retried):
+def test_unfinished_job_cannot_be_deleted(store, two, submit, retried):
     job_id = two[0] if retried else submit().id
     if retried:
         store.write(lambda session: failed_jobs.request_retry(session, job_id))
@@ -135,7 +135,7 @@ def test_only_what_is_over_is_deleted(store, two, submit, retried):
         assert jobs.get(session, job_id).deletion_began_at is None
 
 
-def test_metrics_go_in_parts(store, two, monkeypatch):
+def test_metrics_of_the_deleted_job_alone_are_removed_in_parts(store, two, monkeypatch):
     monkeypatch.setattr(deletion, "METRICS_AT_ONCE", 2)
     job_id, other = two
     counts = [store.write(lambda session: deletion.delete_some_metrics(session, job_id)) for _ in range(3)]
@@ -152,7 +152,7 @@ def test_id_of_an_event_is_never_given_twice(store, two, submit):
     assert store.write(lambda session: events.append(session, other, "told", "later")) > newest
 
 
-def test_bins_go_in_parts_and_no_others(store, two, monkeypatch):
+def test_metric_bins_of_the_deleted_job_alone_are_removed_in_parts(store, two, monkeypatch):
     monkeypatch.setattr(deletion, "METRICS_AT_ONCE", 2)
     job_id, other = two
     store.write(lambda session: session.execute(delete(MetricBin)))
@@ -164,7 +164,7 @@ def test_bins_go_in_parts_and_no_others(store, two, monkeypatch):
     assert rows_of(store, other)["metric_bins"] == 2
 
 
-def test_why_a_job_is_still_there_is_among_its_events(store, two):
+def test_obstacle_to_a_deletion_is_noted_as_an_event_of_the_job(store, two):
     job_id, other = two
     store.write(lambda session: deletion.begin(session, job_id))
     store.write(lambda session: deletion.note_obstacle(session, job_id, "a disk is read-only"))

@@ -10,7 +10,7 @@ def edit(store, job, **changes):
     return store.write(lambda session: edits.edit(session, job.id, **changes))
 
 
-def test_name_and_priority_change_in_the_spec_too(store, submit):
+def test_edit_changes_name_and_priority_in_row_spec_and_events(store, submit):
     job = submit()
     changed = edit(store, job, name="better", priority=7)
     assert (changed.name, changed.spec["name"]) == ("better", "better")
@@ -23,7 +23,7 @@ def test_name_and_priority_change_in_the_spec_too(store, submit):
     assert entry.data == {"name": {"from": "small", "to": "better"}, "priority": {"from": 0, "to": 7}}
 
 
-def test_what_is_left_out_or_the_same_stays_and_is_no_event(store, submit):
+def test_edit_keeps_omitted_fields_and_adds_no_event_if_nothing_changes(store, submit):
     job = submit()
     assert edit(store, job, priority=0).updated_at == job.updated_at
     assert edit(store, job, priority=3).name == "small"
@@ -38,7 +38,7 @@ def test_priority_moves_a_job_in_the_queue(store, submit):
         assert [job.id for job in jobs.unfinished(session)] == [second.id, first.id]
 
 
-def test_version_is_another_one_when_something_was_changed_and_not_when_the_job_goes_on(store, submit):
+def test_version_of_a_job_changes_with_an_edit_and_not_with_its_state(store, submit):
     job = submit()
     version = edits.version_of(job)
     moved = store.write(lambda session: jobs.transition(session, job.id, JobState.STARTING))
@@ -48,7 +48,7 @@ def test_version_is_another_one_when_something_was_changed_and_not_when_the_job_
     assert edits.version_of(submit()) != version, "two jobs have nothing in common"
 
 
-def test_change_of_what_somebody_else_has_changed_is_refused(store, submit):
+def test_edit_of_a_job_that_was_edited_meanwhile_is_refused(store, submit):
     job = submit()
     version = edits.version_of(job)
     edit(store, job, priority=1, expected={version, "another"})
@@ -65,7 +65,7 @@ def test_job_that_is_not_there_is_not_changed(store):
         store.write(lambda session: edits.edit(session, "job_000000000000", priority=1))
 
 
-def test_change_is_kept_in_what_the_user_wrote_too_and_told_where_the_job_was(store, submit):
+def test_edit_changes_the_submitted_spec_and_its_event_has_generation_and_step(store, submit):
     job = submit()
 
     def move_on(session):
@@ -82,7 +82,7 @@ def test_change_is_kept_in_what_the_user_wrote_too_and_told_where_the_job_was(st
     assert (entry.generation, entry.step) == (3, 7)
 
 
-def test_job_of_a_release_that_kept_no_such_thing_has_none_after_a_change_either(store, submit):
+def test_edit_of_a_job_stored_without_its_submitted_spec_adds_none(store, submit):
     job = submit()
 
     def forget(session):

@@ -8,7 +8,7 @@ from service.store import InvalidCursor, events, jobs
 from service.store.paging import LARGEST_INTEGER
 
 
-def test_pages_go_on_after_an_id_and_belong_to_one_job(store, submit):
+def test_pages_of_events_continue_after_an_id_and_hold_one_job(store, submit):
     job, other = submit(), submit()
     for number in range(5):
         store.write(lambda session, n=number: events.append(session, job.id, "tick", f"tick {n}", step=n))
@@ -24,7 +24,7 @@ def test_pages_go_on_after_an_id_and_belong_to_one_job(store, submit):
     assert seen[1:] == [f"tick {n}" for n in range(5)]
 
 
-def test_an_event_keeps_what_it_was_given(store, submit):
+def test_event_is_stored_with_all_its_fields(store, submit):
     job = submit()
     data = {"loss": float("nan"), "ranks": [1, 2]}
     event_id = store.write(
@@ -36,7 +36,7 @@ def test_an_event_keeps_what_it_was_given(store, submit):
     assert stored.data == {"loss": "nan", "ranks": [1, 2]}
 
 
-def test_data_of_one_type_and_one_job_is_found_in_order(store, submit):
+def test_event_data_of_one_type_and_job_is_found_in_order(store, submit):
     job, other = submit(), submit()
 
     def tell(of, kind, number):
@@ -53,7 +53,7 @@ def test_data_of_one_type_and_one_job_is_found_in_order(store, submit):
         assert events.data_of(session, job.id, "rolled_back") == [{"to": 1}, {"to": 4}]
 
 
-def test_what_was_said_since_something_else_is_known(store, submit):
+def test_said_since_finds_a_message_only_after_the_last_event_of_another_type(store, submit):
     job, other = submit(), submit()
 
     def said(text, since="first_step"):
@@ -75,7 +75,7 @@ def test_what_was_said_since_something_else_is_known(store, submit):
     assert said("why")
 
 
-def test_what_is_new_is_known_by_job_and_for_all_of_them(store, submit):
+def test_newest_event_ids_are_known_by_job_and_overall(store, submit):
     with store.read() as session:
         assert events.newest(session) == 0
     job, other = submit(), submit()
@@ -86,7 +86,7 @@ def test_what_is_new_is_known_by_job_and_for_all_of_them(store, submit):
         assert events.newest_of_jobs(session, 0) == {job.id: seen, other.id: last}
 
 
-def test_events_of_all_jobs_are_narrowed_and_go_on_where_a_page_of_the_same_list_ended(store, submit):
+def test_events_of_all_jobs_are_filtered_and_paged_by_cursors_of_the_same_filter(store, submit):
     job, other = submit(), submit()
     for number in range(3):
         for each in (job, other):

@@ -28,7 +28,7 @@ def row(store, job):
         return jobs.get(session, job.id)
 
 
-def test_retry_puts_it_back_into_the_queue_and_forgets_how_it_ended(store, failed):
+def test_retry_requeues_a_failed_job_and_forgets_how_it_ended(store, failed):
     store.write(lambda s: failed_jobs.request_retry(s, failed.id))
     now = row(store, failed)
     assert (now.state, now.reason, now.finished_at, now.memory_kept_until) == ("QUEUED", "retried_by_user", None, None)
@@ -40,7 +40,7 @@ def test_retry_puts_it_back_into_the_queue_and_forgets_how_it_ended(store, faile
 
 
 @pytest.mark.parametrize("ahead", [3600.0, -3600.0], ids=["set_back", "set_forward"])
-def test_retry_comes_between_generations_however_the_clock_is_set(store, failed, monkeypatch, ahead):
+def test_retry_is_dated_between_two_generations_even_if_the_clock_is_wrong(store, failed, monkeypatch, ahead):
     """Or whatever the clock of the control plane says that is asked for it: else what was before would count on."""
 
     def shift(session):
@@ -57,7 +57,7 @@ def test_retry_comes_between_generations_however_the_clock_is_set(store, failed,
     assert before.started_at <= row(store, failed).retried_at < after.started_at
 
 
-def test_only_what_failed_is_tried_again(store, submit):
+def test_retry_of_a_job_that_has_not_failed_is_refused(store, submit):
     waiting = submit()
     with pytest.raises(IllegalTransition, match="retry works only while it is FAILED"):
         store.write(lambda s: failed_jobs.request_retry(s, waiting.id))
@@ -84,12 +84,12 @@ def test_memory_goes_when_its_time_is_over(store, failed):
         assert failed_jobs.holding_memory(session, [failed.id]) == set()
 
 
-def test_memory_of_a_job_that_is_tried_again_just_then_stays(store, failed):
+def test_memory_of_a_retried_job_is_kept_past_its_time(store, failed):
     store.write(lambda s: failed_jobs.request_retry(s, failed.id))
     assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0))
 
 
-def test_memory_of_a_job_that_is_not_over_stays_whatever_its_time_says(store, started):
+def test_memory_of_an_unfinished_job_is_kept_past_its_time(store, started):
     store.write(lambda s: setattr(jobs.get(s, started.id), "memory_kept_until", 1000.0))
     assert not store.write(lambda s: failed_jobs.let_memory_go(s, started.id, 1001.0))
     assert row(store, started).memory_kept_until == 1000.0

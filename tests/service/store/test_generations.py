@@ -53,7 +53,7 @@ def test_the_first_step_and_the_end_are_noted_once(store, started):
     assert (row.first_step_at, row.ended_at) == (5.0, 5.0)
 
 
-def test_everything_of_an_older_generation_is_refused(store, started):
+def test_reports_and_checkpoints_of_an_older_generation_are_refused(store, started):
     old = begin(store, started)
     row = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": old + 1, "state": "starting"}
     new = begin(store, started, restart=True)
@@ -106,5 +106,5 @@ def test_a_generation_of_no_job_is_refused(store):
         store.write(lambda session: generations.begin(session, "job_000000000000", "test", False))
 
 
-def test_first_step_of_a_generation_that_never_began_is_nobody_s(store, started):
+def test_first_step_of_a_generation_that_never_began_is_refused(store, started):
     assert not store.write(lambda session: generations.mark_first_step(session, started.id, 1))

@@ -19,20 +19,20 @@ def test_a_database_that_was_just_made_is_sound(store):
     assert health.problems(store) == []
 
 
-def test_a_schema_that_is_another_one_is_reported(store):
+def test_schema_that_differs_from_the_code_is_reported(store):
     run(store, "ALTER TABLE jobs ADD COLUMN odd INTEGER", "DROP TABLE ranks")
     problems = " ".join(health.problems(store))
     assert "remove_column" in problems and "odd" in problems
     assert "add_table" in problems and "ranks" in problems
 
 
-def test_an_older_revision_says_what_to_do(store):
+def test_older_revision_is_reported_with_the_upgrade_command(store):
     run(store, "UPDATE alembic_version SET version_num = '0006'")
     said = f"its revision is 0006, and that of this release {newest_revision()}: `manta db upgrade`"
     assert health.problems(store) == [said]
 
 
-def test_rows_that_must_be_there_once(store):
+def test_missing_row_of_the_installation_is_reported(store):
     run(store, "DELETE FROM installation")
     assert health.problems(store) == ["installation has 0 rows, and must have one"]
 
@@ -45,7 +45,7 @@ def test_rows_that_must_be_there_once(store):
         (b"no database at all" * 1000, "not a database"),
     ],
 )
-def test_what_is_no_job_database_is_reported(tmp_path, content, said):
+def test_file_that_is_not_a_job_database_is_reported(tmp_path, content, said):
     if content is not None:
         (tmp_path / "new.db").write_bytes(content)
     with contextlib.closing(Store(f"sqlite:///{tmp_path}/new.db")) as store, pytest.raises(StoreUnusable, match=said):

@@ -88,7 +88,7 @@ FILTERED = [
 """Filters, and the jobs that they leave. What is searched for has a blank, since ids have digits and letters too."""
 
 
-def test_filters_are_all_held(store, some):
+def test_jobs_are_listed_and_counted_by_all_filters_together(store, some):
     for wanted, numbers in FILTERED:
         for sort in ("created", "loss"):
             assert {some.index(row.id) for row in listed(store, wanted, JobOrder(sort), 4)} == numbers, wanted
@@ -99,7 +99,7 @@ def test_filters_are_all_held(store, some):
         assert counted == {state: count for state, count in expected.items() if count}, wanted
 
 
-def test_pages_as_text_are_of_the_same_jobs(store, some):
+def test_pages_of_jobs_as_text_have_the_same_jobs_in_the_same_order(store, some):
     for sort, descending in itertools.product(SORTS, (False, True)):
         order = JobOrder(sort, descending)
         with store.read_rows() as connection:
@@ -111,7 +111,7 @@ def test_pages_as_text_are_of_the_same_jobs(store, some):
         assert not any(row.id in following for row in page.items)
 
 
-def test_labels_that_change_are_found_by_what_they_are_now(store, some):
+def test_jobs_are_found_by_their_current_labels(store, some):
     store.write(lambda session: edits.edit(session, some[0], labels={"team": None, "new": "yes"}))
     assert {row.id for row in listed(store, JobFilter(labels=(("new", "yes"),)))} == {some[0]}
     assert some[0] not in {row.id for row in listed(store, JobFilter(labels=(("team", None),)))}
@@ -127,7 +127,7 @@ def test_labels_that_change_are_found_by_what_they_are_now(store, some):
         ("finished", "[" * 5000), ("state", "5"), ("priority", ""),
     ],
 )  # fmt: skip
-def test_place_that_no_page_gave_out_is_refused(store, sort, place):
+def test_cursor_with_a_place_that_no_page_gave_out_is_refused(store, sort, place):
     order = JobOrder(sort)
     cursor = Cursors("jobs", **({} if sort == "created" else {"order": f"{sort} True"})).encode(place)
     with store.read_rows() as connection, pytest.raises(InvalidCursor) as refused:

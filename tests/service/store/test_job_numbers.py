@@ -68,7 +68,7 @@ def test_queries_do_not_grow_with_the_jobs(store):
     assert queries_of(store) == for_one <= 20
 
 
-def test_jobs_that_have_begun_come_first_and_no_more_than_there_is_room_for(store, monkeypatch):
+def test_numbers_list_started_jobs_first_up_to_a_limit(store, monkeypatch):
     monkeypatch.setattr(job_numbers, "MAX_JOBS", 2)
     made(store)
     running = {made(store, JobState.STARTING, JobState.RUNNING), made(store, JobState.STARTING)}
@@ -97,7 +97,7 @@ def test_recoveries_are_counted_by_kind_and_their_time_by_phase_once_they_are_ov
     assert sum(recovered.seconds.values()) == pytest.approx(8.0)
 
 
-def test_newest_complete_checkpoint_counts(store):
+def test_numbers_have_the_times_of_the_newest_complete_checkpoint(store):
     job = made(store, JobState.STARTING, JobState.RUNNING)
     assert numbers(store).listed[0].saved is None
 
@@ -113,7 +113,7 @@ def test_newest_complete_checkpoint_counts(store):
     assert numbers(store).listed[0].saved == Saved(20.0, 22.5)
 
 
-def test_a_job_is_placed_when_it_leaves_the_queue_the_last_time(store):
+def test_time_of_placement_is_when_the_job_last_left_the_queue(store):
     made(store)
     assert numbers(store).listed[0].placed_at is None
     again = made(store, JobState.STARTING, JobState.RUNNING, JobState.PAUSING, JobState.PAUSED, JobState.QUEUED)
@@ -142,7 +142,7 @@ def test_failures_of_the_last_hour_are_counted_by_reason(store):
     assert numbers(store, time.time() + RECENT_SECONDS + 1).recent_failures == {}
 
 
-def test_the_job_that_waits_longest_counts_from_when_it_came_into_the_queue(store):
+def test_queued_since_is_when_the_longest_waiting_job_was_queued(store):
     first = made(store)
     made(store)
     with store.read() as session:
@@ -152,7 +152,7 @@ def test_the_job_that_waits_longest_counts_from_when_it_came_into_the_queue(stor
     assert numbers(store).queued_since > began
 
 
-def test_job_that_nobody_looks_after_is_counted_until_somebody_does(store):
+def test_job_without_an_owner_is_counted_until_it_is_claimed(store):
     job = made(store, JobState.STARTING)
     made(store)
     store.write(lambda session: leases.join(session, "me", "here", "ray", False))
@@ -163,7 +163,7 @@ def test_job_that_nobody_looks_after_is_counted_until_somebody_does(store):
     assert (numbers(store).without_owner, numbers(store).control_planes) == (1, 0)
 
 
-def test_numbers_of_a_project_are_its_own(store):
+def test_numbers_of_a_project_count_only_its_jobs(store):
     theirs = made(store, JobState.STARTING, project="theirs")
     made(store, JobState.STARTING, JobState.FAILED, reason="bad_data")
     made(store)

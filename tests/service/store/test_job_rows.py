@@ -40,7 +40,7 @@ def test_pages_filter_by_state_and_name(store, submit):
         assert job_rows.page(connection, JobFilter(states=("PAUSED",))).items == []
 
 
-def test_jobs_that_are_asked_for_come_newest_first_and_none_else(store, submit):
+def test_only_jobs_asked_for_are_listed_newest_first(store, submit):
     first, _, third = submit(), submit(), submit()
     with store.read_rows() as connection:
         rows = job_rows.understood(connection, [first.id, "job_000000000000", third.id])
@@ -73,7 +73,7 @@ def test_a_row_is_equal_as_long_as_nothing_that_is_shown_has_changed(store, subm
 
 
 @pytest.mark.parametrize("change", [{"name": "another"}, {"priority": 7}, {"labels": {"a": "b"}}])
-def test_whatever_changes_the_spec_changes_the_row(store, submit, change):
+def test_edit_that_changes_the_spec_changes_the_row_in_lists(store, submit, change):
     job_id = submit().id
     with store.read_rows() as connection:
         before = job_rows.one(connection, job_id)

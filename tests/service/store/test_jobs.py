@@ -29,18 +29,18 @@ def test_ids_sort_by_time_and_grow_even_when_the_clock_steps_back(first_time, se
 @pytest.mark.parametrize(
     "text", ["", "job_", "job_../../../etc", "job_00000000000\n", "job_0000000000000", "JOB_000000000000"]
 )
-def test_only_well_formed_ids_are_ids(text):
+def test_malformed_text_is_not_a_job_id(text):
     assert not is_job_id(text)
 
 
-def test_a_job_unknown_by_form_or_by_fact_is_not_found(store):
+def test_malformed_or_unknown_job_id_is_not_found(store):
     with store.read() as session:
         for job_id in ("job_000000000000", "../../etc/passwd", ""):
             with pytest.raises(JobNotFound):
                 jobs.get(session, job_id)
 
 
-def test_the_same_request_twice_is_one_job(store, make_spec):
+def test_repeated_request_with_the_same_key_creates_one_job(store, make_spec):
     def request(session):
         return jobs.create(session, make_spec(), "key-1", "digest-a")
 
@@ -86,7 +86,7 @@ def test_transitions_follow_the_edges_and_leave_times_and_events(store, submit):
     assert changes_seen == [("submitted", None), *changes]
 
 
-def test_change_of_state_says_where_the_job_was(store, started):
+def test_event_of_a_state_change_has_generation_and_step(store, started):
     def reach(session):
         generations.begin(session, started.id, "submitted", False)
         jobs.get(session, started.id, lock=True).step = 7
@@ -98,13 +98,13 @@ def test_change_of_state_says_where_the_job_was(store, started):
     assert (last.generation, last.step) == (1, 7)
 
 
-def test_state_leaves_no_reason_of_the_one_before(store, started):
+def test_state_change_clears_the_reason_of_the_state_before(store, started):
     store.write(lambda session: jobs.transition(session, started.id, JobState.QUEUED, "insufficient_slots", "full"))
     again = store.write(lambda session: jobs.transition(session, started.id, JobState.STARTING))
     assert (again.reason, again.message, again.finished_at) == (None, None, None)
 
 
-def test_size_that_is_wanted_is_noted_and_reported(store, submit):
+def test_requested_size_is_stored_and_reported_as_an_event(store, submit):
     job = submit(parallel={"data": 2}, elastic={"min_data": 1})
     assert store.write(lambda session: jobs.request_resize(session, job.id, 1)).wanted_replicas == 1
     with store.read() as session:
@@ -146,7 +146,7 @@ def test_the_queue_goes_by_priority_then_by_age(store, submit, started):
     assert order == [started.id, first.id, second.id, low.id]
 
 
-def test_the_queue_is_read_in_brief_whoever_stored_its_specs(store, submit, started):
+def test_queue_in_brief_includes_jobs_whose_spec_makes_no_sense(store, submit, started):
     low, first = submit(priority=-1), submit(resources={"accelerator": "cpu"})
     foreign = submit()
     store.write(lambda session: setattr(jobs.get(session, foreign.id), "spec", {"resources": 7}))
@@ -155,7 +155,7 @@ def test_the_queue_is_read_in_brief_whoever_stored_its_specs(store, submit, star
     assert queued == [(first.id, "cpu"), (foreign.id, "auto"), (low.id, "auto")]
 
 
-def test_of_jobs_that_are_in_the_queue_as_before_no_spec_is_read_again(store, submit, monkeypatch):
+def test_specs_of_unchanged_queued_jobs_are_not_read_again(store, submit, monkeypatch):
     monkeypatch.setattr(jobs, "_JOBS_AT_ONCE", 2)
     asked, some = [], [submit(resources={"accelerator": "cpu"}) for _ in range(3)]
 
@@ -202,7 +202,7 @@ def test_jobs_are_counted_by_state(store, submit, started):
     assert set(counts) == set(JobState)
 
 
-def test_what_is_not_over_can_be_read_from_the_database_of_another_release(store, submit):
+def test_unfinished_jobs_can_be_read_from_the_database_of_another_release(store, submit):
     first, over = submit(), submit()
     second = submit(priority=3)
     store.write(lambda session: jobs.request_cancel(session, over.id))
@@ -216,7 +216,7 @@ def test_what_is_not_over_can_be_read_from_the_database_of_another_release(store
     ]
 
 
-def test_a_new_job_is_known_as_the_database_has_it(store, make_spec):
+def test_created_job_has_all_columns_as_stored(store, make_spec):
     known = store.write(lambda session: jobs.create(session, make_spec(priority=3), "key", "digest", "lab"))[0]
     with store.read() as session:
         stored = jobs.get(session, known.id)

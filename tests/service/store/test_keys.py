@@ -30,7 +30,7 @@ def make(store, digest="d", project="default", **more):
     return store.write(lambda session: keys.create(session, digest, "a", Scope.READ, project, **more))
 
 
-def test_job_of_a_release_that_knows_no_projects_is_of_the_default_one(store, submit):
+def test_job_stored_by_a_release_without_projects_is_of_the_default_project(store, submit):
     job = submit()
     columns = "name, state, spec, step, steps, generation, restarts, priority, metrics, report_cursor, created_at"
     copy = f"INSERT INTO jobs (id, {columns}, updated_at) SELECT 'job_zzzzzzzzzzzz', {columns}, 0 FROM jobs"
@@ -58,7 +58,7 @@ def test_project_is_made_once(store):
 
 
 @pytest.mark.parametrize("name", ["", "\0", "A", "x" * 1000])
-def test_what_cannot_be_a_name_is_no_project(store, name):
+def test_project_with_an_impossible_name_is_not_found(store, name):
     with store.read() as session, pytest.raises(ProjectNotFound):
         projects.get(session, name)
 
@@ -99,7 +99,7 @@ def test_project_sees_itself_its_own_keys_and_none_of_the_installation(store):
     assert ([project.name for project in own.items], own.next_cursor) == (["theirs"], None)
 
 
-def test_lists_go_on_where_a_page_ended(store):
+def test_pages_of_keys_and_projects_continue_where_the_last_one_ended(store):
     made = [make(store, str(number)).id for number in range(3)]
     store.write(lambda session: [projects.create(session, name) for name in ("a", "b")])
     with store.read() as session:
@@ -114,7 +114,7 @@ def test_lists_go_on_where_a_page_ended(store):
 
 
 @pytest.mark.parametrize("held", ["", "\0", "key", "A"])
-def test_cursor_that_nobody_gave_out_is_refused(store, held):
+def test_forged_cursor_of_keys_or_projects_is_refused(store, held):
     with store.read() as session:
         with pytest.raises(InvalidCursor):
             keys.page(session, None, cursor=Cursors("keys").encode(held))
@@ -135,7 +135,7 @@ def test_link_begins_one_session_that_lasts_no_longer_than_its_key(store):
         assert browser_tokens.key_of_session(session, "link") is None
 
 
-def test_what_has_expired_goes_when_the_next_link_is_made(store, monkeypatch):
+def test_expired_links_are_removed_when_the_next_link_is_made(store, monkeypatch):
     key = make(store)
     monkeypatch.setattr(browser_tokens, "LINK_SECONDS", -1.0)
     store.write(lambda session: browser_tokens.add_link(session, key.id, "old"))
@@ -157,7 +157,7 @@ def test_audit_outlives_the_job_that_it_is_about(store):
     assert (local.key_id, local.key_name, local.user) == (None, "on the machine", "root")
 
 
-def test_link_opens_nothing_from_the_moment_on_that_it_expires(store, monkeypatch):
+def test_expired_link_opens_no_session(store, monkeypatch):
     key, now = make(store), 5000.0
     monkeypatch.setattr(browser_tokens.time, "time", lambda: now)
     until = store.write(lambda session: browser_tokens.add_link(session, key.id, "link")).expires_at
@@ -170,7 +170,7 @@ def test_link_opens_nothing_from_the_moment_on_that_it_expires(store, monkeypatc
     assert begun.expires_at == now + browser_tokens.SESSION_SECONDS, "its key does not expire"
 
 
-def test_session_that_is_ended_takes_no_other_and_no_link_with_it(store):
+def test_ending_a_session_leaves_other_sessions_and_links(store):
     key = make(store)
     for number in "12":
         store.write(lambda session, n=number: browser_tokens.add_link(session, key.id, f"link {n}"))
@@ -184,7 +184,7 @@ def test_session_that_is_ended_takes_no_other_and_no_link_with_it(store):
     assert store.write(lambda session: browser_tokens.open_link(session, "link 3", "session 3"))[0].id == key.id
 
 
-def test_audit_is_read_in_pages_and_by_what_it_is_about(store):
+def test_audit_is_read_in_pages_and_by_target(store):
     ours, theirs = make(store), None
     store.write(lambda session: projects.create(session, "theirs"))
     theirs = make(store, "e", "theirs")
@@ -201,14 +201,14 @@ def test_audit_is_read_in_pages_and_by_what_it_is_about(store):
     assert [entry.project for entry in about] == ["default", "theirs"]
 
 
-def test_what_the_service_did_of_its_own_accord_is_nobody_s(store):
+def test_audit_entry_of_the_service_itself_has_no_key_or_user(store):
     store.write(lambda session: audit.append_of_service(session, "default", RECORD))
     with store.read() as session:
         (entry,) = audit.page(session, "default").items
     assert (entry.key_id, entry.key_name, entry.user, entry.project) == (None, "the service", None, "default")
 
 
-def test_somebody_may_administrate_with_a_good_key_of_the_installation_alone(store):
+def test_administration_needs_a_valid_admin_key_of_the_installation(store):
     def may(now=1000.0):
         with store.read() as session:
             return keys.may_administrate(session, now)

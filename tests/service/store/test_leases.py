@@ -42,7 +42,7 @@ def owner_of(store, job):
     return lease.owner, lease.epoch
 
 
-def test_one_that_lives_keeps_what_it_has_and_each_claim_has_an_epoch_of_its_own(store):
+def test_lease_of_a_living_owner_cannot_be_claimed_and_each_claim_raises_its_epoch(store):
     join(store, "a")
     join(store, "b")
     assert claim(store, "job_1", "a") == 1
@@ -52,7 +52,7 @@ def test_one_that_lives_keeps_what_it_has_and_each_claim_has_an_epoch_of_its_own
     assert claim(store, "job_1", "a") is None
 
 
-def test_release_that_comes_after_the_next_claim_of_the_same_one_changes_nothing(store):
+def test_late_release_of_an_earlier_claim_changes_nothing(store):
     join(store, "a")
     join(store, "b")
     assert [claim(store, "job_1", "a") for _ in range(2)] == [1, 2]
@@ -62,7 +62,7 @@ def test_release_that_comes_after_the_next_claim_of_the_same_one_changes_nothing
     assert claim(store, "job_1", "b") == 3
 
 
-def test_what_a_dead_one_has_is_free_once_its_time_is_over_and_it_is_removed(store, submit):
+def test_leases_of_a_dead_owner_are_free_once_it_is_removed(store, submit):
     job = submit()
     join(store, "a")
     join(store, "b")
@@ -78,7 +78,7 @@ def test_what_a_dead_one_has_is_free_once_its_time_is_over_and_it_is_removed(sto
     assert claim(store, job.id, "b") == 2
 
 
-def test_one_that_was_late_and_has_renewed_is_not_removed(store):
+def test_control_plane_that_renewed_late_is_not_removed(store):
     join(store, "a")
     let_time_pass(store, "a")
     assert store.write(lambda s: leases.renew(s, "a"))
@@ -86,21 +86,21 @@ def test_one_that_was_late_and_has_renewed_is_not_removed(store):
     assert store.write(lambda s: leases.renew(s, "a"))
 
 
-def test_next_one_at_the_same_place_takes_over_at_once(store):
+def test_next_control_plane_at_the_same_place_takes_over_at_once(store):
     join(store, "a", place="host:home")
     assert claim(store, "job_1", "a") == 1
     join(store, "b", place="host:home")
     assert claim(store, "job_1", "b") == 2
 
 
-def test_where_there_is_one_process_whoever_starts_takes_everything(store):
+def test_control_plane_that_runs_alone_takes_over_all_leases_at_its_start(store):
     join(store, "a", place="host:one")
     assert claim(store, "job_1", "a") == 1
     join(store, "b", place="host:other", alone=True)
     assert claim(store, "job_1", "b") == 2
 
 
-def test_control_planes_of_one_database_use_one_ray(store):
+def test_control_plane_with_another_ray_is_refused_while_one_lives(store):
     join(store, "a", place="host:a")
     with pytest.raises(OtherRay, match="runs already at host:a, and uses another Ray"):
         join(store, "b", ray="ray-2")
@@ -108,7 +108,7 @@ def test_control_planes_of_one_database_use_one_ray(store):
     join(store, "b", ray="ray-2")
 
 
-def test_clean_end_leaves_everything_to_others(store, submit):
+def test_control_plane_that_leaves_frees_its_leases(store, submit):
     job = submit()
     join(store, "a")
     join(store, "b")
@@ -118,7 +118,7 @@ def test_clean_end_leaves_everything_to_others(store, submit):
     assert claim(store, job.id, "b") == 2
 
 
-def test_stale_owner_writes_nothing(store, submit):
+def test_write_of_an_owner_that_lost_its_lease_is_refused(store, submit):
     job = submit()
     join(store, "a")
     claim(store, job.id, "a")
@@ -146,7 +146,7 @@ def everything(store):
         return {row.name: (row.owner, row.epoch) for row in session.scalars(select(Lease))}
 
 
-def test_what_happens_to_one_lease_happens_to_no_other(store):
+def test_operation_on_one_lease_changes_no_other(store):
     join(store, "a")
     join(store, "b")
     for name, owner in (("1", "a"), ("2", "a"), ("3", "a"), ("4", "a"), ("5", "b")):
@@ -167,14 +167,14 @@ def test_what_happens_to_one_lease_happens_to_no_other(store):
     assert everything(store) == now | {"1": (None, 1)}
 
 
-def test_overview_has_what_is_not_over_in_the_order_of_the_queue(store, submit):
+def test_overview_lists_unfinished_jobs_in_the_order_of_the_queue(store, submit):
     over, low, high, again = submit(), submit(priority=-1), submit(priority=5), submit(priority=5)
     store.write(lambda s: jobs.request_cancel(s, over.id))
     with store.read() as session:
         assert [each.id for each in leases.overview(session)] == [high.id, again.id, low.id]
 
 
-def test_lease_of_what_is_gone_is_forgotten_and_no_other(store):
+def test_forgetting_a_lease_removes_no_other(store):
     join(store, "a")
     claim(store, "1", "a"), claim(store, "2", "a")
     store.write(lambda s: leases.forget(s, "1"))
@@ -188,7 +188,7 @@ def postgres_store(postgres):
     store.close()
 
 
-def test_others_look_at_once_at_what_was_given_back_or_handed_over(postgres_store, postgres):
+def test_control_planes_are_notified_when_leases_are_released_or_handed_over(postgres_store, postgres):
     store = postgres_store
     join(store, "a")
     claim(store, "1", "a"), claim(store, "2", "a")
@@ -205,7 +205,7 @@ def test_others_look_at_once_at_what_was_given_back_or_handed_over(postgres_stor
             assert len(list(listening.notifies(timeout=SECONDS, stop_after=1))) == 1
 
 
-def test_one_that_renews_while_it_is_taken_for_dead_is_not_removed(postgres_store, monkeypatch):
+def test_control_plane_that_renews_while_being_taken_for_dead_is_not_removed(postgres_store, monkeypatch):
     """Nobody else can be asked before its connections were cut; it may have had another one by then."""
     store, cut = postgres_store, []
     join(store, "a"), join(store, "b")
@@ -221,7 +221,7 @@ def test_one_that_renews_while_it_is_taken_for_dead_is_not_removed(postgres_stor
         assert (leases.living(session), cut) == (["a"], [["a", "b"]])
 
 
-def test_one_that_joins_again_is_not_cut_off_by_itself(store, monkeypatch):
+def test_control_plane_that_joins_again_does_not_cut_its_own_connections(store, monkeypatch):
     cut = []
     monkeypatch.setattr(leases, "_end_connections", lambda session, ids: cut.extend(ids))
     for me in ("a", "b", "b"):
@@ -231,7 +231,7 @@ def test_one_that_joins_again_is_not_cut_off_by_itself(store, monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["claim", "join"])
-def test_nobody_is_removed_while_somebody_looks_who_is_there(postgres_store, first):
+def test_claim_and_join_exclude_each_other_but_two_claims_do_not(postgres_store, first):
     """Else a lease could be left to one that is gone. Two that only look do not wait for each other."""
     store = postgres_store
     other = Store(store.engine.url.render_as_string(hide_password=False))
@@ -261,7 +261,7 @@ def test_nobody_is_removed_while_somebody_looks_who_is_there(postgres_store, fir
         other.close()
 
 
-def test_owner_that_a_restored_database_has_forgotten_goes_on_above_what_agents_know(store):
+def test_owner_can_raise_its_epoch_above_the_one_that_agents_know(store):
     join(store, "a")
     assert claim(store, "job_1", "a") == 1
     assert store.write(lambda s: leases.raise_epoch(s, "job_1", "a", 1, above=7)) == 8
@@ -269,7 +269,7 @@ def test_owner_that_a_restored_database_has_forgotten_goes_on_above_what_agents_
         store.write(lambda s: leases.raise_epoch(s, "job_1", "a", 1, above=9))
 
 
-def test_one_that_was_stopped_within_a_transaction_holds_nobody_up(postgres):
+def test_owner_stuck_in_a_transaction_is_cut_off_and_its_lease_can_be_claimed(postgres):
     """Its locks go with its connections, which whoever finds its time over cuts."""
     url = postgres.url(postgres.make_migrated())
     stale, other = Store(url, connection_name("a")), Store(url, connection_name("b"))

@@ -37,7 +37,7 @@ def test_every_state_is_noted_when_it_is_entered(store, started):
     assert [event.time for event in listed if event.type == "state_changed"] == [change.time for change in changes[1:]]
 
 
-def test_ledger_of_a_job_closes_with_it(store, started):
+def test_ledger_closes_when_the_job_ends_and_adds_up_to_its_wall_time(store, started):
     assert not book(store, started).closed
     begin(store, started, False)
     time.sleep(0.002)  # the step has room between the beginning and its end
@@ -63,7 +63,7 @@ def clock(monkeypatch):
     return made
 
 
-def test_step_under_way_is_measured_by_all_steps_before_it_also_those_done_again(clock, store, started):
+def test_patience_with_a_running_step_follows_all_earlier_steps_also_repeated_ones(clock, store, started):
     """What is done again takes its time too: else a job that was rolled back would be waited for too long before its
     silence counts as a failure."""
     begin(store, started, False)
@@ -79,9 +79,7 @@ def test_step_under_way_is_measured_by_all_steps_before_it_also_those_done_again
     }  # fmt: skip
 
 
-def test_ledger_knows_how_long_each_phase_of_a_recovery_took_and_that_a_job_has_done_all_its_steps(
-    clock, store, started
-):
+def test_ledger_of_a_recovered_job_books_each_phase_and_the_time_after_its_last_step(clock, store, started):
     """The seconds before the failure was noticed, before all were connected and before they had their state, by the
     recovery's own times; those after the last step by the outcome."""
 
@@ -116,7 +114,7 @@ def test_ledger_knows_how_long_each_phase_of_a_recovery_took_and_that_a_job_has_
     }  # fmt: skip
 
 
-def test_there_is_no_ledger_of_no_job(store):
+def test_ledger_of_an_unknown_job_is_not_found(store):
     with pytest.raises(JobNotFound), store.read() as session:
         ledgers.of_job(session, "job_000000000000", 0.0)
 
@@ -143,7 +141,7 @@ def row_of(store, job):
     return row
 
 
-def test_recovery_is_kept_with_what_was_replaced(store, recovering):
+def test_recovery_is_stored_with_the_ranks_that_were_replaced(store, recovering):
     row = row_of(store, recovering)
     assert (row.generation, row.kind, row.rank, row.node, row.forked, row.kept) == (2, "killed", 3, "n1", [3], 7)
     store.write(lambda session: recoveries.note_replaced(session, recovering.id, 2, [3, 5], 6))
@@ -190,7 +188,7 @@ def test_recoveries_come_in_pages(store, recovering):
     assert (first.next_cursor is None, rest.next_cursor) == (False, None)
 
 
-def test_states_of_one_job_are_no_other_job_s(store, started, submit):
+def test_state_changes_of_one_job_are_not_listed_for_another(store, started, submit):
     other = submit()
     with store.read() as session:
         assert [change.state for change in state_changes.of_job(session, other.id)] == ["QUEUED"]

@@ -15,12 +15,12 @@ def test_postgresql_is_spoken_to_by_psycopg(text):
     assert (url.drivername, url.database, file_of(url)) == ("postgresql+psycopg", "manta", None)
 
 
-def test_a_file_whose_name_has_everything_in_it_comes_back_as_it_is(tmp_path):
+def test_sqlite_url_of_a_file_with_special_characters_reads_back_the_same(tmp_path):
     file = tmp_path / "a b?c#d%41@:" / "manta.db"
     assert file_of(parse_url(sqlite_url(file))) == file
 
 
-def test_the_database_is_in_the_home_unless_another_one_is_wanted():
+def test_database_is_in_the_home_unless_a_url_is_given():
     assert url_in(Path("/home/me"), None) == "sqlite:////home/me/manta.db"
     assert url_in(Path("/home/me"), "postgresql://there/manta") == "postgresql://there/manta"
 
@@ -38,7 +38,7 @@ def test_the_database_is_in_the_home_unless_another_one_is_wanted():
         ("sqlite:///manta.db", "names a file by a relative path"),
     ],
 )
-def test_what_is_no_url_of_a_job_database_is_a_sentence_without_what_was_given(text, problem):
+def test_bad_database_url_is_refused_without_showing_its_secrets(text, problem):
     with pytest.raises(BadDatabaseUrl) as caught:
         parse_url(text)
     assert f"the database's URL {problem}" in str(caught.value)
@@ -46,6 +46,6 @@ def test_what_is_no_url_of_a_job_database_is_a_sentence_without_what_was_given(t
     assert "secret" not in str(caught.value.__cause__) and caught.value.__suppress_context__ in (True, False)
 
 
-def test_no_password_is_shown_wherever_it_stands():
+def test_password_anywhere_in_a_database_url_is_not_shown():
     text = "postgresql://me:secret@there:1/manta?password=secret&sslpassword=secret&host=/run"
     assert shown(parse_url(text)) == "postgresql://me:***@there:1/manta?host=%2Frun"

@@ -112,7 +112,7 @@ def histories(draw):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories(), data=st.data())
-def test_series_is_what_its_rows_promise_whatever_was_done_again(store, running, history, data):
+def test_series_from_bins_keeps_what_rows_promise_whatever_steps_are_repeated(store, running, history, data):
     training = Training(store, running)
     training.forget()
     for kind, what in history:
@@ -164,7 +164,7 @@ def test_rows_of_a_release_that_knows_of_no_bins_get_theirs_a_piece_at_a_time(st
 
 
 @pytest.mark.parametrize("highest", [101, 205])
-def test_what_another_release_has_done_again_is_found_in_the_next_generation(store, running, monkeypatch, highest):
+def test_steps_repeated_by_a_release_without_bins_show_in_the_next_generation(store, running, monkeypatch, highest):
     training = Training(store, running)
     training.commit([(step, 1.0) for step in range(1, 400)])
     training.begin_again(100)

@@ -65,7 +65,7 @@ def test_a_later_row_of_the_same_generation_adds_to_the_step(store, running, rec
     assert read(store, running, ["loss", "validation_loss"]).series == {"loss": [3.0], "validation_loss": [4.0]}
 
 
-def test_what_is_measured_now_and_then_is_known_until_it_is_measured_again(store, running, record):
+def test_metric_missing_from_later_rows_keeps_its_last_value(store, running, record):
     record(1, [{"step": 1, "loss": 3.0, "validation_loss": 4.0}, {"step": 2, "loss": 2.0}])
     record(2, [{"step": 3, "loss": 1.0}])
     with store.read() as session:
@@ -102,7 +102,7 @@ def test_sums_of_a_generation_grow_with_its_steps(store, running, record):
     assert sums(store, running) == [((10.0, 14.0), 4, 0, seconds)]
 
 
-def test_clock_that_is_set_back_takes_nothing_from_the_training(store, running, record):
+def test_clock_that_is_set_back_loses_no_compute_time(store, running, record):
     record(1, [lap(1, 12.0)])
     record(2, [lap(2, 11.5)])
     assert sums(store, running) == [((11.0, 12.0), 2, 0, {"compute": 2.0})]
@@ -113,7 +113,7 @@ def test_waits_longer_than_their_step_and_negative_ones_are_cut(store, running, 
     assert sums(store, running)[0][3] == {"data_wait": 0.75, "snapshot_stall": 0.25}
 
 
-def test_steps_done_again_are_redo_and_new_ones_compute(store, running, record):
+def test_time_of_repeated_steps_counts_as_redo_and_of_new_ones_as_compute(store, running, record):
     record(1, [lap(step, 10.0 + step) for step in (1, 2, 3)])
     store.write(lambda session: generations.begin(session, running.id, "rank_died", True, "snapshot", 1))
     record(1, [lap(step, 20.0 + step, 2, data_wait=0.5) for step in (2, 3, 4)], generation=2)
@@ -138,7 +138,7 @@ def test_step_that_a_roll_back_does_again_is_redo(store, running, record):
     assert sums(store, running) == [((10.0, 13.0), 2, 1, {"compute": 2.0, "redo": 1.0})]
 
 
-def test_row_that_a_peer_kept_too_is_not_of_a_step_done_again(store, running, record):
+def test_row_reported_by_two_ranks_does_not_count_as_a_repeated_step(store, running, record):
     record(1, [lap(1, 10.0) | {"loss": 3.0}])
     before = sums(store, running)
     record(2, [lap(1, 10.1) | {"loss": 3.0, "tokens_per_second": 7.0, "rank": 2}])
@@ -149,7 +149,7 @@ def test_row_that_a_peer_kept_too_is_not_of_a_step_done_again(store, running, re
     }, "what nobody else told of counts"  # fmt: skip
 
 
-def test_clock_of_a_rank_that_is_ahead_does_not_train_in_the_future(store, running, record):
+def test_training_time_of_a_rank_with_a_fast_clock_ends_at_the_present(store, running, record):
     record(1, [lap(1, time.time() + 500)])
     assert sums(store, running)[0][0][1] <= time.time()
 
@@ -180,7 +180,7 @@ def test_text_among_the_metrics_is_left_out(store, running, record):
         assert jobs.get(session, running.id).metrics == {"step": 1, "loss": 1.0}
 
 
-def test_series_begin_after_a_step(store, running, record):
+def test_series_begin_after_the_step_asked_for(store, running, record):
     record(1, [{"step": step, "loss": float(step)} for step in range(1, 6)])
     assert read(store, running, ["loss"], after_step=3).steps == [4, 5]
     assert read(store, running, ["loss"], after_step=5).steps == []
@@ -216,13 +216,13 @@ def test_downsampling_works_without_losses(store, running, record):
     assert 5 <= len(drawn.steps) <= 10
 
 
-def test_recent_steps_say_how_long_one_takes(store, running, record):
+def test_step_time_is_the_average_of_recent_steps(store, running, record):
     record(1, [{"step": 1, "step_seconds": 2.0}, {"step": 2, "step_seconds": 4.0}])
     with store.read() as session:
         assert metrics.recent_step_seconds(session, [jobs.get(session, running.id)]) == {running.id: 3.0}
 
 
-def test_steps_of_long_ago_say_nothing_about_how_long_one_takes(store, running, record):
+def test_step_time_ignores_steps_of_long_ago(store, running, record):
     record(1, [{"step": step, "step_seconds": 100.0 if step <= 10 else 2.0} for step in range(1, 31)])
     with store.read() as session:
         assert metrics.recent_step_seconds(session, [jobs.get(session, running.id)]) == {running.id: 2.0}

@@ -17,7 +17,7 @@ filters = st.dictionaries(st.sampled_from(["state", "name", "job"]), st.none() |
 
 
 @given(texts, filters)
-def test_cursor_holds_what_it_was_made_of_and_is_safe_in_urls(text, given):
+def test_cursor_reads_back_its_text_and_is_safe_in_urls(text, given):
     cursor = Cursors("jobs", **given).encode(text)
     assert cursor.replace("-", "").replace("_", "").isalnum()
     assert Cursors("jobs", **given).decode(cursor) == text
@@ -37,7 +37,7 @@ def test_cursor_of_another_list_or_filter_is_refused(other):
         Cursors("jobs", state="QUEUED").decode(other.encode("job_000000000001"))
 
 
-def test_filter_that_filters_nothing_is_no_filter():
+def test_cursor_ignores_a_filter_without_a_value():
     assert Cursors("jobs").decode(Cursors("jobs", state=None).encode("x")) == "x"
 
 
@@ -48,13 +48,13 @@ def old(text):
 @pytest.mark.parametrize(
     "cursor", ["", "?", "a", "AAAA", "é", old("job_000000000001"), old("17"), old("0:5,1:7"), old("g0000000.x")]
 )
-def test_what_this_release_did_not_make_is_refused(cursor):
+def test_cursor_that_this_release_did_not_make_is_refused(cursor):
     with pytest.raises(InvalidCursor, match="start again without one"):
         Cursors("jobs").decode(cursor)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "x", "9" * 19 + "9", str(2**63), "١"])
-def test_only_numbers_are_numbers(text):
+def test_cursor_that_holds_no_valid_number_is_refused(text):
     cursors = Cursors("events")
     with pytest.raises(InvalidCursor):
         cursors.decode_number(cursors.encode(text))

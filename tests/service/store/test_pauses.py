@@ -48,7 +48,7 @@ def test_a_second_pause_changes_nothing(store, submit):
         (["CANCELLING"], pauses.request_resume, "resume works only while it is PAUSED"),
     ],
 )
-def test_what_a_state_does_not_allow_is_refused_with_what_to_do(store, started, states, request_, advice):
+def test_pause_or_resume_in_the_wrong_state_is_refused_with_advice(store, started, states, request_, advice):
     move(store, started, *states)
     with pytest.raises(IllegalTransition, match=advice):
         store.write(lambda s: request_(s, started.id))

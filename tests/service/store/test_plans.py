@@ -55,7 +55,7 @@ def training(store, started):
     return Training(store, started.id)
 
 
-def test_steps_that_are_as_planned_are_kept_and_said_nothing_of(training):
+def test_steps_that_match_the_plan_are_measured_without_an_event(training):
     training.begin(of_plan=plan())
     assert not training.steps(1, ENOUGH - 1)
     assert training.newest().measured.last_step == ENOUGH - 1
@@ -82,7 +82,7 @@ def test_a_drift_is_an_event_that_names_the_part_once_a_layout(training):
     assert [each.generation for each in training.drifts()] == [1, 3]
 
 
-def test_a_plan_that_comes_late_is_waited_for(training):
+def test_drift_is_judged_once_a_late_plan_arrives(training):
     training.begin()
     assert not training.steps(1, ENOUGH, seconds=0.3)
     training.store.write(lambda s: plans.keep(s, training.id, 1, plan()))
@@ -90,14 +90,14 @@ def test_a_plan_that_comes_late_is_waited_for(training):
     assert len(training.drifts()) == 1
 
 
-def test_rows_that_were_thinned_out_on_their_way_are_not_taken_for_enough(training):
+def test_thinned_out_rows_do_not_count_as_enough_steps(training):
     training.begin(of_plan=plan())
     assert not training.steps(ENOUGH, ENOUGH - 1)
     assert training.steps(2 * ENOUGH, 1)
     assert training.newest().measured.first_step == ENOUGH + SETTLING_STEPS
 
 
-def test_what_could_not_be_planned_is_measured_all_the_same(training):
+def test_generation_that_could_not_be_planned_is_measured(training):
     nothing = {"parallel": PARALLEL, "planned": None, "problem": "nobody knows"}
     training.begin(of_plan=nothing)
     assert training.steps(1, ENOUGH, seconds=0.3)
@@ -111,7 +111,7 @@ def test_a_plan_of_another_release_costs_no_metrics(training):
     assert training.drifts() == []
 
 
-def test_only_what_a_generation_committed_itself_counts(training):
+def test_measurement_uses_only_steps_that_the_generation_committed_itself(training):
     training.begin(of_plan=plan())
     training.steps(1, 10, seconds=9.0)
     training.begin(10, plan())
@@ -119,7 +119,7 @@ def test_only_what_a_generation_committed_itself_counts(training):
     assert training.newest().measured.step_seconds == pytest.approx(0.1)
 
 
-def test_the_same_layout_is_planned_once(training):
+def test_plan_of_the_same_layout_and_nodes_is_used_again(training):
     training.begin(of_plan={**plan(), "on": [[2, 8]]})
     training.begin(5)
     with training.store.read() as session:
@@ -129,7 +129,7 @@ def test_the_same_layout_is_planned_once(training):
         assert [plans.is_kept(session, training.id, number) for number in (1, 2, 3)] == [True, False, False]
 
 
-def test_a_job_that_never_began_has_none(store, started):
+def test_job_that_never_began_has_no_plan(store, started):
     with store.read() as session:
         assert plans.newest(session, started.id) is None
         with pytest.raises(JobNotFound):

@@ -89,7 +89,7 @@ def test_ids_of_events_are_committed_in_order_whoever_writes(open_store, job):
     assert [message for _, message in messages(reader)] == ["first", "second"]
 
 
-def test_a_locked_job_is_read_anew_and_what_was_changed_before_is_kept(open_store, job):
+def test_locking_a_job_reads_it_afresh_and_keeps_changes_of_the_transaction(open_store, job):
     store, other = open_store(), open_store()
 
     def operation(session):
@@ -128,7 +128,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_whatever_changes_a_job_locks_it_before_it_looks(open_store, job, change):
+def test_every_change_of_a_job_locks_it_before_reading_it(open_store, job, change):
     statements = []
 
     def operation(session):
@@ -141,7 +141,7 @@ def test_whatever_changes_a_job_locks_it_before_it_looks(open_store, job, change
     assert "FOR NO KEY UPDATE" in next(each for each in statements if "FROM jobs" in each)
 
 
-def test_an_event_of_a_job_that_somebody_else_has_locked_waits_for_nobody(open_store, job):
+def test_event_of_a_job_that_another_store_has_locked_is_written_at_once(open_store, job):
     store, other = open_store(), open_store()
 
     def operation(session):
@@ -152,7 +152,7 @@ def test_an_event_of_a_job_that_somebody_else_has_locked_waits_for_nobody(open_s
     assert len(messages(store)) == 1
 
 
-def test_writes_that_get_into_each_others_way_are_done_again(open_store, job, make_spec):
+def test_writes_that_lock_each_other_out_are_retried_and_both_succeed(open_store, job, make_spec):
     one, other = open_store(), open_store()
     second = one.write(lambda session: jobs.create(session, make_spec()))[0]
     both = threading.Barrier(2)
@@ -213,7 +213,7 @@ def test_a_commit_that_is_not_answered_and_not_made_is_an_error_that_may_pass(op
     assert messages(store) == []
 
 
-def test_where_nobody_can_be_asked_what_became_of_a_commit_the_error_says_so(open_store, job, monkeypatch):
+def test_commit_whose_outcome_cannot_be_asked_for_raises_outcome_unknown(open_store, job, monkeypatch):
     store = open_store()
     monkeypatch.setattr(postgresql, "OUTCOME_SECONDS", 0.0)
     commit_and_lose_the_answer(monkeypatch)
@@ -304,7 +304,7 @@ def refusal(url):
     return str(caught.value)
 
 
-def test_what_keeps_a_database_from_being_used_is_a_sentence_without_the_password(postgres, tmp_path):
+def test_unusable_database_is_reported_in_one_sentence_without_the_password(postgres, tmp_path):
     missing = refusal(postgres.url("nowhere").replace("manta@", "manta:secret@"))
     assert missing.startswith("cannot use the database postgresql://manta:***@/nowhere?host=")
     assert missing.endswith("(make it: createdb nowhere)")
@@ -318,7 +318,7 @@ def test_what_keeps_a_database_from_being_used_is_a_sentence_without_the_passwor
         assert "secret" not in sentence and "\n" not in sentence
 
 
-def test_a_wrong_password_is_a_sentence_without_it(postgres):
+def test_wrong_password_is_reported_with_advice_and_not_shown(postgres):
     postgres.execute("CREATE ROLE guarded LOGIN PASSWORD 'right'")
     rules = postgres.folder / "data" / "pg_hba.conf"
     before = rules.read_text()
@@ -342,7 +342,7 @@ def test_servers_that_are_too_old_and_encodings_without_all_characters_are_refus
     assert "its encoding is SQL_ASCII" in unsuitable(150_000, "SQL_ASCII")
 
 
-def test_tables_that_are_being_restored_are_away_and_nothing_is_refused(open_store, postgres, url, job):
+def test_missing_tables_of_a_restore_under_way_are_an_error_that_may_pass(open_store, postgres, url, job):
     store, name = open_store(), url.split("?")[0].rsplit("/", 1)[1]
     postgres.execute("ALTER SCHEMA public RENAME TO away", name)
     try:
@@ -356,7 +356,7 @@ def test_tables_that_are_being_restored_are_away_and_nothing_is_refused(open_sto
     assert [message for _, message in messages(store)] == ["something"]
 
 
-def test_what_may_take_long_takes_no_limit_away_from_what_follows(open_store):
+def test_lifting_time_limits_for_one_transaction_leaves_those_of_the_next(open_store):
     store = open_store()
 
     def limits(connection):
@@ -370,7 +370,7 @@ def test_what_may_take_long_takes_no_limit_away_from_what_follows(open_store):
         assert limits(connection) == ["20s", "10s", postgresql.ANSWER_SECONDS]
 
 
-def test_a_submission_that_two_control_planes_get_is_one_job(open_store, make_spec):
+def test_same_submission_to_two_control_planes_creates_one_job(open_store, make_spec):
     spec, begun = make_spec(), threading.Barrier(2)
 
     def submit(session):
@@ -384,7 +384,7 @@ def test_a_submission_that_two_control_planes_get_is_one_job(open_store, make_sp
     assert sorted(new for _, new in made) == [False, True]
 
 
-def test_what_the_url_asks_of_the_server_comes_before_what_is_usual(url):
+def test_server_options_in_the_url_override_the_defaults(url):
     store = Store(f"{url}&options=-c%20statement_timeout%3D15s&application_name=mine")
     with store.read() as session:
         asked = [session.scalar(text(f"SHOW {name}")) for name in ("statement_timeout", "lock_timeout")]

@@ -35,7 +35,7 @@ def newest(store, job):
         return rank_numbers.newest(session, job)
 
 
-def test_newest_is_that_of_the_generation_that_runs(store, job):
+def test_newest_rank_numbers_are_those_of_the_running_generation(store, job):
     assert newest(store, job) is None
     keep(store, job, (8, 3, [0.5]), (9, 4, [0.25]))
     assert (newest(store, job).step, newest(store, job).generation) == (4, 1)
@@ -56,7 +56,7 @@ def test_history_is_oldest_first_and_bounded(store, job):
     assert history(store, job, 10).steps == []
 
 
-def test_only_so_many_are_kept(store, job):
+def test_history_keeps_a_limited_number_of_steps(store, job):
     keep(store, job, *((number, number + 1, [1.0]) for number in range(2 * SLOTS)))
     assert history(store, job).steps == list(range(SLOTS + 1, 2 * SLOTS + 1))
 
@@ -67,19 +67,19 @@ def test_numbers_of_many_ranks_are_bounded_together(store, job, monkeypatch):
     assert history(store, job).steps == [4, 5]
 
 
-def test_steps_that_were_done_again_and_ranks_that_were_others_are_left_out(store, job):
+def test_history_leaves_out_repeated_steps_and_other_sets_of_ranks(store, job):
     keep(store, job, (1, 10, [1.0, 1.0, 1.0]), (2, 20, [1.0, 2.0]), (3, 30, [1.0, 3.0]), (4, 25, [1.0, 4.0]))
     numbers = history(store, job)
     assert (numbers.steps, numbers.own_seconds) == ([20, 25], [[1.0, 2.0], [1.0, 4.0]])
 
 
-def test_ranks_whose_own_time_nobody_knows_have_no_history(store, job):
+def test_ranks_without_a_measured_time_of_their_own_have_no_history(store, job):
     keep(store, job, (1, 10, None))
     assert history(store, job).steps == []
     assert newest(store, job).own_seconds is None
 
 
-def test_numbers_of_another_job_are_its_own(store, submit, job):
+def test_rank_numbers_of_one_job_are_not_those_of_another(store, submit, job):
     other = submit().id
     keep(store, job, (1, 10, [1.0]))
     assert (newest(store, other), history(store, other).steps) == (None, [])

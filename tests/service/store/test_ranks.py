@@ -44,7 +44,7 @@ def test_ranks_that_are_lost_have_no_process_and_the_others_keep_theirs(store, t
     assert states(store, second) == [(0, "running", 7, 1), (1, "exited", None, 1)]
 
 
-def test_what_a_rank_of_an_older_generation_says_changes_nothing(store, two):
+def test_state_reported_by_a_rank_of_an_older_generation_is_ignored(store, two):
     job_id, other = two
     store.write(lambda s: generations.begin(s, job_id, "again", False))
     assert not store.write(lambda s: ranks.set_state(s, job_id, 1, 0, "exited")), "the job is further"

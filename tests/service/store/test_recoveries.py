@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from service.store import recoveries
 
 
-def test_of_all_ranks_the_last_one_to_get_there_counts_until_a_step_is_committed():
+def test_recovery_times_are_those_of_the_last_rank_and_fixed_by_the_first_step():
     row = SimpleNamespace(first_step_at=None, connected_at=None, restored_at=None)
     session = SimpleNamespace(get=lambda table, key: row)
     for connected_at, restored_at in ((5.0, None), (3.0, 9.0), (4.0, 8.0)):

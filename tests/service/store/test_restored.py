@@ -36,7 +36,7 @@ def test_job_is_settled_once_something_of_it_was_seen_to_run(store, submit, sinc
         ((JobState.STARTING, JobState.CANCELLING), False),
     ],
 )
-def test_only_what_can_be_paused_waits_for_its_user(store, submit, path, paused):
+def test_restored_job_is_paused_only_if_its_state_can_be_paused(store, submit, path, paused):
     job = submit()
     for state in path:
         store.write(lambda s, state=state: jobs.transition(s, job.id, state))
@@ -55,7 +55,7 @@ def test_only_what_can_be_paused_waits_for_its_user(store, submit, path, paused)
     )
 
 
-def test_generation_that_left_a_checkpoint_is_known_and_none_is_forgotten(store, submit):
+def test_generation_of_a_checkpoint_on_disk_raises_the_jobs_and_never_lowers_it(store, submit):
     job = submit()
     for known, number in ((3, 3), (2, 3), (5, 5)):
         store.write(lambda s, known=known: restored.know_generation(s, job.id, known))
@@ -63,7 +63,7 @@ def test_generation_that_left_a_checkpoint_is_known_and_none_is_forgotten(store,
             assert jobs.get(session, job.id).generation == number
 
 
-def test_gang_that_the_database_does_not_know_is_written_down_rank_by_rank(store, submit):
+def test_gang_unknown_to_a_restored_database_is_recorded_rank_by_rank(store, submit):
     job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 4})
 
     def run(session):
@@ -100,7 +100,7 @@ def test_gang_that_the_database_does_not_know_is_written_down_rank_by_rank(store
         ("CANCELLED", None),
     ],
 )
-def test_state_from_which_a_newer_gang_is_adopted(store, submit, known, becomes):
+def test_restored_job_adopts_a_newer_gang_unless_it_succeeded_or_was_cancelled(store, submit, known, becomes):
     job = submit()
 
     def remember(session):

@@ -52,7 +52,7 @@ def in_virtual_seconds(operation):
 
 
 @pytest.mark.parametrize("error", PASSING, ids=str)
-def test_what_may_pass_is_tried_until_it_is_done(error):
+def test_error_that_may_pass_is_retried_with_growing_pauses_until_success(error):
     left = [error] * 9
 
     async def operation():
@@ -67,7 +67,7 @@ def test_what_may_pass_is_tried_until_it_is_done(error):
 
 
 @pytest.mark.parametrize("error", LASTING, ids=str)
-def test_what_was_refused_comes_out(error):
+def test_lasting_error_is_raised_without_a_retry(error):
     async def operation():
         raise error
 

@@ -31,7 +31,7 @@ def test_sqlite_runs_in_wal_mode_with_foreign_keys(store, tmp_path):
         store.write(lambda session: events.append(session, "job_000000000000", "x", "about no job"))
 
 
-def test_who_writes_has_the_file_from_the_beginning_and_others_wait(store, tmp_path):
+def test_write_transaction_locks_the_database_from_its_beginning(store, tmp_path):
     """A read that turned into a write would be refused instead, where another process wrote meanwhile."""
     other = contextlib.closing(sqlite3.connect(tmp_path / "manta.db", timeout=0, isolation_level=None))
     with other as connection, store.database.writer.begin() as writing:
@@ -40,7 +40,7 @@ def test_who_writes_has_the_file_from_the_beginning_and_others_wait(store, tmp_p
             connection.execute("BEGIN IMMEDIATE")
 
 
-def test_what_was_written_is_there_after_reopening(tmp_path, make_spec):
+def test_job_is_there_after_the_database_is_reopened(tmp_path, make_spec):
     url = f"sqlite:///{tmp_path}/deeper/manta.db"
     first = Store(url)
     first.migrate()
@@ -80,7 +80,7 @@ def plans_of(store, reading, query, table="jobs"):
 
 
 @pytest.mark.parametrize("query", OFTEN.values(), ids=OFTEN)
-def test_what_is_asked_all_the_time_does_not_go_through_the_jobs_that_are_over(store, query):
+def test_frequent_queries_do_not_scan_finished_jobs(store, query):
     """Whose rows hold their specs, and of which there are more and more."""
     steps = plans_of(store, store.read, query)
     assert steps and not [step for step in steps if step.startswith("SCAN jobs")]
@@ -99,7 +99,7 @@ FEWEST = {
 
 
 @pytest.mark.parametrize(("wanted", "column"), FEWEST.values(), ids=FEWEST)
-def test_jobs_are_found_by_what_the_fewest_have(store, wanted, column):
+def test_list_of_jobs_uses_the_index_of_its_rarest_filter(store, wanted, column):
     """Most are over, and in one project."""
     steps = plans_of(store, store.read_rows, lambda rows: job_rows.page(rows, wanted))
     assert steps == [f"SEARCH jobs USING INDEX ix_jobs_{column}_id ({column}=?)"]
@@ -120,14 +120,14 @@ ABOUT_EVENTS = {
 
 
 @pytest.mark.parametrize(("query", "where"), ABOUT_EVENTS.values(), ids=ABOUT_EVENTS)
-def test_what_is_asked_all_the_time_goes_through_the_newest_events_alone(store, query, where):
+def test_frequent_queries_search_only_the_newest_events(store, query, where):
     """And not through those of all jobs, nor of all jobs of the project."""
     about_events = plans_of(store, store.read, query, "events \nWHERE")[0]
     assert about_events.startswith("SEARCH events") and where in about_events
 
 
 @pytest.mark.parametrize("content", [b"this is no database, but long enough to be looked at" * 100, None])
-def test_a_file_that_is_no_database_is_one_clear_sentence(tmp_path, content):
+def test_file_that_is_not_a_database_is_refused_in_one_sentence(tmp_path, content):
     path = tmp_path / "odd.db"
     path.mkdir() if content is None else path.write_bytes(content)
     store = Store(f"sqlite:///{path}")
@@ -161,13 +161,13 @@ def test_a_database_is_copied_before_it_is_migrated(store, submit, tmp_path):
         assert jobs.get(session, job.id).submitted is None
 
 
-def test_a_new_database_shuts_out_nobody(tmp_path):
+def test_new_sqlite_database_does_not_shut_out_the_release_before(tmp_path):
     new = Store(f"sqlite:///{tmp_path}/new.db")
     assert not new.shuts_out_release_before
     new.close()
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_sentence(tmp_path):
+def test_database_folder_that_cannot_be_made_is_refused_by_name(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreUnusable, match="file"):
         Store(f"sqlite:///{tmp_path}/file/manta.db")
@@ -184,9 +184,7 @@ def put_another_there(file):
 
 @pytest.mark.parametrize("name", ["manta.db", "manta.db-wal", "manta.db-shm"])
 @pytest.mark.parametrize("lose", [move_away, put_another_there])
-def test_open_database_of_which_a_file_is_lost_takes_nothing_until_it_is_back(
-    store, submit, tmp_path, caplog, lose, name
-):
+def test_open_database_with_a_lost_file_refuses_all_use_until_it_is_back(store, submit, tmp_path, caplog, lose, name):
     job, file = submit(), tmp_path / name
     lose(file)
     there = {each.name: each.read_bytes() for each in tmp_path.glob("manta.db*")}
@@ -201,7 +199,7 @@ def test_open_database_of_which_a_file_is_lost_takes_nothing_until_it_is_back(
         assert {each.id for each in jobs.unfinished(session)} == {job.id, later.id}
 
 
-def test_connection_that_is_new_makes_no_file_where_the_database_was(store, submit, tmp_path):
+def test_new_connection_makes_no_file_in_place_of_a_lost_database(store, submit, tmp_path):
     submit()
     move_away(tmp_path / "manta.db")
     store.database.readers.dispose()
@@ -211,7 +209,7 @@ def test_connection_that_is_new_makes_no_file_where_the_database_was(store, subm
 
 
 @pytest.mark.parametrize("refilled", [False, True])
-def test_database_that_was_emptied_is_not_written_to_until_the_end_of_the_process(tmp_path, make_spec, refilled):
+def test_emptied_database_is_refused_and_not_written_even_on_closing(tmp_path, make_spec, refilled):
     file = tmp_path / "new.db"
     store = Store(f"sqlite:///{file}")
     store.migrate()  # all of it is in the log, which SQLite would write into the file when it is closed
@@ -228,7 +226,7 @@ def test_database_that_was_emptied_is_not_written_to_until_the_end_of_the_proces
     assert file.read_bytes() == before
 
 
-def test_write_during_which_the_database_is_lost_is_not_said_to_be_done(store, submit, tmp_path):
+def test_write_during_which_the_database_is_lost_does_not_report_success(store, submit, tmp_path):
     job, file = submit(), tmp_path / "manta.db"
     with pytest.raises(DatabaseLost):
         store.write(lambda session: (setattr(jobs.get(session, job.id), "message", "lost"), move_away(file)))
@@ -248,7 +246,7 @@ def test_log_that_is_removed_is_written_into_the_database_at_the_end(store, subm
         assert after.execute("SELECT id FROM jobs").fetchall() == [(job.id,)]
 
 
-def test_log_that_sqlite_itself_removes_is_none_that_is_lost(store, submit, tmp_path):
+def test_log_removed_by_sqlite_itself_does_not_count_as_lost(store, submit, tmp_path):
     submit()
     store.database.close()
     assert not (tmp_path / "manta.db-wal").exists()

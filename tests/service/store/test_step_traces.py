@@ -59,7 +59,7 @@ def test_a_trace_is_complete_once_all_ranks_have_recorded(store, training):
         assert sorted(step_traces.parts(session, training, number)) == [0, 1]
 
 
-def test_a_rank_may_be_heard_before_the_first_one(store, training):
+def test_rank_may_report_its_trace_before_the_beginning_is_reported(store, training):
     number = request(store, training)
     recorded(store, training, number, 1)
     begun(store, training, number)
@@ -68,7 +68,7 @@ def test_a_rank_may_be_heard_before_the_first_one(store, training):
     assert row(store, training, number).state == "recording", "another generation's is none of it"
 
 
-def test_what_is_missing_is_said(store, training, monkeypatch):
+def test_partial_trace_names_the_ranks_that_are_missing_and_why(store, training, monkeypatch):
     number = request(store, training)
     recorded(store, training, number, 0, "too much")
     recorded(store, training, number, 1)
@@ -82,7 +82,7 @@ def test_what_is_missing_is_said(store, training, monkeypatch):
     assert (over.state, over.message) == ("partial", "rank 0: the trace has more than 5 slices without it")
 
 
-def test_a_recording_that_ends_with_its_generation_waits_for_whoever_knows_why(store, training):
+def test_interrupted_trace_stays_open_until_the_cause_is_known(store, training):
     number = request(store, training)
     waiting = request(store, training)
     recorded(store, training, number, 0, INTERRUPTED)
@@ -123,7 +123,7 @@ def test_the_end_of_a_job_ends_its_traces(store, training, states, waiting, why)
         ({"profiler_ranks": (1, 2)}, "no rank 2; its ranks are 0 to 1"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(store, training, wanted, why):
+def test_trace_request_with_impossible_steps_or_ranks_is_refused(store, training, wanted, why):
     with pytest.raises(TraceNotPossible, match=why):
         request(store, training, **wanted)
 
@@ -133,7 +133,7 @@ def test_last_step_of_a_job_can_be_recorded(store, training):
     assert (row(store, training, number).state, row(store, training, number).wanted_step) == ("requested", 10)
 
 
-def test_a_job_of_one_rank_is_said_to_have_that_one(store, submit):
+def test_trace_request_for_a_missing_rank_names_the_only_rank(store, submit):
     job = submit().id
     with pytest.raises(TraceNotPossible, match=f"job {job} has no rank 2; its only rank is 0"):
         request(store, job, profiler_ranks=(2,))
@@ -150,7 +150,7 @@ def test_a_job_that_is_over_or_has_traces_enough_takes_no_more(store, training):
         request(store, training)
 
 
-def test_the_oldest_goes_and_no_number_is_given_twice(store, training, monkeypatch):
+def test_oldest_trace_is_removed_and_numbers_are_not_reused(store, training, monkeypatch):
     monkeypatch.setattr(trace_requests, "KEPT", 3)
     for number in range(1, 6):
         assert request(store, training) == number
@@ -163,7 +163,7 @@ def test_the_oldest_goes_and_no_number_is_given_twice(store, training, monkeypat
         row(store, training, 2)
 
 
-def test_unfinished_traces_count_among_those_kept_and_are_not_what_goes(store, training, monkeypatch):
+def test_unfinished_traces_count_towards_the_limit_and_are_not_removed(store, training, monkeypatch):
     monkeypatch.setattr(trace_requests, "KEPT", 3)
     all_kept = ([1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [4, 6, 7])
     for kept in all_kept:
@@ -174,7 +174,7 @@ def test_unfinished_traces_count_among_those_kept_and_are_not_what_goes(store, t
             recorded(store, training, number, rank)
 
 
-def test_who_wants_traces_is_known_to_all_control_planes(store, training):
+def test_jobs_with_requested_traces_are_known_from_the_database(store, training):
     with store.read() as session:
         assert step_traces.jobs_that_want_some(session) == set()
     number = request(store, training)
@@ -187,6 +187,6 @@ def test_who_wants_traces_is_known_to_all_control_planes(store, training):
 
 
 @pytest.mark.parametrize("text", ["trace_0", "trace_", "trace_01", "trace_x", "1", ""])
-def test_what_is_no_id_names_none(text):
+def test_text_that_is_not_a_trace_id_has_no_number(text):
     assert step_traces.number_of(text) is None
     assert step_traces.number_of("trace_12") == 12

@@ -31,6 +31,6 @@ def test_documents_come_back_with_all_that_a_database_takes(store, submit, given
     assert storable(stored) == stored
 
 
-def test_what_needs_no_change_is_stored_as_it_is(store):
+def test_document_that_needs_no_change_is_stored_without_a_copy(store):
     plain = {"a": [1, "text"]}
     assert Document().process_bind_param(plain, store.engine.dialect) is plain

@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_writes_are_counted_until_they_end_well_or_not(store: Store):
+def test_writes_count_as_waiting_until_they_succeed_or_fail(store: Store):
     before, _ = store.writes.done
     begun, go_on = threading.Event(), threading.Event()
 

@@ -202,7 +202,7 @@ def test_what_the_weights_half_needs_is_held_until_it_is_done():
     assert bytes_of_rank(job_spec, 1, 6) == chunk_bytes(job_spec, 1, False) + put_off_bytes(job_spec, 1)
 
 
-def test_a_chunk_holds_of_each_layer_what_the_policy_leaves_of_it_and_where_it_does_not_apply_everything():
+def test_chunk_holds_what_recompute_leaves_of_each_layer_or_all_if_it_does_not_apply():
     """Layers 2 and 3 of a middle stage."""
 
     def held(applies: bool, **policy: Any) -> int:

@@ -372,7 +372,7 @@ def test_the_papers_overhead_is_three_times_ours_twice(name, hidden, heads, laye
 
 
 @pytest.mark.parametrize(("data", "buffers"), [(1, 4), (2, 3), (3, 3)])
-def test_waiting_gradients_take_what_the_replica_that_needs_most_needs_in_the_largest_batch_of_a_ramp(data, buffers):
+def test_waiting_gradient_buffers_fit_the_neediest_replica_in_a_ramps_largest_batch(data, buffers):
     """From 4 to 16 sequences, of which the third of three replicas gets 11 to 15: 11, 12 + 13 and 14 wait for 15."""
     ramp = {"start": 4, "increment": 12, "samples": 20}
     train = {"global_batch_size": 16, "batch_ramp": ramp, "deterministic": "elastic"}

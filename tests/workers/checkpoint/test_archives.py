@@ -35,7 +35,7 @@ def values_in(content: bytes) -> numpy.ndarray:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 5), (300, 17)])
-def test_the_elements_are_those_of_the_tensor(dtype, shape):
+def test_elements_read_from_an_archive_are_those_of_the_tensor(dtype, shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     elements = elements_in(archive_of(tensor))
     assert (elements.dtype, elements.sizes) == (str(dtype).removeprefix("torch."), shape)
@@ -43,18 +43,18 @@ def test_the_elements_are_those_of_the_tensor(dtype, shape):
     assert numpy.array_equal(values_in(archive_of(tensor)), same.numpy())
 
 
-def test_a_part_of_a_larger_storage_begins_where_it_does():
+def test_slice_of_a_larger_storage_is_read_from_its_offset():
     tensor = torch.arange(12.0)[5:9]
     assert values_in(archive_of(tensor)).tolist() == [5.0, 6.0, 7.0, 8.0]
 
 
-def test_how_far_apart_rows_are_is_nothing_where_there_is_but_one():
+def test_stride_of_a_single_row_is_ignored():
     tensor = torch.arange(32.0).view(4, 8)[1:2, :4]
     assert tensor.stride() == (8, 1)
     assert values_in(archive_of(tensor)).tolist() == [[8.0, 9.0, 10.0, 11.0]]
 
 
-def test_what_does_not_lie_in_the_beginning_is_found_by_the_directory(monkeypatch):
+def test_elements_beyond_the_first_bytes_are_found_by_the_archives_directory(monkeypatch):
     content = archive_of(torch.arange(6.0).view(2, 3))
     for size in (0, 64, 300, 500):
         monkeypatch.setattr(archives, "BEGINNING_BYTES", size)
@@ -67,7 +67,7 @@ def test_a_tensor_in_several_pieces_is_refused(tensor):
         elements_in(archive_of(tensor))
 
 
-def test_what_is_no_tensor_is_refused():
+def test_archive_without_a_float_tensor_is_refused():
     for value, problem in (([1, 2], "it holds a list"), (torch.zeros(2, dtype=torch.int64), "torch.LongStorage")):
         with pytest.raises(pickle.UnpicklingError, match=problem):
             elements_in(archive_of(value))
@@ -75,7 +75,7 @@ def test_what_is_no_tensor_is_refused():
         elements_in(b"no archive at all" * 100)
 
 
-def test_nothing_that_a_pickle_names_is_run(tmp_path):
+def test_call_named_by_a_pickle_is_refused_and_not_run(tmp_path):
     class Call:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "it ran"),)

@@ -67,7 +67,7 @@ def fail(monkeypatch):
     return start
 
 
-def test_what_was_saved_is_whole_and_what_was_interrupted_is_not(tmp_path):
+def test_complete_save_is_whole_and_an_interrupted_or_damaged_one_is_not(tmp_path):
     saved(tmp_path, 10)
     (saved(tmp_path, 20) / MANIFEST).unlink()
     (saved(tmp_path, 30) / "data").write_bytes(b"1234")
@@ -89,7 +89,7 @@ def test_checkpoint_copied_under_the_name_of_another_or_from_another_job_is_dama
     assert prune(tmp_path, 1, generation=1, job="j") == [], "what is not its own does not count as newer"
 
 
-def test_place_is_a_checkpoint_by_any_name_or_stands_for_its_newest_whole_one(tmp_path):
+def test_path_means_the_checkpoint_there_or_the_newest_whole_one_in_the_folder(tmp_path):
     older, newer = saved(tmp_path, 5), saved(tmp_path, 6)
     assert [checkpoint_at(place) for place in (older, newer, tmp_path)] == [older, newer, newer]
     (newer / "data").unlink()
@@ -103,7 +103,7 @@ def test_place_is_a_checkpoint_by_any_name_or_stands_for_its_newest_whole_one(tm
 
 
 @pytest.mark.parametrize("number", ERRORS)
-def test_whether_a_place_is_a_checkpoint_may_be_unknown(tmp_path, fail, number):
+def test_path_that_cannot_be_read_is_an_unreadable_checkpoint(tmp_path, fail, number):
     path = saved(tmp_path, 10).rename(tmp_path / "copy")
     fail(path, number)
     with pytest.raises(UnreadableCheckpoint, match=os.strerror(number)):
@@ -112,7 +112,7 @@ def test_whether_a_place_is_a_checkpoint_may_be_unknown(tmp_path, fail, number):
 
 @pytest.mark.parametrize("number", ERRORS)
 @pytest.mark.parametrize("name", ["", MANIFEST, "data"])
-def test_what_the_system_does_not_give_out_is_unknown(tmp_path, fail, name, number):
+def test_checkpoint_with_an_unreadable_file_is_unknown_and_not_pruned(tmp_path, fail, name, number):
     saved(tmp_path, 10)
     newest = saved(tmp_path, 20)
     fail(newest / name, number)
@@ -125,7 +125,7 @@ def test_what_the_system_does_not_give_out_is_unknown(tmp_path, fail, name, numb
 
 
 @pytest.mark.parametrize("number", ERRORS)
-def test_folder_that_cannot_be_listed_says_nothing_about_what_is_in_it(tmp_path, fail, number):
+def test_checkpoints_of_a_folder_that_cannot_be_listed_are_unknown(tmp_path, fail, number):
     path = saved(tmp_path, 10)
     fail(tmp_path, number)
     listing = list_checkpoints(tmp_path)
@@ -139,7 +139,7 @@ def test_folder_that_cannot_be_listed_says_nothing_about_what_is_in_it(tmp_path,
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty folder", "an interrupted save"])
-def test_folder_that_holds_none_of_what_was_saved_is_not_the_one(tmp_path, left):
+def test_checkpoint_is_unknown_if_its_folder_has_none_of_the_saved_ones(tmp_path, left):
     folder = tmp_path / "checkpoints"
     path = str(saved(folder, 10))
     folder.rename(tmp_path / "elsewhere")
@@ -155,7 +155,7 @@ def test_folder_that_holds_none_of_what_was_saved_is_not_the_one(tmp_path, left)
 
 
 @pytest.mark.parametrize("other", ["whole", "damaged"])
-def test_one_that_is_gone_from_among_others_is_gone(tmp_path, other):
+def test_checkpoint_missing_among_others_of_its_job_is_known_to_be_gone(tmp_path, other):
     paths = [saved(tmp_path, step) for step in (10, 20)]
     if other == "damaged":
         (paths[1] / MANIFEST).unlink()
@@ -164,7 +164,7 @@ def test_one_that_is_gone_from_among_others_is_gone(tmp_path, other):
     assert list_checkpoints(tmp_path).look_up(everything[0], everything)[0] is NOT_WHOLE
 
 
-def test_one_that_is_gone_from_among_others_that_cannot_be_read_is_unknown(tmp_path, fail):
+def test_checkpoint_missing_among_unreadable_ones_is_unknown(tmp_path, fail):
     paths = [saved(tmp_path, step) for step in (10, 20)]
     shutil.rmtree(paths[0])
     fail(paths[1], errno.EIO)
@@ -172,7 +172,7 @@ def test_one_that_is_gone_from_among_others_that_cannot_be_read_is_unknown(tmp_p
     assert list_checkpoints(tmp_path).look_up(everything[0], everything)[0] is UNKNOWN
 
 
-def test_file_in_the_place_of_the_folder_is_no_answer(tmp_path):
+def test_checkpoints_are_unknown_if_a_file_stands_in_place_of_their_folder(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.write_bytes(b"")
     assert list_checkpoints(folder).look_up("/x", ["/x"])[0] is UNKNOWN
@@ -188,7 +188,7 @@ def test_a_manifest_knows_the_size_of_all_files_and_the_sums_of_each(tmp_path):
         manifest.sums(tmp_path / "c")
 
 
-def test_of_a_checkpoint_that_is_there_its_own_condition_is_known(tmp_path):
+def test_checkpoint_that_exists_is_looked_up_with_its_own_condition_and_problem(tmp_path):
     whole, broken = saved(tmp_path, 10), saved(tmp_path, 20)
     (broken / "data").unlink()
     listing, everything = list_checkpoints(tmp_path), [str(whole), str(broken)]
@@ -197,7 +197,7 @@ def test_of_a_checkpoint_that_is_there_its_own_condition_is_known(tmp_path):
     assert condition is NOT_WHOLE and "data is missing" in problem
 
 
-def test_where_another_one_is_whole_the_folder_is_the_right_one_though_nobody_knows_it(tmp_path):
+def test_missing_checkpoint_is_gone_if_its_folder_has_an_unrecorded_whole_one(tmp_path):
     saved(tmp_path, 30)
     gone = str(checkpoint_path(tmp_path, 10, 1))
     assert list_checkpoints(tmp_path).look_up(gone, [gone])[0] is NOT_WHOLE
@@ -210,7 +210,7 @@ def test_a_folder_that_is_gone_is_told_from_one_that_is_empty(tmp_path):
     assert "holds none of the checkpoints" in list_checkpoints(tmp_path / "c").look_up(path, [path])[1]
 
 
-def test_a_name_says_which_generation_made_it_and_the_next_one_is_above_all(tmp_path):
+def test_next_generation_is_above_all_that_names_of_checkpoints_mention(tmp_path):
     assert generation_of(checkpoint_path("/c", 10, 7)) == 7
     assert generation_of("/c/notes") is None
     assert next_generation(tmp_path) == next_generation(tmp_path / "none") == 1
@@ -226,7 +226,7 @@ def test_names_are_ordered_by_their_numbers_not_by_their_letters(tmp_path):
     assert next_generation(tmp_path) == 12
 
 
-def test_nothing_stays_open_of_what_was_sealed_looked_at_or_read(tmp_path):
+def test_no_file_stays_open_after_sealing_listing_or_reading_checkpoints(tmp_path):
     """A control plane looks at all folders again and again for as long as it runs."""
 
     def open_files() -> int:
@@ -241,7 +241,7 @@ def test_nothing_stays_open_of_what_was_sealed_looked_at_or_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"1234"])
-def test_what_is_not_here_as_it_was_written_is_not_sealed(tmp_path, content):
+def test_checkpoint_with_missing_or_short_files_is_not_sealed(tmp_path, content):
     path = checkpoint_path(tmp_path, 10, 1)
     path.mkdir()
     if content is not None:
@@ -251,7 +251,7 @@ def test_what_is_not_here_as_it_was_written_is_not_sealed(tmp_path, content):
     assert not (path / MANIFEST).exists()
 
 
-def test_a_manifest_is_on_disk_before_it_has_its_name_and_the_names_are_before_it_counts(tmp_path, monkeypatch):
+def test_manifest_is_synced_before_its_rename_and_both_folders_after_it(tmp_path, monkeypatch):
     done, rename, real = [], Path.rename, os.fsync
     path = checkpoint_path(tmp_path, 10, 1)
 
@@ -283,7 +283,7 @@ def rewritten(path: Path, **changes: object) -> None:
         {"blocks": {"data": []}},
     ],
 )  # fmt: skip
-def test_a_manifest_without_a_checksum_has_fields_of_the_right_types_or_is_none(tmp_path, changes):
+def test_manifest_without_a_checksum_is_refused_if_a_field_has_a_wrong_type(tmp_path, changes):
     path = saved(tmp_path, 10)
     rewritten(path, loss_scale=[1.0, 2.0], numbers={})
     assert manifest_of(path).loss_scale == [1.0, 2.0]

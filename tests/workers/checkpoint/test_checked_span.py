@@ -29,7 +29,7 @@ def written(path: Path) -> FileSums:
 @given(
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 300)), max_size=12), st.sampled_from([0, 200, 400, 4096])
 )
-def test_pieces_are_of_the_content_in_whatever_order(pieces, span):
+def test_pieces_have_the_files_content_in_any_order(pieces, span):
     with tempfile.TemporaryDirectory() as folder, patch.object(checked_span, "SPAN_BYTES", span):
         path = Path(folder) / "file"
         with checked(path, written(path)) as file:
@@ -40,7 +40,7 @@ def test_pieces_are_of_the_content_in_whatever_order(pieces, span):
 
 
 @pytest.mark.parametrize("step", [10, 64, 100, 230])
-def test_in_order_each_block_is_read_once(step, tmp_path, monkeypatch):
+def test_pieces_asked_for_in_order_read_each_block_once(step, tmp_path, monkeypatch):
     monkeypatch.setattr(checked_span, "SPAN_BYTES", 4 * BLOCK)
     with checked(tmp_path / "file", written(tmp_path / "file")) as file:
         read: list[int] = []
@@ -52,12 +52,12 @@ def test_in_order_each_block_is_read_once(step, tmp_path, monkeypatch):
     assert read == list(range(-(-SIZE // BLOCK)))
 
 
-def test_a_piece_that_nothing_was_there_of_is_aligned(tmp_path):
+def test_piece_of_which_nothing_was_in_memory_is_aligned(tmp_path):
     with checked(tmp_path / "file", written(tmp_path / "file")) as file:
         assert CheckedSpan(file).piece(331, 200).ctypes.data % ALIGNMENT == 0
 
 
-def test_damage_is_named_however_often_it_is_asked_for_and_the_rest_can_be_read(tmp_path):
+def test_damaged_block_is_reported_on_each_read_and_the_rest_can_be_read(tmp_path):
     sums = written(tmp_path / "file")
     (tmp_path / "file").write_bytes(CONTENT[:200] + b"?" + CONTENT[201:])
     with checked(tmp_path / "file", sums) as file:
@@ -69,7 +69,7 @@ def test_damage_is_named_however_often_it_is_asked_for_and_the_rest_can_be_read(
         assert here.piece(300, 100).tobytes() == CONTENT[300:400]
 
 
-def test_beyond_the_end_there_is_nothing(tmp_path):
+def test_piece_beyond_the_end_of_the_file_is_refused(tmp_path):
     with (
         checked(tmp_path / "file", written(tmp_path / "file")) as file,
         pytest.raises(ValueError, match="no bytes 900"),

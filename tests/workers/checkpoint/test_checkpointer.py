@@ -60,7 +60,7 @@ def test_a_save_that_failed_is_forgotten_once_the_next_one_is_whole(trainer):
     trainer.state.finish()  # which raises where the newest save has failed
 
 
-def test_what_is_saved_is_the_state_as_it_was_when_the_save_began(trainer):
+def test_save_writes_the_state_as_it_was_when_the_save_began(trainer):
     """The training goes on once the state is copied aside."""
     trainer.train_step()
     checkpoints, go_on, before = trainer.state.checkpoints, threading.Event(), bits(trainer)
@@ -99,7 +99,7 @@ def test_states_are_copied_into_the_same_memory_which_is_there_before_the_first_
     assert is_still(trainer, before)
 
 
-def test_a_rank_that_reads_a_checkpoint_moves(trainer, monkeypatch):
+def test_rank_that_reads_a_checkpoint_shows_progress(trainer, monkeypatch):
     """However slow the store is: who stands still for five minutes is killed, and would be killed again."""
     trainer.train_step()
     trainer.state.checkpoints.finish()
@@ -109,7 +109,7 @@ def test_a_rank_that_reads_a_checkpoint_moves(trainer, monkeypatch):
     assert len(moved) >= len(trainer.engine.flat.slots)
 
 
-def test_a_rank_whose_part_is_saved_waits_for_the_others(trainer, store, monkeypatch):
+def test_rank_whose_part_is_saved_says_which_rank_it_waits_for(trainer, store, monkeypatch):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     awaited = []
 
@@ -124,7 +124,7 @@ def test_a_rank_whose_part_is_saved_waits_for_the_others(trainer, store, monkeyp
     assert set(awaited) == {3}
 
 
-def test_no_memory_is_taken_where_nothing_is_ever_due(trainer):
+def test_no_memory_for_copies_is_taken_if_checkpoints_are_never_due(trainer):
     checkpoints = trainer.state.checkpoints
     config = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 0})
     checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": config})
@@ -152,7 +152,7 @@ def _copies_when_asked_for(checkpoints: Checkpointer) -> list[str]:
     return log
 
 
-def test_the_state_is_copied_beside_the_next_step_which_waits_before_it_changes_it(trainer):
+def test_state_is_copied_during_the_next_step_which_waits_before_changing_it(trainer):
     trainer.train_step()
     checkpoints = trainer.state.checkpoints
     checkpoints.finish()
@@ -180,7 +180,7 @@ def test_a_step_that_waits_for_no_copy_is_in_no_phase_of_saving(trainer):
     assert "optimizer" in seen and "checkpoint" not in seen
 
 
-def test_a_roll_back_and_a_restored_state_wait_for_the_copy_too(trainer):
+def test_restore_waits_until_the_state_is_copied_for_a_save(trainer):
     trainer.train_step()
     checkpoints = trainer.state.checkpoints
     checkpoints.finish()
@@ -190,7 +190,7 @@ def test_a_roll_back_and_a_restored_state_wait_for_the_copy_too(trainer):
     assert log == ["copied", "waited for"]
 
 
-def test_a_copy_that_there_is_no_memory_for_is_a_failed_save_and_holds_nobody_up(trainer):
+def test_save_without_memory_for_its_copy_fails_and_does_not_block(trainer):
     trainer.train_step()
     checkpoints = trainer.state.checkpoints
     checkpoints.finish()
@@ -205,7 +205,7 @@ def test_a_copy_that_there_is_no_memory_for_is_a_failed_save_and_holds_nobody_up
     assert checkpoints.failure == "not enough memory: you tried to allocate 12 bytes"
 
 
-def test_however_far_a_roll_back_reaches_a_checkpoint_is_left(trainer):
+def test_pruning_leaves_a_checkpoint_before_the_furthest_roll_back(trainer):
     """It undoes up to twice `roll_back_steps` less one."""
     furthest = 2 * ROLL_BACK_STEPS - 1
     for step in range(1, 4 * ROLL_BACK_STEPS):
@@ -223,7 +223,7 @@ def events_of_saves(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[t
     return noted
 
 
-def test_what_must_be_on_disk_is_saved_though_it_is_not_due_and_only_once(trainer, monkeypatch):
+def test_save_now_saves_a_step_that_is_not_due_and_only_once(trainer, monkeypatch):
     noted = events_of_saves(trainer, monkeypatch)
     monkeypatch.setattr(trainer.state.checkpoints, "due", lambda step: False)
     for _ in range(2):
@@ -247,7 +247,7 @@ def test_a_save_of_an_earlier_step_that_is_under_way_is_waited_for_first(trainer
     assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"] * 2
 
 
-def test_what_cannot_be_saved_is_tried_again_so_often_and_then_said(trainer, monkeypatch):
+def test_save_now_retries_a_failing_save_a_few_times_and_then_gives_up(trainer, monkeypatch):
     noted = events_of_saves(trainer, monkeypatch)
     with patch.object(SummingFile, "write", full):
         assert not trainer.state.checkpoints.save_now(1, waits=(0.0, 0.001, 0.002))
@@ -262,7 +262,7 @@ def test_what_cannot_be_saved_is_tried_again_so_often_and_then_said(trainer, mon
     assert trainer.state.checkpoints.save_now(2, waits=(0.0,)), "there is room again"
 
 
-def test_the_last_step_is_due_whatever_its_number_and_none_is_where_none_is_asked_for(trainer):
+def test_last_step_is_always_due_unless_checkpoints_are_off(trainer):
     checkpoints = trainer.state.checkpoints
     last = checkpoints.spec.train.steps
 
@@ -287,7 +287,7 @@ def begun(trainer: Trainer, steps: Sequence[int]) -> list[int]:
     return saved
 
 
-def test_what_should_be_there_and_is_not_is_missing(trainer):
+def test_checkpoints_missing_at_due_steps_are_saved_but_none_of_the_start(trainer):
     save(trainer, 2)
     assert begun(trainer, range(trainer.spec.train.steps + 1)) == [1, 3, 4], "the start is saved by nobody"
 
@@ -310,7 +310,7 @@ def looked_for(comm: Comm, document: dict[str, Any], folder: str) -> tuple[int, 
     return len(looked), saved
 
 
-def test_one_rank_looks_for_what_is_missing_and_tells_the_others(ranks, corpus, tmp_path):
+def test_one_rank_looks_for_missing_checkpoints_and_tells_the_others(ranks, corpus, tmp_path):
     """A rank that finds something else, of a store that does not answer it, would save by itself, and wait."""
     document = job(corpus, {"data": 2}, model={"layers": 1}, checkpoint={"every_steps": 1})
     by_rank = ranks.run(ParallelConfig(data=2), looked_for, document, str(tmp_path))
@@ -324,7 +324,7 @@ def saves_every(trainer: Trainer, steps: int) -> None:
     checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": config})
 
 
-def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_saved(trainer):
+def test_checkpoint_due_some_steps_ago_is_missing_until_it_or_a_later_one_is_saved(trainer):
     saves_every(trainer, 2)
     assert begun(trainer, range(4)) == [2, 3]
     save(trainer, 3)
@@ -333,14 +333,14 @@ def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_save
     assert begun(trainer, [trainer.spec.train.steps]) == [4], "the last step is due whatever was saved right before it"
 
 
-def test_who_has_sealed_what_was_due_need_not_look_for_it(trainer, monkeypatch):
+def test_rank_that_sealed_the_due_checkpoint_does_not_list_the_folder(trainer, monkeypatch):
     save(trainer, 3)
     monkeypatch.setattr(catalog, "whole_checkpoints", lambda folder: pytest.fail(f"looked at all of {folder}"))
     assert begun(trainer, [3]) == []
 
 
 @pytest.mark.parametrize("undo", ["undo_after", "enter_generation"])
-def test_what_was_sealed_of_a_step_that_is_done_again_says_nothing_about_it(trainer, undo):
+def test_checkpoint_sealed_before_its_step_was_undone_does_not_count_as_saved(trainer, undo):
     """The job would end without its last checkpoint."""
     checkpoints = trainer.state.checkpoints
     save(trainer, 3)
@@ -349,7 +349,7 @@ def test_what_was_sealed_of_a_step_that_is_done_again_says_nothing_about_it(trai
     assert begun(trainer, [3]) == [3]
 
 
-def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer, monkeypatch):
+def test_new_generation_makes_the_save_that_the_one_before_missed(trainer, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 60.0)
     checkpoints = trainer.state.checkpoints
     saves_every(trainer, 2)
@@ -367,7 +367,7 @@ def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer, monk
     assert steps_on_disk(trainer) == [3]
 
 
-def test_what_is_reported_of_a_save_names_its_folder_and_its_size(trainer, monkeypatch):
+def test_events_of_a_save_have_its_folder_and_its_size(trainer, monkeypatch):
     noted = []
     monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: noted.append(event))
     save(trainer, 1)
@@ -383,7 +383,7 @@ def test_what_is_reported_of_a_save_names_its_folder_and_its_size(trainer, monke
     assert steps_on_disk(trainer) == []
 
 
-def test_only_rank_0_tells_and_deletes(trainer, monkeypatch):
+def test_only_rank_0_reports_and_deletes_checkpoints(trainer, monkeypatch):
     save(trainer, 1)
     noted = []
     monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: noted.append(event))
@@ -410,7 +410,7 @@ def test_a_save_that_failed_leaves_nothing_that_would_keep_a_full_disk_full(trai
     assert [message.rpartition("; ")[2] for message in failed] == ["training continues", "the job is not done"]
 
 
-def test_what_is_saved_takes_the_place_of_what_was_interrupted_or_failed_before_it(trainer):
+def test_whole_save_removes_earlier_ones_that_failed_or_were_interrupted(trainer):
     folder, trainer.comm.generation = trainer.state.checkpoints.folder, 2
     interrupted, failed, under_way = (checkpoint_path(folder, *each) for each in ((3, 1), (1, 2), (4, 2)))
     for path in (interrupted, failed, under_way):
@@ -420,7 +420,7 @@ def test_what_is_saved_takes_the_place_of_what_was_interrupted_or_failed_before_
     assert [manifest.generation for _, manifest in whole_checkpoints(folder)] == [2]
 
 
-def test_a_manifest_says_whose_state_it_is_and_gives_the_numbers_back(trainer):
+def test_manifest_has_job_generation_step_and_spec_and_restores_saved_numbers(trainer):
     checkpoints, numbers = trainer.state.checkpoints, {"recent": [[1.0, 2.0]]}
     trainer.comm.generation = 3
     checkpoints.start(2, numbers)

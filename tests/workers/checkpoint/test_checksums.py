@@ -63,7 +63,7 @@ class ShortWrites(io.FileIO):
         return super().write(memoryview(data)[:5])
 
 
-def test_sums_are_of_what_was_written_where_that_is_less_than_was_given(tmp_path, monkeypatch):
+def test_sums_cover_only_the_bytes_that_a_short_write_took(tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
     content = bytes(range(40))
     with SummingFile(ShortWrites(tmp_path / "data", "w")) as raw:
@@ -118,7 +118,7 @@ def test_a_changed_byte_is_located_and_its_block_never_given_out(content, data):
 
 @settings(deadline=None)
 @given(contents, contents)
-def test_another_size_is_reported_before_anything_is_read(content, other):
+def test_file_of_another_size_is_reported_before_it_is_read(content, other):
     with written(content, []) as (path, sums):
         path.write_bytes(other)
         if len(other) == len(content):
@@ -129,13 +129,13 @@ def test_another_size_is_reported_before_anything_is_read(content, other):
             pass
 
 
-def test_what_is_not_there_is_missing(tmp_path):
+def test_checked_file_that_does_not_exist_is_reported_missing(tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(DamagedCheckpoint, match=f"{path.name} is missing$"), checked(path, FileSums(1, None, 1)):
             pass
 
 
-def test_file_whose_folder_is_not_there_is_no_damage(tmp_path):
+def test_file_whose_folder_is_gone_is_unreadable_and_not_damaged(tmp_path):
     path, what = tmp_path / "none" / "data", f"the checkpoint at {tmp_path}/none cannot be read: it is not there"
     with pytest.raises(UnreadableCheckpoint, match=what), checked(path, FileSums(1, None, 1)):
         pass
@@ -158,7 +158,7 @@ class FailingDisk:
     (errno.EACCES, UnreadableCheckpoint, "cannot be read: data from byte 16: Permission denied"),
     (None, DamagedCheckpoint, "data is cut off at byte 20: it should have 24 bytes"),
 ])  # fmt: skip
-def test_what_the_system_says_names_the_file(number, kind, what):
+def test_read_error_is_reported_with_the_file_and_told_from_a_short_file(number, kind, what):
     file = CheckedFile(Path("/folder/data"), FailingDisk(number), FileSums(24, (1, 2), BLOCK))
     file.seek(20)
     with pytest.raises(CheckpointError, match=f"^the checkpoint at /folder (is damaged: )?{what}$") as caught:
@@ -167,7 +167,7 @@ def test_what_the_system_says_names_the_file(number, kind, what):
 
 
 @pytest.mark.parametrize("writes", [(10,), (1,) * 10, (4, 4, 2), (3, 3, 4), (5, 5), (0, 9, 1)])
-def test_sums_of_what_is_written_do_not_depend_on_how_it_is_written(tmp_path, monkeypatch, writes):
+def test_sums_do_not_depend_on_the_sizes_of_writes(tmp_path, monkeypatch, writes):
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 4)
     content, file, at = b"0123456789", SummingFile(io.FileIO(tmp_path / "file", "w")), 0
     for count in writes:
@@ -181,7 +181,7 @@ def test_sums_of_what_is_written_do_not_depend_on_how_it_is_written(tmp_path, mo
 
 @settings(deadline=None)
 @given(contents, st.data())
-def test_a_window_is_a_file_of_its_own_that_does_not_see_what_lies_around_it(content, data):
+def test_window_of_a_file_reads_like_a_file_with_only_its_bytes(content, data):
     start = data.draw(st.integers(0, len(content)))
     size = data.draw(st.integers(0, len(content) - start))
     seeks = st.tuples(st.just("seek"), st.integers(0, size + 3), st.sampled_from([io.SEEK_SET, io.SEEK_CUR]))
@@ -204,7 +204,7 @@ def test_a_window_is_a_file_of_its_own_that_does_not_see_what_lies_around_it(con
             window.seek(-1)
 
 
-def test_of_the_two_blocks_read_last_none_is_read_again(tmp_path, monkeypatch):
+def test_two_most_recently_used_blocks_are_not_read_again(tmp_path, monkeypatch):
     """Readers of archives go back and forth; each further reading of 4 MiB would cost them its time."""
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 4)
     with SummingFile(io.FileIO(tmp_path / "file", "w")) as file:
@@ -224,7 +224,7 @@ def test_of_the_two_blocks_read_last_none_is_read_again(tmp_path, monkeypatch):
         assert read == [0, 1, 2, 1], "what was not needed for longest made room"
 
 
-def test_blocks_that_are_read_in_part_are_fetched_ahead_too():
+def test_blocks_needed_only_in_part_are_fetched_ahead_whole():
     """Each once, of the last one as much as there is."""
     expected: list[tuple[int, int]] = []
     stream = SimpleNamespace(expect=expected.extend)

@@ -29,7 +29,7 @@ def of_two_ranks() -> bytes:
     return whole.content
 
 
-def test_what_ranks_say_of_a_tensor_is_joined_in_their_order():
+def test_rectangles_of_a_tensor_are_joined_in_the_order_of_their_ranks():
     contents = Contents.from_bytes(of_two_ranks())
     contents.check(MANIFEST)
     assert list(contents.tensors) == ["it"]
@@ -67,20 +67,20 @@ def test_a_text_that_makes_no_sense_is_named_when_its_tensor_is_read(rows, probl
         ({"rows": "{}"}, "list of num"),
     ],
 )
-def test_ranks_that_disagree_or_say_something_else_are_found_out(change, problem):
+def test_ranks_that_disagree_on_a_tensor_or_send_nonsense_are_refused(change, problem):
     said = as_text((6, 3), "float32", rows_of("a", (0, 2)))
     with pytest.raises(MalformedMessage, match=problem):
         merged([("a", {"it": said}), ("b", {"it": replace(said, **change)})])
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"tensors": []}', b'{"tensors": {"a": 1}}', b"{"])
-def test_another_file_is_not_taken_for_it(content):
+def test_malformed_contents_file_is_refused(content):
     with pytest.raises((MalformedMessage, ValueError)):
         Contents.from_bytes(content)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=20), st.integers(0, 40), st.integers(1, 40))
-def test_the_rectangles_that_hold_some_rows_are_those_that_looking_at_all_finds(rows, first, count):
+def test_rectangles_that_hold_given_rows_are_found_as_by_a_full_search(rows, first, count):
     tensor = StoredTensor((50, 3), "float32", tuple(rows_of("a", *rows)))
     end = first + count
     overlapping = [

@@ -14,14 +14,14 @@ CONTENT = bytes(n % 253 for n in range(100_000))
 
 
 @pytest.mark.parametrize("pieces", [(CONTENT,), (CONTENT[:5], CONTENT[5:5], memoryview(CONTENT)[5:])])
-def test_it_is_pythons_own_number(pieces):
+def test_crc_equals_that_of_pythons_zlib(pieces):
     number = 0
     for piece in pieces:
         number = crc32(piece, number)
     assert number == zlib.crc32(CONTENT)
 
 
-def test_without_zlib_ng_pythons_own_is_used():
+def test_crc_falls_back_to_pythons_zlib_without_zlib_ng():
     program = (
         "import sys; sys.modules['zlib_ng'] = None; from workers.checkpoint.crc import crc32; print(crc32.__module__)"
     )

@@ -172,7 +172,7 @@ def test_a_save_interrupted_at_any_byte_leaves_the_one_before_it(saved, reader, 
 
 
 @pytest.mark.parametrize("moment", ["fsync", "rename"])
-def test_a_manifest_that_was_not_finished_is_none(saved, moment):
+def test_checkpoint_with_an_unfinished_manifest_is_not_used(saved, moment):
     with copied(saved[0]) as (folder, newest, before):
         manifest = manifest_of(newest)
         (newest / MANIFEST).unlink()
@@ -234,7 +234,7 @@ def test_one_changed_byte_anywhere_is_located_and_nothing_of_it_is_used(saved, r
         assert previous_is_used(folder, before, reason), "a reading of the whole says the same"
 
 
-def test_every_byte_of_the_manifest_counts(saved):
+def test_cut_or_changed_byte_anywhere_in_a_manifest_is_found(saved):
     """Each of its beginnings, and each change of one of its bytes, is no manifest."""
     with copied(saved[0]) as (_, newest, _):
         file = newest / MANIFEST
@@ -253,7 +253,7 @@ def test_every_byte_of_the_manifest_counts(saved):
 
 
 @pytest.mark.parametrize("change", ["flipped", "cut off", "gone", "interrupted"])
-def test_the_previous_one_gives_the_steps_of_a_run_that_was_never_interrupted(saved, reader, corpus, change):
+def test_run_resumed_from_the_checkpoint_before_a_damaged_one_equals_an_unbroken_one(saved, reader, corpus, change):
     _, steps, states = saved
     with copied(saved[0]) as (folder, newest, before):
         if change == "flipped":
@@ -279,7 +279,7 @@ def test_the_previous_one_gives_the_steps_of_a_run_that_was_never_interrupted(sa
             assert is_still(trainer, states[step])
 
 
-def test_where_none_is_usable_none_is_found(saved, tmp_path):
+def test_no_checkpoint_is_found_if_all_are_damaged(saved, tmp_path):
     with copied(saved[0]) as (folder, newest, before):
         flip(newest / DATA, 0)
         (before / METADATA).unlink()
@@ -289,7 +289,7 @@ def test_where_none_is_usable_none_is_found(saved, tmp_path):
     assert newest_usable(tmp_path / "none") == (None, [])
 
 
-def test_all_ranks_say_what_one_of_them_met_and_none_has_changed(ranks, corpus, tmp_path):
+def test_damage_met_by_one_rank_is_reported_by_all_and_changes_no_state(ranks, corpus, tmp_path):
     """The damage lies in the file of a rank of the second stage, which ranks of the first do not read."""
     layout, document = ParallelConfig(**LAYOUT), job(corpus, LAYOUT, model=MODEL)
     ranks.run(layout, train_and_save, document, str(tmp_path), 2)
@@ -308,7 +308,7 @@ def test_all_ranks_say_what_one_of_them_met_and_none_has_changed(ranks, corpus, 
     assert ranks.run(layout, load_damaged, document, str(path)) == [("DamagedCheckpoint", reason, True)] * 4
 
 
-def test_a_save_that_fails_on_one_rank_is_none_on_all(ranks, corpus, tmp_path):
+def test_save_that_fails_on_one_rank_leaves_no_checkpoint(ranks, corpus, tmp_path):
     """Nothing is sealed before every rank has handed in what it wrote."""
     document = job(corpus, LAYOUT, model=MODEL)
     (first, *others) = ranks.run(ParallelConfig(**LAYOUT), save_on_a_full_disk, document, str(tmp_path))
@@ -323,7 +323,7 @@ def test_a_save_that_fails_on_one_rank_is_none_on_all(ranks, corpus, tmp_path):
     assert newest_usable(tmp_path) == (path, [])
 
 
-def test_a_checkpoint_of_another_model_is_no_damage_and_ends_the_search(saved, corpus):
+def test_checkpoint_of_another_model_is_an_error_and_no_older_one_is_tried(saved, corpus):
     with copied(saved[0]) as (folder, newest, _):
         trainer = lone(job(corpus, {}, model={**MODEL, "ffn_hidden_size": 32}), folder)
 
@@ -362,7 +362,7 @@ def test_a_checkpoint_of_before_there_were_sums_is_read(saved, reader):
 
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from([DATA, METADATA]), st.floats(0, 0.99))
-def test_zeros_where_nothing_tells_of_them_are_still_one_sentence_that_names_the_file(saved, reader, name, where):
+def test_zeros_in_a_checkpoint_without_sums_are_reported_with_file_and_byte(saved, reader, name, where):
     """As a file system may leave after a power cut, in a checkpoint of before there were sums."""
     with copied(saved[0]) as (_, newest, _):
         without_sums(newest)
@@ -387,7 +387,7 @@ def listed(folder: Path, step: int, generation: int) -> Path:
     return path
 
 
-def test_what_is_made_after_a_fall_back_is_newer_than_what_was_skipped(tmp_path):
+def test_checkpoint_made_after_a_fall_back_counts_as_newer_than_the_skipped_one(tmp_path):
     """Else pruning would keep the damaged one, and delete each new one as soon as it is there."""
     good, bad = listed(tmp_path, 4, 1), listed(tmp_path, 6, 1)
     new = listed(tmp_path, 5, 2)
@@ -397,14 +397,14 @@ def test_what_is_made_after_a_fall_back_is_newer_than_what_was_skipped(tmp_path)
     assert newest_usable(tmp_path) == (new, [])
 
 
-def test_a_folder_that_other_nodes_do_not_share_is_no_place_for_checkpoints(tmp_path):
+def test_checkpoint_in_a_folder_that_nodes_do_not_share_is_not_sealed(tmp_path):
     (tmp_path / "data").write_bytes(b"12345")
     with pytest.raises(OSError, match=r"__1_0\.distcp is not here as it was written: all nodes must share "):
         seal(tmp_path, Manifest("j", 1, 2, {"data": 5, "__1_0.distcp": 5}, {}))
     assert look_at(tmp_path)[0] is Condition.NOT_WHOLE
 
 
-def test_what_cannot_be_deleted_stays_and_harms_nothing(tmp_path):
+def test_checkpoint_that_cannot_be_deleted_is_pruned_the_next_time(tmp_path):
     old, new = listed(tmp_path, 4, 1), listed(tmp_path, 6, 1)
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -422,13 +422,13 @@ def test_what_cannot_be_deleted_stays_and_harms_nothing(tmp_path):
     '{"job": "j", "generation": 1, "step": 2, "files": {}, "spec": {}, "loss_scale": [1.0]}',
     '{"job": "j", "generation": 1, "step": 2, "files": {}, "spec": {}, "loss_scale": [NaN, 0.0]}',
 ])  # fmt: skip
-def test_what_is_no_manifest_is_reported(tmp_path, content):
+def test_json_that_is_not_a_manifest_is_reported_as_damage(tmp_path, content):
     (tmp_path / MANIFEST).write_text(content)
     with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is not a manifest$"):
         manifest_of(tmp_path)
 
 
-def test_bytes_that_are_no_text_are_located(tmp_path):
+def test_byte_of_a_manifest_that_is_not_text_is_located(tmp_path):
     (tmp_path / MANIFEST).write_bytes(b'{"job": "\xff"}')
     with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} makes no sense from byte 9$"):
         manifest_of(tmp_path)

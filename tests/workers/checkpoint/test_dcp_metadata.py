@@ -54,7 +54,7 @@ def written_by_torch(contents: Contents, folder: Path) -> Any:
     return metadata_by_torch(folder)
 
 
-def test_torch_reads_the_same_as_from_what_it_writes_itself(tmp_path):
+def test_torch_reads_our_metadata_file_like_its_own(tmp_path):
     (tmp_path / METADATA).write_bytes(metadata_file(CONTENTS))
     ours, expected = metadata_by_torch(tmp_path), written_by_torch(CONTENTS, tmp_path / "theirs")
     assert ours.state_dict_metadata == expected.state_dict_metadata
@@ -64,7 +64,7 @@ def test_torch_reads_the_same_as_from_what_it_writes_itself(tmp_path):
     assert all(isinstance(each, torch.Size) for each in sizes)
 
 
-def test_it_is_read_without_torch_too():
+def test_metadata_file_can_be_read_without_torch():
     read = read_metadata(io.BytesIO(metadata_file(CONTENTS)))
     assert dict(read.tensors) == dict(CONTENTS.tensors)
 

@@ -58,7 +58,7 @@ def saved(trainer: Trainer) -> list[int]:
     return [manifest.step for _, manifest in whole_checkpoints(trainer.state.checkpoints.folder)]
 
 
-def test_a_save_that_is_due_meanwhile_is_made_at_the_first_step_that_finds_the_store_free(trainer, store, monkeypatch):
+def test_save_that_is_due_during_another_is_made_at_the_first_step_after_it(trainer, store, monkeypatch):
     noted = noted_of(trainer, monkeypatch)
     train(trainer, 6)
     delayed = [(step, message) for kind, step, message in noted if kind == "checkpoint_delayed"]
@@ -73,7 +73,7 @@ def test_a_save_that_is_due_meanwhile_is_made_at_the_first_step_that_finds_the_s
     assert [step for kind, step, _ in noted if kind == "checkpoint_saving"] == [2, 7, 8]
 
 
-def test_what_waits_to_be_saved_waits_for_no_other_generation(trainer, store):
+def test_delayed_save_is_dropped_when_a_new_generation_is_entered(trainer, store):
     train(trainer, 4)
     checkpoints = trainer.state.checkpoints
     assert checkpoints.wanted(5)
@@ -94,7 +94,7 @@ def test_the_last_step_is_saved_whatever_is_under_way(trainer, store):
     assert saved(trainer) == [2, STEPS]
 
 
-def test_what_is_saved_before_the_end_is_not_delayed(trainer, store):
+def test_save_before_the_end_waits_for_the_store_instead_of_being_delayed(trainer, store):
     """As a pause asks for it."""
     train(trainer, 4)
     threading.Timer(0.1, store.set).start()
@@ -112,7 +112,7 @@ def test_saves_that_take_no_longer_than_the_patience_are_made_where_they_are_due
     assert saved(trainer) == [2, 4, 6]
 
 
-def test_the_patience_is_for_all_steps_that_are_due_during_a_save(trainer, store, monkeypatch):
+def test_steps_that_are_due_during_one_save_share_its_patience(trainer, store, monkeypatch):
     monkeypatch.setattr(checkpointer, "PATIENCE_SECONDS", 0.5)
     train(trainer, 4)
     with patch.object(checkpointer, "wait", wraps=checkpointer.wait) as waited:
@@ -121,7 +121,7 @@ def test_the_patience_is_for_all_steps_that_are_due_during_a_save(trainer, store
     assert len(left) == 3 and max(left) < 0.1
 
 
-def test_a_new_generation_delays_nothing(trainer, store):
+def test_delayed_save_is_dropped_when_a_state_is_restored(trainer, store):
     """A rank that is new would not know, and not ask with the others at the next step."""
     train(trainer, 4)
     assert trainer.state.checkpoints.wanted(5)
@@ -140,7 +140,7 @@ def test_a_save_whose_ranks_leave_each_other_is_broken_off(ranks, corpus, tmp_pa
     assert whole_checkpoints(tmp_path) == []
 
 
-def test_who_leaves_does_not_wait_for_a_store_that_does_not_take_a_manifest(ranks, corpus, tmp_path):
+def test_rank_that_leaves_does_not_wait_for_a_store_to_take_the_manifest(ranks, corpus, tmp_path):
     """Rank 0 would be killed for that. What all ranks have written is whole once the store answers."""
     document = job(corpus, axes((1, 1, 2)), model={"layers": 1}, checkpoint={"every_steps": 0})
     first, second = ranks.run(ParallelConfig(data=2), leave_while_sealing, document, str(tmp_path))
@@ -148,7 +148,7 @@ def test_who_leaves_does_not_wait_for_a_store_that_does_not_take_a_manifest(rank
     assert second[0] is None
 
 
-def test_a_save_that_was_left_behind_deletes_nothing_and_says_nothing_of_its_step(trainer, monkeypatch):
+def test_save_that_its_rank_left_behind_prunes_nothing_and_does_not_count_as_sealed(trainer, monkeypatch):
     """Its ranks may have begun anew, and be saving what it would count as old."""
     asked, answers, seal, pruned = threading.Event(), threading.Event(), checkpointer.catalog.seal, []
 
@@ -178,7 +178,7 @@ def silent_store(monkeypatch) -> Iterator[threading.Event]:
     answers.set()
 
 
-def test_training_does_not_wait_for_a_store_that_does_not_say_what_is_missing(trainer, silent_store, monkeypatch):
+def test_training_does_not_wait_while_a_silent_store_is_searched_for_checkpoints(trainer, silent_store, monkeypatch):
     """Each recovery would, and with it all ranks."""
     noted, checkpoints = noted_of(trainer, monkeypatch), trainer.state.checkpoints
     train(trainer, 1)
@@ -200,7 +200,7 @@ def test_training_does_not_wait_for_a_store_that_does_not_say_what_is_missing(tr
     assert saved(trainer) == [5], "that was all"
 
 
-def test_whoever_waits_for_a_save_that_gets_on_does_not_stand_still(trainer, store, monkeypatch):
+def test_rank_that_waits_for_a_save_shows_progress_only_while_it_advances(trainer, store, monkeypatch):
     monkeypatch.setattr(checkpointer, "LOOK_SECONDS", 0.02)
     checkpoints, progress = trainer.state.checkpoints, trainer.comm.progress
     looks, moves, seen, write = [], [], threading.Event(), SummingFile.write

@@ -89,7 +89,7 @@ def test_torchs_own_reader_reads_the_same(written, tmp_path):
     assert all(torch.equal(saved[key], expected[key]) for key in expected)
 
 
-def test_the_newest_are_kept_and_the_manifest_tells_all(written):
+def test_newest_checkpoints_are_kept_and_manifests_have_job_files_and_spec(written):
     folder, _ = written
     whole = whole_checkpoints(folder)
     assert [manifest.step for _, manifest in whole] == [4, 6]
@@ -101,7 +101,7 @@ def test_the_newest_are_kept_and_the_manifest_tells_all(written):
     assert parse_job_spec(manifest.spec).train.steps == 6
 
 
-def test_events_tell_the_story_in_order(written):
+def test_events_of_saves_and_deletions_come_in_order_from_one_rank(written):
     kinds = [(event["type"], event["step"]) for event in written[1][0].events]
     story = [("checkpoint_saving", 2), ("checkpoint_saved", 2), ("checkpoint_saving", 4), ("checkpoint_saved", 4)]
     assert kinds == [*story, ("checkpoint_saving", 6), ("checkpoint_saved", 6), ("checkpoint_deleted", 6)]
@@ -109,7 +109,7 @@ def test_events_tell_the_story_in_order(written):
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "snapshot"])
-def test_going_on_gives_the_bits_of_a_run_that_was_never_interrupted(ranks, corpus, tmp_path, source):
+def test_resumed_run_has_the_same_bits_as_an_unbroken_one(ranks, corpus, tmp_path, source):
     layout, spec = ParallelConfig(**axes(WRITER)), job(corpus, WRITER)
     whole = ranks.run(layout, train_job, spec)
     folders = (str(tmp_path / "checkpoints"), str(tmp_path / "snapshots"))
@@ -122,7 +122,7 @@ def test_going_on_gives_the_bits_of_a_run_that_was_never_interrupted(ranks, corp
         assert all(torch.equal(second.state[kind], full.state[kind]) for kind in full.state)
 
 
-def test_a_snapshot_step_back_gives_the_same_bits(ranks, corpus, tmp_path):
+def test_resuming_from_the_snapshot_before_the_newest_gives_the_same_bits(ranks, corpus, tmp_path):
     """A crash in the middle of a step: half of the ranks hold one step more, which is forgotten."""
     layout, spec = ParallelConfig(**axes(WRITER)), job(corpus, WRITER)
     whole = ranks.run(layout, train_job, spec)
@@ -162,7 +162,7 @@ def one_rank(corpus: str, folder: Path) -> Trainer:
     return trainer
 
 
-def test_all_files_are_on_disk_before_the_manifest_is_and_that_before_it_counts(tmp_path, corpus, monkeypatch):
+def test_files_are_synced_before_the_manifest_and_the_manifest_before_its_rename(tmp_path, corpus, monkeypatch):
     """Whatever a power cut leaves has a manifest only if it is whole."""
     synced: list[str] = []
     fsync, rename = os.fsync, Path.rename
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_lacks_some_elements_is_not_loaded_with_zeros_in_their
     trainer.close()
 
 
-def test_damage_is_told_from_what_cannot_be_read_so_that_an_older_one_is_tried(tmp_path, corpus):
+def test_flipped_bit_is_reported_as_damage_with_the_name_of_the_file(tmp_path, corpus):
     trainer = one_rank(corpus, tmp_path)
     checkpoints = trainer.state.checkpoints
     checkpoints.start(2)
@@ -266,11 +266,11 @@ def test_pruning_keeps_one_that_no_roll_back_can_undo(tmp_path):
     assert len(whole_checkpoints(tmp_path)) == 2, "these are enough"
 
 
-def test_no_folder_holds_no_checkpoints(tmp_path):
+def test_folder_that_does_not_exist_has_no_checkpoints(tmp_path):
     assert whole_checkpoints(tmp_path / "none") == []
 
 
-def test_a_rectangle_is_saved_without_a_copy_of_it_and_without_what_lies_around_it():
+def test_rectangle_is_saved_without_its_surroundings_and_whole_rows_without_a_copy():
     part = torch.arange(40.0)
     rows, columns = part.as_strided((3, 4), (4, 1), 8), part.as_strided((3, 2), (4, 1), 8)
     for view in (rows, columns):
@@ -280,7 +280,7 @@ def test_a_rectangle_is_saved_without_a_copy_of_it_and_without_what_lies_around_
     assert durable._alone(rows).data_ptr() == rows.data_ptr()
 
 
-def test_others_who_save_with_torch_have_its_sums(tmp_path, corpus):
+def test_saving_leaves_torchs_own_checksums_switched_on(tmp_path, corpus):
     trainer = one_rank(corpus, tmp_path)
     trainer.state.checkpoints.start(1)
     trainer.state.checkpoints.finish()

@@ -77,7 +77,7 @@ def saved(trainer: Trainer) -> list[int]:
     ],
     ids=["fp32", "bf16", "fp16", "bf16, some frozen", "fp32, some frozen"],
 )
-def test_its_bytes_are_those_of_a_copy_and_it_takes_no_memory(make, settings):
+def test_checkpoint_from_a_snapshot_equals_one_from_a_copy_and_takes_no_memory(make, settings):
     files = []
     for name, shared in (("copied", None), ("from the slot", "shared")):
         trainer = make(name, shared, settings, every_steps=3)
@@ -92,7 +92,7 @@ def test_its_bytes_are_those_of_a_copy_and_it_takes_no_memory(make, settings):
     assert files[0] == files[1] and len(files[0][0]) == 1
 
 
-def test_a_slot_that_is_written_out_stays_and_snapshots_take_turns_in_the_other(make, store):
+def test_slot_being_written_out_is_kept_and_new_snapshots_use_the_other(make, store):
     trainer = make("job")
     train(trainer, 1)
     assert trainer.state.snapshot_figures()["snapshot_every_steps"] == 1
@@ -140,7 +140,7 @@ def test_a_slot_that_is_changed_while_it_is_written_is_a_failed_save(make, store
     assert saved(trainer) == [4]
 
 
-def test_a_restored_state_waits_for_what_is_written_from_its_slot(make, store):
+def test_restore_waits_until_the_save_from_its_slot_is_written(make, store):
     trainer = make("job")
     train(trainer, 2)
     restored = threading.Thread(target=trainer.restore, args=(Resume("snapshot", 1),))
@@ -152,7 +152,7 @@ def test_a_restored_state_waits_for_what_is_written_from_its_slot(make, store):
     assert saved(trainer) == [2] and trainer.step == 1 and trainer.state.snapshots.held_step is None
 
 
-def test_a_roll_back_of_the_step_that_is_written_lets_go_of_it(corpus, tmp_path, store):
+def test_roll_back_of_a_step_that_is_being_saved_releases_its_slot(corpus, tmp_path, store):
     recovery = {"nonfinite": "roll_back", "roll_back_steps": 1}
     document = job(corpus, {}, train={"steps": STEPS}, checkpoint={"every_steps": 2}, recovery=recovery)
     trainer = lone(document, tmp_path / "durable", snapshots=str(tmp_path / "shared"))
@@ -168,7 +168,7 @@ def test_a_roll_back_of_the_step_that_is_written_lets_go_of_it(corpus, tmp_path,
     trainer.close()
 
 
-def test_uploads_see_the_memory_of_the_snapshots_and_another_one_once_they_lie_elsewhere(make, monkeypatch):
+def test_uploads_share_the_memory_of_snapshots_and_follow_it_to_a_new_file(make, monkeypatch):
     began: list[Any] = []
 
     class Uploads:
@@ -208,7 +208,7 @@ def test_all_ranks_hold_the_same_step_until_the_last_has_written(ranks, corpus, 
         assert len(set(steps)) == 1
 
 
-def test_memory_that_lies_with_the_nodes_daemon_is_written_from_too(make, tmp_path, corpus):
+def test_checkpoint_is_written_from_snapshots_in_the_daemons_memory(make, tmp_path, corpus):
     from workers.snapshot.node_memory import MemoryKeeper
 
     keeper = MemoryKeeper(tmp_path / "memory.sock", tmp_path / "shared")
@@ -223,7 +223,7 @@ def test_memory_that_lies_with_the_nodes_daemon_is_written_from_too(make, tmp_pa
     keeper.close()
 
 
-def test_saving_before_the_end_writes_the_snapshot_too(make):
+def test_save_before_the_end_is_written_from_the_snapshot(make):
     trainer = make("job", snapshot_every_steps=5, every_steps=7)
     train(trainer, 3)
     with patch.object(trainer.state.checkpoints, "_copy_aside", side_effect=AssertionError):

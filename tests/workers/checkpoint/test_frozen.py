@@ -120,7 +120,7 @@ def train_from_snapshot(comm: Comm, made: dict[str, Any], folder: str, step: int
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
-def test_a_process_that_knows_nothing_has_all_from_its_snapshot(ranks, corpus, tmp_path, precision):
+def test_new_process_restores_frozen_parameters_too_from_its_snapshot(ranks, corpus, tmp_path, precision):
     """With ZeRO each replica's snapshot has its part of what is frozen as well, and the others gather it."""
     made = document(corpus, WRITER, precision=precision)
     layout = parse_job_spec(made).layout
@@ -133,7 +133,7 @@ def test_a_process_that_knows_nothing_has_all_from_its_snapshot(ranks, corpus, t
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_was_frozen_can_be_trained_from_a_checkpoint_on_and_the_other_way_round(corpus, tmp_path, precision):
+def test_parameters_may_be_frozen_or_unfrozen_from_a_checkpoint_on(corpus, tmp_path, precision):
     """Moments begin at zero where there are none."""
     frozen = lone(document(corpus, {}, precision=precision), tmp_path)
     frozen.restore(Resume())

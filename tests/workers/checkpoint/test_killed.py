@@ -32,7 +32,7 @@ def killed_while_saving(config: Path, folder: Path, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.soak)])
-def test_the_newest_checkpoint_is_always_whole_and_gives_the_same_next_step(corpus, tmp_path, times):
+def test_job_killed_while_saving_has_a_whole_checkpoint_with_the_same_next_step(corpus, tmp_path, times):
     config, folder, draw = tmp_path / "job.yaml", tmp_path / "checkpoints", random.Random(7)
     one_thread = {"threads": 1}  # as this process has, or its bits would be others some steps on
     numbers = {"train": {"steps": 1_000_000}, "checkpoint": {"every_steps": 0}, "resources": one_thread}

@@ -126,7 +126,7 @@ def assert_kept(written: Written, resaved: Resaved) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_every_layout_loads_and_saves_is_bit_equal(first, resaved, layout):
+def test_state_loaded_and_saved_by_every_layout_is_bit_equal(first, resaved, layout):
     assert_kept(first, resaved[layout])
 
 
@@ -159,7 +159,7 @@ def test_any_layout_reads_what_any_other_wrote_to_the_bit(first, resaved, corpus
     ],
     ids=["short", "long"],
 )
-def test_untied_embeddings_and_biases_too(ranks, corpus, tmp_path, chain):
+def test_untied_embeddings_and_biases_are_bit_equal_over_a_chain_of_layouts(ranks, corpus, tmp_path, chain):
     """In a chain: each layout reads what the one before it wrote."""
     written = written_by(WRITER, UNTIED, ranks, corpus, tmp_path / "first")
     path = written.path
@@ -189,7 +189,7 @@ def test_the_writers_cut_the_state_differently(resaved):
     assert len(cuts) >= 7, "tensor 1, 2, 4 and their combinations with data 2, 3 and small buckets"
 
 
-def test_layouts_go_on_alike_from_one_checkpoint(resaved):
+def test_all_layouts_train_alike_from_one_checkpoint(resaved):
     steps = {layout: [rank.statistics for rank in resaved[layout].by_rank] for layout in GOING_ON}
     ((expected,),) = steps["1"]
     for ranks in steps.values():

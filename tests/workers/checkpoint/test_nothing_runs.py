@@ -94,7 +94,7 @@ def hidden_in_the_real_one(call: Calls, path: Path) -> Any:
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["as a whole", "hidden"])
 @pytest.mark.parametrize("which", ["os.system", "eval", "a method of a known class"])
-def test_an_older_checkpoint_that_names_what_it_does_not_need_is_refused(reader, path, trap, hidden, which):
+def test_older_checkpoint_whose_metadata_names_a_call_is_refused(reader, path, trap, hidden, which):
     calls = {
         "os.system": (Calls(os.system, f"touch '{trap}'"), "posix.system"),
         "eval": (Calls(eval, f"open({str(trap)!r}, 'w')"), "builtins.eval"),
@@ -153,7 +153,7 @@ def shape_of(entry: dict[str, Any]) -> dict[str, Any]:
     ({"sizes": "16"}, "must be a list, not '16'"),
     ({"at": 0}, "no torch.float32\\(16,\\) begins at byte 0"),
 ], ids=lambda each: str(each)[:40])  # fmt: skip
-def test_contents_that_make_no_sense_are_one_sentence(reader, path, change, problem):
+def test_contents_that_make_no_sense_are_refused_in_one_sentence(reader, path, change, problem):
     contents = spelled_out(path)
     if change == {"at": 0}:
         first = contents["tensors"]["model.embedding.token.weight"]["rectangles"][0]

@@ -94,7 +94,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(bucket):
     assert missing.condition is Condition.NOT_WHOLE and missing.problem.endswith("__0_0.distcp is missing")
 
 
-def test_what_newer_ones_replace_is_deleted(bucket):
+def test_checkpoint_in_a_bucket_is_deleted_once_newer_ones_replace_it(bucket):
     _, reported = _trained(Places(job="job-1", checkpoints=str(_folder(bucket))), steps=6)
     assert [each.step for each in list_checkpoints(_folder(bucket)).checkpoints] == [4, 6]
     deleted = [each.data["path"] for each in reported if getattr(each, "type", "") == "checkpoint_deleted"]
@@ -111,7 +111,7 @@ def test_a_save_that_the_store_breaks_off_is_an_event_and_leaves_nothing(wired_b
     assert [each.step for each in list_checkpoints(_folder(wired_bucket)).checkpoints] == [4]
 
 
-def test_who_leaves_a_generation_does_not_wait_for_a_store_that_does_not_answer(wired_bucket, wire, monkeypatch):
+def test_rank_that_leaves_a_generation_does_not_wait_for_a_silent_store(wired_bucket, wire, monkeypatch):
     """Each rank that saves would take longer to come to rest than it may."""
     asked, may_answer = threading.Event(), threading.Event()
     wire.meddle = lambda head: asked.set() or (may_answer.wait(120) and None)
@@ -131,7 +131,7 @@ def test_who_leaves_a_generation_does_not_wait_for_a_store_that_does_not_answer(
     trainer.close()
 
 
-def test_a_store_that_is_away_leaves_all_unknown(bucket, wire):
+def test_checkpoints_in_a_store_that_is_away_are_unknown(bucket, wire):
     from s3_server import reached_at
 
     _trained(Places(job="job-1", checkpoints=str(_folder(bucket))))

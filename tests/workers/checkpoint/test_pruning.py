@@ -39,19 +39,19 @@ def whole_ones(listed: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
 
 
 @given(listed, keep, generation, undoes, began)
-def test_what_cannot_be_read_is_never_deleted(listed, keep, generation, undoes, began):
+def test_unreadable_checkpoint_is_never_deleted(listed, keep, generation, undoes, began):
     deleted = [*to_prune(listed, keep, generation, undoes, began), *to_undo(listed, 3, began)]
     assert Condition.UNKNOWN not in [each.condition for each in deleted]
 
 
 @given(listed, keep, generation, undoes, began)
-def test_what_cannot_be_read_is_never_counted(listed, keep, generation, undoes, began):
+def test_unreadable_checkpoint_does_not_count_towards_those_kept(listed, keep, generation, undoes, began):
     readable = [each for each in listed if each.condition is not Condition.UNKNOWN or each.generation < began]
     assert to_prune(listed, keep, generation, undoes, began) == to_prune(readable, keep, generation, undoes, began)
 
 
 @given(listed, keep, generation, undoes, began)
-def test_nothing_is_deleted_across_a_start_from_nothing(listed, keep, generation, undoes, began):
+def test_no_whole_checkpoint_from_before_a_start_from_scratch_is_deleted(listed, keep, generation, undoes, began):
     earlier = [each for each in listed if each.generation < began]
     deleted = to_prune(listed, keep, generation, undoes, began)
     if any(each.condition is not Condition.NOT_WHOLE for each in earlier):
@@ -61,7 +61,7 @@ def test_nothing_is_deleted_across_a_start_from_nothing(listed, keep, generation
 
 
 @given(listed, keep, generation, undoes, began, saved_step)
-def test_newest_ones_stay_and_what_this_generation_writes_stays(listed, keep, generation, undoes, began, saved_step):
+def test_newest_checkpoints_and_saves_under_way_are_not_pruned(listed, keep, generation, undoes, began, saved_step):
     deleted = to_prune(listed, keep, generation, undoes, began, saved_step)
     own = whole_ones([each for each in listed if each.generation >= began])
     assert not [each for each in own[-keep:] if each in deleted]
@@ -70,14 +70,14 @@ def test_newest_ones_stay_and_what_this_generation_writes_stays(listed, keep, ge
 
 
 @given(listed, keep, generation)
-def test_no_more_than_asked_for_are_left_where_all_can_be_read(listed, keep, generation):
+def test_pruning_leaves_no_more_than_asked_for_if_all_are_readable(listed, keep, generation):
     listed = [each for each in listed if each.condition is not Condition.UNKNOWN]
     left = [each for each in listed if each not in to_prune(listed, keep, generation)]
     assert len(whole_ones(left)) == min(keep, len(whole_ones(listed)))
 
 
 @given(listed, keep, generation, undoes)
-def test_one_from_before_what_may_be_undone_stays(listed, keep, generation, undoes):
+def test_pruning_leaves_a_checkpoint_that_a_roll_back_cannot_undo(listed, keep, generation, undoes):
     newest = whole_ones(listed)[-1:]
     old_enough = [each for each in whole_ones(listed) if newest and each.step <= newest[0].step - undoes]
     deleted = to_prune(listed, keep, generation, undoes)
@@ -93,7 +93,7 @@ def saved(folder: Path, step: int, generation: int, whole: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("began", [0, 2])
-def test_what_a_roll_back_goes_back_to_stays_and_what_it_undoes_goes(tmp_path, began):
+def test_roll_back_keeps_the_checkpoint_it_returns_to_and_removes_later_ones(tmp_path, began):
     """Also in the generation that began at step 0 itself."""
     kept = [saved(tmp_path, 10, 1), saved(tmp_path, 20, 2)]
     undone = [saved(tmp_path, 21, 2), saved(tmp_path, 30, 2)]
@@ -102,7 +102,7 @@ def test_what_a_roll_back_goes_back_to_stays_and_what_it_undoes_goes(tmp_path, b
     assert sorted(tmp_path.iterdir()) == [*kept, under_way]
 
 
-def test_all_that_was_made_after_one_goes_whole_or_not(tmp_path):
+def test_remove_newer_removes_all_checkpoints_made_later_whole_or_not(tmp_path):
     kept = [saved(tmp_path, 10, 1), saved(tmp_path, 30, 1)]
     newer = [saved(tmp_path, 40, 1, whole=False), saved(tmp_path, 20, 2)]
     assert remove_newer(tmp_path, "step-00000050-generation-1") == [], "that one is not here"
@@ -110,7 +110,7 @@ def test_all_that_was_made_after_one_goes_whole_or_not(tmp_path):
     assert sorted(tmp_path.iterdir()) == kept
 
 
-def test_checkpoint_that_was_put_elsewhere_stays_there_when_its_link_is_pruned(tmp_path):
+def test_pruning_a_linked_checkpoint_removes_the_link_and_not_its_target(tmp_path):
     newest, elsewhere = saved(tmp_path, 30, 1), tmp_path / "elsewhere"
     link = saved(tmp_path, 10, 1)
     link.rename(elsewhere)
@@ -119,7 +119,7 @@ def test_checkpoint_that_was_put_elsewhere_stays_there_when_its_link_is_pruned(t
     assert sorted(tmp_path.iterdir()) == [elsewhere, newest] and (elsewhere / MANIFEST).exists()
 
 
-def test_training_that_began_anew_leaves_what_was_there(tmp_path):
+def test_training_begun_from_scratch_leaves_earlier_checkpoints(tmp_path):
     before = [saved(tmp_path, 30, 1), saved(tmp_path, 40, 1), saved(tmp_path, 50, 1, whole=False)]
     new = [saved(tmp_path, step, 3) for step in (10, 20, 35)]
     assert prune(tmp_path, 1, generation=3, began=2) == new[:2]
@@ -127,25 +127,25 @@ def test_training_that_began_anew_leaves_what_was_there(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_interrupted_saves_of_before_a_start_from_nothing_go_where_nothing_else_is_left(tmp_path):
+def test_interrupted_saves_from_before_a_fresh_start_go_if_nothing_else_is_left(tmp_path):
     interrupted = saved(tmp_path, 50, 1, whole=False)
     new = saved(tmp_path, 10, 2)
     assert prune(tmp_path, 1, generation=2, began=2) == [interrupted]
     assert list(tmp_path.iterdir()) == [new]
 
 
-def test_nothing_is_pruned_where_nothing_is(tmp_path):
+def test_pruning_a_folder_that_does_not_exist_removes_nothing(tmp_path):
     with contextlib.suppress(FileNotFoundError):
         tmp_path.rmdir()
     assert prune(tmp_path, 1, generation=2) == remove_after(tmp_path, 0) == []
 
 
-def test_the_generation_that_began_at_step_0_prunes_its_own(tmp_path):
+def test_generation_begun_at_step_0_prunes_its_own_checkpoints(tmp_path):
     paths = [saved(tmp_path, step, 2) for step in (10, 20)]
     assert prune(tmp_path, 1, generation=2, began=2) == paths[:1]
 
 
-def test_what_this_generation_could_neither_save_nor_remove_goes_with_its_next_checkpoint(tmp_path):
+def test_remains_of_a_failed_save_are_pruned_at_the_generations_next_checkpoint(tmp_path):
     remains, _, under_way = (
         saved(tmp_path, 10, 1, whole=False),
         saved(tmp_path, 20, 1),
@@ -155,12 +155,12 @@ def test_what_this_generation_could_neither_save_nor_remove_goes_with_its_next_c
     assert under_way.exists()
 
 
-def test_the_newest_one_from_before_what_may_be_undone_is_enough(tmp_path):
+def test_only_the_newest_checkpoint_before_the_reach_of_a_roll_back_is_kept(tmp_path):
     paths = [saved(tmp_path, step, 1) for step in (5, 10, 15, 17, 20)]
     assert prune(tmp_path, 1, generation=1, undoes=10) == [paths[0], paths[3]]
 
 
-def test_what_cannot_be_deleted_is_not_called_deleted_and_whole_no_more(tmp_path, monkeypatch):
+def test_checkpoint_that_cannot_be_deleted_loses_its_manifest_and_is_not_reported(tmp_path, monkeypatch):
     paths = [saved(tmp_path, step, 1) for step in (10, 20)]
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
     assert prune(tmp_path, 1, generation=1) == []
@@ -168,7 +168,7 @@ def test_what_cannot_be_deleted_is_not_called_deleted_and_whole_no_more(tmp_path
     assert not (paths[0] / MANIFEST).exists() and (paths[1] / MANIFEST).exists()
 
 
-def test_what_may_not_be_looked_at_is_not_called_deleted(tmp_path, monkeypatch):
+def test_checkpoint_whose_deletion_cannot_be_verified_is_not_reported(tmp_path, monkeypatch):
     saved(tmp_path, 10, 1)
     saved(tmp_path, 20, 1)
 
@@ -179,7 +179,7 @@ def test_what_may_not_be_looked_at_is_not_called_deleted(tmp_path, monkeypatch):
     assert prune(tmp_path, 1, generation=1) == []
 
 
-def test_of_those_made_later_what_cannot_be_read_now_stays(tmp_path, monkeypatch):
+def test_remove_newer_keeps_later_checkpoints_that_cannot_be_read(tmp_path, monkeypatch):
     conditions = enumerate((Condition.WHOLE, Condition.UNKNOWN, Condition.NOT_WHOLE), start=1)
     listed = tuple(ListedCheckpoint(checkpoint_path(tmp_path, step, 1), step, 1, each) for step, each in conditions)
     for each in listed:

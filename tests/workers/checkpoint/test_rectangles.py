@@ -89,7 +89,7 @@ def test_every_element_is_owned_exactly_once_and_holds_its_value(described, tens
 
 @settings(deadline=None)
 @given(tensors(), st.integers(1, 4), st.integers(1, 5))
-def test_what_a_rank_needs_is_all_of_its_own_part(described, tensor_size, replicas):
+def test_rectangles_that_a_rank_needs_cover_its_part_exactly_once(described, tensor_size, replicas):
     for index in range(tensor_size):
         flat = flat_of(model_of(described, tensor_size, index), replicas)
         counts = torch.zeros(flat.size)
@@ -118,7 +118,7 @@ def test_a_range_of_a_matrix_is_at_most_three_rectangles(described, replicas):
 
 @settings(deadline=None)
 @given(tensors(), st.integers(1, 4), st.integers(1, 5))
-def test_flat_buffers_group_parameters_by_what_happens_to_them(described, tensor_size, replicas):
+def test_flat_buffers_group_parameters_by_weight_decay_and_reduction(described, tensor_size, replicas):
     flat = flat_of(model_of(described, tensor_size, 0), replicas)
     unit = ALIGNMENT * replicas
     assert all(start % unit == 0 and end % unit == 0 and start < end for start, end in flat.buckets)

@@ -42,7 +42,7 @@ def written(tmp_path) -> tuple[Path, Manifest, Contents]:
     return tmp_path, manifest, contents
 
 
-def test_any_rows_are_those_of_the_tensor(written):
+def test_any_range_of_stored_rows_equals_that_of_the_tensor(written):
     with StoredRows(*written) as rows:
         for first in range(10):
             for end in range(first + 1, 11):
@@ -53,7 +53,7 @@ def test_any_rows_are_those_of_the_tensor(written):
                 assert numpy.array_equal(matrix, MATRIX[first:end].numpy())
 
 
-def test_a_vector_is_one_column_and_bfloat16_its_bits(written):
+def test_vector_is_read_as_one_column_and_bfloat16_as_its_bits(written):
     with StoredRows(*written) as rows:
         (part,) = rows.read("vector", 1, 4)
         assert part.values.shape == (3, 1)
@@ -64,7 +64,7 @@ def test_tensors_come_in_the_order_of_their_files(written):
     assert in_file_order(written[2].tensors.items()) == ["matrix", "vector"]
 
 
-def test_memory_is_for_the_files_that_one_row_is_in(written, monkeypatch):
+def test_most_memory_counts_the_files_that_one_row_lies_in(written, monkeypatch):
     monkeypatch.setattr(stored_rows, "MAX_OPEN", 1)
     tensors = written[2].tensors
     assert most_memory([tensors["matrix"]], 1) > most_memory([tensors["vector"]], 1)
@@ -80,7 +80,7 @@ def test_rows_that_are_not_all_there_are_an_error(written):
             list(rows.read("matrix", 5, 7))
 
 
-def test_an_archive_of_something_else_is_named_with_its_file(written):
+def test_archive_of_another_type_than_the_contents_say_is_named(written):
     path, manifest, contents = written
     said = json.loads(contents.to_bytes())
     said["tensors"]["vector"]["dtype"] = "float16"

@@ -41,14 +41,14 @@ def test_a_checkpoint_without_sums_is_copied_without(tmp_path, blocks):
     assert (tmp_path / "b" / "data").read_bytes() == CONTENT
 
 
-def test_what_is_there_already_is_left_alone(tmp_path):
+def test_copy_onto_an_existing_checkpoint_is_refused_and_leaves_it(tmp_path):
     source, other = made(tmp_path / "a"), made(tmp_path / "b", 20)
     with pytest.raises(PlaceTaken, match=f"there is something at {other} already: name another place, or remove it"):
         copy(source, other)
     assert verify(other).step == 20
 
 
-def test_a_copy_that_was_broken_off_is_begun_anew(tmp_path):
+def test_interrupted_copy_of_a_checkpoint_is_started_over(tmp_path):
     source, target = made(tmp_path / "a"), tmp_path / "b"
     target.mkdir()
     (target / "data").write_bytes(b"half")
@@ -58,7 +58,7 @@ def test_a_copy_that_was_broken_off_is_begun_anew(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "folder"])
-def test_a_folder_with_anything_else_in_it_is_never_cleared(tmp_path, name):
+def test_copy_into_a_folder_with_other_files_is_refused_and_clears_nothing(tmp_path, name):
     source, theirs = made(tmp_path / "a"), tmp_path / "theirs"
     (theirs / "folder").mkdir(parents=True)
     (theirs / "thesis.tex").write_text("years of work")
@@ -69,7 +69,7 @@ def test_a_folder_with_anything_else_in_it_is_never_cleared(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "a/b", "..", ""])
-def test_a_manifest_that_names_files_elsewhere_is_none(tmp_path, name):
+def test_manifest_that_names_files_outside_its_folder_is_refused(tmp_path, name):
     source = made(tmp_path / "a")
     manifest = verify(source)
     files_of(source).write_whole(
@@ -93,7 +93,7 @@ def test_damage_is_not_copied(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_what_changes_on_its_way_is_no_copy(tmp_path, monkeypatch):
+def test_copy_whose_bytes_change_on_the_way_is_refused_and_removed(tmp_path, monkeypatch):
     source, target, read = made(tmp_path / "a"), tmp_path / "b", CheckedFile.readinto
 
     def flipped(stream, buffer):
@@ -108,7 +108,7 @@ def test_what_changes_on_its_way_is_no_copy(tmp_path, monkeypatch):
     assert not target.exists()
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_not_called_damaged_and_no_part_is_left(tmp_path):
+def test_copy_of_a_checkpoint_pruned_meanwhile_says_it_is_removed_and_leaves_no_part(tmp_path):
     source, target = made(tmp_path / "a"), tmp_path / "b"
     with pytest.raises(RemovedCheckpoint, match=f"the checkpoint at {source} is not there any more: it was removed"):
         copy(source, target, lambda done, of: remove(source))
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_not_called_damaged_an
         copy(source, target, lambda done, of: [(source / name).unlink(missing_ok=True) for name in ("empty", MANIFEST)])
 
 
-def test_what_the_store_does_not_take_is_no_copy(tmp_path, wired_bucket, wire):
+def test_copy_that_a_store_refuses_in_part_is_not_whole_and_can_be_repeated(tmp_path, wired_bucket, wire):
     source = made(tmp_path / "a")
     wire.meddle = lambda head: "cut" if head.startswith(b"PUT") and b"empty" in head else None
     with pytest.raises(OSError, match="empty"):

@@ -44,14 +44,14 @@ def _upload(uploads, file, *contents, wrote=lambda: None):
     return sums[file.name]
 
 
-def test_only_what_lies_in_the_room_as_a_whole_is_passed_on_by_its_place(room):
+def test_only_data_wholly_inside_shared_memory_is_passed_on_by_its_offset(room):
     whole = memoryview(room.tensor.numpy()).cast("B")
     assert [room.offset_of(whole[first:]) for first in (0, 8)] == [0, 8]
     for start, size in ((8, len(whole)), (-8, len(whole)), (0, len(whole) - 1)):
         assert offset_within(room.tensor.data_ptr() + start, size, whole) is None
 
 
-def test_a_file_is_what_was_written_wherever_it_lay_and_is_summed(uploads, room, bucket):
+def test_uploaded_file_has_the_bytes_and_sums_of_what_was_written_from_any_memory(uploads, room, bucket):
     file, shared = bucket / "file", memoryview(room.tensor.numpy()).cast("B")
     apart = os.urandom(BLOCK_BYTES + 7)
     wrote = []
@@ -63,7 +63,7 @@ def test_a_file_is_what_was_written_wherever_it_lay_and_is_summed(uploads, room,
     assert len(wrote) >= len(blocks)
 
 
-def test_what_torch_saves_from_the_room_is_not_copied(uploads, room, bucket, monkeypatch):
+def test_tensor_saved_from_shared_memory_is_uploaded_without_a_copy(uploads, room, bucket, monkeypatch):
     copied = []
 
     class Counting(uploads_module._Pieces):
@@ -83,7 +83,7 @@ def test_what_torch_saves_from_the_room_is_not_copied(uploads, room, bucket, mon
     assert torch.equal(loaded, room.tensor[1000:])
 
 
-def test_what_the_store_refuses_is_said_and_the_next_file_gets_there(uploads, wire, wired_bucket):
+def test_upload_that_the_store_refuses_fails_and_the_next_one_succeeds(uploads, wire, wired_bucket):
     wire.meddle = lambda head: answer("403 Forbidden", "AccessDenied") if b"PUT" in head else None
     with pytest.raises(OSError, match="AccessDenied"):
         _upload(uploads, wired_bucket / "file", b"1")
@@ -94,7 +94,7 @@ def test_what_the_store_refuses_is_said_and_the_next_file_gets_there(uploads, wi
     assert uploads._process is process
 
 
-def test_a_process_that_is_killed_fails_its_file_and_another_one_brings_the_next(uploads, room, bucket):
+def test_killed_upload_process_fails_its_file_and_a_new_one_uploads_the_next(uploads, room, bucket):
     uploads.start()
     first, shared = uploads._process, memoryview(room.tensor.numpy()).cast("B")
     with pytest.raises(OSError, match="exit code -9"), uploads.create(bucket / "file", lambda: None, {}) as stream:
@@ -115,7 +115,7 @@ def test_a_file_that_its_writer_gives_up_never_appears(uploads, bucket):
     assert files_of(bucket).read(bucket / "file") == b"all of it"
 
 
-def test_of_a_long_file_that_its_writer_gives_up_no_part_is_left_in_the_store(uploads, room, wire, wired_bucket):
+def test_long_upload_that_its_writer_gives_up_leaves_no_part_in_the_store(uploads, room, wire, wired_bucket):
     shared, sent = memoryview(room.tensor.numpy()).cast("B"), threading.Event()
     wire.meddle = lambda head: sent.set() if b"partNumber=1" in head else None
     with pytest.raises(KeyError), uploads.create(wired_bucket / "file", lambda: None, {}) as stream:
@@ -129,7 +129,7 @@ def test_of_a_long_file_that_its_writer_gives_up_no_part_is_left_in_the_store(up
     assert left.get("Uploads", []) == []
 
 
-def test_who_gives_up_a_file_does_not_wait_until_the_store_has_forgotten_it(uploads, bucket, monkeypatch):
+def test_writer_that_gives_up_a_file_does_not_wait_for_the_upload_process_to_end(uploads, bucket, monkeypatch):
     waits, may_end = threading.Event(), threading.Event()
 
     class Slow(subprocess.Popen):
@@ -145,7 +145,7 @@ def test_who_gives_up_a_file_does_not_wait_until_the_store_has_forgotten_it(uplo
     may_end.set()
 
 
-def test_a_file_that_is_given_up_while_it_is_uploaded_does_not_answer_for_the_next(uploads, bucket):
+def test_reply_to_an_upload_given_up_midway_is_not_taken_for_that_of_the_next(uploads, bucket):
     def give_up():
         raise KeyError
 
@@ -155,9 +155,7 @@ def test_a_file_that_is_given_up_while_it_is_uploaded_does_not_answer_for_the_ne
     assert files_of(bucket).read(bucket / "file") == b"all of it"
 
 
-def test_a_file_that_another_thread_gives_up_is_an_error_of_the_system_however_late_its_writer_hears(
-    uploads, room, bucket
-):
+def test_writer_of_a_file_that_another_thread_gives_up_gets_an_os_error_however_late(uploads, room, bucket):
     shared = memoryview(room.tensor.numpy()).cast("B")
     with pytest.raises(OSError, match="the process that uploads has ended"):  # noqa: SIM117
         with uploads.create(bucket / "file", lambda: None, {}) as stream:
@@ -170,7 +168,7 @@ def test_a_file_that_another_thread_gives_up_is_an_error_of_the_system_however_l
     assert _upload(uploads, bucket / "file", shared).size == len(shared)
 
 
-def test_the_process_ends_with_the_one_that_asks_it(uploads):
+def test_upload_process_ends_when_its_input_is_closed(uploads):
     uploads.start()
     process, uploads._process = uploads._process, None
     process.stdin.close()

@@ -28,7 +28,7 @@ def size_after(consumed: int, start: int, increment: int, increments: int, sampl
 
 
 @given(ramps)
-def test_a_ramp_is_what_counting_its_samples_gives(ramp):
+def test_ramped_batch_sizes_equal_those_counted_step_by_step(ramp):
     plan, consumed = plan_of(*ramp), 0
     for step in range(1, 80):
         assert plan.first_sample(step) == consumed
@@ -59,7 +59,7 @@ def test_without_a_ramp_all_batches_have_one_size(size, step):
     assert plan.samples(step) == range((step - 1) * size, step * size)
 
 
-def test_the_ramp_of_mt_nlg():
+def test_ramp_of_mt_nlg_grows_from_32_to_1920_as_published():
     """arXiv:2201.11990, section 3.2: from 32 to 1920 in steps of 32 over the first 12 million samples."""
     ramp = (32, 32, 59, 12_000_000)
     plan = plan_of(*ramp)
@@ -112,7 +112,7 @@ def test_over_all_replicas_and_micro_batches_every_sample_appears_once(samples, 
 
 
 @pytest.mark.parametrize(("replicas", "sizes"), [(4, [3, 3, 2, 2]), (3, [4, 3, 3]), (5, [2] * 5), (1, [10])])
-def test_ten_samples(replicas, sizes):
+def test_ten_samples_are_shared_evenly_with_the_rest_for_the_first_replicas(replicas, sizes):
     assert [len(replica_share(range(10), replicas, replica)) for replica in range(replicas)] == sizes
 
 

@@ -81,7 +81,7 @@ def test_stages_between_the_ends_read_no_text(corpus):
     assert (part.samples, part.inputs_sb, part.targets_sb) == (range(12, 16), None, None)
 
 
-def test_one_rank_makes_the_record_of_the_corpus_and_all_hold_to_it(corpus, tmp_path):
+def test_only_the_recording_rank_writes_the_corpus_record_and_all_ranks_check_it(corpus, tmp_path):
     record = tmp_path / "record.json"
     Batches(spec(data=corpus), 0, CPU, record=record)
     assert not record.exists(), "another rank makes it"
@@ -107,7 +107,7 @@ def job_with_sets(corpus, tmp_path):
     return made
 
 
-def test_each_validation_set_is_a_text_of_its_own(job_with_sets):
+def test_each_validation_set_is_read_from_its_own_text_under_its_own_metric(job_with_sets):
     batches = Batches(job_with_sets(global_batch_size=2), 0, CPU)
     assert [text.metric for text in batches.held_out] == ["validation_loss", "validation_loss_a", "validation_loss_b"]
     assert [text.batches(batches.spec) for text in batches.held_out] == [6, 6, 2]
@@ -117,7 +117,7 @@ def test_each_validation_set_is_a_text_of_its_own(job_with_sets):
     assert windows == [[*range(116, 124)], [*range(124, 132)]], "of its own text, not of the corpus"
 
 
-def test_without_a_held_out_part_there_are_the_sets_alone_and_without_validation_none(job_with_sets):
+def test_validation_reads_only_named_sets_without_a_held_out_part_and_none_if_off(job_with_sets):
     job = job_with_sets()
     alone = job.model_copy(update={"data": job.data.model_copy(update={"validation_fraction": 0.0})})
     assert [text.metric for text in Batches(alone, 0, CPU).held_out] == ["validation_loss_a", "validation_loss_b"]
@@ -125,7 +125,7 @@ def test_without_a_held_out_part_there_are_the_sets_alone_and_without_validation
     assert Batches(never, 0, CPU).held_out == ()
 
 
-def test_validation_sets_stay_what_they_were_when_the_job_began(job_with_sets, tmp_path):
+def test_validation_set_that_changed_since_the_job_began_is_refused(job_with_sets, tmp_path):
     job, record = job_with_sets(), tmp_path / "job" / "corpus.json"
     Batches(job, 0, CPU, record=record, records=True)
     assert sorted(file.name for file in record.parent.iterdir()) == [

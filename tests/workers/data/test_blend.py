@@ -47,14 +47,14 @@ def test_after_every_sample_each_part_has_had_its_share_within_less_than_one(num
     assert (abs(taken * blend.period - due) < blend.period).all()
 
 
-def test_it_is_a_function_of_the_sample_alone():
+def test_place_in_a_blend_depends_on_the_sample_number_alone():
     blend, other = Blend((5, 2, 9)), Blend((5, 2, 9))
     samples = [123_456_789_012, 0, 77, 16 * 10**12 + 5]
     assert [blend.place(sample) for sample in samples] == [other.place(sample) for sample in reversed(samples)][::-1]
     assert blend.place(16 * 10**12 + 5)[1] == 10**12 * (5, 2, 9)[blend.place(5)[0]] + blend.place(5)[1]
 
 
-def test_the_order_is_the_one_that_jobs_were_started_with():
+def test_blend_order_is_unchanged_from_earlier_releases():
     """A job that is resumed by another version of this code must go on with the same samples."""
     blend = Blend((5, 2, 9))
     assert [blend.place(sample)[0] for sample in range(17)] == [2, 0, 2, 2, 0, 1, 2, 2, 0, 2, 0, 2, 2, 0, 1, 2, 2]
@@ -81,7 +81,7 @@ def test_each_part_is_read_exactly_once_in_each_of_its_epochs():
             assert {b - a for a, b in itertools.pairwise(distances)} == {8}, "and none left out"
 
 
-def test_one_part_has_the_order_of_a_corpus_without_weights():
+def test_blend_of_one_part_has_the_order_of_a_corpus_without_weights():
     order, plain = blended((1,), (0,), (1000,), 8, 77), SampleOrder(1000, 8, 77)
     assert [order.start(sample) for sample in range(500)] == [plain.start(sample) for sample in range(500)]
 
@@ -95,7 +95,7 @@ def test_parts_of_the_same_size_are_not_visited_in_the_same_order():
 @pytest.mark.soak
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=5))
-def test_long_periods_keep_the_shares_too(values):
+def test_parts_of_a_blend_keep_their_shares_over_long_periods(values):
     blend = Blend(whole_shares(values))
     taken = [0] * len(values)
     for sample in range(blend.period):

@@ -20,7 +20,7 @@ def render(source: str, **tokens: str) -> str:
     return ChatTemplate(source, tuple(tokens.items())).render(MESSAGES)[0]
 
 
-def test_templates_have_what_those_of_transformers_rely_on():
+def test_templates_can_use_the_filters_loops_and_variables_of_transformers():
     assert render("{{ bos_token }}{{ messages | tojson }}", bos_token="<s>") == (
         '<s>[{"role": "user", "content": "<b>ü"}]'
     )
@@ -29,7 +29,7 @@ def test_templates_have_what_those_of_transformers_rely_on():
     assert render("{{ add_generation_prompt }} {{ tools is none }} {{ pad_token is defined }}") == "False True False"
 
 
-def test_the_date_does_not_depend_on_the_day():
+def test_date_in_a_template_is_the_same_on_every_day():
     assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
 
 
@@ -56,7 +56,7 @@ def test_generation_blocks_are_found_wherever_they_stand():
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_nothing_but_the_conversation_can_be_reached(source):
+def test_template_that_reaches_beyond_the_conversation_fails(source):
     with pytest.raises(TemplateFailed):
         assert not render(source)
 
@@ -70,7 +70,7 @@ def test_nothing_but_the_conversation_can_be_reached(source):
         ("{{" + "(" * 5000 + ")" * 5000 + "}}", "not a chat template in Jinja ("),
     ],
 )
-def test_what_is_no_template_is_named(source, problem):
+def test_invalid_template_is_refused_with_its_name_and_problem(source, problem):
     with pytest.raises(DataError) as error:
         ChatTemplate(source, name="my.jinja").check()
     assert str(error.value).startswith("my.jinja")
@@ -110,11 +110,11 @@ def test_a_template_that_wants_gigabytes_is_ended(monkeypatch, source):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20, "in KiB"
 
 
-def test_compiling_computes_nothing():
+def test_checking_a_template_evaluates_none_of_its_expressions():
     ChatTemplate("{{ 'x' * 10 ** 11 }}{% set a = 'x' * 10 ** 11 %}{{ 'x' | center(10 ** 11) }}").check()
 
 
-def test_one_operation_that_hears_of_nothing_for_ever_ends_the_process():
+def test_template_operation_that_cannot_be_interrupted_ends_with_its_process():
     program = (
         "from workers.data import render_bounds\n"
         "render_bounds.SECONDS, render_bounds.LAST_SECONDS = 99.0, 0.3\n"
@@ -125,7 +125,7 @@ def test_one_operation_that_hears_of_nothing_for_ever_ends_the_process():
     assert done.returncode == -signal.SIGVTALRM
 
 
-def test_what_is_kept_of_a_template_is_the_same_again():
+def test_stored_template_reads_back_equal_and_its_digest_ignores_its_name():
     template = ChatTemplate("{{ bos_token }}", (("bos_token", "<s>"),), "x")
     assert ChatTemplate.of_document(template.as_document()) == template
     digests = {

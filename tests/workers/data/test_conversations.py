@@ -69,7 +69,7 @@ def test_the_tools_of_a_row_reach_the_template_as_they_do_in_transformers(tmp_pa
     assert "a < b & 'ü'" in conversation.text
 
 
-def test_chatml_is_built_in_and_learns_what_ends_an_answer(tmp_path):
+def test_built_in_chatml_template_learns_answers_and_their_end_tokens(tmp_path):
     path = chat_file(tmp_path / "a.jsonl", [said("a", "b", "c", "d", system="s")])
     (conversation,) = texts(path)
     assert conversation.text == (
@@ -79,23 +79,23 @@ def test_chatml_is_built_in_and_learns_what_ends_an_answer(tmp_path):
     assert learned(path) == ["b<|im_end|>|d<|im_end|>"]
 
 
-def test_of_bytes_those_of_answers_are_marked():
+def test_byte_tokens_of_answers_are_marked():
     text, spans = "é|Größe|🙂", ((2, 7), (8, 9))
     ((ids, marks),) = open_tokenizer(DataConfig(source="chat", paths=["a"])).encode_marked([text], [spans])
     assert bytes(ids) == text.encode()
     assert bytes(id for id, mark in zip(ids, marks, strict=True) if mark).decode() == "Größe🙂"
 
 
-def test_all_of_it_is_learned_on_request(tmp_path):
+def test_whole_conversation_is_learned_with_loss_all(tmp_path):
     path = chat_file(tmp_path / "a.jsonl", [said("a", "b"), said("nobody answers")])
     assert learned(path, loss="all") == [each.text for each in texts(path)]
 
 
-def test_without_an_answer_nothing_is_learned(tmp_path):
+def test_nothing_of_a_conversation_without_an_answer_is_learned(tmp_path):
     assert learned(chat_file(tmp_path / "a.jsonl", [said("nobody answers")])) == [""]
 
 
-def test_conversations_as_sharegpt_has_them(tmp_path):
+def test_conversations_in_sharegpt_format_give_the_same_texts(tmp_path):
     rows = [[{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]]
     theirs = chat_file(tmp_path / "a.jsonl", rows, "conversations")
     ours = chat_file(tmp_path / "b.jsonl", [said("a", "b", system="s")])
@@ -138,7 +138,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "problem"), WRONG, ids=[str(n) for n in range(len(WRONG))])
-def test_a_row_that_is_no_conversation_is_named(tmp_path, line, problem):
+def test_row_that_is_not_a_conversation_is_refused_with_file_line_and_byte(tmp_path, line, problem):
     path = chat_file(tmp_path / "a.jsonl", CONVERSATIONS[:1])
     start = path.stat().st_size
     path.write_text(path.read_text() + line + "\n")
@@ -148,7 +148,7 @@ def test_a_row_that_is_no_conversation_is_named(tmp_path, line, problem):
     assert problem in str(error.value)
 
 
-def test_what_a_template_refuses_is_said_in_its_words(tmp_path):
+def test_conversation_that_a_template_rejects_is_refused_with_its_message(tmp_path):
     folder = tokenizer_folder(tmp_path / "t", "mistral")
     path = chat_file(tmp_path / "a.jsonl", [CONVERSATIONS[0], [*said("a"), *said("b", "c")]])
     with pytest.raises(DataError, match=r"line 2 .*makes no text of it: roles must alternate user/assistant"):
@@ -161,7 +161,7 @@ SYSTEM_LAST = """{%- for message in messages if message.role != 'system' %}
 {%- endfor %}"""
 
 
-def test_a_template_whose_text_changes_as_more_follows_is_refused(tmp_path):
+def test_template_that_rewrites_earlier_messages_when_more_follow_is_refused(tmp_path):
     """It writes what the system says beside the last question alone."""
     path = chat_file(tmp_path / "a.jsonl", [said("a", "b", "c", "d", system="s")])
     with pytest.raises(DataError, match=r"line 1 .*writes message 3 or those before it in another way once more"):
@@ -177,7 +177,7 @@ def test_answers_are_found_whatever_they_say(own):
     assert [text[a:b] for a, b in spans] == [f"{own}<|im_end|>", f"<think>\n\n</think>\n\n{own}<|im_end|>"]
 
 
-def test_where_a_template_is_looked_for(tmp_path):
+def test_template_is_taken_from_the_spec_the_tokenizers_folder_or_its_config(tmp_path):
     folder = tokenizer_folder(tmp_path / "t", "qwen", "from the file")
     data = DataConfig(source="chat", paths=["a"], tokenizer=str(folder))
     assert open_template(data).source == "from the file"

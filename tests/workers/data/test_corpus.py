@@ -35,7 +35,7 @@ def test_reading_across_files_equals_reading_their_concatenation(corpus, data):
     assert corpus.read(start, length).tolist() == list(whole[start : start + length])
 
 
-def test_its_length_is_that_of_all_files(corpus):
+def test_corpus_length_is_the_sum_of_its_files(corpus):
     assert len(corpus) == sum(len(part) for part in PARTS)
 
 
@@ -59,14 +59,14 @@ def test_a_file_that_shrinks_is_named(tmp_path):
         corpus.read(0, 50)
 
 
-def test_a_file_that_goes_away_is_named(tmp_path):
+def test_corpus_file_that_disappears_is_named(tmp_path):
     corpus = one_file(tmp_path / "gone.txt")
     (tmp_path / "gone.txt").unlink()
     with pytest.raises(DataError, match=f"cannot be read: {tmp_path}/gone.txt"):
         corpus.read(0, 1)
 
 
-def test_more_files_than_may_be_open(tmp_path):
+def test_corpus_of_many_files_keeps_few_of_them_open_at_once(tmp_path):
     files = []
     for number in range(600):
         path = tmp_path / f"{number}.txt"

@@ -44,7 +44,7 @@ def refused(folder, record):
     return str(error.value)
 
 
-def test_what_did_not_change_reads_as_it_did(folder, record):
+def test_unchanged_corpus_reads_the_same_on_restart(folder, record):
     first = opened(folder, record, write=True).read(0, 2 * LENGTH)
     again = opened(folder, record, write=True).read(0, 2 * LENGTH)
     assert first.tolist() == again.tolist()
@@ -71,7 +71,7 @@ def test_what_did_not_change_reads_as_it_did(folder, record):
         ("c.txt", b"c" * 9999 + b"x", "c.txt is not what it was when the job began: put it back as it was"),
     ],
 )
-def test_what_changed_is_named_at_the_next_start(folder, record, name, content, sentence):
+def test_changed_corpus_file_is_named_at_the_next_start(folder, record, name, content, sentence):
     opened(folder, record, write=True)
     (folder / name).write_bytes(content)
     assert f"{folder}/{sentence}" in refused(folder, record)
@@ -91,7 +91,7 @@ def test_file_that_is_replaced_while_the_job_runs_is_named_before_it_is_first_re
         corpus.read(LENGTH, 1)
 
 
-def test_file_that_is_overwritten_in_place_while_it_is_read_is_named_and_one_that_grows_is_not(folder, record):
+def test_corpus_file_overwritten_in_place_is_refused_and_one_that_grows_is_not(folder, record):
     corpus = opened(folder, record, write=True)
     first = corpus.read(0, LENGTH)
     with (folder / "a.txt").open("r+b") as file:
@@ -106,7 +106,7 @@ def test_file_that_is_overwritten_in_place_while_it_is_read_is_named_and_one_tha
         corpus.read(0, 1)
 
 
-def test_a_file_that_is_not_what_it_was_does_not_stay_open(folder, record):
+def test_refused_corpus_file_does_not_stay_open(folder, record):
     corpus = opened(folder, record, write=True)
     (folder / "a.txt").write_bytes(b"x" * LENGTH)
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -116,7 +116,7 @@ def test_a_file_that_is_not_what_it_was_does_not_stay_open(folder, record):
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def test_short_file_that_grows_while_the_job_starts_and_runs_is_read_as_far_as_it_went(folder, record):
+def test_short_file_that_grows_during_the_job_is_read_up_to_its_first_length(folder, record):
     """Its end is not looked at before the next start, which then names it."""
     (folder / "a.txt").write_bytes(b"short")
     files = corpus_files(DataConfig(source="text", paths=[str(folder)]))
@@ -143,7 +143,7 @@ def test_record_that_was_written_in_part_is_made_at_the_next_start(folder, recor
     assert "a.txt has 5 bytes, and had 10000" in refused(folder, record)
 
 
-def test_only_who_shall_makes_the_record_and_never_a_second_time(folder, record):
+def test_corpus_record_is_written_only_by_the_recording_rank_and_never_again(folder, record):
     opened(folder, record)
     assert not record.exists()
     opened(folder, record, write=True)
@@ -156,14 +156,14 @@ def test_only_who_shall_makes_the_record_and_never_a_second_time(folder, record)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"files": [{"path": 1}]}', b'{"files": [{"unknown": 1}]}'])
-def test_record_that_cannot_be_read_keeps_nobody_from_training_and_is_logged(folder, record, content, caplog):
+def test_unreadable_corpus_record_is_logged_and_training_starts(folder, record, content, caplog):
     record.parent.mkdir()
     record.write_bytes(content)
     assert len(opened(folder, record, write=True)) == 2 * LENGTH
     assert f"{record} makes no sense" in caplog.text
 
 
-def test_record_that_cannot_be_written_keeps_nobody_from_training(folder, tmp_path):
+def test_training_starts_though_the_corpus_record_cannot_be_written(folder, tmp_path):
     (tmp_path / "file").write_text("no folder")
     corpus = opened(folder, tmp_path / "file" / "corpus.json", write=True)
     assert len(corpus) == 2 * LENGTH
@@ -171,7 +171,7 @@ def test_record_that_cannot_be_written_keeps_nobody_from_training(folder, tmp_pa
     assert len(corpus.read(0, LENGTH)) == LENGTH
 
 
-def test_a_place_that_does_not_answer_keeps_nobody_from_training(folder, record, monkeypatch):
+def test_training_starts_though_the_records_file_system_does_not_answer(folder, record, monkeypatch):
     """A rank that replaces another reads the record too, and all others wait for it."""
     opened(folder, record, write=True)
     answers = threading.Event()

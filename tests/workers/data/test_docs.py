@@ -19,12 +19,12 @@ MEGATRON = blocks_of("data.md", "To and from Megatron-LM")
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
-def test_examples_are_specs(path):
+def test_example_jobs_are_valid_specs(path):
     assert load_job_spec(path).name == path.stem
 
 
 @pytest.mark.parametrize("block", [text for kind, text in [*CHAT, *MEGATRON] if kind == "yaml"])
-def test_jobs_of_the_pages_are_specs(block):
+def test_jobs_in_the_pages_are_valid_specs(block):
     job = yaml.safe_load(block)
     # Of weights the shape is in their folder.
     shape = {"layers": 4, "hidden_size": 64, "heads": 4, "vocabulary_size": 320, **job.pop("model")}
@@ -32,7 +32,7 @@ def test_jobs_of_the_pages_are_specs(block):
     assert parse_job_spec({**document(), **job, "model": shape}).name == job["name"]
 
 
-def test_the_conversation_that_the_page_shows_is_one():
+def test_conversation_shown_in_the_page_is_valid():
     ((_, row),) = [block for block in blocks_of("data.md", "Conversations") if block[0] == "json"]
     assert [each["role"] for each in conversation_in(json.loads(row), "messages", "the page").messages] == [
         "user", "assistant",

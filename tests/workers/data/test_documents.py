@@ -52,7 +52,7 @@ def test_a_line_of_jsonl_is_a_document(tmp_path, kind):
     assert read(path, "jsonl") == [text for text in [*TEXTS, "last"] if text]
 
 
-def test_lines_of_a_section_are_read_apart(tmp_path):
+def test_section_of_a_jsonl_file_gives_only_its_own_lines(tmp_path):
     path, first = tmp_path / "a.jsonl", lines(TEXTS[2:4])
     path.write_bytes(lines(TEXTS[:2]) + first + lines(TEXTS[4:]))
     start = len(lines(TEXTS[:2]))
@@ -61,7 +61,7 @@ def test_lines_of_a_section_are_read_apart(tmp_path):
     assert [each.text for each in texts_of(part, config, True)] == TEXTS[2:4]
 
 
-def test_the_key_is_the_jobs(tmp_path):
+def test_jsonl_text_is_taken_from_the_key_that_the_job_names(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(["hello"], "content"))
     assert read(tmp_path / "a.jsonl", "jsonl", text_key="content") == ["hello"]
 
@@ -129,7 +129,7 @@ def test_a_row_of_parquet_is_a_document(tmp_path):
     assert read(parquet(tmp_path / "a.parquet", TEXTS), "parquet") == [text for text in TEXTS if text]
 
 
-def test_groups_of_rows_are_read_apart(tmp_path):
+def test_section_of_a_parquet_file_gives_only_its_own_row_groups(tmp_path):
     path = parquet(tmp_path / "a.parquet", ["a", "b", "c", "d", None])
     config = DataConfig(source="parquet", paths=[str(path)])
     assert [each.text for each in texts_of(section(path, start=1, stop=2), config, True)] == ["c", "d"]
@@ -137,7 +137,7 @@ def test_groups_of_rows_are_read_apart(tmp_path):
         list(texts_of(section(path, start=2, stop=3), config, True))
 
 
-def test_what_is_wrong_with_parquet_is_named(tmp_path):
+def test_bad_parquet_is_refused_with_its_column_row_or_file(tmp_path):
     numbers = parquet(tmp_path / "numbers.parquet", [1, 2])
     with pytest.raises(DataError, match=r"row 1: column 'text' holds int64, not text"):
         read(numbers, "parquet")
@@ -161,7 +161,7 @@ def test_parquet_that_is_not_utf8_is_named(tmp_path):
         read(path, "parquet")
 
 
-def test_a_file_of_text_is_one_document_in_pieces_that_may_be_cut(tmp_path, monkeypatch):
+def test_text_file_is_one_document_whole_or_cut_into_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE_BYTES", 100)
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {n} é\n" for n in range(100)))
@@ -182,7 +182,7 @@ def test_text_that_is_not_utf8_is_named_by_its_byte(tmp_path, monkeypatch):
         read(path, "text")
 
 
-def test_a_text_that_must_stay_whole_has_a_limit(tmp_path, monkeypatch):
+def test_text_that_must_not_be_cut_is_refused_beyond_a_size(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_WHOLE_BYTES", 100)
     path = tmp_path / "a.txt"
     path.write_text("line\n" * 30)
@@ -200,7 +200,7 @@ def test_a_document_ends_with_the_last_piece_of_its_last_section(tmp_path, ends)
     assert len(pieces) > 1 and [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [ends]
 
 
-def test_bytes_are_taken_as_they_are(tmp_path):
+def test_raw_bytes_are_read_unchanged_in_pieces(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(bytes(range(256)) * 10_000)
     pieces = list(raw_pieces_of(section(path)))

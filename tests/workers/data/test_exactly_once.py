@@ -50,7 +50,7 @@ def corpus(tmp_path_factory) -> tuple[dict, int, Path]:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes, st.sampled_from(["layout", "elastic"]))
-def test_each_sample_once_an_epoch_over_generations_of_any_layout(corpus, changes, deterministic):
+def test_each_sample_is_trained_on_once_an_epoch_over_generations_of_any_layout(corpus, changes, deterministic):
     data, end, folder = corpus
     windows: tuple[list[int], list[int]] = ([], [])
     taught: Counter[int] = Counter()

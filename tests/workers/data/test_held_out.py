@@ -15,7 +15,7 @@ def held_out(tokens: int, most: int) -> HeldOut:
     return HeldOut(None, ByteCorpus([]), 900, tokens, most)
 
 
-def test_there_is_at_least_one_batch_and_at_most_the_whole_text():
+def test_validation_has_at_least_one_batch_and_at_most_the_whole_text():
     for asked, size, expected in ((8, 8, 1), (1, 8, 1), (8, 2, 6), (4, 2, 4), (8, 16, 1)):  # of 12 windows
         job = spec(train={"global_batch_size": size})
         assert held_out(100, asked).batches(job) == expected
@@ -24,11 +24,11 @@ def test_there_is_at_least_one_batch_and_at_most_the_whole_text():
         assert held_out(tokens, 99).batches(one) == windows
 
 
-def test_windows_lie_end_to_end_and_begin_anew_past_the_end():
+def test_held_out_windows_lie_end_to_end_and_wrap_around_at_the_end():
     assert [held_out(33, 1).start(sample, 8) for sample in range(6)] == [900, 908, 916, 924, 900, 908]
 
 
-def test_each_part_of_a_blend_begins_anew_past_its_own_end():
+def test_held_out_parts_of_a_blend_each_wrap_around_at_their_own_end():
     class InTurn:
         def place(self, sample: int) -> tuple[int, int]:
             return sample % 2, sample // 2
@@ -39,14 +39,14 @@ def test_each_part_of_a_blend_begins_anew_past_its_own_end():
     assert starts[1::2] == [2000, 2008] * 3, "a third window has no target for its last token"
 
 
-def test_a_set_may_have_a_number_of_batches_of_its_own(tmp_path):
+def test_validation_set_may_have_its_own_number_of_batches(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"x" * 1000)
     sets = [{"name": name, "paths": [str(tmp_path / "a.txt")]} for name in ("as_all", "own")]
     job = spec(data={"validation": [sets[0], sets[1] | {"batches": 3}]}, train={"validate_every": 1})
     assert [each.most_batches for each in validation_sets(job, None, False)] == [job.train.validation_batches, 3]
 
 
-def test_a_set_that_is_too_short_is_named(tmp_path):
+def test_validation_set_that_is_too_short_is_named(tmp_path):
     (tmp_path / "short.txt").write_bytes(b"12345678")
     named = {"name": "tiny", "paths": [str(tmp_path / "short.txt")]}
     job = spec(data={"validation": [named]}, train={"validate_every": 1})

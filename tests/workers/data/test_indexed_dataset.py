@@ -30,7 +30,7 @@ def test_tokens_of_every_type_are_read_as_one_row(tmp_path, code, kind):
     row.close()
 
 
-def test_what_is_written_is_byte_for_byte_what_megatron_writes(tmp_path):
+def test_written_index_is_byte_for_byte_that_of_megatron(tmp_path):
     theirs = megatron_dataset(tmp_path / "theirs", DOCUMENTS)
     index = read_index(theirs)
     assert (index.lengths.tolist(), index.documents.tolist()) == ([3, 1, 0, 2, 4], [0, 1, 4, 5])
@@ -47,7 +47,7 @@ def test_files_that_are_deleted_stay_readable(tmp_path):
     assert row.read(0, 10).tolist() == list(range(1, 11))
 
 
-def test_what_was_read_does_not_stay_memory_of_the_process(tmp_path):
+def test_reading_tokens_does_not_grow_the_memory_of_the_process(tmp_path):
     np.arange(2**24, dtype="<i4").tofile(tmp_path / "a.bin")  # 64 MiB
     write_index(tmp_path / "a", "<i4", np.array([2**24], np.int32), np.array([0, 1]))
     row, pages = IndexedTokens(tmp_path / "a"), resource.getpagesize()
@@ -73,7 +73,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_bad_data(tmp_path):
         row.read(3, 3)
 
 
-def test_sequences_of_less_than_no_tokens_are_refused(tmp_path):
+def test_sequences_of_negative_length_are_refused(tmp_path):
     """Though each begins where the one before it ends."""
     np.arange(6, dtype="<i4").tofile(tmp_path / "a.bin")
     write_index(tmp_path / "a", "<i4", np.array([5, -2, 3], np.int32), np.array([0, 3]))
@@ -93,7 +93,7 @@ def broken(tmp_path, change):
     return str(error.value)
 
 
-def test_what_is_wrong_is_named_with_its_file(tmp_path):
+def test_damaged_dataset_is_refused_with_file_and_defect(tmp_path):
     def patch(at, content):
         def change(index, _):
             old = index.read_bytes()
@@ -118,9 +118,9 @@ def test_what_is_wrong_is_named_with_its_file(tmp_path):
     assert "cannot be read" in broken(tmp_path, lambda _, tokens: tokens.unlink())
 
 
-def test_an_index_is_checked_a_part_at_a_time_as_it_is_at_once(tmp_path, monkeypatch):
+def test_index_read_in_parts_has_the_same_checks_and_a_size_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(indexed_dataset, "_BLOCK", 2)
-    test_what_is_wrong_is_named_with_its_file(tmp_path)
+    test_damaged_dataset_is_refused_with_file_and_defect(tmp_path)
     prefix = megatron_dataset(tmp_path / "b", DOCUMENTS)
     index = read_index(prefix)
     assert index.tokens == tokens_in(prefix) == 10

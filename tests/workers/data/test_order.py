@@ -40,7 +40,7 @@ def test_epochs_differ_in_order_and_offset():
     assert len({min(epoch) for epoch in epochs}) > 1
 
 
-def test_seeds_differ_and_one_seed_does_not():
+def test_sample_order_differs_between_seeds_and_repeats_for_one():
     def beginning(seed: int) -> list[int]:
         order = SampleOrder(10_001, 10, seed)
         return [order.start(i) for i in range(20)]
@@ -55,7 +55,7 @@ def test_the_order_looks_shuffled():
     assert 0.4 < rises / len(starts) < 0.6
 
 
-def test_the_order_is_the_one_that_jobs_were_started_with():
+def test_sample_order_is_unchanged_from_earlier_releases():
     """A job that is resumed by another version of this code must go on with the same samples."""
     order = SampleOrder(1001, 10, seed=1234)
     assert [order.start(i) for i in (0, 1, 2, 99, 1000)] == [640, 170, 710, 156, 353]

@@ -105,7 +105,7 @@ def test_nothing_predicts_the_first_token_of_a_conversation(tmp_path, folder):
     assert marks.learned.sum() == sum(len(tokens) - 1 for tokens, _ in conversations_in(folder, CHATS))
 
 
-def test_of_a_conversation_that_is_cut_its_first_token_alone_is_no_answer(tmp_path):
+def test_cut_conversation_of_which_only_the_first_token_is_learned_is_left_out(tmp_path):
     """Nothing predicts it."""
     tokens, marks = (
         IndexedTokens(megatron_dataset(tmp_path / name, [[each] for each in rows]))
@@ -115,7 +115,7 @@ def test_of_a_conversation_that_is_cut_its_first_token_alone_is_no_answer(tmp_pa
     assert (row.cut, len(row), row.read(0, 4).tolist()) == (1, 4 + 1, [6, 7, 0, 0])
 
 
-def test_a_conversation_that_is_longer_than_a_sample_is_cut_and_left_out_where_no_answer_is_left(tmp_path, folder):
+def test_conversation_longer_than_a_sample_is_cut_or_left_out_if_no_answer_remains(tmp_path, folder):
     chats = [said("short", "one"), said("why " * 9, "because " * 90), said("too long " * 90, "never seen"), said("?")]
     watcher = RecordingWatcher()
     job_ = job([chat_file(tmp_path / "a.jsonl", chats)], folder, train={"global_batch_size": 1})
@@ -149,7 +149,7 @@ def halves(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 2)], ids=str)
-def test_what_is_held_out_are_the_last_conversations_of_each_path(halves, folder, layout):
+def test_last_conversations_of_each_path_are_held_out_and_not_trained_on(halves, folder, layout):
     data = {"validation_fraction": 0.25, "weights": [2, 1]}
     train = {"validate_every": 1, "global_batch_size": 2, "validation_batches": 100}
     job_ = job(sorted(halves.glob("*.jsonl")), folder, data=data, train=train, parallel=axes(layout))
@@ -168,7 +168,7 @@ def test_what_is_held_out_are_the_last_conversations_of_each_path(halves, folder
     assert not set(first_words) & set(trained)
 
 
-def test_validation_sets_of_conversations_and_of_texts_stand_beside_each_other(tmp_path, folder):
+def test_job_on_conversations_may_validate_on_texts_and_the_other_way_round(tmp_path, folder):
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 40}) + "\n")
     chat_file(tmp_path / "chat.jsonl", CHATS)
     text = {"name": "text", "source": "jsonl", "paths": [str(tmp_path / "text.jsonl")]}
@@ -184,7 +184,7 @@ def test_validation_sets_of_conversations_and_of_texts_stand_beside_each_other(t
     assert batch.documents is None, "the job has documents together"
 
 
-def test_where_nothing_can_be_learned_it_is_said(tmp_path, folder):
+def test_conversations_without_anything_to_learn_or_hold_out_are_refused(tmp_path, folder):
     path = chat_file(tmp_path / "a.jsonl", [said("nobody answers")])
     with pytest.raises(DataError, match=rf"no conversation for training in {path}: none has an answer within"):
         batches_of(job([path], folder), tmp_path)
@@ -194,7 +194,7 @@ def test_where_nothing_can_be_learned_it_is_said(tmp_path, folder):
         batches_of(job_, tmp_path)
 
 
-def test_other_templates_and_other_rules_have_tokens_of_their_own(tmp_path, folder):
+def test_each_template_and_loss_rule_has_its_own_cached_tokens(tmp_path, folder):
     path = chat_file(tmp_path / "a.jsonl")
     digests = {
         open_corpus(job([path], folder, data=data), tmp_path / "cache").digest
@@ -204,7 +204,7 @@ def test_other_templates_and_other_rules_have_tokens_of_their_own(tmp_path, fold
     assert len(list((tmp_path / "cache").glob("*/marks.bin"))) == 3
 
 
-def test_a_job_keeps_its_template_and_does_not_go_on_with_another(tmp_path):
+def test_job_records_its_chat_template_and_refuses_a_changed_one(tmp_path):
     folder, record = tokenizer_folder(tmp_path / "t", "qwen"), tmp_path / "job" / "corpus.json"
     job_ = job([chat_file(tmp_path / "a.jsonl")], folder)
     open_corpus(job_, tmp_path / "cache", record, True)
@@ -217,7 +217,7 @@ def test_a_job_keeps_its_template_and_does_not_go_on_with_another(tmp_path):
         open_corpus(job_, tmp_path / "cache", record, True)
 
 
-def test_megatrons_datasets_have_no_place_for_marks(tmp_path, folder):
+def test_conversations_cannot_be_written_as_a_megatron_dataset(tmp_path, folder):
     with pytest.raises(DataError, match="does not say which tokens of a conversation are learned"):
         tokenize(
             job([chat_file(tmp_path / "a.jsonl")], folder), tmp_path / "cache", RecordingWatcher(), tmp_path / "to"
@@ -234,7 +234,7 @@ def test_a_template_that_wants_gigabytes_is_named_with_the_file_and_the_line(tmp
 
 
 @given(st.lists(st.integers(1, 20), max_size=300))
-def test_samples_have_every_number_once_and_are_never_too_full(sizes):
+def test_packing_places_each_conversation_once_and_overfills_no_sample(sizes):
     lengths = np.array(sizes, np.int64)
     samples = packed(range(len(sizes)), lengths, 20)
     assert sorted(number for sample in samples for number in sample) == list(range(len(sizes)))
@@ -243,7 +243,7 @@ def test_samples_have_every_number_once_and_are_never_too_full(sizes):
         assert len(samples) <= 2 * -(-sum(sizes) // 20), "two that are half empty would have been one"
 
 
-def test_where_conversations_lie_takes_few_bytes_for_each(tmp_path):
+def test_index_of_packed_conversations_takes_few_bytes_for_each(tmp_path):
     count = 5_000
     of_tokens, of_marks = (
         IndexedTokens(megatron_dataset(tmp_path / name, [[[1, 1]]] * count)) for name in ("tokens", "marks")
@@ -256,7 +256,7 @@ def test_where_conversations_lie_takes_few_bytes_for_each(tmp_path):
     assert taken < 32 * count
 
 
-def test_reads_are_the_same_wherever_they_begin(tmp_path, folder):
+def test_packed_conversations_read_the_same_from_any_start(tmp_path, folder):
     corpus = open_corpus(job([chat_file(tmp_path / "a.jsonl", CONVERSATIONS * 3)], folder), tmp_path / "cache")
     (row,) = corpus.parts
     assert isinstance(row, PackedConversations)
@@ -271,12 +271,12 @@ def test_reads_are_the_same_wherever_they_begin(tmp_path, folder):
         row.read(len(row), 1)
 
 
-def test_the_fullest_sample_is_closed_first(monkeypatch):
+def test_packing_closes_the_fullest_open_sample_first(monkeypatch):
     monkeypatch.setattr(packed_conversations, "OPEN_SAMPLES", 2)
     assert packed(range(4), np.array([9, 8, 7, 2]), 10) == [[0], [1, 3], [2]]
 
 
-def test_held_out_is_a_fraction_of_the_conversations_that_are_used(tmp_path):
+def test_held_out_fraction_counts_only_conversations_that_are_used(tmp_path):
     """Two of four have no answer in a sample."""
     rows = {"tokens": [[1] * 5, [2] * 5, [3, 3], [4, 4]], "marks": [[0] * 5, [0] * 5, [0, 1], [0, 1]]}
     of_tokens, of_marks = (

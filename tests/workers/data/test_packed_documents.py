@@ -37,7 +37,7 @@ def test_documents_lie_between_the_tokens_that_end_them():
     assert documents.first_tokens().tolist() == [[0, 0, 2, 3, 3], [0] * 5]
 
 
-def test_no_token_has_the_next_documents_first_one_as_its_target(corpus, tmp_path):
+def test_no_token_is_trained_to_predict_the_next_documents_first_token(corpus, tmp_path):
     ends = 0
     for step in (1, 2, 3):
         for batch in batches_of(corpus, tmp_path).training(step):
@@ -49,12 +49,12 @@ def test_no_token_has_the_next_documents_first_one_as_its_target(corpus, tmp_pat
     assert ends > 3
 
 
-def test_stages_that_read_no_tokens_know_the_documents_too(corpus, tmp_path):
+def test_stages_that_read_no_tokens_know_the_same_document_boundaries(corpus, tmp_path):
     whole, middle = (batches_of(corpus, tmp_path, reads).training(2) for reads in (True, False))
     assert [each.documents for each in middle] == [each.documents for each in whole]
 
 
-def test_where_no_token_ends_documents_it_is_said_before_anything_is_trained(corpus, tmp_path):
+def test_separating_documents_without_an_end_token_is_refused_before_training(corpus, tmp_path):
     job = spec(data=corpus)
     job = job.model_copy(update={"data": job.data.model_copy(update={"end_of_document": "none"})})
     with pytest.raises(DataError, match=r"data\.documents: apart needs to know the token that ends documents"):
@@ -62,7 +62,7 @@ def test_where_no_token_ends_documents_it_is_said_before_anything_is_trained(cor
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 2)], ids=str)
-def test_validation_keeps_them_apart_as_well(corpus, tmp_path, layout):
+def test_validation_keeps_documents_apart(corpus, tmp_path, layout):
     batches = batches_of(corpus, tmp_path, train={"validate_every": 1}, parallel=axes(layout))
     (held_out,) = batches.held_out
     assert all(each.documents is not None for each in batches.validation(held_out, 0))

@@ -60,7 +60,7 @@ def asked_for(prefetch, step):
     return [part.inputs_sb.tolist() for part in prefetch.training(step)]
 
 
-def test_the_next_step_is_read_before_it_is_asked_for_and_none_after_the_last(batches):
+def test_next_step_is_prefetched_except_after_the_last_step(batches):
     prefetch = Prefetch(batches, 3)
     for step in (1, 2, 3):
         assert asked_for(prefetch, step) == of_its_own(batches, step)
@@ -77,7 +77,7 @@ def test_a_step_that_was_not_expected_is_read_at_once(batches):
     prefetch.close()
 
 
-def test_what_was_read_before_samples_were_skipped_is_not_used(batches):
+def test_prefetched_step_is_read_again_after_samples_are_skipped(batches):
     prefetch = Prefetch(batches, 100)
     prefetch.training(1)
     batches.wait_for(2)
@@ -88,7 +88,7 @@ def test_what_was_read_before_samples_were_skipped_is_not_used(batches):
     prefetch.close()
 
 
-def test_what_cannot_be_read_fails_the_step_that_needs_it_alone(batches):
+def test_prefetch_that_fails_fails_only_the_step_that_needs_it(batches):
     prefetch = Prefetch(batches, 100)
     batches.fails = {2}
     prefetch.training(1)

@@ -132,7 +132,7 @@ def test_megatrons_datasets_are_read_in_place(tmp_path):
     assert not list((tmp_path / "cache").glob("*/tokens.bin"))
 
 
-def test_the_tokenizer_of_megatrons_tokens_is_kept_too(tmp_path, file):
+def test_tokenizer_of_a_megatron_dataset_is_kept_with_the_job(tmp_path, file):
     prefix = megatron_dataset(tmp_path / "a", [[list(range(400))]])
     job_ = job([prefix], file, source="megatron")
     open_corpus(job_, tmp_path / "cache", tmp_path / "job" / "corpus.json", True)
@@ -218,7 +218,7 @@ def test_another_tokenizer_under_the_same_name_is_refused(begun, tmp_path):
         begun()
 
 
-def test_a_file_that_was_only_touched_is_the_same(begun, texts):
+def test_corpus_file_with_a_new_time_but_the_same_content_is_accepted(begun, texts):
     os.utime(texts / "1.jsonl", ns=(1, 1))
     assert begun().digest == begun().digest
 
@@ -237,7 +237,7 @@ def test_change_between_the_samples_of_a_file_is_noticed_in_its_tokens(small_sam
         begun()
 
 
-def test_a_change_at_the_beginning_is_noticed_before_anything_is_made(begun, texts, tmp_path):
+def test_corpus_file_changed_at_its_beginning_is_refused_before_tokens_are_made(begun, texts, tmp_path):
     path = texts / "1.jsonl"
     path.write_bytes(path.read_bytes().replace(b"number", b"NUMBER"))
     caches = sorted((tmp_path / "cache").iterdir())
@@ -246,7 +246,7 @@ def test_a_change_at_the_beginning_is_noticed_before_anything_is_made(begun, tex
     assert sorted((tmp_path / "cache").iterdir()) == caches
 
 
-def test_a_trained_tokenizer_is_pinned_too(texts, tmp_path):
+def test_trained_tokenizer_is_kept_with_the_job_and_a_changed_one_refused(texts, tmp_path):
     record = tmp_path / "job" / "corpus.json"
     bpe = spec(data={"source": "jsonl", "paths": [str(texts)], "tokenizer": "bpe", "tokenizer_vocabulary": 300})
     first = open_corpus(bpe, tmp_path / "cache", record, True)

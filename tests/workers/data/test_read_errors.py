@@ -63,7 +63,7 @@ def file(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("number", OF_THE_STORAGE)
-def test_an_error_of_the_storage_is_unreadable_and_the_sentence_says_what_where_and_what_helps(number):
+def test_storage_error_makes_data_unreadable_and_names_file_host_and_remedy(number):
     error = read_error("/mount/a.txt", OSError(number, os.strerror(number)), "not a corpus")
     assert isinstance(error, DataUnreadable)
     assert str(error) == (
@@ -73,7 +73,7 @@ def test_an_error_of_the_storage_is_unreadable_and_the_sentence_says_what_where_
 
 
 @pytest.mark.parametrize("number", OF_THE_FILE)
-def test_an_error_of_the_file_stays_bad_data(number):
+def test_error_of_the_file_itself_is_bad_data_and_not_unreadable(number):
     error = OSError(number, os.strerror(number))
     assert type(read_error("/a.txt", error)) is DataError
     assert str(read_error("/a.txt", error)) == f"cannot be read: /a.txt ({os.strerror(number)})"
@@ -104,7 +104,7 @@ READINGS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", READINGS)
-def test_whatever_reads_a_corpus_finds_it_unreadable_while_its_mount_is_away(file, what):
+def test_every_reader_of_a_corpus_finds_it_unreadable_while_its_mount_is_away(file, what):
     with away(file.parent), pytest.raises(DataUnreadable, match=rf"^{file.parent}.* cannot be read on .* now"):
         READINGS[what](file)
 
@@ -146,7 +146,7 @@ def test_tokens_that_go_away_between_two_reads_are_unreadable(tmp_path, monkeypa
     row.close()
 
 
-def test_a_mount_on_which_nothing_may_be_asked_is_not_taken_for_missing_permission(file, monkeypatch):
+def test_mount_that_disconnects_during_the_check_is_not_taken_for_missing_permission(file, monkeypatch):
     stat = Path.stat
 
     def twice(path: Path, **more: Any) -> os.stat_result:
@@ -161,7 +161,7 @@ def test_a_mount_on_which_nothing_may_be_asked_is_not_taken_for_missing_permissi
         corpus_files(jsonl(file))
 
 
-def test_a_parquet_file_that_the_disk_does_not_give_is_unreadable_and_a_wrong_one_is_bad(tmp_path, monkeypatch):
+def test_parquet_file_is_unreadable_on_a_disk_error_and_bad_data_if_malformed(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     path.write_text("not parquet")
     config = DataConfig(source="parquet", paths=(str(path),))
@@ -178,7 +178,7 @@ def test_a_parquet_file_that_the_disk_does_not_give_is_unreadable_and_a_wrong_on
         list(texts_of(section, config, True))
 
 
-def test_a_process_that_tokenizes_passes_it_on(tmp_path):
+def test_tokenizing_process_passes_on_a_storage_error(tmp_path):
     config = DataConfig(source="jsonl", paths=(BROKEN,), tokenizer="bytes")
     digest = ByteTokenizer().digest
     order = token_process.Order(config.model_dump(mode="json"), None, digest, "uint16", str(tmp_path))
@@ -186,7 +186,7 @@ def test_a_process_that_tokenizes_passes_it_on(tmp_path):
         tokenize_shards(order, {0: (Section(BROKEN, 0, 9, 9),)}, lambda: None, lambda counts: None, 1)
 
 
-def test_a_process_that_trains_a_tokenizer_passes_it_on(tmp_path):
+def test_tokenizer_training_process_passes_on_a_storage_error(tmp_path):
     order = {
         "data": DataConfig(source="text", paths=(BROKEN,), tokenizer="bpe").model_dump(mode="json"),
         "files": [BROKEN], "sizes": [9], "path": str(tmp_path / "tokenizer.json"),
@@ -195,7 +195,7 @@ def test_a_process_that_trains_a_tokenizer_passes_it_on(tmp_path):
         trained_tokenizer._run(order, Watcher())
 
 
-def test_a_cache_whose_mount_is_away_when_it_is_locked_may_take_the_tokens_later(tmp_path, monkeypatch):
+def test_token_cache_whose_mount_is_away_when_locked_is_reported_as_not_storing_now(tmp_path, monkeypatch):
     def stale(*_: object) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
@@ -205,7 +205,7 @@ def test_a_cache_whose_mount_is_away_when_it_is_locked_may_take_the_tokens_later
         pass
 
 
-def test_a_job_in_the_queue_is_not_refused_for_data_of_which_nothing_is_known(file):
+def test_queued_job_is_refused_for_missing_data_but_not_for_an_unreachable_mount(file):
     job = spec(data={"source": "text", "paths": [str(file)]})
     with away(file.parent):
         assert ANYWHERE.problem_of_data(job) is None
@@ -236,7 +236,7 @@ def named_by(key, file):
         ("beside", "tokenizer_config.json"), ("beside", "special_tokens_map.json"), ("beside", "chat_template.jinja"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_file_or_too_large_is_bad_data_and_read_by_nobody(tmp_path, key, name, make):
+def test_pipe_device_or_oversized_file_is_bad_data_and_is_not_read(tmp_path, key, name, make):
     file = tmp_path / name
     file.with_suffix(".bin").touch()
     make(file)

@@ -47,7 +47,7 @@ def test_each_byte_is_in_one_section_and_cuts_follow_a_lines_end(small, tmp_path
             assert section.ends or Path(section.path).read_bytes()[: section.stop].endswith(b"\n")
 
 
-def test_lines_of_jsonl_stay_whole_and_files_that_must_not_be_cut_too(small, tmp_path):
+def test_shards_cut_no_line_of_jsonl_and_no_file_that_must_stay_whole(small, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(200)))
     data = DataConfig(source="jsonl", paths=[str(tmp_path)])
     parts = content_of(shards_of(corpus_files(data), data, False))
@@ -64,13 +64,13 @@ def test_many_small_files_share_a_shard(tmp_path):
     assert [len(shard) for shard in made] == [3, 3, 3, 1]
 
 
-def test_a_huge_corpus_has_no_more_shards_than_can_be_kept(tmp_path):
+def test_huge_corpus_has_at_most_the_allowed_number_of_shards(tmp_path):
     files = [CorpusFile(f"{n}.txt", 2**30) for n in range(9000)]
     made = shards_of(files, DataConfig(source="text", paths=["a"]), False)
     assert 3000 <= len(made) <= shards.MAX_SHARDS
 
 
-def test_a_place_to_split_is_found_wherever_windows_end(small, tmp_path):
+def test_split_point_of_a_file_is_found_at_any_position_of_the_search_window(small, tmp_path):
     """The only one of its file; what decides about it may be on either side."""
     data = DataConfig(source="text", paths=[str(tmp_path)])
     for position in range(500, 700):
@@ -79,7 +79,7 @@ def test_a_place_to_split_is_found_wherever_windows_end(small, tmp_path):
         assert [section.stop for shard in made for section in shard] == [position + 1, 3001]
 
 
-def test_what_is_left_at_the_end_of_a_file_is_no_shard_by_itself(small, tmp_path):
+def test_short_rest_of_a_file_joins_the_shard_before_it(small, tmp_path):
     (tmp_path / "a.txt").write_text("a line\n" * 100)
     data = DataConfig(source="text", paths=[str(tmp_path)])
     assert [section.stop for shard in shards_of(corpus_files(data), data, True) for section in shard] == [700]
@@ -106,14 +106,14 @@ def tokenizer(request, tmp_path_factory):
 
 @settings(max_examples=500, deadline=None)
 @given(st.text(st.sampled_from("ab1 \n\n\n\r\t;'é日#—\u3000\xa0\u2028\x85\u0301"), max_size=30))
-def test_a_tokenizer_of_bytes_makes_the_same_of_pieces(tokenizer, text):
+def test_byte_level_tokenizer_gives_pieces_the_tokens_of_the_whole_text(tokenizer, text):
     pieces = [piece.decode() for piece in pieces_of(text.encode(), 1)]
     whole, *parts = tokenizer.encode([text, *pieces])
     assert [token for part in parts for token in part] == whole
 
 
 @pytest.mark.skipif(not WIKITEXT.exists(), reason="the text of WikiText-2 is not on this machine")
-def test_real_text_is_the_same_in_pieces(tokenizer):
+def test_real_text_has_the_same_tokens_whole_and_in_pieces(tokenizer):
     text = WIKITEXT.read_text()[:300_000]
     pieces = [piece.decode() for piece in pieces_of(text.encode(), 1000)]
     whole, *parts = tokenizer.encode([text, *pieces])

@@ -11,7 +11,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda ea
 
 
 @given(RANGES, st.integers(0, 80))
-def test_places_hold_all_other_samples_in_their_order(ranges, count):
+def test_samples_that_are_not_skipped_keep_their_order(ranges, count):
     unused = {sample for each in ranges for sample in each}
     used = [sample for sample in range(1000) if sample not in unused][:count]
     skipped = SkippedSamples.of(ranges)
@@ -22,7 +22,7 @@ def test_places_hold_all_other_samples_in_their_order(ranges, count):
 
 
 @given(RANGES, st.integers(0, 50))
-def test_skipping_one_more_step_changes_nothing_before_it_and_takes_what_comes_next(ranges, first):
+def test_skipping_a_step_puts_the_next_samples_in_its_place_and_keeps_those_before(ranges, first):
     before = SkippedSamples.of(ranges)
     step = before.samples(range(first, first + 8))
     after = SkippedSamples.of([*before.ranges, *step])

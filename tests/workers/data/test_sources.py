@@ -47,7 +47,7 @@ def test_a_directory_stands_for_its_text_files_sorted(folder):
     assert names == ["a.md", "b.txt", "sub/UPPER.TXT", "sub/c.py"]
 
 
-def test_a_link_to_a_folder_is_refused_unless_what_it_leads_to_is_there_anyway(tmp_path):
+def test_link_to_a_folder_is_refused_unless_the_corpus_has_that_folder_anyway(tmp_path):
     for name in ("corpus/v2/a.txt", "elsewhere/b.txt"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("text")
@@ -62,7 +62,7 @@ def test_a_link_to_a_folder_is_refused_unless_what_it_leads_to_is_there_anyway(t
     assert len(corpus_files(text(tmp_path / "linked", tmp_path / "corpus" / ".more"))) == 2
 
 
-def test_the_order_of_files_is_not_the_file_systems(tmp_path, monkeypatch):
+def test_order_of_corpus_files_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
     names = ["a/2.txt", "a/b/1.txt", "c/1.txt", "d/1.txt"]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -91,13 +91,13 @@ def test_the_standard_library_is_found_without_its_tests_and_packages():
 
 
 @pytest.mark.parametrize("missing", ["gone.txt", "gone/below.txt"])
-def test_what_is_missing_is_named(tmp_path, missing):
+def test_missing_corpus_path_is_named(tmp_path, missing):
     with pytest.raises(DataError, match=f"no such file or directory: {tmp_path / missing}"):
         corpus_files(text(tmp_path / missing))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_is_unreadable_is_named(folder):
+def test_unreadable_corpus_file_or_folder_is_named(folder):
     (folder / "a.md").chmod(0)
     for path in (folder / "a.md", folder):
         with pytest.raises(DataError, match=f"cannot be read: {folder / 'a.md'}"):
@@ -122,12 +122,12 @@ def test_a_folder_that_cannot_be_looked_into_is_named_and_not_left_out(folder, m
         corpus_files(text(folder))
 
 
-def test_a_name_that_is_too_long_is_no_failure_of_ours(folder):
+def test_corpus_path_with_too_long_a_name_is_a_data_error(folder):
     with pytest.raises(DataError, match=r"cannot be read: .*xxx \(File name too long\)"):
         corpus_files(text(folder / ("x" * 300)))
 
 
-def test_an_empty_file_is_no_corpus(folder):
+def test_corpus_of_one_empty_file_is_refused(folder):
     with pytest.raises(DataError, match=f"the corpus is empty: no text in {folder / 'empty.txt'}"):
         corpus_files(text(folder / "empty.txt"))
 
@@ -137,7 +137,7 @@ def test_a_directory_without_text_is_named(tmp_path):
         corpus_files(text(tmp_path))
 
 
-def test_a_pipe_is_no_file(tmp_path):
+def test_pipe_as_a_corpus_path_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=f"not a regular file: {tmp_path / 'pipe'}"):
         corpus_files(text(tmp_path / "pipe"))

@@ -98,7 +98,7 @@ def test_shards_of_several_processes_are_the_librarys_tokens_of_all_documents(tm
     ]  # fmt: skip
 
 
-def test_it_is_made_once(tmp_path, file):
+def test_token_cache_of_the_same_files_is_made_once(tmp_path, file):
     first = make(tmp_path / "cache", [jsonl(tmp_path)], file)
     watcher = RecordingWatcher()
     second = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file, watcher=watcher)
@@ -139,7 +139,7 @@ def test_a_tokenizer_that_may_not_be_given_pieces_gets_whole_files(tmp_path, man
     assert row.read(0, len(row)).tolist() == plain_tokens(other, ["".join(TEXT)], "</s>")
 
 
-def test_bytes_with_an_end_are_tokens_too(tmp_path, many_shards):
+def test_bytes_with_an_end_token_are_cached_as_tokens(tmp_path, many_shards):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "b.txt").write_bytes(b"\xff")
     row, info, _ = make(tmp_path / "c", [tmp_path], "bytes", "text", end_of_document="<|endoftext|>")
@@ -149,7 +149,7 @@ def test_bytes_with_an_end_are_tokens_too(tmp_path, many_shards):
     assert row.read(0, len(row)).tolist() == [0xC3, 0xA9, ord("b")]
 
 
-def test_another_tokenizer_end_or_file_is_another_cache(tmp_path, file):
+def test_changed_tokenizer_end_token_or_file_makes_another_token_cache(tmp_path, file):
     path = jsonl(tmp_path, ["some text", "more"])
     other = byte_level(tmp_path / "other.json", 300)
     first = make(tmp_path / "cache", [path], file)
@@ -173,7 +173,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path, file):
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
 
 
-def test_what_is_wrong_with_a_document_ends_the_work_and_is_said(tmp_path, file, many_shards):
+def test_bad_document_ends_tokenizing_and_is_named_by_file_and_line(tmp_path, file, many_shards):
     path = jsonl(tmp_path)
     with path.open("a") as opened:
         opened.write("{}\n")
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, file):
         make(tmp_path / "cache", [jsonl(tmp_path)], file)
 
 
-def test_a_file_system_without_locks_is_named_and_a_full_one_can_be_locked(tmp_path, monkeypatch):
+def test_token_cache_can_be_locked_on_a_full_disk_but_not_without_file_locks(tmp_path, monkeypatch):
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -236,7 +236,7 @@ def test_a_process_that_is_killed_is_replaced(tmp_path, file, many_shards, monke
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
 
 
-def test_a_shard_that_kills_every_process_is_no_endless_task(tmp_path, file, monkeypatch):
+def test_shard_that_kills_every_process_is_given_up_with_an_error(tmp_path, file, monkeypatch):
     give_next = token_processes._Work._give_next
 
     def give(self, worker):
@@ -279,7 +279,7 @@ def start_program(root, path, file, stops_at=0):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
 
 
-def test_what_a_killed_process_has_done_is_gone_on_with(tmp_path, file, many_shards):
+def test_shards_made_by_a_killed_process_are_used_by_the_next_one(tmp_path, file, many_shards):
     path = jsonl(tmp_path, DOCUMENTS * 20)
     process = start_program(tmp_path / "cache", path, file, stops_at=3)
     deadline = time.monotonic() + 30
@@ -312,7 +312,7 @@ def test_what_a_killed_process_has_done_is_gone_on_with(tmp_path, file, many_sha
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS * 20)
 
 
-def test_of_several_who_want_the_same_tokens_one_makes_them(tmp_path, file):
+def test_one_of_several_programs_that_want_the_same_tokens_makes_them(tmp_path, file):
     path = jsonl(tmp_path, DOCUMENTS * 20)
     programs = [start_program(tmp_path / "cache", path, file) for _ in range(3)]
     answers = [program.communicate(timeout=60)[0].split() for program in programs]
@@ -320,7 +320,7 @@ def test_of_several_who_want_the_same_tokens_one_makes_them(tmp_path, file):
     assert sorted(made for _, made in answers) == ["False", "False", "True"]
 
 
-def test_who_waits_says_for_whom_and_lives(tmp_path, file):
+def test_program_that_waits_for_the_cache_names_its_holder_and_shows_life(tmp_path, file):
     path, root = jsonl(tmp_path), tmp_path / "cache"
     make(root, [path], file)
     (folder,) = root.iterdir()

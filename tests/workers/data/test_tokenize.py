@@ -38,7 +38,7 @@ def run(config, tmp_path, *options):
     return tokenize.main([str(config), "--cache", str(tmp_path / "cache"), "--processes", "1", *options])
 
 
-def test_a_job_finds_the_tokens(config, tmp_path, capsys):
+def test_job_finds_the_tokens_that_the_command_made(config, tmp_path, capsys):
     assert run(config, tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     count = len(plain_tokens(tmp_path / "tokenizer.json", TEXT[:80]))
@@ -66,7 +66,7 @@ def test_a_copy_for_megatron_has_all_documents(config, tmp_path, weights):
     assert again.read(0, len(again)).tolist() == row.read(0, len(row)).tolist()
 
 
-def test_a_dataset_that_is_there_is_not_overwritten(config, tmp_path, capsys):
+def test_existing_megatron_dataset_is_not_overwritten(config, tmp_path, capsys):
     (tmp_path / "out.idx").write_text("precious")
     assert run(config, tmp_path, "--to", str(tmp_path / "out")) == 1
     assert "out.bin and " in capsys.readouterr().err
@@ -82,14 +82,14 @@ def test_a_dataset_that_is_there_is_not_overwritten(config, tmp_path, capsys):
         ({"text_key": "body"}, 1, "line 1 (byte 0): no key 'body', only 'text': set data.text_key"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(config, tmp_path, capsys, data, status, said):
+def test_tokenize_command_reports_a_bad_job_in_one_sentence(config, tmp_path, capsys, data, status, said):
     assert run(job_file(tmp_path, **data), tmp_path) == status
     err = capsys.readouterr().err
     assert said in err
     assert len(err.splitlines()) == 1
 
 
-def test_on_a_terminal_progress_is_one_line():
+def test_progress_on_a_terminal_overwrites_one_line():
     class Terminal:
         text = ""
 

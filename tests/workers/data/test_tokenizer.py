@@ -19,7 +19,7 @@ def file(tmp_path_factory) -> Path:
     return byte_level(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
-def test_it_makes_the_librarys_tokens(file):
+def test_file_tokenizer_makes_the_same_tokens_as_the_library(file):
     ids = [token for each in FileTokenizer(file).encode(TEXT) for token in each]
     assert ids == plain_tokens(file, TEXT, None)
 
@@ -39,12 +39,12 @@ def by_words(path: Path, vocabulary: dict[str, int], *added: AddedToken) -> Path
     return path
 
 
-def test_ids_that_no_token_has_are_counted_too(tmp_path):
+def test_vocabulary_counts_unused_ids_below_the_highest(tmp_path):
     path = by_words(tmp_path / "t.json", {"a": 0, "b": 7})
     assert FileTokenizer(path, "none").vocabulary == 8
 
 
-def test_a_word_that_is_called_like_the_end_of_a_document_is_none(tmp_path):
+def test_ordinary_word_named_like_an_end_token_ends_no_documents_unless_chosen(tmp_path):
     path = by_words(tmp_path / "t.json", {"a": 0}, AddedToken("</s>", special=False))
     with pytest.raises(DataError, match="no special token that is known to end a document: set"):
         FileTokenizer(path)
@@ -94,13 +94,13 @@ def test_texts_are_cut_only_for_tokenizers_that_make_the_same_of_the_pieces(file
         (b'{"model": {"type": "BPE", "vocab": 3, "merges": []}}', "is not a tokenizer.json"),
     ],
 )
-def test_what_is_no_tokenizer_is_named(tmp_path, content, said):
+def test_file_that_is_not_a_tokenizer_is_refused_by_name(tmp_path, content, said):
     (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(DataError, match=rf"{tmp_path / 'bad.json'} {said}"):
         FileTokenizer(tmp_path / "bad.json")
 
 
-def test_one_that_was_never_trained_is_named(tmp_path):
+def test_tokenizer_that_was_never_trained_is_refused(tmp_path):
     from tokenizers import models
 
     Tokenizer(models.BPE()).save(str(tmp_path / "t.json"))
@@ -108,7 +108,7 @@ def test_one_that_was_never_trained_is_named(tmp_path):
         FileTokenizer(tmp_path / "t.json")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_tokenizer_file_is_named(tmp_path):
     with pytest.raises(DataError, match=rf"no tokenizer can be read from {tmp_path / 'gone.json'} .No such file"):
         FileTokenizer(tmp_path / "gone.json")
 
@@ -123,7 +123,7 @@ def test_a_folder_stands_for_its_tokenizer(file):
     assert open_tokenizer(data).digest == FileTokenizer(file).digest
 
 
-def test_bytes_may_end_documents_too():
+def test_byte_tokenizer_may_have_an_end_of_document_token():
     plain, ended = (
         open_tokenizer(DataConfig(source="jsonl", paths=["a"], end_of_document=end)) for end in (None, "<|endoftext|>")
     )

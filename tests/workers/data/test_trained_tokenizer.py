@@ -45,7 +45,7 @@ def trained(root, path, size=500, watcher=None, source="text", **data):
     return file, open_tokenizer(config, file)
 
 
-def test_it_is_trained_once_and_gives_every_text_back(tmp_path, corpus):
+def test_tokenizer_is_trained_once_and_decodes_every_text_back(tmp_path, corpus):
     watcher = RecordingWatcher()
     file, tokenizer = trained(tmp_path / "cache", corpus, watcher=watcher)
     assert [kind for kind, _ in watcher.said] == ["tokenizer_training", "tokenizer_trained"]
@@ -60,14 +60,14 @@ def test_it_is_trained_once_and_gives_every_text_back(tmp_path, corpus):
     assert again.said == []
 
 
-def test_it_is_trained_on_what_the_template_makes_of_conversations(tmp_path):
+def test_tokenizer_is_trained_on_conversations_as_the_template_writes_them(tmp_path):
     chats = chat_file(tmp_path / "chats.jsonl", [said(f"what is {n}?", "a number") for n in range(50)])
     _, tokenizer = trained(tmp_path / "cache", chats, 300, source="chat", template="chatml")
     (ids,) = tokenizer.encode(["<|im_start|>assistant\na number<|im_end|>"])
     assert len(ids) < 20, "41 bytes"
 
 
-def test_the_number_of_cores_and_the_process_change_nothing(tmp_path, corpus, monkeypatch):
+def test_trained_tokenizer_does_not_depend_on_cores_or_hash_seed(tmp_path, corpus, monkeypatch):
     first, _ = trained(tmp_path / "one", corpus)
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
@@ -75,13 +75,13 @@ def test_the_number_of_cores_and_the_process_change_nothing(tmp_path, corpus, mo
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_of_a_small_corpus_as_many_tokens_are_made_as_there_are(tmp_path):
+def test_tokenizer_of_a_tiny_corpus_has_fewer_tokens_than_asked_for(tmp_path):
     (tmp_path / "a.txt").write_text("ab")
     _, tokenizer = trained(tmp_path / "cache", tmp_path / "a.txt", 5000)
     assert 257 <= tokenizer.vocabulary <= 258
 
 
-def test_size_and_end_are_the_jobs(tmp_path, corpus):
+def test_trained_tokenizer_has_the_size_and_end_token_of_the_job(tmp_path, corpus):
     first, _ = trained(tmp_path / "cache", corpus, 300)
     second, tokenizer = trained(tmp_path / "cache", corpus, 301, end_of_document="<end>")
     assert first != second
@@ -90,7 +90,7 @@ def test_size_and_end_are_the_jobs(tmp_path, corpus):
     assert trained(tmp_path / "cache", corpus, 300, end_of_document="none")[1].end_of_document is None
 
 
-def test_of_a_large_corpus_each_shard_gives_its_share(tmp_path, monkeypatch):
+def test_tokenizer_is_trained_on_a_share_of_each_shard_of_a_large_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TRAINING_BYTES", 2000)
     for name in "abcd":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {n}\n" for n in range(1000)))
@@ -109,13 +109,13 @@ def sections_of(files):
     return [Section(file.path, 0, file.size, file.size) for file in files]
 
 
-def test_what_is_wrong_with_the_corpus_is_said(tmp_path):
+def test_training_a_tokenizer_on_a_bad_corpus_names_file_and_byte(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xff")
     with pytest.raises(DataError, match=r"a.txt, byte 5: not UTF-8"):
         trained(tmp_path / "cache", tmp_path / "a.txt")
 
 
-def test_a_process_that_cannot_do_it_is_a_sentence(tmp_path, corpus, monkeypatch):
+def test_tokenizer_training_process_that_fails_is_reported_with_its_cause(tmp_path, corpus, monkeypatch):
     order = {
         "data": DataConfig(source="text", paths=[str(corpus)], tokenizer="bpe").model_dump(mode="json"),
         "files": [str(corpus)], "sizes": [corpus.stat().st_size], "path": str(tmp_path / "none" / "tokenizer.json"),

@@ -18,7 +18,7 @@ def job(file, model=None, **data):
     return spec(data={"tokenizer": str(file), **data}, model=model or {})
 
 
-def test_it_is_taken_from_the_file_and_kept(tmp_path):
+def test_vocabulary_size_is_read_from_the_tokenizers_file_and_kept_in_the_spec(tmp_path):
     file = byte_level(tmp_path / "t.json")
     plain = job(file)
     with pytest.raises(ValueError, match=r"not known before the tokenizer's file is read"):
@@ -31,7 +31,7 @@ def test_it_is_taken_from_the_file_and_kept(tmp_path):
     assert with_vocabulary(again) == again, "where it runs the file is looked at again"
 
 
-def test_others_need_no_file():
+def test_vocabulary_size_of_bytes_and_bpe_needs_no_file():
     assert with_vocabulary(spec()).vocabulary_size == 256
     assert spec(data={"tokenizer": "bpe"}).vocabulary_size == 8192
     assert spec(data={"tokenizer": "bpe", "tokenizer_vocabulary": 600}).vocabulary_size == 600
@@ -45,7 +45,7 @@ def test_a_model_may_know_more_ids_but_not_fewer(tmp_path):
         with_vocabulary(job(file, {"vocabulary_size": 300}))
 
 
-def test_a_number_that_is_not_the_files_is_refused(tmp_path):
+def test_vocabulary_size_other_than_the_tokenizer_files_is_refused(tmp_path):
     file = byte_level(tmp_path / "t.json")
     with pytest.raises(SpecError, match=r"tokenizer_vocabulary is 500, but .* has 400 token ids"):
         with_vocabulary(job(file, tokenizer_vocabulary=500))
@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_the_spec(tmp_path):
         with_vocabulary(job(tmp_path / "t.json"))
 
 
-def test_a_file_whose_mount_does_not_work_now_is_told_from_one_that_is_not_there(tmp_path):
+def test_tokenizer_file_on_a_broken_mount_is_refused_as_unreadable_for_now(tmp_path):
     file = byte_level(tmp_path / "t.json")
     with away(tmp_path), pytest.raises(SpecError) as caught:
         with_vocabulary(job(file))
@@ -78,7 +78,7 @@ def test_a_file_whose_mount_does_not_work_now_is_told_from_one_that_is_not_there
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT, errno.ENOTDIR])
-def test_a_file_that_this_machine_has_not_or_does_not_show_may_be_readable_where_the_job_runs(tmp_path, number):
+def test_tokenizer_file_missing_here_is_accepted_if_the_vocabulary_size_is_known(tmp_path, number):
     file = byte_level(tmp_path / "t.json")
     known = job(file, tokenizer_vocabulary=400)
     with away(tmp_path, number):

@@ -22,7 +22,7 @@ from workers.trainer import Places, Trainer
 from workers.training.reporter import Reporter
 
 
-def test_a_rank_that_prepares_data_is_seen_to_move(tmp_path):
+def test_rank_that_prepares_data_shows_progress_and_reports_events(tmp_path):
     progress = Progress.shared(tmp_path, 0)
     comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"), progress=progress)
     messages = []
@@ -102,5 +102,5 @@ def test_ranks_compare_their_tokens(last, same):
     assert all("have different tokens" in error for error in errors)
 
 
-def test_rank_that_is_alone_compares_its_tokens_with_nobody():
+def test_single_rank_accepts_its_tokens_without_comparing_them():
     check_same_tokens(Corpus([b""], "a1" * 32), SaidTogether(1))

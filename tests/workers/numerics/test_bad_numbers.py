@@ -88,7 +88,7 @@ def test_only_finite_numbers_of_the_window_are_remembered():
     assert history.recent == ((2.0, 1.0), (3.0, 1.0))
 
 
-def test_of_two_roll_backs_that_skipped_the_same_samples_the_one_that_went_further_back_is_reported():
+def test_of_roll_backs_that_skipped_the_same_samples_the_furthest_back_is_reported():
     samples = (range(56, 64),)
     both = [RollBack(8, 7, samples), RollBack(8, 3, samples)]
     for each in (both, both[::-1]):

@@ -40,9 +40,7 @@ def given(agent, snapshot_folder):
     asyncio.run(body())
 
 
-def test_node_that_shares_nothing_keeps_snapshots_where_it_looks_for_them_and_reports_what_ranks_print(
-    tmp_path, monkeypatch, orders
-):
+def test_node_without_a_shared_home_uses_its_own_folders_and_reports_ranks_output(tmp_path, monkeypatch, orders):
     monkeypatch.setenv("HOME", str(tmp_path))
     own = Paths.of(tmp_path / ".manta" / "nodes" / ID)
     agent = AgentOnNode("job-1", 0, "/home/of/the/service", ID)

@@ -52,9 +52,7 @@ def test_a_rank_computes_with_as_many_threads_as_its_job_says(build):
     assert (torch.get_num_threads(), peak) == (3, 15e9), "what one thread can do, times threads"
 
 
-def test_a_rank_with_a_gpu_computes_on_the_cpu_where_a_test_says_so_over_what_it_would_use_on_the_gpu(
-    build, monkeypatch, capsys
-):
+def test_gpu_rank_told_by_a_test_to_compute_on_the_cpu_communicates_as_on_the_gpu(build, monkeypatch, capsys):
     monkeypatch.setenv("MANTA_COMPUTE_ON_CPU_FOR_TESTS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     comm, ((_, _, _, peak, _),) = build(device="cuda:0")

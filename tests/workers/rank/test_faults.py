@@ -216,7 +216,7 @@ class Tree:
 
 
 @pytest.mark.parametrize("child", [0, 7])
-def test_of_a_node_its_agents_its_daemon_and_its_zygote_are_killed_by_a_child_that_sees_it_through(monkeypatch, child):
+def test_killing_a_node_kills_its_agents_daemon_and_zygote_from_a_detached_child(monkeypatch, child):
     done = []
 
     def leave(status):

@@ -83,7 +83,7 @@ def there(tmp_path: Path) -> list[int]:
     return committed_steps(backup_path(tmp_path / "there", 0, LAYOUT))
 
 
-def test_what_is_committed_arrives_and_comes_back_to_the_bit(tmp_path, server, send):
+def test_committed_snapshots_are_backed_up_and_fetched_back_bit_for_bit(tmp_path, server, send):
     rank, sender = Rank(tmp_path / "here"), send()
     for step in (1, 2, 3):
         rank.commit(step)
@@ -98,7 +98,7 @@ def test_what_is_committed_arrives_and_comes_back_to_the_bit(tmp_path, server, s
     assert fresh.holds(2)
 
 
-def test_a_trainer_that_was_ready_before_the_backup_came_goes_on_from_it(tmp_path, server, send):
+def test_trainer_started_before_its_backup_was_fetched_can_load_it(tmp_path, server, send):
     rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(1)
     until(lambda: sender.state.step == 1)
@@ -110,7 +110,7 @@ def test_a_trainer_that_was_ready_before_the_backup_came_goes_on_from_it(tmp_pat
     assert committed_steps(snapshot_path(tmp_path / "new", 0, LAYOUT)) == [1, 2]
 
 
-def test_a_sender_that_is_there_before_its_trainer_waits_for_it(tmp_path, send):
+def test_backup_sender_started_before_its_trainer_waits_for_the_snapshot_file(tmp_path, send):
     sender = send()
     until(lambda: sender.state.problem is not None)
     assert "there is no snapshot file" in sender.state.problem
@@ -131,7 +131,7 @@ def test_a_trainer_that_makes_a_new_file_is_followed(tmp_path, send):
 
 
 @pytest.mark.parametrize("lost", ["here", "there"])
-def test_backups_go_on_though_the_folder_was_removed_at_one_end(tmp_path, send, lost):
+def test_backups_continue_after_the_folder_is_removed_at_either_end(tmp_path, send, lost):
     """With the pipe that tells of new steps, or with the backup."""
     rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(1)
@@ -144,7 +144,7 @@ def test_backups_go_on_though_the_folder_was_removed_at_one_end(tmp_path, send, 
     rank.snapshots.close()
 
 
-def test_steps_that_nobody_had_time_for_are_skipped(tmp_path, send, monkeypatch):
+def test_slow_backup_sender_skips_steps_and_sends_the_newest(tmp_path, send, monkeypatch):
     real, reached, go_on = wire.send_slot, threading.Event(), threading.Event()
 
     def slow(*arguments):
@@ -165,7 +165,7 @@ def test_steps_that_nobody_had_time_for_are_skipped(tmp_path, send, monkeypatch)
     assert there(tmp_path) == [8]
 
 
-def test_only_multiples_are_sent_where_that_is_asked_for(tmp_path, send, monkeypatch):
+def test_backup_of_every_second_step_sends_only_those(tmp_path, send, monkeypatch):
     rank, sender, looked = Rank(tmp_path / "here"), send(every=2), []
     wait = sender._notifications.wait
     monkeypatch.setattr(
@@ -223,7 +223,7 @@ def test_a_sender_that_dies_in_the_middle_of_a_slot_leaves_the_older_backup(tmp_
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [7]
 
 
-def test_a_step_back_is_followed(tmp_path, send):
+def test_backup_follows_a_roll_back_and_drops_later_steps(tmp_path, send):
     """A roll-back: what came after the step that is done again is no state of the job any more."""
     rank, sender = Rank(tmp_path / "here"), send()
     for step in (4, 5, 6):
@@ -235,7 +235,7 @@ def test_a_step_back_is_followed(tmp_path, send):
     assert there(tmp_path) == [3]
 
 
-def test_a_step_that_was_done_again_replaces_what_it_was_before(tmp_path, server, send):
+def test_backup_of_a_repeated_step_replaces_the_earlier_one(tmp_path, server, send):
     """A roll-back, after which other samples lead to another state of the same step."""
     rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(6)
@@ -251,7 +251,7 @@ def test_a_step_that_was_done_again_replaces_what_it_was_before(tmp_path, server
     assert all(bool((tensor == 99).all()) for tensor in fresh.state)
 
 
-def test_snapshots_of_a_rank_with_the_same_state_may_be_had_instead(tmp_path, server, send):
+def test_backup_of_another_rank_with_the_same_state_can_be_fetched_instead(tmp_path, server, send):
     rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(1)
     until(lambda: sender.state.step == 1)
@@ -262,7 +262,7 @@ def test_snapshots_of_a_rank_with_the_same_state_may_be_had_instead(tmp_path, se
     assert not snapshot_path(tmp_path / "new", 0, LAYOUT).exists()
 
 
-def test_silent_strangers_make_room_for_each_other_and_hold_nobody_up(tmp_path, server, monkeypatch):
+def test_oldest_silent_connection_is_dropped_so_that_callers_get_through(tmp_path, server, monkeypatch):
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 100 * SECONDS)
     with contextlib.ExitStack() as stack:
         dial = lambda: stack.enter_context(socket.create_connection(server.address, timeout=SECONDS))  # noqa: E731
@@ -274,7 +274,7 @@ def test_silent_strangers_make_room_for_each_other_and_hold_nobody_up(tmp_path, 
             fetch(tmp_path / "here", 0, LAYOUT, server.address, TOKEN, 3)
 
 
-def test_without_the_token_nobody_reads_or_writes(tmp_path, server, send):
+def test_backup_server_refuses_callers_without_the_token(tmp_path, server, send):
     Rank(tmp_path / "here").commit(1)
     sender = send(token="a guess")
     until(lambda: sender.state.problem is not None)
@@ -285,7 +285,7 @@ def test_without_the_token_nobody_reads_or_writes(tmp_path, server, send):
     assert not (tmp_path / "new").exists()
 
 
-def test_an_introduction_that_was_overheard_is_of_no_use_to_another_caller(server):
+def test_overheard_introduction_cannot_be_replayed_by_another_caller(server):
     request = {"do": "get", "rank": 0, "layout": LAYOUT, "generation": 3}
 
     def answer(introduction: Callable[[bytes], dict]) -> str:
@@ -306,7 +306,7 @@ def test_an_introduction_that_was_overheard_is_of_no_use_to_another_caller(serve
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 40, b"\x02\x00\x00\x00{}"])
-def test_noise_is_no_caller_and_does_no_harm(tmp_path, server, send, noise):
+def test_noise_on_a_connection_does_not_disturb_backups(tmp_path, server, send, noise):
     with socket.create_connection(server.address) as connection:
         connection.sendall(noise)
     rank = Rank(tmp_path / "here")
@@ -335,7 +335,7 @@ def test_an_older_generation_is_refused_and_a_newer_one_takes_over(tmp_path, ser
         server.expect("yet another", 8)
 
 
-def test_the_backup_of_a_rank_with_another_partner_goes_once_it_is_of_no_use(tmp_path, server, send):
+def test_backup_for_a_former_partner_is_removed_once_no_rank_may_resume_from_it(tmp_path, server, send):
     """Else shared memory would be full of them after some changes of partners."""
     rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(2)
@@ -361,7 +361,7 @@ def test_the_backup_of_a_rank_with_another_partner_goes_once_it_is_of_no_use(tmp
     mine.snapshots.close()
 
 
-def test_no_room_at_the_partner_is_said_to_the_sender(tmp_path, server, send, monkeypatch):
+def test_sender_is_told_if_its_partner_has_no_room_for_the_backup(tmp_path, server, send, monkeypatch):
     Rank(tmp_path / "here").commit(1)
 
     def full(path, form, memory):
@@ -374,12 +374,12 @@ def test_no_room_at_the_partner_is_said_to_the_sender(tmp_path, server, send, mo
     assert sender.state.sent == 0
 
 
-def test_what_nobody_keeps_cannot_be_fetched(tmp_path, server):
+def test_fetching_a_backup_that_does_not_exist_is_refused(tmp_path, server):
     with pytest.raises(BackupError, match=f"there is no snapshot of rank 5 in layout {LAYOUT} here"):
         fetch(tmp_path / "new", 5, LAYOUT, server.address, TOKEN, 3)
 
 
-def test_a_snapshot_that_is_not_what_was_written_is_not_given_out(tmp_path, server, send):
+def test_damaged_backup_is_not_given_out_but_that_of_the_other_step_is(tmp_path, server, send):
     rank, sender = Rank(tmp_path / "here"), send()
     for step in (1, 2):
         rank.commit(step)
@@ -392,7 +392,7 @@ def test_a_snapshot_that_is_not_what_was_written_is_not_given_out(tmp_path, serv
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [1]
 
 
-def test_a_closed_server_leaves_nothing(tmp_path, server, send):
+def test_closed_backup_server_leaves_no_files(tmp_path, server, send):
     rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(1)
     until(lambda: sender.state.step == 1)

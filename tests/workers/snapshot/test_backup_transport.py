@@ -34,14 +34,14 @@ def test_message_arrives_as_it_was_sent(connected):
         (b"7", "no JSON object"),
     ],
 )
-def test_what_is_no_object_is_refused(connected, content, said):
+def test_message_that_is_not_a_json_object_is_refused(connected, content, said):
     ours, theirs = connected
     ours.sendall(wire._LENGTH.pack(len(content)) + content)
     with pytest.raises(BackupError, match=said):
         wire.receive_message(theirs)
 
 
-def test_what_is_too_long_is_refused_before_it_is_read(connected):
+def test_message_that_is_too_long_is_refused_before_it_is_read(connected):
     ours, theirs = connected
     ours.sendall(wire._LENGTH.pack(MESSAGE_BYTES + 1))
     with pytest.raises(BackupError, match=f"a message of {MESSAGE_BYTES + 1} bytes"):

@@ -53,7 +53,7 @@ def test_files_of_several_layouts_lie_side_by_side_until_the_others_go(tmp_path)
     assert snapshot_files(tmp_path / "nowhere") == []
 
 
-def test_fingerprints_and_tags_tell_apart_what_does_not_fit():
+def test_fingerprints_and_layout_tags_differ_between_incompatible_specs():
     spec = {
         "model": {"layers": 2},
         "parallel": {"tensor": 1},
@@ -78,7 +78,7 @@ def test_fingerprints_and_tags_tell_apart_what_does_not_fit():
     assert layout_tag({**spec, "parallel": {"tensor": 1, "stage_layers": [1, 3]}}) != layout_tag(spec)
 
 
-def test_own_steps_are_those_of_own_files_in_their_order(tmp_path):
+def test_steps_kept_of_a_rank_are_sorted_and_of_its_own_files_only(tmp_path):
     for step in (8, 7):
         Snapshots(tmp_path, 1, state_at(0), IDENTITY, f"0000000{step}").save(step)
     Snapshots(tmp_path, 2, state_at(0), IDENTITY).save(33)
@@ -89,7 +89,7 @@ def test_own_steps_are_those_of_own_files_in_their_order(tmp_path):
     assert steps_kept(tmp_path, 3, "") == [4]
 
 
-def test_the_order_of_keys_tells_nothing_apart():
+def test_fingerprints_and_layout_tags_do_not_depend_on_the_order_of_keys():
     """A spec that went through a database may come back in another one."""
     one = {"parallel": {"tensor": 1, "data": 2}, "model": {"a": 1, "b": 2}, "data": {}, "train": {"precision": "fp32"}}
     other = {**one, "parallel": {"data": 2, "tensor": 1}, "model": {"b": 2, "a": 1}}

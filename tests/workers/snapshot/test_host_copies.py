@@ -24,7 +24,7 @@ def keep(copies, step):
     copies.finish()
 
 
-def test_the_oldest_makes_room_and_each_is_loaded_as_it_was_with_its_note(copies):
+def test_two_newest_copies_are_kept_and_loaded_with_their_notes(copies):
     for step in (1, 2, 3):
         keep(copies, step)
     assert copies.steps == [2, 3]
@@ -33,7 +33,7 @@ def test_the_oldest_makes_room_and_each_is_loaded_as_it_was_with_its_note(copies
         assert all((tensor == step).all() for tensor in copies.state)
 
 
-def test_what_was_forgotten_is_not_loaded_and_makes_room_first(copies):
+def test_forgotten_copy_cannot_be_loaded_and_is_replaced_first(copies):
     keep(copies, 1)
     keep(copies, 2)
     copies.forget(2)
@@ -45,7 +45,7 @@ def test_what_was_forgotten_is_not_loaded_and_makes_room_first(copies):
     assert copies.steps == [1, 3], "a step that is kept again takes no room but its own"
 
 
-def test_copies_are_of_the_same_kind_to_the_bit():
+def test_host_copies_keep_dtype_and_bits():
     state = [torch.tensor([1.0 + 2**-40, -0.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.bfloat16)]
     before, copies = [tensor.clone() for tensor in state], HostCopies(state)
     copies.start(1, "note")
@@ -58,7 +58,7 @@ def test_copies_are_of_the_same_kind_to_the_bit():
     copies.close()
 
 
-def test_memory_is_taken_once(copies):
+def test_host_copies_reuse_the_memory_that_they_took_first(copies):
     for step in (1, 2):
         keep(copies, step)
     places = {tensor.data_ptr() for slot in copies._slots for tensor in slot.tensors}
@@ -68,7 +68,7 @@ def test_memory_is_taken_once(copies):
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_their_memory_is_registered_as_large_as_it_is_and_let_go_of_before_it_is_given_back(monkeypatch, closed):
+def test_memory_of_copies_is_pinned_whole_and_released_before_it_is_freed(monkeypatch, closed):
     registered = {}
 
     class Noted:
@@ -109,7 +109,7 @@ def test_a_copy_that_is_under_way_is_waited_for_before_it_is_used_or_forgotten(c
     assert copies.steps == [1]
 
 
-def test_nothing_goes_on_once_they_are_closed():
+def test_closed_host_copies_accept_no_further_copy():
     copies = HostCopies([torch.zeros(3)])
     copies.start(1, "note")
     copies.close()
@@ -117,7 +117,7 @@ def test_nothing_goes_on_once_they_are_closed():
         copies._copier.start(copies.state, lambda ready: None)
 
 
-def test_a_copy_that_fails_half_way_leaves_no_state_of_the_step_that_it_replaced(copies, monkeypatch):
+def test_copy_that_fails_midway_discards_the_step_that_it_was_replacing(copies, monkeypatch):
     keep(copies, 1)
     keep(copies, 2)
 

@@ -33,7 +33,7 @@ def ranks_with_unlike_clocks(comm: Comm) -> list[tuple[int, list[int]]]:
     return [*chosen, (interval.every, True)]
 
 
-def test_all_ranks_use_the_same_number_which_is_that_of_the_slowest(ranks: Any):
+def test_all_ranks_use_the_snapshot_interval_of_the_slowest(ranks: Any):
     first, second = ranks.run(ParallelConfig(data=2), ranks_with_unlike_clocks)
     assert first == second
     assert [every for every, _ in first[:-1]] == [1] * (AGREE_EVERY - 1) + [4] * (2 * AGREE_EVERY)
@@ -51,7 +51,7 @@ def generation_that_begins_late(comm: Comm) -> list[int]:
     return chosen
 
 
-def test_a_generation_is_judged_by_a_whole_window_of_its_steps(ranks: Any):
+def test_interval_changes_only_after_a_whole_window_of_the_generations_steps(ranks: Any):
     first, second = ranks.run(ParallelConfig(data=2), generation_that_begins_late)
     assert first == second == [1] * (AGREE_EVERY + 2) + [4] * (AGREE_EVERY + 1)
 
@@ -71,7 +71,7 @@ def exchanges(interval: SnapshotInterval, first: int) -> list[tuple[int, list[fl
 
 
 @pytest.mark.parametrize("first", [1, AGREE_EVERY - 2, AGREE_EVERY, AGREE_EVERY + 1])
-def test_a_process_that_lives_on_says_the_same_as_a_new_one_and_at_the_same_steps(first):
+def test_surviving_process_exchanges_intervals_at_the_same_steps_as_a_new_one(first):
     """Else one rank would wait for the other in an exchange that the other knows nothing of."""
     lives_on = SnapshotInterval("auto")
     exchanges(lives_on, 1)
@@ -80,7 +80,7 @@ def test_a_process_that_lives_on_says_the_same_as_a_new_one_and_at_the_same_step
     assert len(again) >= 2
 
 
-def test_a_number_that_was_asked_for_stays():
+def test_snapshot_interval_set_by_the_user_does_not_change():
     interval = SnapshotInterval(3)
     interval.restart()
     for step in range(1, 40):
@@ -156,6 +156,6 @@ def test_a_death_at_any_moment_costs_no_more_steps_than_the_interval_in_force(tm
 
 
 @pytest.mark.parametrize(("intervals", "worst"), [([1, 1], 1), ([5, 5], 5), ([3, 3, 8], 3 - 1 + 8)])
-def test_a_death_may_cost_as_much_as_that(tmp_path, intervals, worst):
+def test_most_steps_that_a_death_costs_follow_from_the_intervals_in_force(tmp_path, intervals, worst):
     """The last multiple of 3 up to step 32, where the interval becomes 8, is 30; the next of 8 is 40."""
     assert max(redone for redone, _ in steps_redone(tmp_path, intervals)) == worst

@@ -67,7 +67,7 @@ def test_a_process_that_is_killed_leaves_its_snapshot(tmp_path, folder, keeper):
     assert steps_kept(folder, 3) == [], "with the daemon they are gone"
 
 
-def test_a_keeper_whose_socket_is_removed_takes_more_and_still_has_what_it_had(folder, memory, keeper, monkeypatch):
+def test_memory_keeper_whose_socket_is_removed_keeps_its_files_and_takes_more(folder, memory, keeper, monkeypatch):
     monkeypatch.setattr(node_memory, "ABSENT_SECONDS", 60.0)
     for rank in (0, 1):
         memory.create(snapshot_path(folder, rank), FORM).close()
@@ -88,7 +88,7 @@ def test_memory_is_given_back_once_no_link_leads_to_it(folder, memory, keeper):
     assert held_bytes(keeper) == FORM.size
 
 
-def test_memory_of_a_layout_that_nobody_needs_is_given_back_at_once(folder, memory, keeper):
+def test_memory_of_a_removed_layout_is_given_back_at_once(folder, memory, keeper):
     for tag in ("0a0a0a0a", "0b0b0b0b"):
         memory.create(snapshot_path(folder, 0, tag), FORM).close()
     assert remove_other_layouts(folder, "0b0b0b0b")
@@ -99,7 +99,7 @@ def test_memory_of_a_layout_that_nobody_needs_is_given_back_at_once(folder, memo
     memory.give_back()  # there is nobody to ask, and nothing to be given
 
 
-def test_a_new_file_takes_the_place_of_the_old_one_which_whoever_has_it_keeps(folder, memory, keeper):
+def test_new_file_replaces_the_old_one_which_stays_readable_for_its_holder(folder, memory, keeper):
     path = snapshot_path(folder, 0)
     before = memory.create(path, FORM)
     before.commit(0, 4)
@@ -112,7 +112,7 @@ def test_a_new_file_takes_the_place_of_the_old_one_which_whoever_has_it_keeps(fo
     before.close()
 
 
-def test_without_room_in_shared_memory_the_daemon_has_them(tmp_path, folder, keeper, full, capsys):
+def test_snapshots_go_to_the_daemon_if_shared_memory_has_no_room(tmp_path, folder, keeper, full, capsys):
     path, address = snapshot_path(folder, 0), tmp_path / "memory.sock"
     SnapshotMemory("auto", address).create(path, FORM).close()
     assert in_node_memory(path)
@@ -122,13 +122,13 @@ def test_without_room_in_shared_memory_the_daemon_has_them(tmp_path, folder, kee
             SnapshotMemory(place, keeping).create(path, FORM)
 
 
-def test_with_room_in_shared_memory_they_are_there(tmp_path, folder, keeper):
+def test_snapshots_stay_in_shared_memory_if_it_has_room(tmp_path, folder, keeper):
     path = snapshot_path(folder, 0)
     SnapshotMemory("auto", tmp_path / "memory.sock").create(path, FORM).close()
     assert path.is_file() and not path.is_symlink() and held_bytes(keeper) == 0
 
 
-def test_memory_that_the_machine_does_not_have_is_one_clear_sentence(folder, memory, keeper, monkeypatch):
+def test_snapshot_larger_than_the_machines_memory_is_refused_in_one_sentence(folder, memory, keeper, monkeypatch):
     for module in (snapshot_file, node_memory):
         monkeypatch.setattr(module, "memory_available", lambda: 1000)
     with pytest.raises(SharedMemoryError, match=f"1000 bytes can be had, this rank needs {FORM.size}; use a node"):
@@ -136,7 +136,7 @@ def test_memory_that_the_machine_does_not_have_is_one_clear_sentence(folder, mem
     assert held_bytes(keeper) == 0 and snapshot_files(folder) == []
 
 
-def test_no_daemon_is_one_clear_sentence_with_what_shared_memory_lacks(tmp_path, folder, full, monkeypatch):
+def test_missing_daemon_is_reported_with_what_shared_memory_lacks(tmp_path, folder, full, monkeypatch):
     monkeypatch.setattr(node_memory, "ABSENT_SECONDS", 0.0)
     with pytest.raises(SharedMemoryError, match="no node's daemon here"):
         SnapshotMemory("node_memory").create(snapshot_path(folder, 0), FORM)
@@ -152,7 +152,7 @@ def test_links_are_made_among_the_files_of_jobs_only(tmp_path, folder, memory, k
     os.close(descriptor)
 
 
-def test_links_that_a_daemon_before_this_one_left_lead_nowhere(tmp_path, folder):
+def test_links_of_an_earlier_daemon_are_ignored_and_removed(tmp_path, folder):
     """Its number, and those of its descriptors, may be anybody's by now."""
     other, read_end = os.pipe()
     of_nobody, of_a_pipe, of_this_number = (snapshot_path(folder, rank) for rank in range(3))

@@ -20,7 +20,7 @@ def _journal(rows):
     return journal
 
 
-def test_a_note_says_what_it_was_made_of():
+def test_note_reads_back_as_its_rows_and_history():
     rows = _rows(3)
     assert read_note(_journal(rows).note(HISTORY)) == (rows, HISTORY)
     assert read_note(_journal(rows).note(None)) == (rows, None)
@@ -41,7 +41,7 @@ def test_rows_that_do_not_fit_into_a_note_are_left_out_the_oldest_first():
     assert read_note(_journal(rows).note(HISTORY, len(whole) + 1 - left))[0] == rows[1:]
 
 
-def test_only_the_rows_of_the_last_steps_are_kept():
+def test_note_keeps_only_the_rows_of_the_last_steps():
     rows = _rows(JOURNAL_ROWS + 5)
     journal = _journal(rows)
     assert read_note(journal.note(None))[0] == rows[5:]

@@ -142,7 +142,7 @@ def test_the_old_files_go_once_every_rank_has_a_snapshot_of_its_own(written, ran
     assert again[0].statistics[0] == pytest.approx(by_rank[0].statistics[0], rel=1e-5), "and the curve goes on"
 
 
-def test_masters_and_the_loss_scale_come_along(ranks, corpus, tmp_path):
+def test_masters_and_loss_scale_are_the_same_in_another_layout(ranks, corpus, tmp_path):
     train = {"precision": "fp16"}
     source = written_by("d2", ranks, corpus, tmp_path / "shared", train=train)
     by_rank = resharded("p2 interleaved d2 small buckets", source, ranks, corpus, train=train)
@@ -168,7 +168,7 @@ def failed(written: Written, ranks: Any, corpus: str, step: int = STEPS) -> str:
     return messages.pop()
 
 
-def test_what_no_file_holds_is_named(written, ranks, corpus, tmp_path):
+def test_state_that_no_snapshot_file_holds_is_reported_missing(written, ranks, corpus, tmp_path):
     source = written["d3 small buckets"].copied(tmp_path / "shared")
     Path(source.paths[1]).unlink()
     message = failed(source, ranks, corpus)
@@ -204,7 +204,7 @@ def load(paths: Any, step: int, rectangles: Any, length: int) -> ReshardedState:
     return load_from_snapshots(paths, step, dict.fromkeys(KINDS, rectangles) | {FROZEN: []}, lengths)
 
 
-def test_no_files_are_said_to_be_none():
+def test_loading_from_no_snapshot_files_is_refused():
     with pytest.raises(CheckpointError, match="no snapshot files to read step 3 from"):
         load([], 3, [], 5)
 
@@ -220,7 +220,7 @@ def cells(box: Any) -> set[tuple[int, ...]]:
 
 
 @given(boxes, boxes)
-def test_a_box_is_what_it_has_in_common_with_another_and_the_rest(first, second):
+def test_box_divides_into_its_intersection_with_another_and_the_rest(first, second):
     common = intersection(first, second)
     assert (cells(common) if common else set()) == cells(first) & cells(second)
     if common:
@@ -258,7 +258,7 @@ def test_a_step_that_is_overwritten_while_it_is_read_is_refused(tmp_path):
         load([snapshots.path], 7, rectangles(2), 6)
 
 
-def test_a_note_that_is_damaged_is_no_note(tmp_path):
+def test_damaged_note_is_refused(tmp_path):
     snapshots = one_weight(tmp_path, b"a note")
     assert load([snapshots.path], 7, [WEIGHT], 6).note == b"a note"
     file = snapshots._file

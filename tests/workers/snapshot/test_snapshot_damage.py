@@ -24,7 +24,7 @@ from workers.snapshot.snapshots import Snapshots
 from workers.system.own_files import put
 
 
-def test_what_is_constant_and_changes_in_the_file_is_found_though_the_slot_was_summed_again_since(tmp_path):
+def test_changed_constant_in_a_snapshot_file_is_found_after_its_slot_is_summed_again(tmp_path):
     constant = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)
     snapshots = Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
     for step in (1, 2):
@@ -82,7 +82,7 @@ def test_a_slot_that_is_overwritten_right_after_its_last_sum_is_not_sealed(tmp_p
     assert sealed == []
 
 
-def test_a_copy_without_sums_is_used_and_gets_them_then(tmp_path, monkeypatch):
+def test_copy_left_without_sums_is_used_and_then_summed(tmp_path, monkeypatch):
     """What a trainer leaves that was killed right after a copy."""
     snapshots = opened(tmp_path)
     save(snapshots, 5)
@@ -98,7 +98,7 @@ def test_a_copy_without_sums_is_used_and_gets_them_then(tmp_path, monkeypatch):
     assert holds(tmp_path, 6)
 
 
-def test_a_file_that_was_removed_meanwhile_is_made_anew(tmp_path):
+def test_snapshot_file_removed_during_the_job_is_made_again(tmp_path):
     snapshots = opened(tmp_path)
     save(snapshots, 1)
     snapshots.path.unlink()
@@ -108,7 +108,7 @@ def test_a_file_that_was_removed_meanwhile_is_made_anew(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["identity", "size", "truncated", "another file"])
-def test_a_file_that_does_not_fit_is_made_anew(tmp_path, change):
+def test_snapshot_file_that_does_not_fit_is_replaced_and_the_reason_given(tmp_path, change):
     save(opened(tmp_path), 5)
     path = snapshot_path(tmp_path, 3)
     identity, state, said = IDENTITY, state_at(0), "was of another job or layout"
@@ -170,7 +170,7 @@ def be_in_a_closed_folder(path):
 @pytest.mark.parametrize(
     "be", [be_folder, be_pipe, be_socket, be_device, be_link_to_itself, be_in_a_file, be_in_a_closed_folder]
 )
-def test_a_snapshot_that_is_no_file_is_one_without_steps_and_is_replaced(tmp_path, be):
+def test_anything_but_a_file_in_a_snapshots_place_has_no_steps_and_is_replaced(tmp_path, be):
     folder = tmp_path / "job"
     save(opened(folder), 5)
     path = snapshot_path(folder, 3)
@@ -182,7 +182,7 @@ def test_a_snapshot_that_is_no_file_is_one_without_steps_and_is_replaced(tmp_pat
     assert holds(folder, 6) and folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_is_in_the_place_of_files_that_are_removed_or_fetched_goes_too(tmp_path):
+def test_folders_in_place_of_removed_or_fetched_snapshots_are_removed_too(tmp_path):
     """The snapshot of another layout, and that of a rank which comes from another node."""
     for name in ("rank-00003.0a0a0a0a.snapshot", "rank-00003.0b0b0b0b.snapshot"):
         (tmp_path / name / "folder").mkdir(parents=True)
@@ -193,7 +193,7 @@ def test_what_is_in_the_place_of_files_that_are_removed_or_fetched_goes_too(tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"MANTASNP", b"x" * 8192], ids=["empty", "short", "foreign"])
-def test_committed_steps_of_a_file_that_is_none(tmp_path, content):
+def test_file_that_is_not_a_snapshot_has_no_committed_steps(tmp_path, content):
     path = tmp_path / "file"
     assert committed_steps(path) == []
     path.write_bytes(content)
@@ -286,7 +286,7 @@ def test_a_file_that_is_cut_off_under_a_running_rank_is_reported_and_does_not_ki
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.soak)])
-def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path, times):
+def test_rank_killed_at_any_moment_leaves_whole_steps(tmp_path, times):
     """A real process, which fills its state with the number of the step, again and again."""
     draw, path = random.Random(5), snapshot_path(tmp_path, 0)
     for _ in range(times):
@@ -308,7 +308,7 @@ def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path, times):
             reopened.close()
 
 
-def test_why_a_file_was_not_used_is_said_only_until_there_is_another_step(tmp_path):
+def test_reason_for_not_using_a_file_is_given_until_the_next_step_is_saved(tmp_path):
     save(opened(tmp_path), 5)
     fresh = opened(tmp_path, identity=b"another identity")
     with pytest.raises(CheckpointError, match="was of another job or layout"):
@@ -318,7 +318,7 @@ def test_why_a_file_was_not_used_is_said_only_until_there_is_another_step(tmp_pa
         fresh.load(5)
 
 
-def test_a_file_that_does_not_fit_is_let_go_of(tmp_path, monkeypatch):
+def test_snapshot_file_that_does_not_fit_is_closed(tmp_path, monkeypatch):
     save(opened(tmp_path), 5)
     closed, close = [], SnapshotFile.close
     monkeypatch.setattr(SnapshotFile, "close", lambda file: closed.append(file.form.identity) or close(file))

@@ -20,7 +20,7 @@ IDENTITY = b"0123456789abcdef"
 
 @pytest.mark.parametrize("payload", [1, 4096 - 8, 4096, BLOCK_BYTES, BLOCK_BYTES + 1, 5 * BLOCK_BYTES])
 @pytest.mark.parametrize("table", [b"{}", b"x" * 5000])
-def test_nothing_in_a_file_lies_over_anything_else(payload, table):
+def test_parts_of_a_snapshot_file_do_not_overlap(payload, table):
     form = Form(IDENTITY, payload, table)
     assert form.blocks == -(-payload // BLOCK_BYTES) + 1, "the last one is of the note"
     places = [(0, len(form.head)), (128, 128 + 8 * SLOTS), (256, 256 + 16 * SLOTS), (4096, 4096 + len(table))]
@@ -51,7 +51,7 @@ def test_a_file_of_another_format_is_named_and_not_guessed_at(tmp_path):
         SnapshotFile.open(path)
 
 
-def test_a_marker_that_was_never_written_is_no_step(tmp_path):
+def test_slot_without_a_valid_marker_has_no_step_and_is_written_first(tmp_path):
     file = SnapshotFile.create(tmp_path / "file", Form(IDENTITY, 100))
     assert [file.step(slot) for slot in range(SLOTS)] == [None, None]
     struct.pack_into("<Q", file.memory, 128, 7)
@@ -68,7 +68,7 @@ def test_a_marker_that_was_never_written_is_no_step(tmp_path):
     file.close()
 
 
-def test_who_only_reads_can_change_nothing(tmp_path):
+def test_snapshot_file_opened_for_reading_cannot_be_changed(tmp_path):
     SnapshotFile.create(tmp_path / "file", Form(IDENTITY, 100)).close()
     file = SnapshotFile.open(tmp_path / "file")
     with pytest.raises(TypeError, match="read-write"):
@@ -77,7 +77,7 @@ def test_who_only_reads_can_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_file_that_cannot_be_made_is_let_go_of_and_removed(tmp_path, monkeypatch, number):
+def test_snapshot_file_that_cannot_be_allocated_is_closed_and_removed(tmp_path, monkeypatch, number):
     closed, close = [], os.close
 
     def fail(*_):

@@ -23,7 +23,7 @@ from workers.snapshot.snapshot_file import NOTE_BYTES, SnapshotFile, committed_s
 from workers.snapshot.snapshots import Snapshots
 
 
-def test_what_is_constant_is_copied_into_each_slot_once_and_comes_back(tmp_path):
+def test_constant_state_is_copied_into_each_slot_once_and_restored(tmp_path):
     """Whole blocks of it are summed once, too."""
     constant = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)
     first = constant.clone()
@@ -71,7 +71,7 @@ def test_the_last_two_steps_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2])
-def test_start_returns_while_the_copy_is_under_way_and_finish_makes_sure_of_it(tmp_path, copies):
+def test_start_returns_during_the_copy_and_finish_waits_and_commits_it(tmp_path, copies):
     snapshots = opened(tmp_path)
     for step in (5, 6):
         save(snapshots, step)
@@ -93,7 +93,7 @@ def test_start_returns_while_the_copy_is_under_way_and_finish_makes_sure_of_it(t
     assert holds(tmp_path, 7)
 
 
-def test_what_keeps_the_copy_from_being_made_comes_out_of_finish(tmp_path):
+def test_error_during_the_copy_is_raised_by_finish(tmp_path):
     snapshots = opened(tmp_path)
     for step in (5, 6):
         save(snapshots, step)
@@ -115,7 +115,7 @@ def test_finish_without_a_start_says_so(tmp_path):
     assert snapshots.finish() is False
 
 
-def test_the_stall_is_the_time_that_the_training_thread_waits_and_no_other(tmp_path, monkeypatch):
+def test_stall_counts_only_the_time_that_the_training_thread_waits(tmp_path, monkeypatch):
     """By a clock that moves while nobody waits (100 s), and while `finish` waits for the copy (7 s)."""
     snapshots, held = opened(tmp_path), None
     now, started, waiting = [50.0], threading.Event(), threading.Event()
@@ -193,13 +193,13 @@ def test_a_note_that_is_too_long_is_refused_before_anything_is_overwritten(tmp_p
     assert committed_steps(snapshots.path) == [5, 6]
 
 
-def test_a_file_that_fits_is_kept(tmp_path):
+def test_snapshot_file_that_fits_keeps_its_steps_when_reopened(tmp_path):
     save(opened(tmp_path), 5)
     opened(tmp_path)
     assert committed_steps(snapshot_path(tmp_path, 3)) == [5]
 
 
-def test_no_room_is_one_clear_sentence_and_leaves_no_file(tmp_path, monkeypatch):
+def test_lack_of_shared_memory_is_one_clear_sentence_and_leaves_no_file(tmp_path, monkeypatch):
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -212,14 +212,14 @@ def test_no_room_is_one_clear_sentence_and_leaves_no_file(tmp_path, monkeypatch)
     assert list((tmp_path / "job").iterdir()) == []
 
 
-def test_room_in_shared_memory_that_the_machine_does_not_have_is_no_room(tmp_path, monkeypatch):
+def test_shared_memory_beyond_the_machines_free_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot_file, "memory_available", lambda: 1000)
     with pytest.raises(SharedMemoryError, match=f"{tmp_path} has 1000 bytes free, this rank needs "):
         opened(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_snapshots_are_private(tmp_path):
+def test_snapshots_are_accessible_to_their_user_only(tmp_path):
     snapshots = opened(tmp_path / "job")
     assert snapshots.path.stat().st_mode & 0o777 == 0o600
     assert snapshots.path.parent.stat().st_mode & 0o777 == 0o700
@@ -233,7 +233,7 @@ def test_a_note_may_be_as_long_as_there_is_room_for(tmp_path):
     assert opened(tmp_path, 999).load(1) == note
 
 
-def test_a_file_says_what_its_state_consists_of(tmp_path):
+def test_snapshot_file_holds_the_table_of_its_state(tmp_path):
     opened(tmp_path)
     file = SnapshotFile.open(snapshot_path(tmp_path, 3))
     assert file.table() == {"a": "table"}
@@ -244,7 +244,7 @@ def test_a_file_says_what_its_state_consists_of(tmp_path):
     file.close()
 
 
-def test_what_a_copy_and_its_sums_took_is_known_once_they_are_made(tmp_path, monkeypatch):
+def test_seconds_of_a_copy_and_its_sums_are_measured(tmp_path, monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr("workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     snapshots = opened(tmp_path)
@@ -255,7 +255,7 @@ def test_what_a_copy_and_its_sums_took_is_known_once_they_are_made(tmp_path, mon
     assert 0.0 < snapshots.sum_seconds < 10.0
 
 
-def test_what_is_kept_is_of_that_step_and_no_other(tmp_path):
+def test_kept_returns_the_state_of_exactly_the_step_asked_for(tmp_path):
     snapshots = opened(tmp_path)
     for step in (5, 6):
         save(snapshots, step)

@@ -54,7 +54,7 @@ def commit_reads(snapshots: Snapshots, cuda: PretendedCuda) -> None:
     snapshots._file.commit = committed
 
 
-def test_snapshots_wait_and_are_waited_for(tmp_path):
+def test_snapshots_and_training_steps_wait_for_each_other(tmp_path):
     with pretended_streams() as cuda:
         snapshots = opened(tmp_path)
         commit_reads(snapshots, cuda)
@@ -80,7 +80,7 @@ def test_all_copies_of_a_process_are_made_on_one_stream(tmp_path):
     assert cuda.made == 1
 
 
-def test_slots_are_pinned_until_they_are_let_go(tmp_path):
+def test_slots_are_pinned_until_the_snapshots_are_closed(tmp_path):
     with pretended_streams() as cuda:
         snapshots = opened(tmp_path)
         assert len(cuda.registered) == 1
@@ -89,7 +89,7 @@ def test_slots_are_pinned_until_they_are_let_go(tmp_path):
         assert cuda.registered == []
 
 
-def test_a_stall_is_what_the_device_waits_not_what_the_host_does(tmp_path, monkeypatch):
+def test_stall_on_a_gpu_is_the_time_that_the_device_waits_and_not_the_host(tmp_path, monkeypatch):
     """By the events: the copy was done two seconds after the compute stream had come so far."""
     monkeypatch.setattr("workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=lambda: 50.0))
     with pretended_streams() as cuda:
@@ -102,7 +102,7 @@ def test_a_stall_is_what_the_device_waits_not_what_the_host_does(tmp_path, monke
         snapshots.close()
 
 
-def test_memory_that_cannot_be_pinned_is_copied_into_all_the_same(tmp_path, capsys, monkeypatch):
+def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pinned, "_take_back_error", lambda: None)  # by a kernel of a GPU that is not there
     with pretended_streams() as cuda:
         cuda.cudaHostRegister = lambda *_: 2
@@ -165,7 +165,7 @@ IN_TURN = {"gpipe": "gpt", "1f1b": "llama", "interleaved": "gpt", "zb-h1": "gpt"
         for schedule in SCHEDULES
     ],
 )
-def test_whole_steps_use_nothing_without_a_wait(corpus, tmp_path, family, schedule):
+def test_whole_steps_have_no_race_between_streams(corpus, tmp_path, family, schedule):
     """Snapshots, checkpoints out of their slots, batches that are read ahead, each communicator and the compute stream
     of every kind of rank."""
     layout = {"layout": (2, 2, 2), "schedule": schedule, "sequence_parallel": True, "family": family}
@@ -235,7 +235,7 @@ def test_activations_that_wait_in_host_memory_are_waited_for(corpus, tmp_path, m
         ("give", "self._fetched", "compute reads"),
     ],
 )
-def test_activations_on_their_way_that_nobody_waits_for_are_found(corpus, tmp_path, monkeypatch, function, event, race):
+def test_each_missing_wait_for_offloaded_activations_is_found(corpus, tmp_path, monkeypatch, function, event, race):
     """Each wait by itself."""
     monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
     with pretended_streams() as cuda:
@@ -303,7 +303,7 @@ def test_weights_of_a_step_before_wait_for_parameters_that_are_on_their_way(corp
         ("synchronize", HOST, f"{COMPUTE} writes"),
     ],
 )
-def test_each_wait_for_a_slice_that_is_left_out_is_found(corpus, tmp_path, monkeypatch, wait, waiting, race):
+def test_each_missing_wait_for_a_slice_of_offloaded_state_is_found(corpus, tmp_path, monkeypatch, wait, waiting, race):
     """A stream's for another one, and the host's."""
     monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", 1024)
     with pretended_streams() as cuda:
@@ -337,7 +337,7 @@ def test_chunks_of_a_forward_product_are_waited_for(corpus, tmp_path, monkeypatc
     assert any("tensor" in race and COMPUTE in race for race in cuda.order.races) == forgets
 
 
-def test_batches_that_are_copied_on_a_stream_nobody_waits_for_are_found(corpus, tmp_path):
+def test_missing_wait_for_batches_copied_on_another_stream_is_found(corpus, tmp_path):
     """torch gives a thread the device's own stream, on which the engine computes too; another one would be a race."""
     alone = {"layout": (1, 1, 4), "schedule": "1f1b", "sequence_parallel": False}
     cuda = raced(job_of(PLAIN | alone, corpus, train={"steps": 3}), 0, tmp_path, 3, "loader")
@@ -373,7 +373,7 @@ def test_a_slot_that_is_overwritten_while_it_is_saved_is_found(tmp_path, let_go)
     assert len(raced) == len(cuda.order.races)
 
 
-def test_a_collective_that_nobody_waits_for_is_found(corpus, monkeypatch):
+def test_missing_wait_for_a_collective_is_found(corpus, monkeypatch):
     job = job_of(PLAIN | {"layout": (1, 2, 2), "sequence_parallel": False}, corpus)
     with pretended_streams() as cuda:
         monkeypatch.setattr(OrderedWork, "wait", lambda _: True)
@@ -383,7 +383,7 @@ def test_a_collective_that_nobody_waits_for_is_found(corpus, monkeypatch):
     assert any(race.startswith("data") and COMPUTE in race for race in cuda.order.races)
 
 
-def test_a_stream_of_another_process_is_another_one():
+def test_copy_stream_is_shared_in_a_process_and_not_between_processes():
     """The stream belongs to a process, and a test's to its block."""
     with pretended_streams():
         first = state_copy.copy_stream(torch.device("cpu"))

@@ -91,7 +91,7 @@ def test_after_a_capture_that_ends_badly_the_stream_and_the_allocator_are_as_bef
 
 
 @pytest.mark.parametrize("device", [False], indirect=True)
-def test_where_the_computation_fails_but_the_capture_ends_well_torch_gives_its_memory_back_itself(device):
+def test_capture_that_ends_after_a_failed_computation_leaves_freeing_memory_to_torch(device):
     def fails() -> None:
         raise RuntimeError("no kernel")
 
