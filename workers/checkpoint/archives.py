@@ -135,8 +135,8 @@ class _Storage:
 class _Tensor:
     dtype: str
     key: str
-    """Offset in its storage."""
     offset: int
+    """First element, in the storage `key`."""
     sizes: tuple[int, ...]
 
     def elements(self, at: int, storage_bytes: int | None, order: bytes | None) -> Elements:
