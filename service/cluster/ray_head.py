@@ -243,7 +243,7 @@ class RayHead:
         shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
 
     def freeze_ranks(self) -> None:
-        """Let no rank of this home train on, so that the service can store all that they have done before it ends."""
+        """Let no rank of this home train on, so that the service can store what they have reported before it ends."""
         freeze_all((MARK, self._paths.tag), "workers.zygote")
 
     def _prepare(self) -> None:
