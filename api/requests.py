@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from service.keys.identity import PROJECT_PATTERN, Scope
 from workers.config import MAX_LABELS, JobName, LabelKey, LabelValue, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
-from workers.timing.trace_orders import MAX_STEPS
+from workers.timing.recording import MAX_STEPS
 from workers.weights.formats import Dtype, Format
 
 

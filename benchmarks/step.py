@@ -36,14 +36,13 @@ from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.model.families import parts_of
-from workers.model.parallelize import ModelStage
 from workers.model.shared import Shared
+from workers.model.stage import ModelStage
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.tensor.initial_values import fill_initial
 from workers.parallel.tensor.products import TorchProducts
 from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.shards import named_shards
+from workers.parallel.tensor.shards import fill_initial, named_shards
 from workers.spec.reading import parse_job_spec
 from workers.system.host_memory import keep_freed_memory
 

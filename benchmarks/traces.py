@@ -23,8 +23,8 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
 from workers.liveness.progress import Progress
 from workers.protocol.messages import Resume
+from workers.step_traces.analysis import bubble
 from workers.step_traces.assembly import assembled
-from workers.step_traces.idle import bubble
 from workers.timing.recorder import HostMoments, Recorder
 from workers.timing.recording import Recording
 from workers.timing.step_phases import StepPhases

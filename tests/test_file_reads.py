@@ -44,7 +44,7 @@ SAFE = {
         workers/snapshot/reshard.py:__init__
         workers/snapshot/snapshot_file.py:create
         workers/snapshot/snapshots.py:_opened
-        workers/step_traces/torch_profile.py:content
+        workers/training/tracing.py:content
     """,
     "a folder, which is opened to be locked or synced": """
         workers/node/runtime_folder.py:keep

@@ -10,23 +10,17 @@ import torch
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
-from workers.model.parallelize import ModelStage, compile_layers, compute_in_fp8, wait_before_parts
-from workers.parallel.data.agreement import StepSums
+from workers.model.stage import ModelStage, compile_layers, compute_in_fp8, wait_before_parts
+from workers.parallel.data.agreement import CountedNorm, StepStatistics, StepSums
 from workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
 from workers.parallel.data.flat import FlatParameters
-from workers.parallel.data.gradient_norm import CountedNorm
-from workers.parallel.data.loss_scaling import LossScale
-from workers.parallel.data.reduction import GradientReduction
-from workers.parallel.data.shared_gradients import SharedGradients
-from workers.parallel.data.step_statistics import StepStatistics
+from workers.parallel.data.reduction import GradientReduction, SharedGradients
 from workers.parallel.data.zero import ZeroOptimizer
-from workers.parallel.pipeline.graphed import GraphedPipeline
-from workers.parallel.pipeline.recording import CudaRecording, Recording
+from workers.parallel.pipeline.graphed import CudaRecording, GraphedPipeline, Recording
 from workers.parallel.pipeline.runtime import Pipeline
-from workers.parallel.tensor.fp8_products import Fp8Products
-from workers.parallel.tensor.initial_values import fill_initial
+from workers.parallel.tensor.fp8 import Fp8Products
 from workers.parallel.tensor.products import Products
-from workers.parallel.tensor.shards import NamedShard
+from workers.parallel.tensor.shards import NamedShard, fill_initial
 from workers.system.host_memory import keep_freed_memory
 
 
@@ -165,3 +159,43 @@ class Engine:
     def frozen_state(self) -> list[torch.Tensor]:
         """Tensors that a snapshot keeps in addition, and that no step changes."""
         return [self.optimizer.frozen] if len(self.optimizer.frozen) else []
+
+
+INITIAL = 2.0**16
+GROWTH_STEPS = 1000
+
+
+class LossScale:
+    """The factor on the loss; always 1 if the precision needs none. For fp16 (Micikevicius et al., arXiv:1710.03740,
+    section 3.2) it is dynamic: halved when a gradient overflows, doubled after many steps without."""
+
+    def __init__(self, dynamic: bool):
+        self.dynamic = dynamic
+        # A tensor, since it is part of the state that snapshots and checkpoints keep: (scale, good steps since).
+        self.state = torch.empty(2, dtype=torch.float32)
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to the state before the first step."""
+        self.state[0], self.state[1] = INITIAL if self.dynamic else 1.0, 0.0
+
+    @property
+    def value(self) -> float:
+        """The factor of the next step; a power of two."""
+        return float(self.state[0])
+
+    def after_finite(self) -> None:
+        """The gradients of a step were finite."""
+        if self.dynamic:
+            self.state[1] += 1
+            if self.state[1] >= GROWTH_STEPS:
+                self.state[0] *= 2.0
+                self.state[1] = 0.0
+
+    def after_overflow(self) -> bool:
+        """A step's gradients were not finite. Returns whether to repeat it with a smaller factor, which may help."""
+        if not self.dynamic or self.value <= 1.0:
+            return False
+        self.state[0] /= 2.0
+        self.state[1] = 0.0
+        return True

@@ -34,9 +34,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m workers.ev
     kind.add_argument("--chat", type=Path, metavar="FILE", help="perplexity of the answers in conversations")
     add_template_to(parser)
     parser.add_argument(
-        "--stride",
-        type=positive,
-        help="with --text: tokens from one window to the next; default: a whole window",
+        "--stride", type=positive, help="with --text: tokens from one window to the next; default: a whole window"
     )
     return run(_evaluate, parser.parse_args(arguments))
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from workers.checkpoint.catalog import checkpoint_at
 from workers.inference.chats import End, end_of_answer, question, template_of
 from workers.inference.command import add_template_to, loaded, options_for, run
-from workers.inference.generation import generate
-from workers.inference.sampling import Sampling
+from workers.inference.generation import Sampling, generate
 from workers.inference.tasks import read_texts
 
 

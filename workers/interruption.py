@@ -58,8 +58,7 @@ def cleaning_up_when_terminated() -> Iterator[None]:
 
 
 def run_command(module: str) -> NoReturn:
-    """Load `module` and exit with the status that its `main` returns. A program calls this before it imports anything
-    else."""
+    """Load `module` and exit with the status that its `main` returns; called before anything else is imported."""
     with ending_at_once():
         main = importlib.import_module(module).main
     try:

@@ -127,8 +127,7 @@ class Paths:
         return self.home / "logs" / f"zygote-{safe_name(node)[:12]}.log"
 
     def make_runtime_folder(self) -> Path:
-        """Create the runtime folder with mode 0700, or make one of ours so. Raises UnsafePath like
-        `make_snapshot_root`."""
+        """Create the runtime folder with mode 0700, or make one of ours so. Raises UnsafePath."""
         return _make_private(self.runtime_folder)
 
     def make_snapshot_root(self) -> Path:

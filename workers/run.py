@@ -58,8 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         launcher = read_launcher()
         _check_world(spec, launcher)
         with ending_at_once():
-            from workers.standalone.job import train
-            from workers.standalone.trace_file import TraceFile
+            from workers.standalone.job import TraceFile, train
 
         trace = TraceFile(options.trace, options.trace_steps, options.trace_first_step) if options.trace else None
         train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache, trace)

@@ -64,8 +64,7 @@ def read_pod() -> Pod | None:
 
 
 def read_token_cache(otherwise: Path | None = None) -> Path:
-    """Folder for the tokens of corpora on this machine: MANTA_TOKEN_CACHE, else `otherwise`, or below the home
-    (MANTA_HOME)."""
+    """This machine's folder for tokens of corpora: MANTA_TOKEN_CACHE, else `otherwise`, or in the home (MANTA_HOME)."""
     said = os.environ.get("MANTA_TOKEN_CACHE")
     if said:
         return Path(said).expanduser().absolute()

@@ -19,8 +19,8 @@ from workers.liveness.rank_samples import RankSampler
 from workers.liveness.stragglers import Straggler, Stragglers
 from workers.numerics.bad_numbers import BadStep
 from workers.numerics.guard import error_of
+from workers.parallel.data.agreement import StepStatistics
 from workers.parallel.data.replica_check import ReplicaCheck
-from workers.parallel.data.step_statistics import StepStatistics
 from workers.protocol.messages import Resume
 from workers.training.events import announce, named_samples, sample_data
 from workers.training.learning_rate import learning_rate

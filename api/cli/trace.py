@@ -16,7 +16,7 @@ from api.cli.tables import table
 from api.client import MantaClient, calls
 from api.requests import TraceRequest
 from api.schemas import traces as trace_schemas
-from workers.timing.trace_orders import MAX_STEPS
+from workers.timing.recording import MAX_STEPS
 
 ENDINGS = (".json", ".pftrace")
 _OVER = tuple(f"trace_{state}" for state in ("complete", "partial", "failed"))

@@ -14,9 +14,7 @@ from service.cluster.ray_head import count_gpus
 from service.doctor.findings import Finding
 from service.words import byte_count
 from workers.accounting.activation_bytes import host_bytes_of_rank
-from workers.accounting.offloaded_state import host_state_bytes
-from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
-from workers.accounting.state_copies import copies_bytes
+from workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
 from workers.config import JobSpec
 from workers.paths import SHARED_MEMORY, Paths
 from workers.system.host_memory import memory_available

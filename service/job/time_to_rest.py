@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.accounting.flops import rank_parameters
-from workers.accounting.snapshot_bytes import STATE_BYTES
+from workers.accounting.state_costs import STATE_BYTES
 from workers.config import JobSpec
 from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
 

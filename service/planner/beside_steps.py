@@ -15,8 +15,7 @@ from service.planner.operations import memory_seconds
 from service.planner.passes import host_wait
 from service.planner.step_time import StepModel, StepTime, slowest_of
 from workers.accounting.flops import trained_parameters
-from workers.accounting.snapshot_bytes import STATE_BYTES, checkpoint_bytes
-from workers.accounting.snapshot_interval import steps_between
+from workers.accounting.state_costs import STATE_BYTES, checkpoint_bytes, steps_between
 from workers.config import CheckpointConfig, JobSpec
 
 

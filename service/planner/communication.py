@@ -102,7 +102,7 @@ def _tree_latency(group: Group, machine: Machine) -> float:
 
 def _message_on_core(core: Core, size: float) -> float:
     """Seconds of the core at one end of a message of `size` bytes: over the engine's own links
-    (`workers/comm/collectives.py`) every rank sends its part directly to each rank that needs it."""
+    (`workers/comm/links_backend.py`) every rank sends its part directly to each rank that needs it."""
     return core.message_seconds + size / core.link
 
 

@@ -1,7 +1,7 @@
 """Compares the measured steps of a job with its plan, and finds where they differ most. Pure Python.
 
-The planner's parts and those that the engine measures (`workers/timing/step_parts.py`) are divided differently, so they
-are compared in groups that mean the same on both sides.
+The planner's parts and those that the engine measures (`workers/timing/step_phases.py`) are divided differently, so
+they are compared in groups that mean the same on both sides.
 """
 
 from __future__ import annotations

@@ -15,9 +15,7 @@ from service.planner.stage_shares import chunks_of, shared_out
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import bytes_of_stage
 from workers.accounting.flops import stages_held
-from workers.accounting.offloaded_state import host_state_bytes
-from workers.accounting.snapshot_bytes import SLOTS, state_bytes_of_ranks
-from workers.accounting.state_copies import copies_bytes
+from workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import layer_counts, layers_of, virtual_stage

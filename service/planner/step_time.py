@@ -23,8 +23,7 @@ from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
 from workers.accounting.flops import layer_matrices, padded_vocabulary, trained_parameters
-from workers.accounting.offloaded_state import SLICE_ELEMENTS
-from workers.accounting.snapshot_bytes import STATE_BYTES
+from workers.accounting.state_costs import SLICE_ELEMENTS, STATE_BYTES
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import ends_share_rank, layer_counts, layers_of, place
 from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names

@@ -15,9 +15,8 @@ from service.planner.budget import Share
 from workers.accounting.flops import step_flops
 from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan
+from workers.step_traces.analysis import idle_slices, own_seconds
 from workers.step_traces.assembly import PASSES, StepTrace, TracedRank
-from workers.step_traces.exclusive import own_seconds
-from workers.step_traces.idle import idle_slices
 from workers.timing.recording import Slice
 
 PARTS = (
@@ -58,7 +57,7 @@ _MEASURED = {
     "data": "loader",
     "other": "rest",
 }
-"""The part that a phase measured by workers/timing/step_parts.py belongs to."""
+"""The part that a phase measured by workers/timing/step_phases.py belongs to."""
 
 
 @dataclass(frozen=True)

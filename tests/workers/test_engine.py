@@ -10,10 +10,9 @@ import torch
 from engine_specs import spec
 from one_layer import lone_rank
 
-from workers.engine import Engine
+from workers.engine import INITIAL, Engine
 from workers.errors import PeerLost
-from workers.parallel.data.loss_scaling import INITIAL
-from workers.parallel.data.step_statistics import Loss
+from workers.parallel.data.agreement import Loss
 
 
 def engine_of(precision: str = "fp16", rank: int = 0, **sections) -> Engine:

@@ -25,7 +25,7 @@ from workers.config import ParallelConfig
 from workers.errors import CheckpointError, MantaError
 from workers.settings import Launcher
 from workers.standalone import job as standalone
-from workers.standalone.trace_file import TraceFile
+from workers.standalone.job import TraceFile
 from workers.system import gpu
 from workers.system.threads import OF_COMPUTATION
 from workers.weights.export import export

@@ -12,7 +12,7 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.data.batch_plan import BatchPlan
 from workers.liveness.progress import Progress
-from workers.parallel.data.step_statistics import StepStatistics
+from workers.parallel.data.agreement import StepStatistics
 from workers.timing.step_phases import StepPhases
 from workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
 

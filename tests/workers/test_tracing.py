@@ -18,9 +18,8 @@ from workers.parallel.pipeline.schedules.action import COMPUTE
 from workers.protocol.messages import TraceOrder
 from workers.protocol.reports import Profiled, TraceBegan, Traced
 from workers.spec.reading import parse_job_spec
+from workers.step_traces.analysis import bubble, critical_path
 from workers.step_traces.assembly import assembled
-from workers.step_traces.critical_path import critical_path
-from workers.step_traces.idle import bubble
 from workers.timing.recording import Recording
 from workers.training.tracing import _Made
 

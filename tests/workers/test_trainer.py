@@ -27,7 +27,7 @@ from workers.numerics.bad_numbers import BadStep
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Metrics
 from workers.snapshot.files import steps_kept
-from workers.timing.step_parts import PARTS
+from workers.timing.step_phases import PARTS
 from workers.trainer import Places, Trainer
 from workers.training.reporter import Reporter
 

@@ -1,8 +1,8 @@
 """Bytes of activations that a rank keeps from a forward pass to its backward, by arithmetic. Pure Python.
 
-`table2_bytes` is the published estimate (arXiv:2205.05198, table 2); `layer_terms` lists what this engine keeps, tensor
-by tensor, and equals it up to the norms' statistics. Parameters are not activations. Recomputed activations exist for
-one layer at a time and are added for that time.
+`layer_terms` lists what this engine keeps, tensor by tensor, and equals the published estimate (arXiv:2205.05198, table
+2) up to the norms' statistics. Parameters are not activations. Recomputed activations exist for one layer at a time and
+are added for that time.
 
 Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, d head size, f inner width of the MLP, v
 vocabulary padded to a multiple of the tensor-parallel size t.
@@ -14,14 +14,13 @@ from collections.abc import Collection, Iterable
 from itertools import accumulate
 
 from workers.accounting.flops import padded_vocabulary, stages_held
-from workers.accounting.rank_passes import Kind, blocks_of_rank, passes_of_rank, walked
-from workers.accounting.tape import Pass
+from workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, walked
 from workers.config import JobSpec, ModelConfig
+from workers.parallel import recompute as recompute_policy
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import layers_of
-from workers.parallel.recompute import policy as recompute_policy
-from workers.parallel.recompute.policy import recomputed, waits_on_host
+from workers.parallel.recompute import recomputed, waits_on_host
 from workers.spec.parameters import (
     TOKEN_EMBEDDING,
     first_trained_layer,
@@ -35,23 +34,6 @@ from workers.spec.parameters import (
 WIDE = 4
 """Bytes of an fp32 element that kernels keep in addition to 16-bit activations: statistics of norms, log-sums of
 softmax. (On a CPU, statistics have the activations' precision.)"""
-
-
-def table2_bytes(
-    model: ModelConfig, micro_batch: int, tensor: int = 1, sequence_parallel: bool = False, recompute: str = "none"
-) -> float:
-    """Bytes a layer by table 2 of arXiv:2205.05198: f = 4 h, 16-bit activations, masks of one byte.
-
-    `recompute`: none (eqs. 1, 2 and 4), selective (core attention; eq. 6) or full. A full recomputation keeps the
-    layer's input on every tensor rank; with sequence parallelism it could be a part of it (section 5), which the table
-    leaves out.
-    """
-    s, h = model.sequence_length, model.hidden_size
-    if recompute == "full":
-        return 2.0 * s * micro_batch * h
-    outside = 10 / tensor if sequence_parallel else 10
-    attention = 0.0 if recompute == "selective" else 5 * model.heads * s / (h * tensor)
-    return s * micro_batch * h * (outside + 24 / tensor + attention)
 
 
 def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
@@ -162,8 +144,10 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
         for layer, times in _alike(spec, layers[place::kinds], first):
             terms = kept_terms(spec, layer, policy, modules)
             total += times * (sum(terms.values()) - sum(offloaded(spec, index, place, terms)))
-    if index == 0 and first < 0:
-        total += _embedding_bytes(spec)
+    if index == 0 and first < 0 and model.dropout > 0:
+        # The dropout's mask (arXiv:2205.05198, section 4.3). The few bytes per token that tell tensor ranks which rows
+        # they looked up are left out.
+        total += tokens_of(spec)[1] * model.hidden_size
     if index == count - 1:
         total += output_bytes(spec)
     return total
@@ -244,12 +228,6 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
 
     signs = {"forward": 1, "backward": -1, "backward_input": -1}
     return max(accumulate(signs[each.kind] * of_pass(each) for each in actions if each.kind in signs))
-
-
-def _embedding_bytes(spec: JobSpec) -> int:
-    """The dropout's mask (arXiv:2205.05198, section 4.3). The few bytes per token that tell tensor ranks which rows
-    they looked up are left out."""
-    return tokens_of(spec)[1] * spec.model.hidden_size if spec.model.dropout > 0 else 0
 
 
 def output_bytes(spec: JobSpec) -> int:

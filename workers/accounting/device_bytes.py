@@ -1,10 +1,12 @@
 """Estimates the device memory of a rank in a step, in bytes, before it runs. Pure Python.
 
 Memory held between steps is exact up to alignment; activations are from `activation_bytes.py`; allocations during
-passes are simulated in `step_peak.py`. Memory of torch and NCCL themselves (contexts, kernels, buffers of
-communicators, fragmentation) is not included, nor are the workspaces of cuBLAS, which torch allocates for each thread
-and stream that computes products: 32 MiB each on Hopper and Blackwell and with `train.deterministic_kernels`, otherwise
-8.1 MiB. Forward and backward are two threads, and a recorded micro-batch has a stream of its own.
+passes are simulated in `step_peak.py`. With `train.deterministic: elastic`, replicas send each other sums at the end of
+a step, bucket by bucket (`workers/parallel/data/elastic_sums.py`), and half-made gradients wait (`LeafSum` there).
+Memory of torch and NCCL themselves (contexts, kernels, buffers of communicators, fragmentation) is not included, nor
+are the workspaces of cuBLAS, which torch allocates for each thread and stream that computes products: 32 MiB each on
+Hopper and Blackwell and with `train.deterministic_kernels`, otherwise 8.1 MiB. Forward and backward are two threads,
+and a recorded micro-batch has a stream of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +14,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workers.accounting.activation_bytes import bytes_of_rank, tokens_of
-from workers.accounting.eight_bits import weight_bytes
-from workers.accounting.elastic_memory import arriving_bytes, halves_bytes
-from workers.accounting.flops import frozen_parameters_of_rank, parameters_of_rank, waiting_gradient_buffers
-from workers.accounting.offloaded_state import kept_elements, places_bytes
+from workers.accounting.flops import (
+    frozen_parameters_of_rank,
+    key_value_copies,
+    layers_of_rank,
+    padded_vocabulary,
+    parameters_of_rank,
+    stages_held,
+    waiting_gradient_buffers,
+)
+from workers.accounting.layer_passes import weight_bytes
+from workers.accounting.state_costs import kept_elements, places_bytes
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
+from workers.data.batch_plan import BatchPlan, leaf_share
+from workers.parallel.data.tree_sum import cover
+from workers.parallel.pipeline.schedules import SPLIT_BACKWARD, schedule
+from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 WIDE = 4
 """Bytes of an element of gradients, master weights and moments."""
@@ -79,7 +92,69 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
 
 def _recorded_bytes(passes: StepPeak, stage: int) -> int:
     """Memory of a CUDA graph: all that a micro-batch takes, which no other computation may use in between, and the
-    micro-batch's tokens and targets (`workers/parallel/pipeline/recording.py`)."""
+    micro-batch's tokens and targets (`workers/parallel/pipeline/graphed.py`)."""
     if not (passes.spec.train.cuda_graphs and passes.gpu):
         return 0
     return passes.of_rank(stage, 1) - passes.tables + 2 * 8 * tokens_of(passes.spec)[0]
+
+
+def arriving_bytes(spec: JobSpec, stage: int, gpu: bool) -> int:
+    """Most bytes that other replicas' sums of one bucket take on a rank of this stage; on a `gpu` or not."""
+    replicas, nodes = spec.layout.data, _nodes_of_others(spec)
+    if not nodes:
+        return 0
+    trained, tail = parameters_of_rank(spec, stage), _tail(spec, stage)
+    head = min(int(spec.layout.bucket_bytes(gpu)) // WIDE, trained - tail)
+    return WIDE * max(head, tail) // replicas * nodes
+
+
+def halves_bytes(spec: JobSpec, stage: int, micro_batches: int) -> int:
+    """Most bytes of half-made gradients of the tied embedding on a rank of this stage, if it has both ends of the
+    model: passes of other micro-batches come between the two halves."""
+    model, layout = spec.model, spec.layout
+    held, last = stages_held(spec, stage), layout.pipeline * layout.virtual_stages - 1
+    if spec.train.deterministic == "layout" or not model.tie_embeddings or not (0 in held and last in held):
+        return 0
+    if TOKEN_EMBEDDING in frozen_names(spec):
+        return 0
+    split = layout.schedule in SPLIT_BACKWARD
+    of_table = ("backward_weight" if split else "backward", held.index(0))
+    of_output = ("backward_input" if split and spec.train.head_tokens else of_table[0], held.index(last))
+    if of_table == of_output:
+        return 0
+    made: set[int] = set()
+    most = 0
+    for action in schedule(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[stage]:
+        if (action.kind, action.chunk) in (of_table, of_output):
+            made ^= {action.micro_batch}
+            most = max(most, len(made))
+    return WIDE * most * padded_vocabulary(spec) // layout.tensor * model.hidden_size
+
+
+def _nodes_of_others(spec: JobSpec) -> int:
+    """Most sums that all other replicas together send to one; each has the size of its part of a bucket."""
+    if spec.train.deterministic == "layout" or spec.layout.data == 1:
+        return 0
+    most = 0
+    for level in BatchPlan(spec.train).levels:
+        leaves = -(-level.size // spec.train.micro_batch_size)
+        shares = [leaf_share(leaves, spec.layout, replica) for replica in range(spec.layout.data)]
+        counts = [len(cover(leaves, share.start, share.stop)) for share in shares]
+        most = max(most, sum(counts) - min(counts))
+    return most
+
+
+def _tail(spec: JobSpec, stage: int) -> int:
+    """Elements of the last bucket except vectors (`workers/parallel/data/flat.py`): the table that another stage holds
+    too, positions, and keys and values that several tensor ranks hold."""
+    model, layout, h = spec.model, spec.layout, spec.model.hidden_size
+    held, last = stages_held(spec, stage), layout.pipeline * layout.virtual_stages - 1
+    is_shared = model.tie_embeddings and (0 in held) != (last in held)
+    elements = padded_vocabulary(spec) // layout.tensor * h if is_shared else 0
+    if 0 in held and not model.parts.rotary:
+        elements += model.sequence_length * h
+    copies = key_value_copies(model, layout.tensor)
+    if copies > 1:
+        values = 2 * model.key_value_heads * model.head_size * copies // layout.tensor
+        elements += layers_of_rank(spec, stage) * values * h
+    return elements

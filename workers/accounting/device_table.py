@@ -20,8 +20,7 @@ class DevicePeak:
 
     @property
     def fp8(self) -> float | None:
-        """Tensor cores with 8-bit floats: twice the bfloat16 rate on all GPUs that have them (Ada, Hopper and later);
-        None on earlier ones."""
+        """Tensor cores with 8-bit floats: twice the bfloat16 rate on GPUs that have them (from Ada on); else None."""
         return 2 * self.bf16 if self.name.startswith(WITH_8_BITS) else None
 
 

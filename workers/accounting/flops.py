@@ -32,14 +32,8 @@ from workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
 from workers.parallel.data.tree_sum import buffers
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.stages import layer_counts, layers_of, stages_of_rank
-from workers.parallel.recompute.policy import recomputed
-from workers.spec.parameters import (
-    TOKEN_EMBEDDING,
-    first_trained_layer,
-    frozen_by_layer,
-    frozen_names,
-    padded_rows,
-)
+from workers.parallel.recompute import recomputed
+from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names, padded_rows
 
 
 @dataclass(frozen=True)
@@ -170,18 +164,14 @@ def _layer_parameters(model: ModelConfig, tensor: int) -> int:
     """Parameters of one layer on one of `tensor` ranks."""
     h, f, width, bias = model.hidden_size, model.ffn_size, model.attention_width, int(model.bias)
     key_values = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
-    rows, columns = (width + key_values + _mlp_inputs(model) * f) // tensor, (width + f) // tensor
+    mlp_inputs = 2 if model.parts.gated_mlp else 1  # matrices of the MLP that read the residual stream
+    rows, columns = (width + key_values + mlp_inputs * f) // tensor, (width + f) // tensor
     head_norms = 2 * model.head_size if model.parts.query_key_norm else 0
     return rows * (h + bias) + columns * h + 2 * bias * h + 2 * _norm_parameters(model) + head_norms
 
 
 def _norm_parameters(model: ModelConfig) -> int:
     return (1 if model.parts.rms_norm else 1 + int(model.bias)) * model.hidden_size
-
-
-def _mlp_inputs(model: ModelConfig) -> int:
-    """Matrices of the MLP that read the residual stream."""
-    return 2 if model.parts.gated_mlp else 1
 
 
 def _learned_positions(model: ModelConfig) -> int:
@@ -218,8 +208,7 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
 
 
 def _layer_products(model: ModelConfig, copies: int) -> int:
-    """Forward FLOPs of one sequence in one layer without core attention, with every key-value head computed `copies`
-    times."""
+    """Forward FLOPs of one sequence in one layer without core attention; every key-value head counts `copies` times."""
     return sum(_products(model, copies).values())
 
 
@@ -286,8 +275,7 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
 
 
 def recomputed_layer_passes(spec: JobSpec, sequences: int) -> int:
-    """Number of (layer, sequence) pairs of a step over `sequences` in which the layer, or modules of it, are
-    recomputed."""
+    """Number of (layer, sequence) pairs of a step over `sequences` of which the layer, or a module, is recomputed."""
     layout, layers, first = spec.layout, spec.model.layers, _reached_layers(spec).start
     if layout.recompute == "none":
         return 0

@@ -1,4 +1,5 @@
-"""Memory that a layer's passes allocate and free, tensor by tensor, in the engine's order. Pure Python.
+"""Memory that a layer's passes, 8-bit products included, allocate and free, tensor by tensor, in the engine's order.
+Pure Python.
 
 Layers are connected by the residual stream: a layer's forward leaves its output, which is the next layer's input; its
 backward starts with the gradient of its output and replaces it by the gradient of its input. Activations kept in
@@ -19,8 +20,8 @@ from workers.accounting.activation_bytes import (
     value_heads_of,
     width_of,
 )
-from workers.accounting.eight_bits import EightBits
-from workers.accounting.tape import Pass, Tape
+from workers.accounting.flops import layer_matrices, layers_of_rank
+from workers.accounting.rank_passes import Pass, Tape
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 
@@ -94,31 +95,25 @@ class LayerPasses:
         dropped = not_kept(spec, layer)
         self.terms = {name: size for name, size in layer_terms(spec, modules).items() if name not in dropped}
         if self.repeated and "core_attention" not in modules:
-            self._keep_repeated()
-
-    def _keep_repeated(self) -> None:
-        """The attention's kernel keeps the repeated keys and values instead of the original ones."""
-        self.terms["repeated"] = self.repeated
-        if self.model.parts.query_key_norm:
-            self.terms["normed_queries_keys"] -= self.sizes.keys
-        else:
-            self.terms["queries_keys_values"] -= 2 * self.sizes.keys
+            # The attention's kernel keeps the repeated keys and values instead of the original ones.
+            self.terms["repeated"] = self.repeated
+            if self.model.parts.query_key_norm:
+                self.terms["normed_queries_keys"] -= sizes.keys
+            else:
+                self.terms["queries_keys_values"] -= 2 * sizes.keys
 
     @property
     def kept(self) -> int:
         """Bytes kept from forward to backward, including the layer's input."""
         return sum(self.terms.values())
 
-    @property
-    def _kept_of_mlp(self) -> int:
-        return sum(size for name, size in self.terms.items() if name.startswith("mlp_"))
-
     def forward(self, keeps: bool = True) -> Pass:
         """Without `keeps`, only the output stays."""
         tape, residual = Tape(), self.sizes.residual
         self._attend(tape)
         # The output of the attention block is the input of the next one.
-        of_attention = self.kept - self._kept_of_mlp - residual if keeps else 0
+        of_mlp = sum(size for name, size in self.terms.items() if name.startswith("mlp_"))
+        of_attention = self.kept - of_mlp - residual if keeps else 0
         tape.free(tape.now - residual - of_attention)
         self.norm(tape, residual)
         self._enter(tape, self.gates * self.sizes.inner)
@@ -163,8 +158,7 @@ class LayerPasses:
         self.eight.product(tape, self.sizes.whole, self.sizes.gathered, size)
 
     def _leave(self, tape: Tape, size: int) -> None:
-        """The product at the end of a block, with an input of `size` bytes, summed over the tensor group: its result
-        stays."""
+        """The product at the end of a block, with an input of `size` bytes, and its sum over ranks, which stays."""
         residual = self.sizes.residual
         self.eight.product(tape, size, self.sizes.whole)
         if self.sizes.gathered:
@@ -324,3 +318,66 @@ class LayerPasses:
         """Gradients of one projection, of which `turned` bytes went through the rotary embedding."""
         if self.model.parts.rotary:
             tape.for_a_moment(size, turned // 2)
+
+
+WEIGHT_BYTES = 2
+"""8-bit bytes per element of a weight: it is held in both orientations."""
+
+
+def weight_bytes(spec: JobSpec, rank: int) -> int:
+    """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step."""
+    if spec.train.fp8 == "off":
+        return 0
+    return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(layer_matrices(spec.model, spec.layout.tensor).values())
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """Memory of one job's 8-bit products in addition to their results (`workers/parallel/tensor/fp8.py`); nothing with
+    train.fp8 off. A 16-bit matrix is half as large in 8 bits. If casts are not compiled, it is first multiplied by its
+    scale in 16 bits."""
+
+    on: bool
+    by_row: bool
+    compiled: bool
+    matrices: dict[str, int]
+    """Elements of each weight of a layer on one rank, by its name within the layer."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> EightBits:
+        """Memory of the 8-bit products of the job `spec`."""
+        train, matrices = spec.train, layer_matrices(spec.model, spec.layout.tensor)
+        return cls(train.fp8 != "off", train.fp8 == "rowwise", train.compile, matrices)
+
+    def product(self, tape: Tape, x: int, *beside: int) -> None:
+        """A forward product with an input of `x` bytes, with `beside` bytes of other tensors allocated meanwhile."""
+        if self.on:
+            self._cast(tape, x)
+            tape.for_a_moment(x // 2, *beside)
+
+    def gradient_of_input(self, tape: Tape, grads: Sequence[int], x: int) -> int:
+        """Products with the gradients of layers that share an input of `x` bytes. Returns the bytes of what is kept of
+        the gradients for the products with the input."""
+        if not self.on:
+            return 0
+        columns = rows = result = 0
+        for grad in grads:
+            self._cast(tape, grad, columns, rows, result, both=True)
+            columns, rows = columns + grad // 2, grad // 2
+            tape.for_a_moment(columns, rows, x, result)
+            result = x
+        return columns
+
+    def gradients_of_weights(self, tape: Tape, columns: int, x: int, *names: str) -> None:
+        """Products of the kept `columns` with an input of `x` bytes, for the gradients of the weights `names`."""
+        if not self.on:
+            return
+        self._cast(tape, x, columns)
+        wide = 2 if self.by_row else 4
+        tape.for_a_moment(columns, x // 2, wide * max(self.matrices.get(name, 0) for name in names))
+
+    def _cast(self, tape: Tape, x: int, *beside: int, both: bool = False) -> None:
+        """A cast to rows or to columns, or with `both` to both; with a scale per row one after the other."""
+        scaled = 0 if self.compiled else x
+        tape.for_a_moment(scaled, x // 2, x // 2 if both and self.by_row else 0, *beside)
+        tape.for_a_moment(x, *beside)

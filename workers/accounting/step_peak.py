@@ -12,19 +12,17 @@ from itertools import pairwise
 from workers.accounting.activation_bytes import WIDE, layers_are_alike, offloaded, output_weight, tokens_of
 from workers.accounting.flops import padded_vocabulary, stages_held
 from workers.accounting.layer_passes import LayerPasses, Sizes
-from workers.accounting.rank_passes import Kind, blocks_of_rank, comes_to, walked
-from workers.accounting.tape import NOTHING, Pass, Tape
+from workers.accounting.rank_passes import NOTHING, Kind, Pass, Tape, blocks_of_rank, comes_to, walked
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.stages import layers_of
-from workers.parallel.recompute.policy import waits_on_host
+from workers.parallel.recompute import waits_on_host
 from workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, takes_gradient
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
 """Least rows of a block of 16-bit logits, and its elements on a GPU."""
 LOSS_TOKEN = 18
-"""Bytes that the cross-entropy keeps per token: its target's place (8), whether it is on this rank and counts (2), two
-factors (8)."""
+"""Bytes the cross-entropy keeps per token: the target's place (8), whether it is here and counts (2), factors (8)."""
 LOSS_NUMBERS = 28
 """Bytes per token that are freed after forward: seven fp32 numbers."""
 
@@ -110,8 +108,9 @@ class StepPeak:
 
     def _made(self, index: int, kind: str, again: bool, arrives: bool) -> Pass:
         tape = Tape()
-        if arrives:
-            self._gather_message(tape)
+        if arrives and self.message != self.sizes.residual:
+            tape.take(self.sizes.residual)  # gathered
+            tape.free(self.message)
         if kind == "forward":
             self._forward(tape, index, again)
         elif kind == "backward_weight":
@@ -119,11 +118,6 @@ class StepPeak:
         else:
             self._backward(tape, index, again)
         return tape.whole()
-
-    def _gather_message(self, tape: Tape) -> None:
-        if self.message != self.sizes.residual:
-            tape.take(self.sizes.residual)
-            tape.free(self.message)
 
     def _indices(self, index: int) -> range:
         if index not in self._ranges:
@@ -260,8 +254,7 @@ class StepPeak:
         return WIDE * self._columns * min(tokens, rows)
 
     def _loss_by_parts(self, tape: Tape) -> None:
-        """Logits, cross-entropy and gradients of a few tokens at a time: the output layer's input is replaced by its
-        gradient."""
+        """Logits, cross-entropy, gradients of a few tokens at a time: the output layer's input becomes its gradient."""
         sizes, tokens = self.sizes, self.head_tokens
         tape.take(sizes.gathered, sizes.whole)
         tape.for_a_moment(self._logits_of(tokens), (LOSS_TOKEN + LOSS_NUMBERS) * tokens, self._widened(tokens))
@@ -329,8 +322,7 @@ class StepPeak:
 
     @property
     def _table(self) -> int:
-        """Bytes of the embedding's gradient in fp32, which a GPU adds to the sum as a whole, in addition to those of
-        its rows."""
+        """Bytes of the embedding's gradient in fp32, which a GPU adds to the sum as a whole, and those of its rows."""
         sizes, h = self.sizes, self.spec.model.hidden_size
         rows = sizes.whole // sizes.width * WIDE if sizes.width < WIDE else 0
         return rows + (WIDE * self._columns * h if self.gpu else 0)

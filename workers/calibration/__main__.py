@@ -19,10 +19,8 @@ from collections.abc import Callable
 import torch
 
 from workers.calibration import clock
-from workers.calibration.between_gpus import between_gpus, gpu_places
-from workers.calibration.gpu import ON_GPU, measure_gpu
-from workers.calibration.kernels import attention_times, product_times
-from workers.calibration.links import collective_times
+from workers.calibration.collectives import between_gpus, collective_times, gpu_places
+from workers.calibration.device import ON_GPU, attention_times, measure_gpu, product_times
 from workers.calibration.local_ranks import LocalRanks
 from workers.calibration.measurements import Measurements
 from workers.calibration.steps import as_busy, busy_seconds, layout_document, step_times
@@ -55,8 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(kind: str, say: Callable[[str], None]) -> Measurements:
-    """Everything, part by part; `say` is told what is measured next. Raises MantaError where there is no GPU and `kind`
-    asks for one."""
+    """Everything; `say` is told what is measured next. Raises MantaError if `kind` asks for a GPU and there is none."""
     clock.spreads.clear()
     has_gpus = kind != "cpu" and torch.cuda.is_available()
     if kind == "cuda" and not has_gpus:
@@ -109,8 +106,7 @@ def _measure_one_rank(cores: int, say: Callable[[str], None]) -> Measurements:
 
 
 def busy_ranks(cores: int) -> list[int]:
-    """How many ranks compute at once: one alone, and then as many as keep all cores busy, with one each and with up to
-    four of them."""
+    """How many ranks compute at once: one, and as many as keep all cores busy, with one each and with up to four."""
     return sorted({1, cores, max(cores, min(MAX_RANKS, 4 * cores))})
 
 

@@ -30,8 +30,7 @@ from workers.system import gpu
 from workers.system.threads import threads_of
 
 Program = Callable[..., Any]
-"""A program that runs on one rank. It takes the rank's Comm, the JobSpec and further arguments, and returns something
-that can be pickled."""
+"""Runs on one rank: takes its Comm, the JobSpec and further arguments, and returns something that can be pickled."""
 
 HOST = "127.0.0.1"
 SECONDS = 300.0
@@ -114,7 +113,8 @@ def _collect(ranks: Sequence[tuple[BaseProcess, Connection]], seconds: float) ->
         ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
         if not ready:
             late = ", ".join(map(str, missing.values()))
-            raise RanksFailed(f"after {seconds:.0f} s there was nothing from {_named(late, len(missing))}")
+            named = f"rank {late}" if len(missing) == 1 else f"ranks {late}"
+            raise RanksFailed(f"after {seconds:.0f} s there was nothing from {named}")
         for connection, rank in missing.items():
             if connection in ready:
                 results[rank] = result = _received(rank, *ranks[rank])
@@ -124,10 +124,6 @@ def _collect(ranks: Sequence[tuple[BaseProcess, Connection]], seconds: float) ->
         if isinstance(result, _Failed):
             raise RanksFailed(f"rank {rank}: {result.why}")
     return [results[rank] for rank in range(len(ranks))]
-
-
-def _named(ranks: str, count: int) -> str:
-    return f"rank {ranks}" if count == 1 else f"ranks {ranks}"
 
 
 def _received(rank: int, process: BaseProcess, connection: Connection) -> Any:

@@ -122,8 +122,7 @@ class Measurements:
     other_cores: float | None = None
     """Mean number of cores that other work used meanwhile; None: not known."""
     spread: float | None = None
-    """Median over all measurements of the interquartile range of their repetitions, relative to the median. None: not
-    known."""
+    """Median, over all measurements, of the interquartile range of repetitions over their median. None: not known."""
     links_problem: str | None = None
     """GPUs only: why there are no collectives; None if there are."""
 

@@ -1,5 +1,4 @@
-"""Times of whole steps of the engine on one rank. Without their products and attention, they show the time of single
-operations and of moved bytes."""
+"""Times of whole steps on one rank; less products and attention, they show what operations and moved bytes take."""
 
 from __future__ import annotations
 
@@ -106,12 +105,8 @@ def busy_seconds(comm: Comm, _: JobSpec, counts: Sequence[int]) -> list[list[flo
 
 def as_busy(counts: Sequence[int], by_rank: Sequence[list[list[float]]]) -> list[BusyTime]:
     """Combines the measurements of all ranks: the mean over ranks for each round, and the median of these."""
-    return [
-        BusyTime(
-            count,
-            statistics.median(
-                statistics.mean(rank[at][each] for rank in by_rank[:count]) for each in range(BUSY_ROUNDS)
-            ),
-        )
-        for at, count in enumerate(counts)
-    ]
+    rows = []
+    for at, count in enumerate(counts):
+        rounds = [statistics.mean(rank[at][each] for rank in by_rank[:count]) for each in range(BUSY_ROUNDS)]
+        rows.append(BusyTime(count, statistics.median(rounds)))
+    return rows

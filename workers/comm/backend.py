@@ -1,17 +1,20 @@
-"""Communication backends of one rank in one generation.
+"""Communication backends of one rank in one generation, and how waits for them are marked on a GPU.
 
-`Comm` chooses one once: `LinksBackend` (our own TCP links), the same through copies in host memory (`HostStaged`), or
-`ProcessGroups` (torch.distributed).
+`Comm` chooses a backend once: `LinksBackend` (our own TCP links), the same through copies in host memory
+(`HostStaged`), or `ProcessGroups` (torch.distributed).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from workers.comm.grid import Axis
+from workers.comm.grid import AXES, Axis
+from workers.liveness.device_trail import DeviceEvent, DeviceTrail
+from workers.liveness.progress import Progress
+from workers.liveness.record_layout import NOBODY
 
 Tensors = Sequence[torch.Tensor]
 
@@ -94,3 +97,37 @@ class Backend(Protocol):
     def close(self) -> None:
         """Leave the generation; the peers notice at once."""
         ...
+
+
+H = TypeVar("H", bound=Handle)
+
+
+def new_event() -> DeviceEvent:
+    """An event of the current device, to be recorded on the current stream."""
+    return torch.cuda.Event(enable_timing=True)
+
+
+def trail_for(device: torch.device, progress: Progress) -> DeviceTrail | None:
+    """Follows `device` and updates `progress`; None if the host does not run ahead of the device."""
+    return DeviceTrail(new_event, progress) if device.type == "cuda" else None
+
+
+class Marked(Generic[H]):
+    """A communication whose wait is marked."""
+
+    def __init__(self, work: H, trail: DeviceTrail, axis: Axis, number: int, peer: int = NOBODY, sending: bool = False):
+        """`number` and the following: see `DeviceTrail.waits`."""
+        self._work, self._trail, self._about = work, trail, (AXES.index(axis), number, peer, sending)
+
+    def wait(self) -> None:
+        self._trail.waits(*self._about)
+        self._work.wait()
+        self._trail.goes_on()
+
+
+class MarkedTransfer(Marked[Transfer]):
+    """A send under way."""
+
+    @property
+    def done(self) -> bool:
+        return self._work.done

@@ -15,12 +15,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from workers.comm.backend import DONE, Backend, Handle, Tensors, Transfer
-from workers.comm.device_marks import Marked, MarkedTransfer, trail_for
+from workers.comm.backend import DONE, Backend, Handle, Marked, MarkedTransfer, Tensors, Transfer, trail_for
 from workers.comm.grid import AXES, Axis, RankGrid
-from workers.comm.host_staged import HostStaged
 from workers.comm.links import Links
-from workers.comm.links_backend import LinksBackend, linked_through_first
+from workers.comm.links_backend import HostStaged, LinksBackend, linked_through_first
 from workers.comm.lost_peers import naming_lost_peers
 from workers.comm.process_groups import ProcessGroups
 from workers.comm.regroup import regroup_for
@@ -32,8 +30,8 @@ from workers.liveness.progress import Progress
 from workers.protocol.messages import TraceOrder
 from workers.system.own_address import address_towards
 from workers.system.ports import PortRange
+from workers.timing.recording import TraceOrders
 from workers.timing.step_phases import StepPhase, StepPhases
-from workers.timing.trace_orders import TraceOrders
 
 BackendKind = Literal["links", "process_groups"]
 
@@ -68,8 +66,7 @@ class Comm:
         self.trace_orders = TraceOrders()
         """Requested traces of the job, if this is rank 0."""
         self.shared_work = SharedWork()
-        """Links between all ranks for the thread that writes checkpoints: its messages must not mix with those of a
-        step."""
+        """Links between all ranks for the thread that writes checkpoints, whose messages must not mix with a step's."""
         self._ranks = {axis: grid.group(axis, rank) for axis in (*AXES, "context")}
         self._sizes: dict[str, int] = {axis: len(ranks) for axis, ranks in self._ranks.items()}
         self._indices: dict[str, int] = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}

@@ -9,8 +9,7 @@ from workers.config import ParallelConfig
 
 Axis = Literal["tensor", "pipeline", "data", "context", "embedding", "world"]
 AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")
-"""Axes along which ranks communicate, in the order of their channel numbers; the names also say what their ranks differ
-in."""
+"""Axes along which ranks communicate, by channel number; the names also say what their ranks differ in."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ PATIENCE = timedelta(seconds=5)
 
 
 class _Resolver(ctypes.Structure):
-    """Settings of the C library's resolver, of which each thread has its own: the beginning of `struct __res_state`
-    (resolv.h)."""
+    """Settings of the C library's resolver, one per thread: the beginning of `struct __res_state` (resolv.h)."""
 
     _fields_ = (
         ("seconds", ctypes.c_int),

@@ -54,8 +54,7 @@ class Operation:
         self._links.wait(self)
 
     def advance(self, count: int) -> None:
-        """Note that the next `count` bytes are transferred. Raises MantaError when a header is complete that does not
-        match."""
+        """The next `count` bytes are transferred. Raises MantaError for a complete header that does not match."""
         while self.buffers and count >= len(self.buffers[0]):
             count -= len(self.buffers.pop(0))
             if self.expected is not None and bytes(self.header) != self.expected:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from workers.errors import PeerLost
 
-_OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors of a device, which keep their type, whatever happened to peers."""
 _OF_THE_STORE = (dist.DistNetworkError, dist.DistStoreError)
 """The rendezvous store does not answer, or a rank that was awaited there."""
@@ -42,7 +42,7 @@ _LAST_ERROR = re.compile(r"last error:(.*)", re.IGNORECASE | re.DOTALL)
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether `error`, raised by torch.distributed, means that another rank, or the store, is gone or silent."""
-    if isinstance(error, _OF_THE_DEVICE):
+    if isinstance(error, OF_THE_DEVICE):
         return False
     if isinstance(error, _OF_THE_STORE):
         return True
@@ -62,7 +62,7 @@ def naming_lost_peers(interrupted: Callable[[], bool] = lambda: False) -> Iterat
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, _OF_THE_DEVICE) or not (interrupted() or is_lost_peer(error)):
+        if isinstance(error, OF_THE_DEVICE) or not (interrupted() or is_lost_peer(error)):
             raise
         raise PeerLost(f"communication failed: {first_line(error)}") from error
 

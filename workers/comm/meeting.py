@@ -39,8 +39,7 @@ MAX_UNAUTHENTICATED = 64
 PATIENCE_SECONDS = 20.0
 """Seconds that a caller may take to identify itself."""
 REACH_SECONDS = 20.0
-"""Seconds after which a port that does not accept a connection counts as closed: kernels accept connections for busy
-processes."""
+"""Seconds after which a port counts as closed: for busy processes kernels accept connections."""
 DISBELIEF_SECONDS = 10.0
 """How long an entry of another process may stand in place of a rank's address before the reader gives up."""
 _HELLO = struct.Struct(f"<QQ{NONCE_BYTES}s")  # generation, rank, nonce
@@ -184,8 +183,7 @@ class Meeting:
         progress: Progress,
         ports: PortRange | None = None,
     ):
-        """`store`: prefixed by generation and purpose; `host`: this rank's address, where it listens on one of
-        `ports`."""
+        """`store`: prefixed by generation and purpose; `host`: this rank's address, to listen on one of `ports`."""
         self._rank, self._store, self._secret, self._host, self._ports = rank, store, secret, host, ports
         self._is_over, self._progress = is_over, progress
         self._below = sorted(peer for peer in peers if peer < rank)
@@ -230,8 +228,7 @@ class Meeting:
                 self._publish_address()
 
     def _address_of(self, peer: int) -> str:
-        """The address that `peer` has published; waits while something that others have written is in its place. Raises
-        PeerLost."""
+        """The address that `peer` has published; waits while others have written something there. Raises PeerLost."""
         key, disbelieved = f"address/{peer}", 0.0
         while True:
             self._raise_if_over()

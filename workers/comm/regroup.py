@@ -80,7 +80,7 @@ class GlooBreaking:
     """Gloo has no abort. But an error on a connection ends the waits on it, here and at its other end, as a peer's
     death would: so all connections that were opened for the groups are shut down. Destroying groups, which waits for
     gloo's own threads, then takes milliseconds, instead of as long as the longest wait. For waits that continue
-    nevertheless see `gloo_waits.py`."""
+    nevertheless see `GlooWaits`."""
 
     def __init__(self) -> None:
         self._before: set[Connection] = set()
@@ -171,8 +171,7 @@ class Regroup(Protocol):
         ...
 
     def break_off(self) -> None:
-        """Called by any thread: a thread that waits in a group, or creates groups, gets an error; kernels on a device
-        end."""
+        """Called by any thread: threads that wait in groups, or make them, get an error; kernels on a device end."""
         ...
 
     def leave(self, all_ended: bool = True) -> None:
@@ -332,8 +331,7 @@ def regroup_for(device: torch.device, in_place: bool) -> Regroup:
 
 
 def _forget_all(kind: str, groups: list[dist.ProcessGroup], all_ended: bool) -> None:
-    """Remove all that torch knows of `groups`, which were aborted. `all_ended`: whether their collectives have
-    ended."""
+    """Remove all that torch knows of `groups`, which were aborted. `all_ended`: whether their collectives have."""
     if dist.is_initialized():
         if kind == "nccl":
             distributed_c10d._abort_process_group()  # destroying it would wait for its peers

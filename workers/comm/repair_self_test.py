@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.comm.lost_peers import first_line
+from workers.comm.lost_peers import OF_THE_DEVICE, first_line
 from workers.comm.process_groups import ProcessGroups
 from workers.errors import MantaError, PeerLost
 
@@ -25,8 +25,6 @@ BLOCKED_SECONDS = 0.3
 """How long a sum must be observed not to return without the last rank."""
 PATIENCE = timedelta(seconds=20)
 """How long to wait for a rank that ends its part, and for an aborted wait."""
-
-_OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 class _Stuck(MantaError):
@@ -74,7 +72,7 @@ def try_repair(
         apart, usable = dist.PrefixStore(name, store), True
         try:
             problem = _over(make(), apart, part)
-        except (_Stuck, *_OF_THE_DEVICE) as error:
+        except (_Stuck, *OF_THE_DEVICE) as error:
             problem, usable = first_line(error), False
         except (RuntimeError, MantaError) as error:
             problem = first_line(error)
@@ -120,8 +118,7 @@ def _sum(groups: ProcessGroups, number: float, device: torch.device) -> float:
 
 
 def _break_off(groups: ProcessGroups, device: torch.device) -> None:
-    """Abort a sum that waits. Raises _Stuck if that does not end it, RuntimeError if it did not wait, or ended without
-    an error."""
+    """Abort a sum that waits. Raises _Stuck if it goes on, RuntimeError if it did not wait or ended without error."""
     ended: list[BaseException | None] = []
 
     def wait() -> None:

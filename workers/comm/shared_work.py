@@ -17,7 +17,7 @@ from workers.comm.grid import AXES
 from workers.comm.links import Links
 from workers.errors import MantaError
 from workers.liveness.progress import Progress
-from workers.protocol.json_codec import Codec, JsonObject, MalformedMessage, codec_of
+from workers.protocol.json_codec import Codec, MalformedMessage, codec_of
 
 Part = TypeVar("Part")
 Share = TypeVar("Share")
@@ -109,19 +109,16 @@ class SharedWork:
         content = torch.empty(int(length), dtype=torch.uint8)
         self._links.receive(rank, _CHANNEL, content).wait()
         try:
-            return _decoded(json.loads(content.numpy().tobytes()), kind)
+            document = json.loads(content.numpy().tobytes())
+            if "problem" in document:
+                return None, str(document["problem"])
+            return kind.decode(document["value"]), None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MalformedMessage) as error:
             return None, f"rank {rank} sent an invalid message: {_sentence(error)}"
 
 
 _Outcome = tuple[Any, str | None]
 """(result, None), or (None, the problem)."""
-
-
-def _decoded(document: JsonObject, kind: Codec) -> _Outcome:
-    if "problem" in document:
-        return None, str(document["problem"])
-    return kind.decode(document["value"]), None
 
 
 def _attempt(work: Callable[[], Any], rank: int) -> _Outcome:

@@ -16,10 +16,8 @@ from workers.data.shards import Section
 from workers.data.sources import kind_of_file
 from workers.data.tokenizer import KEPT_CHAT, Marks
 from workers.errors import DataError
-from workers.inference.loaded_model import LoadedModel
-from workers.inference.scoring import marked_log_likelihood
-from workers.inference.tasks import BadTask, exponential
-from workers.inference.text_tokens import TextTokens
+from workers.inference.loaded_model import LoadedModel, TextTokens
+from workers.inference.tasks import BadTask, exponential, marked_log_likelihood
 from workers.storage.files import files_of
 from workers.storage.places import Place
 

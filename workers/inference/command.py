@@ -11,8 +11,7 @@ import torch
 
 from workers.checkpoint.catalog import checkpoint_at
 from workers.errors import MantaError
-from workers.inference.loaded_model import LoadedModel
-from workers.inference.text_tokens import TextTokens, text_tokens_of
+from workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
 from workers.spec.problems import SpecError
 from workers.storage.places import BadPlace, Place, place_of
 from workers.system import gpu

@@ -16,11 +16,9 @@ import torch
 from lm_eval.api.model import LM
 
 from workers.inference.command import checkpoint_at
-from workers.inference.generation import generate
-from workers.inference.loaded_model import LoadedModel
-from workers.inference.sampling import Sampling
-from workers.inference.scoring import score, text_log_likelihood
-from workers.inference.text_tokens import TextTokens, text_tokens_of
+from workers.inference.generation import Sampling, generate
+from workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
+from workers.inference.tasks import score, text_log_likelihood
 from workers.storage.places import place_of
 
 TOKENS = 256
@@ -31,8 +29,7 @@ class MantaModel(LM):
     """The harness's interface of a model, for a checkpoint of any layout."""
 
     def __init__(self, checkpoint: str, device: str = "cpu", dtype: torch.dtype = torch.float32, batch_size: int = 8):
-        """`checkpoint`: a checkpoint, or the folder or URL of several, of which the newest complete one is used. Raises
-        CheckpointError."""
+        """`checkpoint`: one, or the place of several, whose newest complete one is used. Raises CheckpointError."""
         super().__init__()
         place = checkpoint_at(place_of(checkpoint))
         self._model, _ = LoadedModel.of_checkpoint(place, torch.device(device), dtype)

@@ -167,8 +167,7 @@ class _Rows(Reporter):
             print(message, flush=True)
 
     def save(self, folder: Place, step: int) -> None:
-        """Write the rows since the last call, up to that of `step`, as lines of JSON. A run that repeats these steps
-        overwrites the file."""
+        """Write the rows since the last call, up to `step`'s, as JSON lines; a run that repeats them overwrites it."""
         lines = [json.dumps(spell(row), allow_nan=False) + "\n" for row in self._rows]
         files_of(folder).make_folder(folder)
         files_of(folder).write_whole(folder / f"step-{step:08d}.jsonl", "".join(lines).encode())

@@ -7,7 +7,7 @@ whether the device has passed them, which never waits for the device, and writes
 record.
 
 Two marks around a wait also separate computing from waiting in time: the time that a device did not wait is its own
-time, by which stragglers are found. Pure Python: events come from `workers/comm/device_marks.py`, or from a test.
+time, by which stragglers are found. Pure Python: events come from `workers/comm/backend.py`, or from a test.
 """
 
 from __future__ import annotations

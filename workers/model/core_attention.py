@@ -203,11 +203,7 @@ def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> to
 
 
 def _attention_weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    sees: tuple[Visible, Documents | None],
-    rate: float,
-    keys_n: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, sees: tuple[Visible, Documents | None], rate: float, keys_n: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(softmax, mask of dropout, softmax after dropout), [b a, s, s] each; without dropout the last is the first."""
     s = k.shape[1]

@@ -110,8 +110,7 @@ def frequencies_of(rope: RopeConfig, head_size: int) -> tuple[torch.Tensor, floa
 
 
 def _blended(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
-    """Frequencies that stay as they are to the degree `kept`, and are divided by the factor to the rest
-    (arXiv:2309.00071, eq. 13)."""
+    """Frequencies kept to the degree `kept`, and divided by the factor to the rest (arXiv:2309.00071, eq. 13)."""
     return frequencies * kept + frequencies / factor * (1.0 - kept)
 
 

@@ -18,8 +18,7 @@ from workers.config import RecoveryConfig
 NORMAL = 1.4826
 """Standard deviation of a normal distribution, in units of the median distance from its median."""
 MIN_DEVIATION = 0.05
-"""Minimum deviation, as a fraction of the median: if a number hardly moves, not every small step away from it is a
-spike."""
+"""Minimum deviation, as a fraction of the median: where a number hardly moves, not every small step is a spike."""
 
 NO_LIMITS = (math.inf, math.inf)
 
@@ -29,8 +28,7 @@ Policy = Literal["report", "skip", "roll_back", "fail"]
 
 @dataclass(frozen=True)
 class RollBack:
-    """One return to an earlier step. The samples that it skipped are never used again, whatever the job resumes
-    from."""
+    """One return to an earlier step. Whatever the job resumes from, the samples that it skipped are not used again."""
 
     step: int
     """The bad step, which was not committed."""

@@ -1,5 +1,4 @@
-"""What a rank stores and does because of bad numbers; `bad_numbers.py` decides which numbers are bad, and what
-follows."""
+"""What a rank stores and does because of bad numbers; which are bad, and what follows, is in `bad_numbers.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from workers.numerics.bad_numbers import (
     merged_histories,
     roll_back_target,
 )
-from workers.parallel.data.step_statistics import StepStatistics
+from workers.parallel.data.agreement import StepStatistics
 from workers.snapshot.host_copies import HostCopies
 
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from workers.accounting.device_peak import peak_of_rank
 from workers.checkpoint.checksums import UnreadableCheckpoint
 from workers.comm.comm import BackendKind, Comm
-from workers.comm.flight_recorder import take_flight_record
 from workers.comm.grid import RankGrid
+from workers.comm.process_groups import take_flight_record
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import (
     AskedToRest,
@@ -79,7 +79,7 @@ from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
 from workers.system.threads import threads_of
-from workers.timing.trace_orders import TraceOrders
+from workers.timing.recording import TraceOrders
 from workers.trainer import Places, Trainer
 from workers.training.reporter import Reporter
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from workers.accounting.snapshot_interval import steps_between
+from workers.accounting.state_costs import steps_between
 from workers.comm.comm import Comm
 
 AGREE_EVERY = 16

@@ -1,11 +1,17 @@
-"""Trains one job without the service, in this process as one of its ranks."""
+"""Trains one job without the service, in this process as one of its ranks, and writes the files of its metrics and its
+trace."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import platform
 import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -19,17 +25,25 @@ from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import CheckpointError, MantaError
-from workers.protocol.messages import Resume
+from workers.metrics.names import VALIDATION_LOSS
+from workers.metrics.nonfinite import spell
+from workers.protocol.json_codec import from_json
+from workers.protocol.messages import Resume, TraceOrder
+from workers.protocol.reports import Event, Message, Metrics
 from workers.settings import Launcher, read_token_cache
-from workers.standalone.metrics_file import MetricsFile
-from workers.standalone.trace_file import TraceFile
+from workers.step_traces.assembly import StepTrace, assembled
+from workers.step_traces.document import analysis_document, rank_documents
+from workers.step_traces.perfetto import perfetto
 from workers.storage.files import files_of
 from workers.storage.places import Place
 from workers.system import gpu
 from workers.system.cores import usable_cores
+from workers.system.regular_files import open_regular
 from workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
+from workers.timing.recording import PackedRecording, Recording
 from workers.trainer import Places, Trainer
 from workers.training.reporter import Reporter
+from workers.training.tracing import Make
 
 
 def train(
@@ -57,13 +71,7 @@ def train(
             corpus_record=checkpoints / CORPUS_RECORD if checkpoints else None,
             token_cache=(cache or read_token_cache()).absolute(),
         )
-        trainer = Trainer(
-            spec,
-            comm,
-            reporter,
-            peak_of_rank(device, spec),
-            places,
-        )
+        trainer = Trainer(spec, comm, reporter, peak_of_rank(device, spec), places)
         restore_newest(trainer, checkpoints)
         last = min(spec.train.steps, stop_after_step or spec.train.steps)
         if comm.rank == 0 and trainer.step >= last:
@@ -99,7 +107,10 @@ def _comm_of(
     comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, backend)
     comm.generation = generation
     if launcher is not None and store is not None:
-        comm.connect(store, generation, launcher.host, _shared_secret(store))
+        # The same on all ranks. It is passed through torchrun's store, so it does not protect against processes that
+        # can reach that store.
+        secret = store.compare_set("manta/secret", "", secrets.token_hex(SECRET_LENGTH // 2)).decode()
+        comm.connect(store, generation, launcher.host, secret)
     return comm
 
 
@@ -131,12 +142,6 @@ def threads_begun_with(checkpoints: Place) -> int | None:
     """Threads of the job that saved checkpoints in this folder; None if no checkpoint is complete."""
     whole = whole_checkpoints(checkpoints)
     return stored_threads(whole[-1][1].spec) if whole else None
-
-
-def _shared_secret(store: dist.Store) -> str:
-    """A random secret, the same on all ranks. It is passed through torchrun's store, so it does not protect against
-    processes that can reach that store."""
-    return store.compare_set("manta/secret", "", secrets.token_hex(SECRET_LENGTH // 2)).decode()
 
 
 def restore_newest(trainer: Trainer, checkpoints: Place | None) -> None:
@@ -182,3 +187,162 @@ def pick_device(spec: JobSpec, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     gpu.use_for(spec, device)
     return device
+
+
+_MAX_ROW_BYTES = 2**20
+
+
+class MetricsFile:
+    """Writes metrics as JSON lines, and prints a short line for each step."""
+
+    def __init__(self, path: Path | None, steps: int):
+        self._path, self._steps = path, steps
+        self._file: BinaryIO | None = None
+        self._has_begun = False
+        self._failure: OSError | None = None
+        self._is_heard = True
+
+    def __enter__(self) -> MetricsFile:
+        """Raises MantaError for a file that cannot be written."""
+        if self._path is not None:
+            try:
+                self._file = self._path.open("ab")
+            except OSError as error:
+                raise self._unwritable(error) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close()
+        if self._failure is not None and kind is None:
+            raise self._unwritable(self._failure) from self._failure
+
+    def _unwritable(self, error: OSError) -> MantaError:
+        return MantaError(f"--metrics: {self._path} cannot be written ({error.strerror or error})")
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._failure = self._failure or error
+
+    def write(self, messages: list[Message]) -> None:
+        """Take a batch of the reporter's messages."""
+        for payload in (message.payload for message in messages):
+            if isinstance(payload, Metrics):
+                for row in payload.rows:
+                    self._metrics(row)
+            elif isinstance(payload, Event):
+                self._say(payload.message)
+
+    def _metrics(self, row: dict[str, Any]) -> None:
+        if self._file is not None:
+            try:
+                self._add(self._file, row)
+            except OSError as error:  # such as a full disk, which does not end the training
+                self._failure = error
+                self._close()
+                print(f"{self._unwritable(error)}; training goes on", file=sys.stderr, flush=True)
+        losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
+        utilisation = f"  mfu_causal {row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
+        validation = "".join(f"  {name.replace('_', ' ', 2)} {loss:.4f}" for name, loss in losses.items())
+        self._say(
+            f"step {row['step']}/{self._steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
+            f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}"
+        )
+
+    def _say(self, words: str) -> None:
+        """Print `words`, until stdout is closed: a closed pipe (`| head`) must not end the file."""
+        if not self._is_heard:
+            return
+        try:
+            print(words, flush=True)
+        except OSError:
+            self._is_heard = False
+            with contextlib.suppress(OSError):  # otherwise flushing the rest would fail at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _add(self, file: BinaryIO, row: dict[str, Any]) -> None:
+        if not self._has_begun and self._path is not None and self._path.is_file():  # not a pipe
+            file.truncate(_end_of_rows_before(self._path, row["step"]))
+        self._has_begun = True
+        file.write(json.dumps(spell(row), allow_nan=False).encode() + b"\n")
+        file.flush()
+
+
+def _end_of_rows_before(path: Path, step: int) -> int:
+    """Length in bytes of the rows of steps before `step` at the beginning of a file of metrics."""
+    end = 0
+    with open_regular(path) as file:
+        while line := file.readline(_MAX_ROW_BYTES):
+            try:
+                if not line.endswith(b"\n") or not json.loads(line)["step"] < step:
+                    break
+            except (ValueError, KeyError, TypeError):  # not a row of metrics
+                break
+            end += len(line)
+    return end
+
+
+NUMBER = 1
+SUFFIXES = (".json", ".pftrace")
+"""Suffixes of our own format, and of Perfetto's."""
+
+
+class TraceFile:
+    """The file of one trace."""
+
+    def __init__(self, path: Path, steps: int = 1, first_step: int = 0):
+        """`steps`: how many to record, not before `first_step`, or the job's second step. Raises MantaError."""
+        if steps < 1:
+            raise MantaError(f"--trace-steps must be at least 1, not {steps}")
+        if path.suffix not in SUFFIXES:
+            raise MantaError(f"--trace: {path} must end with {' or '.join(SUFFIXES)}")
+        if path.is_dir() or not path.parent.is_dir():
+            problem = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+            raise MantaError(f"--trace: {path} {problem}")
+        self._path, self._steps, self._first_step = path, steps, first_step
+        self._recording: Recording | None = None
+
+    def begin(self, trainer: Trainer, last: int) -> None:
+        """Have a rank's `trainer` record steps, up to `last` at most. Raises MantaError if there is none to record."""
+        if max(self._first_step, trainer.step + 2) > last:  # ranks agree on it one step earlier
+            raise self._nothing_recorded()
+        trainer.tracing.take = self._take
+        if trainer.comm.rank == 0:
+            order = TraceOrder(NUMBER, trainer.comm.generation, self._steps, self._first_step)
+            trainer.comm.trace_orders.ask(order)
+
+    def _nothing_recorded(self) -> MantaError:
+        return MantaError(f"no step is traced: from step {max(2, self._first_step)} on there is none to record")
+
+    def _take(self, _number: int, make: Make) -> None:
+        self._recording = make()
+
+    def end(self, trainer: Trainer, store: dist.Store | None) -> None:
+        """Write the file on rank 0. `store`: where ranks met. Raises MantaError if no step was recorded, OSError."""
+        if self._recording is None:
+            raise self._nothing_recorded()
+        recordings = {trainer.comm.rank: self._recording}
+        if store is not None:
+            recordings = self._exchanged(trainer.comm.rank, trainer.comm.size("world"), store)
+        if trainer.comm.rank == 0:
+            trace = assembled(recordings, trainer.comm.grid)
+            self._path.write_bytes(perfetto(trace) if self._path.suffix == ".pftrace" else _as_json(trace))
+            for problem in sorted({each.problem for each in recordings.values()} - {""}):
+                print(f"the trace in {self._path} is not whole: {problem}", file=sys.stderr)
+
+    def _exchanged(self, rank: int, world: int, store: dist.Store) -> dict[int, Recording]:
+        """All ranks' recordings, on rank 0 only."""
+        assert self._recording is not None
+        store.set(f"manta/trace/{rank}", json.dumps(asdict(self._recording.pack())))
+        if rank != 0:
+            return {}
+        texts = {each: store.get(f"manta/trace/{each}").decode() for each in range(world)}
+        return {each: from_json(PackedRecording, json.loads(text)).unpack() for each, text in texts.items()}
+
+
+def _as_json(trace: StepTrace) -> bytes:
+    nodes = {each.rank: platform.node() for each in trace.ranks}
+    return json.dumps({**analysis_document(trace), "ranks": rank_documents(trace, nodes)}).encode()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from workers.step_traces.analysis import bubble, critical_path
 from workers.step_traces.assembly import StepTrace, TracedRank
-from workers.step_traces.critical_path import critical_path
-from workers.step_traces.idle import bubble
 from workers.timing.recording import Slice
 
 _WORDS = {

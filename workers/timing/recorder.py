@@ -11,25 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Protocol
 
 from workers.liveness.device_trail import DeviceEvent
-from workers.timing.recording import Recording, Slice, SliceKind, TracedStep, clock_of_machine
+from workers.timing.recording import KINDS, Recording, Slice, SliceKind, TracedStep, clock_of_machine
 
 MAX_SLICES = 50_000
 """The most slices that are kept of one rank."""
-_KINDS: dict[str, SliceKind] = {
-    "data": "loader",
-    **{
-        name: name
-        for name in (
-            *("forward", "backward", "backward_input", "backward_weight", "recompute"),
-            *("reduction", "agreement", "optimizer", "gather", "snapshot", "checkpoint", "validation"),
-        )
-    },
-    "replica_check": "agreement",
-}
+_OTHERS: dict[str, SliceKind] = {"data": "loader", "replica_check": "agreement"}
+_COMMUNICATION = ("send", "receive", "collective")
+_KINDS = {kind: kind for kind in KINDS if kind not in ("loader", *_COMMUNICATION)} | _OTHERS
 """By the name of a phase, the kind of slice that it is recorded as; other phases have no slice of their own."""
 
 
@@ -133,13 +124,11 @@ class _Open:
         self._recorder.open.append(self)
         self._began = self._recorder.moments.now() if self.kind is not None else None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self.kind is not None:
             self._recorder.add(self.kind, self._began, self.stage, self.micro_batch)
         self._recorder.open.pop()
-        self._inner.__exit__(kind, error, trace)
+        self._inner.__exit__(*error)
 
 
 class Recorder:
@@ -219,8 +208,7 @@ class Recorder:
             self._is_full = len(self._slices) > self._most
 
     def collective(self, work: Handle, operation: str, axis: str, number: int, size: int) -> RecordedWait:
-        """Records the wait for `work`, an `operation` on `size` bytes that was just begun, the `number`-th along
-        `axis`."""
+        """Records the wait for `work`, an `operation` on `size` bytes that has begun, the `number`-th along `axis`."""
         return RecordedWait(self, work, "collective", self._issued, (operation, size, axis), (None, number))
 
     def sent(self, peer: int, size: int) -> None:
@@ -234,8 +222,7 @@ class Recorder:
         return RecordedWait(self, work, "receive", self._issued, (None, size, "pipeline"), ends)
 
     def _number(self, kind: SliceKind, peer: int) -> int:
-        """Number of the next message. Both ends count from the recording's beginning, before which no message is in
-        flight."""
+        """Number of the next message, counted at both ends from the recording's beginning, when none is in flight."""
         self._messages[kind, peer] += 1
         return self._messages[kind, peer]
 
@@ -249,8 +236,7 @@ class Recorder:
         return None if self._idle_seconds is None else self._idle_seconds()
 
     def recording(self) -> Recording:
-        """What was recorded. Any thread may call it, once everything is over. Raises RuntimeError if the device has
-        failed."""
+        """What was recorded, for any thread, once everything is over. Raises RuntimeError if the device has failed."""
         rows, at = self._slices[: self._whole], self._times()
         steps = tuple(TracedStep(step, at[id(start)], at[id(end)]) for step, start, end in self._steps)
         slices = []

@@ -1,6 +1,6 @@
 """How a rank's wall time is spent between two committed steps: always on, two readings of the clock per wait.
 
-`timing/step_parts.py` occasionally measures what computing consists of; this always separates computing from waiting.
+`StepParts` occasionally measures what computing consists of; this always separates computing from waiting.
 The control plane's ledger is made from it. `timing/step_phases.py` says which phases of a step are waits.
 """
 

@@ -1,11 +1,10 @@
 """What a rank does at every moment, marked once: `with step.phase("backward", micro_batch=3)`.
 
 Four readers follow from it: the record in shared memory by which the rank's agent knows where it stands
-(`liveness/progress.py`), the clock that tells computing from waiting (`step_clock.py`), and, in the steps that are
-measured, the parts of which the step's time consists (`step_parts.py`), and in steps that are traced a slice for each
-phase (`recorder.py`). A step passes some 300 of these marks, so
-entering a phase costs a few stores, and leaving one does not touch the record: that keeps the phase that was entered
-last.
+(`liveness/progress.py`), the clock that tells computing from waiting (`step_clock.py`), in the steps that are measured,
+the parts of which the step's time consists (`StepParts`), and in steps that are traced a slice for each phase
+(`recorder.py`). A step passes some 300 of these marks, so entering a phase costs a few stores, and leaving one does not
+touch the record: that keeps the phase that was entered last.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -22,7 +20,6 @@ from workers.liveness.device_trail import DeviceTrail
 from workers.liveness.progress import Phase, Progress
 from workers.timing.recorder import Recorder
 from workers.timing.step_clock import StepClock, Wait
-from workers.timing.step_parts import Part, StepParts
 
 State = Literal["starting", "preparing", "connecting", "restoring", "resting", "done"]
 """Phases outside of steps, which last until the next one."""
@@ -102,9 +99,7 @@ class _Section:
         if self._parts.measuring:
             self._parts.enter(self._part)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._parts.measuring:
             self._parts.leave()
 
@@ -122,11 +117,9 @@ class _WaitSection(_Section):
         super().__enter__()
         self._clock.enter(self._wait)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._clock.leave()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
 
 class StepPhases:
@@ -139,8 +132,7 @@ class StepPhases:
         clock: Callable[[], float] = time.perf_counter,
         trail: DeviceTrail | None = None,
     ):
-        """`clock`: a monotonic one, in seconds; `trail`: where the host runs ahead of its device, gets the phases
-        too."""
+        """`clock`: monotonic, in seconds; `trail`: gets the phases too, where the host runs ahead of its device."""
         self.record = record
         """What the rank's agent reads."""
         self._trail = trail
@@ -192,3 +184,90 @@ class StepPhases:
         if self.recorder is not None and self.recorder.in_backward:
             return self.phase("recompute")
         return self._sections["recompute"] if self.parts.innermost == "backward" else nullcontext()
+
+
+Part = Literal[
+    "data",
+    "forward",
+    "backward",
+    "recompute",
+    "tensor_communication",
+    "pipeline_communication",
+    "data_communication",
+    "bubble",
+    "optimizer",
+    "other",
+]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class StepParts:
+    """Measures how the time of a step is spent, between `begin` and `end`: every moment belongs to exactly one part.
+
+    Parts nest: while an inner one runs, the outer one is suspended. On a CPU times are read from the clock; on a GPU
+    from events on the compute stream, so that what is measured is what that stream waits for, and nothing synchronises
+    before the step is over.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
+        """`clock`: a monotonic clock, in seconds; used if there are no events."""
+        self._device, self._clock = device, clock
+        self.measuring = False
+        """Whether a step is being measured: parts may be entered and left only then."""
+        self._stack: list[Part] = []
+        self._seconds: dict[Part, float] = {}
+        self._last = 0.0
+        self._events: list[tuple[Part, torch.cuda.Event]] = []
+        """On a GPU, the part that ends with each event."""
+
+    def begin(self) -> None:
+        """Start to measure a step; everything outside of a named part is `other`."""
+        self.measuring = True
+        self._stack, self._seconds, self._events = ["other"], dict.fromkeys(PARTS, 0.0), []
+        self._last = self._clock()
+        self._mark("other")
+
+    def drop(self) -> None:
+        """Stop measuring: if a step was being measured, it was broken off."""
+        self.measuring = False
+
+    @property
+    def innermost(self) -> Part | None:
+        """The part to which time is currently assigned; None while nothing is measured."""
+        return self._stack[-1] if self.measuring else None
+
+    def enter(self, name: Part | None) -> None:
+        """A part begins; with None the surrounding part continues."""
+        self._mark(self._stack[-1])
+        self._stack.append(name or self._stack[-1])
+
+    def leave(self) -> None:
+        """The innermost part ends."""
+        if len(self._stack) > 1:  # a measurement may begin inside a part
+            self._mark(self._stack.pop())
+
+    def move(self, source: Part, to: Part, seconds: float) -> None:
+        """Assign `seconds` that were assigned to `source` to `to` instead."""
+        if self.measuring:
+            self._seconds[source] -= seconds
+            self._seconds[to] += seconds
+
+    def end(self) -> dict[Part, float]:
+        """Seconds of each part; their sum is the time since `begin`."""
+        self._mark(self._stack[-1])
+        self.measuring = False
+        if self._events:
+            self._events[-1][1].synchronize()
+            for (_, before), (name, event) in zip(self._events, self._events[1:], strict=False):
+                self._seconds[name] += before.elapsed_time(event) / 1000
+        return self._seconds
+
+    def _mark(self, ends: Part) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((ends, event))
+            return
+        now = self._clock()
+        self._seconds[ends] += now - self._last
+        self._last = now

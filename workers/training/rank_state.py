@@ -23,7 +23,7 @@ from workers.engine import Engine
 from workers.errors import CheckpointNotSaved
 from workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
 from workers.numerics.guard import NumberGuard
-from workers.parallel.data.step_statistics import StepStatistics
+from workers.parallel.data.agreement import StepStatistics
 from workers.protocol.messages import Resume
 from workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
 from workers.snapshot.interval import SnapshotInterval

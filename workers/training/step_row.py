@@ -13,7 +13,7 @@ from workers.accounting.flops import step_flops
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan
-from workers.parallel.data.step_statistics import StepStatistics
+from workers.parallel.data.agreement import StepStatistics
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,19 @@ same steps, however late the request comes. Each rank reports its recording by i
 from __future__ import annotations
 
 import base64
+import gzip
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from workers.comm.backend import new_event
 from workers.comm.comm import Comm
-from workers.comm.device_marks import new_event
-from workers.parallel.data.step_statistics import StepStatistics
+from workers.parallel.data.agreement import StepStatistics
 from workers.protocol.reports import Profiled, TraceBegan, Traced
-from workers.step_traces.torch_profile import MAX_BYTES, TorchProfile
 from workers.timing.recorder import DeviceMoments, HostMoments, Moments, Recorder
 from workers.timing.recording import INTERRUPTED, Recording
 from workers.training.reporter import Reporter
@@ -130,3 +135,30 @@ class _Made:
             recording = Recording((), (), problem=f"the device has failed ({error})")
         problem = recording.problem or self.left_out
         return Traced(self.number, self.first_step, replace(recording, problem=problem).pack())
+
+
+MAX_BYTES = 16 * 1024 * 1024
+"""Maximum size of a stored profile, compressed."""
+
+
+class TorchProfile:
+    """torch's own profile of the steps of a trace: every operator and kernel, as a Chrome trace. It runs from its
+    creation to `stop`, and slows down the profiled rank far more than the trace itself, and therefore also the ranks
+    that wait for it."""
+
+    def __init__(self, device: torch.device):
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def stop(self) -> None:
+        """End the recording."""
+        self._profile.stop()
+
+    def content(self) -> bytes | None:
+        """A Chrome trace, compressed with gzip; None if it is too large. Takes a while."""
+        with tempfile.TemporaryDirectory(prefix="manta-profile-") as folder:
+            file = Path(folder) / "profile.json"
+            self._profile.export_chrome_trace(str(file))
+            content = gzip.compress(file.read_bytes(), 6)
+        return content if len(content) <= MAX_BYTES else None

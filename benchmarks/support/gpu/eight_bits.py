@@ -19,8 +19,7 @@ from benchmarks.support.gpu.left_out import going_on
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.report import Report
 from workers.data.batches import Batches
-from workers.parallel.tensor.fp8_casts import BY_ROW, BY_TENSOR, E4M3, E5M2, Cast
-from workers.parallel.tensor.fp8_products import product
+from workers.parallel.tensor.fp8 import BY_ROW, BY_TENSOR, E4M3, E5M2, Cast, product
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
 

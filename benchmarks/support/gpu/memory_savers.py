@@ -24,14 +24,14 @@ from benchmarks.support.replayed_operations import ReplayedOperations
 from benchmarks.support.report import Report
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import device_bytes
-from workers.accounting.offloaded_state import host_state_bytes
+from workers.accounting.state_costs import host_state_bytes
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import MantaError
+from workers.parallel import recompute
 from workers.parallel.data import offloaded
-from workers.parallel.recompute import policy
 from workers.parallel.tensor.shards import NamedShard
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
@@ -129,9 +129,9 @@ def checked(spec: JobSpec, device: torch.device) -> Outcome:
     """Losses of some steps, and a number of all bits of the weights after them. On a CPU, whose models are tiny, all
     activations are large, and slices of the state small. Raises MantaError where `train.cuda_graphs` recorded
     nothing."""
-    sizes = policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS
+    sizes = recompute.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS
     if device.type == "cpu":
-        policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS = 0, 64
+        recompute.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS = 0, 64
     try:
         engine, batch = engine_of(spec, device), contestants.batch_of(spec, device)
         rate, sequences = contestants.LEARNING_RATE, spec.train.global_batch_size
@@ -140,7 +140,7 @@ def checked(spec: JobSpec, device: torch.device) -> Outcome:
             raise MantaError(f"no micro-batch could be recorded: {engine.not_recorded}")
         return losses, _fingerprint(engine.flat.parameters)
     finally:
-        policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS = sizes
+        recompute.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS = sizes
         gpu.leave()
         del engine
         gc.collect()  # else the next one's peak is both's

@@ -13,8 +13,7 @@ import torch
 from benchmarks.support.gpu.contestants import WARM_UP, settle
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.report import Report
-from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
-from workers.accounting.snapshot_interval import steps_between
+from workers.accounting.state_costs import checkpoint_bytes, snapshot_bytes, steps_between
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from benchmarks.support.published.rows import Row
 from benchmarks.support.published.tables import Tables
-from workers.parallel.pipeline.schedules import schedule
+from workers.parallel.pipeline.schedules import schedule, with_messages
 from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.schedules.messages import with_messages
 from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 from workers.parallel.pipeline.schedules.zero_bubble_h2 import zero_bubble_h2
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from benchmarks.support.published.arithmetic import paper_job
 from benchmarks.support.published.rows import Row
 from benchmarks.support.published.tables import Tables
-from workers.accounting.activation_bytes import table2_bytes
+from tests.workers.support.papers import table2_bytes
 
 GIB = 2**30
 POLICIES = {

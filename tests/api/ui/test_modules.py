@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.api.ui.browser import needs_chromium
-from workers.timing.step_parts import PARTS
+from workers.timing.step_phases import PARTS
 
 pytestmark = needs_chromium
 

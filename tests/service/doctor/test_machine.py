@@ -9,9 +9,7 @@ from service.doctor import machine
 from service.words import byte_count
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.flops import rank_parameters
-from workers.accounting.offloaded_state import host_state_bytes
-from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
-from workers.accounting.state_copies import copies_bytes
+from workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
 

@@ -16,7 +16,7 @@ from service.planner.search import plan_of
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel, slowest_of
 from tests.service.support.planned import a100s, job
-from workers.accounting.snapshot_interval import FREE_SECONDS, STALL_SHARE
+from workers.accounting.state_costs import FREE_SECONDS, STALL_SHARE
 from workers.config import JobSpec
 
 TINY = {"global_batch_size": 1, "micro_batch_size": 1}

@@ -3,7 +3,7 @@
 import pytest
 
 from service.planner.drift import GROUPS, MEASURED_STEPS, SETTLING_STEPS, Measured, compared, drift_of, measured_of
-from workers.timing.step_parts import PARTS
+from workers.timing.step_phases import PARTS
 
 PLANNED_PARTS = ("arithmetic", "products", "elementwise", "recomputation", "tensor", "host", "bubble", "gradients")
 PLANNED_PARTS += ("optimizer", "replicas")

@@ -19,7 +19,7 @@ from service.planner.layer_time import LayerTime
 from service.planner.software import MANTA_ON_MEASURED_GPU, engine_on
 from service.planner.step_time import StepModel
 from tests.service.support.planned import job
-from workers.calibration.gpu import step_document
+from workers.calibration.device import step_document
 from workers.calibration.steps import OneRank
 from workers.config import JobSpec
 

@@ -10,7 +10,7 @@ import pytest
 from service.planner.communication import Group, gather_seconds, message_seconds, reduce_seconds
 from service.planner.fitting_links import exchange_seconds, fit_links
 from service.planner.hardware import MACHINES, Cluster, Links, linked
-from workers.calibration.between_gpus import SIZES
+from workers.calibration.collectives import GPU_SIZES
 from workers.calibration.measurements import CollectiveTime
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "message")
@@ -19,7 +19,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "message")
 def rows(links, ranks=(2, 8), machine="h100-80gb", noise=lambda: 1.0):
     """As such links would give them."""
     known = linked(MACHINES[machine], links)
-    made = [CollectiveTime(kind, count, size, 1.0) for count in ranks for size in SIZES for kind in KINDS]
+    made = [CollectiveTime(kind, count, size, 1.0) for count in ranks for size in GPU_SIZES for kind in KINDS]
     return [replace(row, seconds=exchange_seconds(row, known) * noise()) for row in made]
 
 

@@ -14,7 +14,7 @@ from service.planner.memory import RESERVE, fits, host_bytes, memory_of, usable_
 from tests.service.support.planned import a100s, job
 from workers.accounting.activation_bytes import bytes_of_rank, host_bytes_of_rank
 from workers.accounting.flops import rank_parameters
-from workers.accounting.snapshot_bytes import snapshot_bytes
+from workers.accounting.state_costs import snapshot_bytes
 from workers.config import JobSpec
 
 

@@ -16,7 +16,6 @@ from workers.accounting.activation_bytes import (
     layer_input_bytes,
     layer_terms,
     put_off_bytes,
-    table2_bytes,
 )
 from workers.config import JobSpec, ModelConfig
 from workers.parallel.pipeline.schedules import schedule
@@ -56,7 +55,7 @@ def evaluated(formula: str, model: ModelConfig, micro_batch: int, tensor: int) -
 def test_bytes_of_a_layer_are_those_of_table_2(row, name):
     formula = papers.LAYER_BYTES[row]
     expected = evaluated(formula, shape(name), 4, 8 if TABLE_2[row] else 1)
-    assert table2_bytes(shape(name), 4, **TABLE_2[row]) == pytest.approx(expected, rel=1e-12)
+    assert papers.table2_bytes(shape(name), 4, **TABLE_2[row]) == pytest.approx(expected, rel=1e-12)
 
 
 def large(name: str, dropout: float = 0.1, **parallel: Any) -> JobSpec:
@@ -90,7 +89,7 @@ def test_the_engines_terms_add_up_to_table_2(sequence_parallel, recompute, name)
     job_spec = large(name, sequence_parallel=sequence_parallel)
     size, split = job_spec.train.micro_batch_size, 8 if sequence_parallel else 1
     vectors = 16 * size * 2048 // split + 4 * size * job_spec.model.heads // 8
-    expected = table2_bytes(job_spec.model, size, 8, sequence_parallel, recompute)
+    expected = papers.table2_bytes(job_spec.model, size, 8, sequence_parallel, recompute)
     measured = layer_bytes(job_spec, ("core_attention",) if recompute == "selective" else ())
     assert measured == pytest.approx(expected + vectors, rel=1e-12)
     assert vectors < 5e-4 * expected
@@ -105,7 +104,7 @@ def test_modules_leave_out_their_own_tensors():
     assert everything - layer_bytes(job_spec, ["mlp_activation"]) == 8 * sbh
     assert everything - layer_bytes(job_spec, ["core_attention"]) == 5 * 64 * 2048**2 * 4
     assert layer_bytes(job_spec, ["core_attention", "norm", "mlp_activation"]) == 22 * sbh + 16 * 2048 * 4 + 4 * 4 * 64
-    assert layer_input_bytes(job_spec) == table2_bytes(job_spec.model, 4, recompute="full") == 2 * sbh
+    assert layer_input_bytes(job_spec) == papers.table2_bytes(job_spec.model, 4, recompute="full") == 2 * sbh
     assert sum(layer_terms(job_spec).values()) == everything
 
 
@@ -155,7 +154,7 @@ def test_memory_of_a_gpu_is_that_of_figure_1(name):
     parameters = 12 * model.layers * model.hidden_size**2 / (t * p)
     assert 18 * parameters / GIB == pytest.approx(published["par_opt"], rel=1e-9)
     for key, policy in (("none", (False, "none")), ("seqsel", (True, "selective"))):
-        total = model.layers * _interleaving(p, row["interleave_m"]) * table2_bytes(model, size, t, *policy)
+        total = model.layers * _interleaving(p, row["interleave_m"]) * papers.table2_bytes(model, size, t, *policy)
         assert total / GIB == pytest.approx(published[key], rel=1e-9)
 
 
@@ -165,9 +164,9 @@ def test_shares_of_the_baseline_are_those_of_figure_7(name):
     published = papers.MEMORY_PERCENT[name]
     policies = {"none": (False, "none"), "seq": (True, "none"), "sel": (False, "selective")}
     policies |= {"seqsel": (True, "selective"), "full": (False, "full")}
-    baseline = table2_bytes(shape(name), 1, 8)
+    baseline = papers.table2_bytes(shape(name), 1, 8)
     for key, (sequence_parallel, recompute) in policies.items():
-        percent = 100 * table2_bytes(shape(name), 1, 8, sequence_parallel, recompute) / baseline
+        percent = 100 * papers.table2_bytes(shape(name), 1, 8, sequence_parallel, recompute) / baseline
         assert percent == pytest.approx(published[key], abs=0.15)
 
 
@@ -177,9 +176,9 @@ def test_selective_recomputation_saves_what_the_paper_says(name):
     published = papers.SELECTIVE_RECOMPUTATION[name]
     model = shape({"GPT-3": "175B", "MT-NLG": "530B"}[name])
     sbh = 2048 * model.hidden_size
-    saved = table2_bytes(model, 1) - table2_bytes(model, 1, recompute="selective")
+    saved = papers.table2_bytes(model, 1) - papers.table2_bytes(model, 1, recompute="selective")
     assert saved / sbh == published["5as/h"]
-    assert int(100 * saved / table2_bytes(model, 1)) == published["saved_pct"]
+    assert int(100 * saved / papers.table2_bytes(model, 1)) == published["saved_pct"]
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])

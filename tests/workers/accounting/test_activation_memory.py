@@ -16,7 +16,7 @@ from workers.config import JobSpec
 from workers.data.packed_documents import Documents
 from workers.engine import Engine
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute.policy import Recompute
+from workers.parallel.recompute import Recompute
 from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 from workers.parallel.tensor.dropout import sample_keys
 

@@ -9,11 +9,11 @@ from engine_specs import spec
 from fake_rank import CPU, FakeRank, host_memory_apart, pretended_gpu, tracker_of_bytes
 from one_layer import OneLayer
 
-from workers.accounting import offloaded_state, step_peak
+from workers.accounting import state_costs, step_peak
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import bytes_of_stage, device_bytes
 from workers.accounting.layer_passes import LayerPasses
-from workers.accounting.offloaded_state import SLICE_ELEMENTS, host_state_bytes, places_bytes
+from workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, places_bytes
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
 from workers.parallel.data import offloaded
@@ -259,7 +259,7 @@ def test_fused_kernels_alone_take_a_table_of_who_is_in_whose_window():
 
 
 def test_slices_are_those_of_the_engine():
-    assert (offloaded_state.SLICE_ELEMENTS, offloaded_state.PLACES) == (offloaded.SLICE_ELEMENTS, offloaded.PLACES)
+    assert (state_costs.SLICE_ELEMENTS, state_costs.PLACES) == (offloaded.SLICE_ELEMENTS, offloaded.PLACES)
     assert [places_bytes(kept) for kept in (7, SLICE_ELEMENTS + 1)] == [12 * 7, 2 * 12 * SLICE_ELEMENTS]
 
 

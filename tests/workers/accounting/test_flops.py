@@ -25,7 +25,7 @@ from workers.accounting.flops import (
 )
 from workers.config import JobSpec
 from workers.engine import Engine
-from workers.model.parallelize import ModelStage
+from workers.model.stage import ModelStage
 
 SHAPES = [
     pytest.param(*shape, marks=[] if sum(map(bool, shape)) % 2 else [pytest.mark.soak])

@@ -10,10 +10,10 @@ from engine_specs import spec
 
 from workers.accounting.activation_bytes import layer_bytes, put_off_layer_bytes
 from workers.accounting.layer_passes import LayerPasses
+from workers.accounting.rank_passes import Pass, Tape
 from workers.accounting.step_peak import StepPeak
-from workers.accounting.tape import Pass, Tape
 from workers.config import JobSpec
-from workers.parallel.recompute import policy
+from workers.parallel import recompute as recomputation
 
 FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 2}, {"family": "qwen", "kv_heads": 2, "head_dim": 16})
 MODULES = ((), ("norm", "mlp_activation", "core_attention"))
@@ -66,7 +66,7 @@ def test_a_layer_that_is_recomputed_leaves_nothing_but_takes_all_for_a_moment():
 @pytest.mark.parametrize("head_tokens", [0, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
 def test_a_step_ends_where_it_began(monkeypatch, schedule, head_tokens, saves):
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recomputation, "OFFLOADED_BYTES", 0)
     chunks = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
     layout = {"pipeline": 2, "schedule": schedule, "virtual_stages": chunks, "tensor": 2}
     for recompute, family, frozen in product(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_specs import spec
 
-from workers.accounting.snapshot_bytes import SLOTS, checkpoint_bytes, snapshot_bytes
+from workers.accounting.state_costs import SLOTS, checkpoint_bytes, snapshot_bytes
 from workers.checkpoint.catalog import list_checkpoints
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid

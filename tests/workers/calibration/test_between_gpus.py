@@ -11,8 +11,8 @@ import torch
 from service.planner.fitting_links import fit_links
 from service.planner.hardware import MACHINES
 from workers.calibration import __main__ as program
-from workers.calibration import between_gpus as module
-from workers.calibration.between_gpus import between_gpus, gpu_places, of_all
+from workers.calibration import collectives as module
+from workers.calibration.collectives import between_gpus, gpu_places, of_all
 from workers.calibration.local_ranks import LocalRanks, Place, RanksFailed, end_with_reader
 from workers.calibration.measurements import CollectiveTime, Measurements
 from workers.calibration.steps import layout_document

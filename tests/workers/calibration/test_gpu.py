@@ -10,20 +10,28 @@ import torch
 from service.planner.fitting_gpu import fit_gpu
 from service.planner.hardware import MACHINES
 from workers.calibration import __main__ as program
-from workers.calibration import gpu, kernels, steps
+from workers.calibration import device, steps
 from workers.calibration.clock import median_seconds
 from workers.calibration.measurements import SMALL, Measurements, StepSeconds, step_job
 from workers.errors import MantaError
 
 CPU = torch.device("cpu")
-SHAPES = dataclasses.replace(gpu.TINY, steps=gpu.TINY.steps[:1])
+TINY = device.Shapes(
+    products=((64, 64, 64), (256, 128, 512)),
+    wide_products=((64, 64, 64),),
+    attention=((2, 2, 64, 16), (1, 2, 128, 32)),
+    elements=(2**12, 2**22),
+    copied=2**16,
+    steps=tuple(device.step_document(family, 2, 32, 2, 16, 1, 2, 64, 1) for family in ("gpt", "llama")),
+)
+SHAPES = dataclasses.replace(TINY, steps=TINY.steps[:1])
 
 
 def test_every_kind_of_row_is_there(monkeypatch):
-    for module in (kernels, steps):
+    for module in (device, steps):
         monkeypatch.setattr(module, "median_seconds", lambda run, device, _=0.0: median_seconds(run, device, 0.0))
     said: list[str] = []
-    measurements = gpu.measure_gpu(CPU, SHAPES, said.append)
+    measurements = device.measure_gpu(CPU, SHAPES, said.append)
     assert {row.precision for row in measurements.products} == {"bfloat16", "float32", "tf32"}
     assert {row.name for row in measurements.products} == {"forward", "input", "weight"}
     assert all(row.forward_seconds is not None for row in measurements.attention)
@@ -41,10 +49,10 @@ def test_every_kind_of_row_is_there(monkeypatch):
 
 
 def test_all_jobs_whose_steps_are_measured_are_small_enough_to_be_quick():
-    for document in gpu.ON_GPU.steps:
+    for document in device.ON_GPU.steps:
         spec = step_job(StepSeconds(document, 1.0))
         assert spec.layout.world_size == 1 and spec.train.global_batch_size * spec.model.sequence_length <= 2**15
-    assert sum(document["model"]["hidden_size"] <= SMALL for document in gpu.ON_GPU.steps) == 3
+    assert sum(document["model"]["hidden_size"] <= SMALL for document in device.ON_GPU.steps) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.calibration import clock, kernels, links, steps
+from workers.calibration import clock, collectives, device, steps
 from workers.calibration.__main__ import _with_disturbances, busy_ranks
 from workers.calibration.clock import median_seconds
-from workers.calibration.links import collective_times
+from workers.calibration.collectives import collective_times
 from workers.calibration.local_ranks import LocalRanks
 from workers.calibration.measurements import BusyTime, Measurements, step_job
 from workers.spec.reading import parse_job_spec
@@ -22,15 +22,15 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_measured_forward_and_back(monkeypatch, dtype):
-    monkeypatch.setattr(kernels, "ON_CPU", ((8, 16, 32),))
-    rows = kernels.product_times(CPU, dtype)
+    monkeypatch.setattr(device, "ON_CPU", ((8, 16, 32),))
+    rows = device.product_times(CPU, dtype)
     assert [row.name for row in rows] == ["forward", "input", "weight"]
     assert all(row.rate > 0 and f"torch.{row.precision}" == str(dtype) for row in rows)
 
 
 def test_attention_is_measured(monkeypatch):
-    monkeypatch.setattr(kernels, "HEADS_ON_CPU", ((1, 2, 16, 8),))
-    (row,) = kernels.attention_times(CPU, torch.float32)
+    monkeypatch.setattr(device, "HEADS_ON_CPU", ((1, 2, 16, 8),))
+    (row,) = device.attention_times(CPU, torch.float32)
     assert (row.sequence, row.head_size) == (16, 8) and row.seconds > 0
 
 
@@ -89,7 +89,7 @@ def test_ranks_of_any_number_have_a_layout(parallel):
 def test_a_collective_takes_what_it_adds_to_the_work_around_it(monkeypatch):
     """By a clock that both move; in one round of five something else ran too."""
     now, rounds = [0.0], iter([0.0, 0.0, 40.0, 0.0, 0.0])
-    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     disturbed: list[float] = []
 
     def spend(seconds: float) -> None:
@@ -97,12 +97,12 @@ def test_a_collective_takes_what_it_adds_to_the_work_around_it(monkeypatch):
 
     def collective() -> None:
         spend(3.0)
-        if len(disturbed) % links.TIMES == 0:
+        if len(disturbed) % collectives.CPU_TIMES == 0:
             spend(next(rounds, 0.0))
         disturbed.append(now[0])
 
     comm = SimpleNamespace(barrier=lambda: spend(0.0))
-    assert links._added_seconds(comm, lambda: spend(2.0), collective) == pytest.approx(3.0)
+    assert collectives._added_seconds(comm, lambda: spend(2.0), collective) == pytest.approx(3.0)
 
 
 def test_what_computes_at_the_same_time_is_the_median_of_rounds_over_its_ranks():

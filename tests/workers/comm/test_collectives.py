@@ -6,8 +6,8 @@ import pytest
 import torch
 from rank_threads import connected
 
-from workers.comm.collectives import SMALL_BYTES, Collectives, maximum
 from workers.comm.links import Links
+from workers.comm.links_backend import SMALL_BYTES, Collectives, maximum
 
 SIZES = (2, 3, 4)
 # Elements: one, odd, just below and above the border between the two ways of adding, and large and odd.
@@ -38,7 +38,7 @@ def test_all_reduce_adds_in_the_order_of_ranks_on_every_rank(size, star):
     def body(links: Links) -> list[torch.Tensor]:
         tensors = [part_of(links.rank, length) for length in LENGTHS]
         for tensor in tensors:
-            along(links, size, star).all_reduce(tensor)
+            along(links, size, star).start_all_reduce(tensor).wait()
         return tensors
 
     for sums in connected(size, body, star=star):
@@ -52,7 +52,7 @@ def test_all_reduce_adds_in_the_order_of_ranks_on_every_rank(size, star):
 def test_all_reduce_of_the_largest(size, star, length):
     def body(links: Links) -> torch.Tensor:
         tensor = part_of(links.rank, length)
-        along(links, size, star).all_reduce(tensor, maximum)
+        along(links, size, star).start_all_reduce(tensor, maximum).wait()
         return tensor
 
     expected = torch.stack([part_of(rank, length) for rank in range(size)]).amax(0)
@@ -65,7 +65,7 @@ def test_all_gather_concatenates_in_the_order_of_ranks(size, rows):
     def body(links: Links) -> torch.Tensor:
         mine = part_of(links.rank, 2 * rows).view(rows, 2)
         out = torch.empty(rows * size, 2)
-        along(links, size).all_gather(out, mine)
+        along(links, size).start_all_gather(out, mine).wait()
         return out
 
     expected = torch.cat([part_of(rank, 2 * rows).view(rows, 2) for rank in range(size)])
@@ -77,7 +77,7 @@ def test_all_gather_concatenates_in_the_order_of_ranks(size, rows):
 def test_reduce_scatter_gives_each_rank_its_slice_of_the_sum(size, rows):
     def body(links: Links) -> torch.Tensor:
         out = torch.empty(rows, 2)
-        along(links, size).reduce_scatter(out, part_of(links.rank, 2 * rows * size).view(rows * size, 2))
+        along(links, size).start_reduce_scatter(out, part_of(links.rank, 2 * rows * size).view(rows * size, 2)).wait()
         return out
 
     expected = in_order(size, 2 * rows * size).view(size * rows, 2)
@@ -89,7 +89,7 @@ def test_a_slice_of_the_sum_may_take_the_place_of_the_ranks_own(size):
     def body(links: Links) -> tuple[torch.Tensor, torch.Tensor]:
         tensor = part_of(links.rank, 2 * size)
         before, own = tensor.clone(), slice(2 * links.rank, 2 * links.rank + 2)
-        along(links, size).reduce_scatter(tensor[own], tensor)
+        along(links, size).start_reduce_scatter(tensor[own], tensor).wait()
         before[own] = in_order(size, 2 * size)[own]
         return tensor, before
 
@@ -122,8 +122,8 @@ def test_all_to_all_brings_every_rank_what_the_others_have_for_it(size):
 def test_what_is_put_in_is_not_changed():
     def body(links: Links) -> bool:
         mine = part_of(links.rank, 40_000)
-        along(links, 2).reduce_scatter(torch.empty(20_000), mine)
-        along(links, 2).all_gather(torch.empty(80_000), mine)
+        along(links, 2).start_reduce_scatter(torch.empty(20_000), mine).wait()
+        along(links, 2).start_all_gather(torch.empty(80_000), mine).wait()
         return torch.equal(mine, part_of(links.rank, 40_000))
 
     assert connected(2, body) == [True, True]
@@ -135,7 +135,7 @@ def test_a_group_of_some_ranks_leaves_the_others_alone():
     def body(links: Links) -> float:
         tensor = torch.tensor([float(10**links.rank)])
         ranks = [0, 2] if links.rank % 2 == 0 else [1, 3]
-        Collectives(links, links.rank % 2, ranks).all_reduce(tensor)
+        Collectives(links, links.rank % 2, ranks).start_all_reduce(tensor).wait()
         return tensor.item()
 
     assert connected(4, body) == [101.0, 1010.0, 101.0, 1010.0]

@@ -14,7 +14,7 @@ from rank_threads import HOST, SECRET, run_threads
 
 from workers.comm.comm import Comm
 from workers.comm.grid import AXES, RankGrid
-from workers.comm.host_staged import HostStaged
+from workers.comm.links_backend import HostStaged
 from workers.comm.process_groups import ProcessGroups
 from workers.comm.shared_work import SharedWork
 from workers.config import ParallelConfig

@@ -4,8 +4,8 @@ import pytest
 import torch
 from pretended_devices import CPU, Gang, Network, no_thread
 
+from workers.comm import backend
 from workers.comm import comm as comm_module
-from workers.comm import device_marks
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
@@ -133,4 +133,4 @@ def test_only_where_a_host_runs_ahead_its_device_is_followed(monkeypatch, backen
 
 def test_events_of_a_gpu_measure_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: options)
-    assert device_marks.new_event() == {"enable_timing": True}
+    assert backend.new_event() == {"enable_timing": True}

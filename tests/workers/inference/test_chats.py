@@ -14,8 +14,8 @@ from engine_specs import spec
 from workers.data.chat_template import ChatTemplate, open_template
 from workers.errors import DataError
 from workers.inference.chats import chat, end_of_answer, question, read_conversations, template_of
+from workers.inference.loaded_model import Bytes, text_tokens_of
 from workers.inference.tasks import BadTask
-from workers.inference.text_tokens import Bytes, text_tokens_of
 
 
 class Counter:

@@ -10,9 +10,8 @@ from engine_specs import spec
 from plain_gpt import random_weights
 from plain_llama import plain_model
 
-from workers.inference.generation import PromptTooLong, generate
+from workers.inference.generation import PromptTooLong, Sampler, Sampling, generate
 from workers.inference.loaded_model import LoadedModel
-from workers.inference.sampling import Sampler, Sampling
 
 
 @pytest.fixture(scope="module")

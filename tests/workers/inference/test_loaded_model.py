@@ -12,7 +12,7 @@ from torch_reader import state_by_torch
 
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.inference.loaded_model import LoadedModel
-from workers.parallel.tensor.key_value_cache import KeyValueCache
+from workers.parallel.pipeline.forward_pass import KeyValueCache
 from workers.spec.reading import parse_job_spec
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plain_gpt import random_weights
 
 from workers.inference.loaded_model import LoadedModel
-from workers.inference.scoring import TextTooLong, _windows, score, text_log_likelihood
+from workers.inference.tasks import TextTooLong, _windows, score, text_log_likelihood
 
 LENGTH = 8
 

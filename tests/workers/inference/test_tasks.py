@@ -10,8 +10,8 @@ import torch
 from engine_specs import spec
 
 from workers.inference import tasks
+from workers.inference.loaded_model import Bytes
 from workers.inference.tasks import BadTask, Question
-from workers.inference.text_tokens import Bytes
 
 
 class Alphabet:

@@ -7,7 +7,7 @@ from engine_specs import spec
 from tokenizer_files import TEXT, byte_level, plain_tokens
 
 from workers.errors import DataError
-from workers.inference.text_tokens import text_tokens_of
+from workers.inference.loaded_model import text_tokens_of
 
 
 def job(file, **data):

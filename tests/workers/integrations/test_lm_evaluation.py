@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 from checkpoint_programs import job, lone, save
 
-from workers.inference.scoring import score, text_log_likelihood
+from workers.inference.tasks import score, text_log_likelihood
 from workers.protocol.messages import Resume
 
 

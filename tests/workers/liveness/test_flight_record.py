@@ -7,8 +7,8 @@ import pytest
 import torch
 from flight_dumps import FlightDump
 
-from workers.comm import flight_recorder
-from workers.comm.flight_recorder import take_flight_record
+from workers.comm import process_groups
+from workers.comm.process_groups import take_flight_record
 from workers.config import ParallelConfig
 from workers.liveness.flight_record import AFTER, BEFORE, FlightOperation, FlightRecord, read_flight_record
 from workers.protocol.json_codec import from_json, to_json
@@ -138,13 +138,13 @@ def test_what_this_torch_records_can_be_read(ranks):
 def test_nccls_recorder_is_asked_before_the_others_and_what_is_not_known_is_passed_over(monkeypatch):
     dump = FlightDump()
     dump.collective(*WORLD)
-    names = dict(zip(flight_recorder._NAMES, (b"{}", dump.text), strict=True))
+    names = dict(zip(process_groups._DUMPS, (b"{}", dump.text), strict=True))
 
     def offer(**dumps):
-        for name in flight_recorder._NAMES:
-            monkeypatch.delattr(flight_recorder._distributed_c10d, name, raising=False)
+        for name in process_groups._DUMPS:
+            monkeypatch.delattr(process_groups._distributed_c10d, name, raising=False)
         for name, text in dumps.items():
-            monkeypatch.setattr(flight_recorder._distributed_c10d, name, lambda text=text: text, raising=False)
+            monkeypatch.setattr(process_groups._distributed_c10d, name, lambda text=text: text, raising=False)
         return take_flight_record()
 
     expected = read_flight_record(dump.text)

@@ -15,9 +15,9 @@ from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.model.layer import Layer
-from workers.model.parallelize import compile_layers
-from workers.parallel.pipeline import micro_batch_loss
-from workers.parallel.recompute import offload, policy
+from workers.model.stage import compile_layers
+from workers.parallel.pipeline import runtime
+from workers.parallel.recompute import offload
 from workers.parallel.tensor.cross_entropy import BY_BLOCKS, LossKernels
 from workers.spec.reading import parse_job_spec
 
@@ -102,7 +102,7 @@ def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_of_compiled_layers_can_wait_in_host_memory(monkeypatch, recompute):
     """With one graph, and the same numbers."""
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr("workers.parallel.recompute.OFFLOADED_BYTES", 0)
     taken, take, results = [], offload.HostBlocks.take, []
     monkeypatch.setattr(offload.HostBlocks, "take", lambda host, like: taken.append(like.shape) or take(host, like))
     comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))
@@ -128,7 +128,7 @@ def test_the_loss_of_a_compiled_job_is_compiled(monkeypatch, wanted, z_loss, hea
         noting("scaled", BY_BLOCKS.scaled),
     )
     monkeypatch.setattr(Layer, "compile", lambda layer, backend: None)
-    monkeypatch.setattr(micro_batch_loss, "compiled_kernels", lambda: fused)
+    monkeypatch.setattr(runtime, "compiled_kernels", lambda: fused)
     job = spec(
         model={"layers": 1},
         train={"compile": wanted, "precision": "bf16", "z_loss": z_loss, "head_tokens": head_tokens},

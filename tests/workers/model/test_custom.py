@@ -15,7 +15,7 @@ from rank_programs import assemble, run_steps
 from torch import nn
 
 from workers.errors import ModelError
-from workers.model.custom import custom_parts
+from workers.model.families import custom_parts
 from workers.spec.reading import parse_job_spec
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_model" / "src"

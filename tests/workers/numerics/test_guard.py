@@ -15,7 +15,7 @@ from workers.engine import Engine
 from workers.errors import NonFiniteError, SpikeError
 from workers.numerics.bad_numbers import NO_LIMITS, BadStep, NumericsHistory, RollBack
 from workers.numerics.guard import NumberGuard
-from workers.parallel.data.step_statistics import StepStatistics
+from workers.parallel.data.agreement import StepStatistics
 
 BAD = BadStep("not_finite", "roll_back", "bad numbers")
 

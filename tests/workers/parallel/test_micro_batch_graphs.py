@@ -21,8 +21,7 @@ from workers.data.batches import NO_TARGET, MicroBatch
 from workers.engine import Engine
 from workers.model.layer import Layer
 from workers.parallel.pipeline import graphed
-from workers.parallel.pipeline.graphed import GraphedPipeline
-from workers.parallel.pipeline.recording import Inputs, MicroBatchRecorder
+from workers.parallel.pipeline.graphed import GraphedPipeline, Inputs, MicroBatchRecorder
 from workers.parallel.tensor.weight_gradients import forget
 
 STEPS = 3

@@ -4,6 +4,7 @@ memory that the driver has pinned. Streams and events are pretended (`tests/work
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from job_cover import FACTORS, SCHEDULES, job_of
-from recorded_groups import code_line
 from recorded_jobs import recorded_rank
 from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pretended_loader, pretended_streams
 
 from workers.checkpoint import checkpointer
 from workers.config import JobSpec
+from workers.parallel import recompute
 from workers.parallel.data import offloaded
-from workers.parallel.data.arriving import ArrivingParameters
-from workers.parallel.recompute import policy
+from workers.parallel.data.zero import ArrivingParameters
 from workers.parallel.tensor import products
 from workers.snapshot import host_copies, state_copy
 from workers.snapshot.snapshots import Snapshots
@@ -220,7 +220,7 @@ def offloading(corpus: str, layout: tuple[int, int, int], **parallel: object) ->
     ],
 )
 def test_activations_that_wait_in_host_memory_are_waited_for(corpus, tmp_path, monkeypatch, layout, parallel):
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     cuda = raced(offloading(corpus, layout, **parallel), 0, tmp_path)
     assert cuda.order.races == []
     assert cuda.made == 3
@@ -237,7 +237,7 @@ def test_activations_that_wait_in_host_memory_are_waited_for(corpus, tmp_path, m
 )
 def test_each_missing_wait_for_offloaded_activations_is_found(corpus, tmp_path, monkeypatch, function, event, race):
     """Each wait by itself."""
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     with pretended_streams() as cuda:
         waits = cuda.Stream.wait_event
 
@@ -331,8 +331,11 @@ def test_chunks_of_a_forward_product_are_waited_for(corpus, tmp_path, monkeypatc
     job = job_of(PLAIN | chunks, corpus, train={"steps": 1}, parallel={"forward_chunks": 3})
     if forgets:
         wait = OrderedWork.wait
-        in_chunks = "forward_chunks.py"
-        monkeypatch.setattr(OrderedWork, "wait", lambda work: in_chunks in code_line() or wait(work))
+
+        def in_chunks() -> bool:
+            return any(each.name.endswith("_in_chunks") for each in traceback.extract_stack()[:-1])
+
+        monkeypatch.setattr(OrderedWork, "wait", lambda work: in_chunks() or wait(work))
     cuda = raced(job, 0, tmp_path, 1)
     assert any("tensor" in race and COMPUTE in race for race in cuda.order.races) == forgets
 

@@ -6,7 +6,7 @@ import pytest
 from engine_specs import document, spec
 from one_layer import lone_rank
 
-from workers.model.parallelize import ModelStage
+from workers.model.stage import ModelStage
 from workers.spec.parameters import (
     first_trained_layer,
     frozen_names,

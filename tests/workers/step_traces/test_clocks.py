@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from simulated_traces import grid_of, recordings_of, timeline_of
 
 from workers.parallel.pipeline.schedules.simulate import PassTimes
-from workers.step_traces.assembly import assembled
-from workers.step_traces.clocks import clock_offsets
+from workers.step_traces.assembly import assembled, clock_offsets
 from workers.timing.recording import Recording, Slice, TracedStep
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from simulated_traces import timeline_of, trace_of
 
 from workers.parallel.pipeline.schedules.simulate import PassTimes
+from workers.step_traces.analysis import critical_path
 from workers.step_traces.assembly import PASSES, StepTrace, TracedRank
-from workers.step_traces.critical_path import critical_path
 from workers.timing.recording import Slice, TracedStep
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.step_traces.analysis import own_seconds
 from workers.step_traces.assembly import nested
-from workers.step_traces.exclusive import own_seconds
 from workers.timing.recording import Recording, Slice, TracedStep
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from simulated_traces import timeline_of, trace_of
 
 from workers.parallel.pipeline.schedules.simulate import PassTimes
-from workers.step_traces.idle import bubble
+from workers.step_traces.analysis import bubble
 
 
 @given(SHAPES, SECONDS, SECONDS, SECONDS)

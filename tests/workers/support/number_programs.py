@@ -11,7 +11,7 @@ from reported import events_of, rows_of
 
 from workers.checkpoint import checkpointer
 from workers.comm.comm import Comm
-from workers.parallel.data.step_statistics import StepStatistics
+from workers.parallel.data.agreement import StepStatistics
 from workers.protocol.messages import Resume
 from workers.snapshot.files import steps_kept
 from workers.spec.reading import parse_job_spec

@@ -23,8 +23,8 @@ from workers.model.families import parts_of
 from workers.model.shared import Shared
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.recompute import Recompute
 from workers.parallel.recompute.modules import checkpointed
-from workers.parallel.recompute.policy import Recompute
 from workers.parallel.tensor.dropout import sample_keys
 from workers.parallel.tensor.products import TorchProducts
 from workers.parallel.tensor.region import Region

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from workers.config import ModelConfig
+
 
 def _table(columns: tuple[str, ...], *rows: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
     """Rows as dicts, by their first column."""
@@ -116,3 +118,20 @@ BUBBLE_RATES = (
 """arXiv:2401.10241, table 5: (cost - m (TF + TB + TW)) / cost."""
 BUBBLE_RATES_ZB_H2 = (0.1083, 0.0837, 0.0444, 0.0698, 0.0559, 0.0294, 0.0672, 0.0516, 0.0266, 0.0641, 0.049, 0.0257)
 """The column ZB-H2 of the same rows."""
+
+
+def table2_bytes(
+    model: ModelConfig, micro_batch: int, tensor: int = 1, sequence_parallel: bool = False, recompute: str = "none"
+) -> float:
+    """Bytes a layer by table 2 of arXiv:2205.05198: f = 4 h, 16-bit activations, masks of one byte.
+
+    `recompute`: none (eqs. 1, 2 and 4), selective (core attention; eq. 6) or full. A full recomputation keeps the
+    layer's input on every tensor rank; with sequence parallelism it could be a part of it (section 5), which the table
+    leaves out.
+    """
+    s, h = model.sequence_length, model.hidden_size
+    if recompute == "full":
+        return 2.0 * s * micro_batch * h
+    outside = 10 / tensor if sequence_parallel else 10
+    attention = 0.0 if recompute == "selective" else 5 * model.heads * s / (h * tensor)
+    return s * micro_batch * h * (outside + 24 / tensor + attention)

@@ -27,8 +27,8 @@ from workers.data.batch_plan import replica_micro_batches
 from workers.data.batches import MicroBatch, with_documents_apart, with_marks
 from workers.data.packed_conversations import Marks
 from workers.engine import Engine
-from workers.parallel.data.step_statistics import StepStatistics
-from workers.parallel.recompute import policy
+from workers.parallel import recompute
+from workers.parallel.data.agreement import StepStatistics
 from workers.protocol.messages import Resume
 from workers.spec.reading import parse_job_spec
 from workers.standalone import job as standalone
@@ -120,7 +120,7 @@ def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], wi
 
 def run_steps_offloaded(comm: Comm, *given: Any) -> list:
     """The same, and even the smallest activations go to the host where a job has some go there."""
-    with mock.patch.object(policy, "OFFLOADED_BYTES", 0):
+    with mock.patch.object(recompute, "OFFLOADED_BYTES", 0):
         return run_steps(comm, *given)
 
 

@@ -11,8 +11,8 @@ import torch
 from workers.comm.comm import Comm
 from workers.protocol.messages import Resume, TraceOrder
 from workers.spec.reading import parse_job_spec
-from workers.step_traces import torch_profile
 from workers.trainer import Trainer
+from workers.training import tracing
 from workers.training.reporter import Reporter
 
 Seen = tuple[list[tuple[float, float]], list[Any], list[Any]]
@@ -24,10 +24,10 @@ def train_traced(
     document: dict[str, Any],
     orders: list[TraceOrder],
     all_are_asked: bool = False,
-    most_profile_bytes: int = torch_profile.MAX_BYTES,
+    most_profile_bytes: int = tracing.MAX_BYTES,
 ) -> Seen:
     """All steps of a job, of which rank 0, or with `all_are_asked` each, is asked for these traces."""
-    with mock.patch.object(torch_profile, "MAX_BYTES", most_profile_bytes):
+    with mock.patch.object(tracing, "MAX_BYTES", most_profile_bytes):
         return _train_traced(comm, document, orders, all_are_asked)
 
 

@@ -1,10 +1,11 @@
 """Sums over the global batch whose bits do not depend on the number of replicas (`train.deterministic: elastic`).
 
 Replicas share out the micro-batches of the global batch, which are the leaves of one fixed tree (tree_sum.py). A
-replica adds its neighbouring leaves as far as the tree allows (leaf_sums.py). At the end of the step each replica
-receives, for its part of the flat buffer, the fewest nodes that cover each other replica's leaves, and adds them up to
-the root. Only then come the sums within a replica (tied, replicated and copied parameters), since they would round
-differently on parts of a sum.
+micro-batch's gradient is computed in the flat gradient buffer, from zero; a replica adds its neighbouring leaves as far
+as the tree allows. Sums that wait for their right neighbour lie in further buffers of the same size, number i of them
+in buffer i. At the end of the step each replica receives, for its part of the flat buffer, the fewest nodes that cover
+each other replica's leaves, and adds them up to the root. Only then come the sums within a replica (tied, replicated
+and copied parameters), since they would round differently on parts of a sum.
 
 Loss and squared norm are added up from single micro-batches and single rows, in one order for all layouts.
 """
@@ -19,15 +20,13 @@ from torch import nn
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batch_plan import leaf_share
-from workers.parallel.data.agreement import Agreement, StepSums
-from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range, merged
-from workers.parallel.data.leaf_sums import WaitingBuffers, leaf_sums
-from workers.parallel.data.reduction import GradientReduction
-from workers.parallel.data.shared_gradients import SharedGradients
-from workers.parallel.data.step_statistics import Loss
-from workers.parallel.data.tree_sum import TreeSum, cover
+from workers.parallel.data.agreement import Agreement, Loss, StepSums
+from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range, Slot, merged
+from workers.parallel.data.reduction import GradientReduction, SharedGradients
+from workers.parallel.data.tree_sum import Node, TreeSum, cover
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.tensor.shards import ShardedModule
 
 BLOCK_ROWS = 2**16
 """Rows of ALIGNMENT elements that are squared at once: this takes 24 MB, instead of half the gradients' memory."""
@@ -84,9 +83,12 @@ class ElasticReduction(GradientReduction):
     def _reduce(self, number: int) -> None:
         """Bring every replica's nodes for this rank's part of a bucket here, and add them in the tree's order."""
         size, me = self.comm.size("data"), self.comm.index("data")
-        covers = [cover(self.leaves, *_ends(leaf_share(self.leaves, self.spec.layout, each))) for each in range(size)]
-        own, out = self._own_nodes(len(covers[me])), self.reduced[number]
-        outgoing = [[node[start:end] for node in own] for start, end in self._parts_of(number)]
+        shares = [leaf_share(self.leaves, self.spec.layout, replica) for replica in range(size)]
+        covers = [cover(self.leaves, share.start, share.stop) for share in shares]
+        # The whole flat buffers of this replica's nodes, in order; leaves are computed in the last one.
+        own = [*(self.waiting[node] for node in range(len(covers[me]) - 1)), self.flat.gradients]
+        out, parts = self.reduced[number], [self.flat.parts(replica)[number] for replica in range(size)]
+        outgoing = [[node[start:end] for node in own] for start, end in parts]
         incoming = [
             outgoing[me] if replica == me else [out.new_empty(len(out)) for _ in nodes]
             for replica, nodes in enumerate(covers)
@@ -98,18 +100,9 @@ class ElasticReduction(GradientReduction):
                 tree.push(node, value, torch.Tensor.add_)
         out.copy_(tree.total())
 
-    def _own_nodes(self, count: int) -> list[torch.Tensor]:
-        """The whole flat buffers of this replica's nodes, in order; leaves are computed in the last one."""
-        return [*(self.waiting[number] for number in range(count - 1)), self.flat.gradients]
-
-    def _parts_of(self, number: int) -> list[Range]:
-        """Each replica's part of a bucket."""
-        return [self.flat.parts(replica)[number] for replica in range(self.comm.size("data"))]
-
 
 class ElasticNorm:
-    """The squared norm of all parameters of the stage that this rank's tensor index counts; every replica computes the
-    same."""
+    """The squared norm of the stage's parameters that this rank's tensor index counts, the same in every replica."""
 
     def __init__(self, reduction: ElasticReduction, tensor_index: int):
         self._reduction, self._flat = reduction, reduction.flat
@@ -184,5 +177,122 @@ def sum_of_halves(values: torch.Tensor) -> torch.Tensor:
     return values.sum()
 
 
-def _ends(leaves: range) -> tuple[int, int]:
-    return leaves.start, leaves.stop
+_Pass = tuple[str, int]
+"""Kind of action and chunk."""
+
+_Parts = list[torch.Tensor]
+"""Views of the same ranges of one buffer."""
+
+
+class WaitingBuffers:
+    """Buffers of the flat gradients' size, as many as the tree has needed so far."""
+
+    def __init__(self, gradients: torch.Tensor):
+        self._gradients = gradients
+        self._buffers: list[torch.Tensor] = []
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        while len(self._buffers) <= number:
+            self._buffers.append(torch.zeros_like(self._gradients))
+        return self._buffers[number]
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+
+class LeafSum:
+    """The sum over micro-batches of those ranges of the flat buffer whose leaves are completed at the same time."""
+
+    def __init__(self, ranges: list[Range], uses: int, gradients: torch.Tensor, waiting: WaitingBuffers):
+        """`uses`: number of passes of a micro-batch that add to these ranges of `gradients`: 2 for the tied embedding
+        if both ends of the model are on this rank."""
+        self._ranges, self._uses, self._waiting = ranges, uses, waiting
+        self._leaf = self._parts(gradients)
+        self._waiting_parts: list[_Parts] = []
+        self._tree: TreeSum[_Parts] = TreeSum(0)
+        self._leaves = range(0)
+        self._next = 0
+        self._halves: dict[int, _Parts] = {}
+
+    def _parts(self, buffer: torch.Tensor) -> _Parts:
+        return [buffer[start:end] for start, end in self._ranges]
+
+    def begin(self, leaves: int, mine: range) -> None:
+        """A step begins, whether or not the last one was completed. This replica computes `mine` of `leaves`."""
+        self._tree, self._leaves, self._next = TreeSum(leaves), mine, mine.start
+        self._halves.clear()
+
+    def finished(self, micro_batch: int) -> None:
+        """A pass of `micro_batch` has added its gradients to the flat buffer."""
+        if self._uses > 1 and not self._second_use(micro_batch):
+            return
+        leaf = self._leaves.start + micro_batch
+        assert leaf == self._next, "schedules finish the micro-batches of a chunk in order"
+        self._next += 1
+        self._tree.push(Node(0, leaf), self._leaf, self._add)
+        if not self.complete:
+            self._free_flat_buffer()
+
+    def _second_use(self, micro_batch: int) -> bool:
+        """Whether this is the second pass that adds to the leaf, which completes it. After the first one its result is
+        set aside, since passes of other micro-batches follow."""
+        half = self._halves.pop(micro_batch, None)
+        if half is not None:
+            torch._foreach_add_(self._leaf, half)
+            return True
+        self._halves[micro_batch] = [part.clone() for part in self._leaf]
+        torch._foreach_zero_(self._leaf)
+        return False
+
+    def _add(self, left: _Parts, right: _Parts) -> _Parts:
+        """The last leaf stays in the flat buffer, with all it can be added to; the others are moved out of it."""
+        into, other = (right, left) if self.complete else (left, right)
+        torch._foreach_add_(into, other)
+        return into
+
+    def _free_flat_buffer(self) -> None:
+        """Make room in the flat buffer for the next leaf."""
+        node, parts = self._tree.nodes[-1]
+        if parts is self._leaf:
+            kept = self._waiting_at(len(self._tree.nodes) - 1)
+            torch._foreach_copy_(kept, self._leaf)
+            self._tree.nodes[-1] = (node, kept)
+        torch._foreach_zero_(self._leaf)
+
+    def _waiting_at(self, number: int) -> _Parts:
+        while len(self._waiting_parts) <= number:
+            self._waiting_parts.append(self._parts(self._waiting[len(self._waiting_parts)]))
+        return self._waiting_parts[number]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all leaves have been computed."""
+        return self._next == self._leaves.stop
+
+
+def leaf_sums(
+    flat: FlatParameters, chunks: Iterable[nn.Module], split_backward: bool, waiting: WaitingBuffers
+) -> dict[_Pass, list[LeafSum]]:
+    """All sums of a rank, by the passes (kind of action, chunk) that add to them.
+
+    `split_backward`: the weights' gradients come in a pass of their own, and so at another time than those that
+    autograd adds.
+    """
+    passes: dict[nn.Parameter, set[_Pass]] = {slot.entry.parameter: set() for slot in flat.slots}
+    for number, chunk in enumerate(chunks):
+        for module in (each for each in chunk.modules() if isinstance(each, ShardedModule)):
+            kind = "backward"
+            if split_backward:
+                kind = "backward_input" if module.by_autograd or module.never_put_off else "backward_weight"
+            for parameter in module.parameters(recurse=False):
+                if parameter in passes:
+                    passes[parameter].add((kind, number))
+    together: dict[frozenset[_Pass], list[Slot]] = {}
+    for slot in flat.slots:
+        together.setdefault(frozenset(passes[slot.entry.parameter]), []).append(slot)
+    by_pass: dict[_Pass, list[LeafSum]] = {}
+    for users, slots in together.items():
+        leaf_sum = LeafSum(merged(slots), len(users), flat.gradients, waiting)
+        for user in users:
+            by_pass.setdefault(user, []).append(leaf_sum)
+    return by_pass

@@ -18,7 +18,7 @@ replica r of d answers for the r-th of d equal parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +81,7 @@ class FlatParameters:
         self.decayed = self._decayed(decayed_groups)
         """Ranges with weight decay, in order."""
         self.frozen, self.whole = self._behind([entry for entry in shards if not entry.parameter.requires_grad])
-        """Parameters that are not trained, and the number of elements of all parameters, of which the first `size` are
-        trained."""
+        """Parameters that are not trained, and the number of elements of all, of which the first `size` are trained."""
         self.parameters = torch.zeros(self.whole, dtype=dtype, device=device)
         self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.buckets = [(0, self.size)]
@@ -125,17 +124,9 @@ class FlatParameters:
 
     def _decayed(self, groups: Collection[ParameterGroup]) -> list[Range]:
         """Runs of parameters with weight decay, each up to the beginning of the next parameter."""
-        ranges: list[Range] = []
-        following = [*self.slots[1:], None]
-        for slot, after in zip(self.slots, following, strict=False):
-            end = self.size if after is None else after.start
-            if slot.entry.shard.group not in groups:
-                continue
-            if ranges and ranges[-1][1] == slot.start:
-                ranges[-1] = (ranges[-1][0], end)
-            else:
-                ranges.append((slot.start, end))
-        return ranges
+        ends = [*(slot.start for slot in self.slots[1:]), self.size]
+        pairs = zip(self.slots, ends, strict=False)
+        return _joined((slot.start, end) for slot, end in pairs if slot.entry.shard.group in groups)
 
     def head(self) -> list[Slot]:
         """Parameters whose gradients are only reduced over the data group."""
@@ -211,14 +202,18 @@ def _aligned(position: int, to: int) -> int:
 
 def merged(slots: list[Slot]) -> list[Range]:
     """Ranges of these slots (alignment included), which are in the buffers' order; adjacent ones are merged."""
-    ranges: list[Range] = []
-    for slot in slots:
-        end = _aligned(slot.end, ALIGNMENT)
-        if ranges and ranges[-1][1] == slot.start:
-            ranges[-1] = (ranges[-1][0], end)
+    return _joined((slot.start, _aligned(slot.end, ALIGNMENT)) for slot in slots)
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Ranges in order, with adjacent ones merged."""
+    joined: list[Range] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
         else:
-            ranges.append((slot.start, end))
-    return ranges
+            joined.append((start, end))
+    return joined
 
 
 def overlap(first: Range, second: Range) -> Range:

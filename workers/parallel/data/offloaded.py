@@ -75,8 +75,7 @@ def host_state(elements: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def device_place(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """Memory for a slice on the device of `like`, [KINDS, elements]; earlier work on the compute stream may still use
-    it."""
+    """Memory for a slice on the device of `like`, [KINDS, elements], which earlier work there may still use."""
     return torch.empty(KINDS, elements, dtype=like.dtype, device=like.device)
 
 
@@ -109,8 +108,7 @@ class OffloadedState:
                 part.steps.fill_(step)
 
     def update(self, run: Callable[[adamw.Groups], None]) -> None:
-        """Have `run` update all of the state, and round its weights into the parameters. Returns when the state is in
-        host memory again."""
+        """Have `run` update all of the state and round it into the parameters; wait until it is on the host."""
         like = self._flat.gradients
         with torch.no_grad():
             places = [device_place(self._slices[0].end, like) for _ in self._slices[:PLACES]]
@@ -174,8 +172,7 @@ class _Queue:
             self._free.append(self._copy(self._streams[0], updated, there, here))
 
     def end(self) -> None:
-        """Return when no copy is in progress: then the places can be freed, and threads of the host may read the
-        state."""
+        """Return when no copy is in progress: then places can be freed, and threads of the host may read the state."""
         for stream in self._streams or ():
             self._reached(stream).synchronize()
 

@@ -10,20 +10,21 @@ parts are fp32 master weights, rounded into the parameters after each step. The 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
+from workers.comm.backend import Handle
 from workers.comm.comm import Comm
 from workers.config import OptimizerConfig
 from workers.parallel.data import adamw
-from workers.parallel.data.agreement import Agreement, StepSums
-from workers.parallel.data.arriving import ArrivingParameters
+from workers.parallel.data.agreement import Agreement, Loss, StepStatistics, StepSums
 from workers.parallel.data.flat import FlatParameters, Range, overlap
-from workers.parallel.data.gradient_clipping import Clipping, clip
 from workers.parallel.data.offloaded import Cut, OffloadedState
 from workers.parallel.data.reduction import GradientReduction
-from workers.parallel.data.step_statistics import Loss, StepStatistics
 
 
 class ZeroOptimizer:
@@ -134,11 +135,7 @@ class ZeroOptimizer:
         return [*self.parameters, self.exp_avg, self.exp_avg_sq]
 
     def step(
-        self,
-        learning_rate: float,
-        loss: Loss,
-        memory_bytes: int,
-        before_update: Callable[[], object] = lambda: None,
+        self, learning_rate: float, loss: Loss, memory_bytes: int, before_update: Callable[[], object] = lambda: None
     ) -> StepStatistics:
         """Reduce the gradients, agree on the norm with all ranks, clip, update, gather.
 
@@ -270,3 +267,83 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
         trace=(int(trace), int(traced_steps)) if trace else None,
         z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
     )
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What happens to a step's gradients; fp64 scalars and a bool on the device."""
+
+    norm: torch.Tensor
+    """L2 norm of the mean loss's gradient, before clipping."""
+    factor: torch.Tensor
+    """Factor for the summed gradients: the mean over tokens, without the loss scale, clipped."""
+    refused: torch.Tensor
+    """Whether nothing may be updated: numbers are not finite, or above their limits. AdamW's `found_inf`."""
+
+
+def clip(agreed: Agreement, loss_scale: float, clip_norm: float, limits: tuple[float, float]) -> Clipping:
+    """Clipping by the global gradient norm (Pascanu et al., arXiv:1211.5063, section 3.2), on the device: gradients
+    longer than `clip_norm` are scaled down to it (0: none are). `limits`: loss per token and gradient norm
+    above which a step is refused."""
+    total, tokens = agreed.loss, agreed.tokens
+    divisor = tokens.clamp(min=1.0) * loss_scale
+    norm = agreed.square.sqrt() / divisor
+    if clip_norm:
+        divisor = divisor * (norm + 1e-6).div(clip_norm).clamp(min=1.0)
+    finite = torch.isfinite(norm) & torch.isfinite(total)
+    refused = ~finite | (total / tokens.clamp(min=1.0) > limits[0]) | (norm > limits[1])
+    # NaN would stay in the alignment between parameters, which nothing overwrites.
+    return Clipping(norm, divisor.reciprocal().masked_fill(refused, 0.0), refused)
+
+
+class ArrivingParameters:
+    """Updated parameters that are still being gathered from the other replicas while the next step's forward begins: a
+    computation waits only for the buckets of the parameters that it uses.
+
+    Every replica starts the gathers in one order: the tail first, in which each layer has its norms and biases, then
+    the head from the first layers on. Nothing about the numbers depends on when they are waited for.
+    """
+
+    def __init__(self, flat: FlatParameters, comm: Comm):
+        self._flat, self._comm = flat, comm
+        self._under_way: dict[int, Handle] = {}
+        """Handles by bucket."""
+        self._needed: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
+
+    def start(self, parts: Sequence[torch.Tensor]) -> None:
+        """Begin to gather every replica's `parts`, one per bucket, which may be in the flat parameters already."""
+        self.wait()
+        numbers = range(len(parts))
+        for number in (*numbers[-1:], *numbers[:-1]):
+            start, end = self._flat.buckets[number]
+            whole = self._flat.parameters[start:end]
+            self._under_way[number] = self._comm.start_all_gather("data", parts[number], whole)[1]
+
+    def wait_for(self, module: nn.Module) -> None:
+        """Return once the module's parameters have come. Raises PeerLost."""
+        if not self._under_way:
+            return
+        if module not in self._needed:
+            self._needed[module] = self._buckets_of(module)
+        for number in self._needed[module]:
+            work = self._under_way.pop(number, None)
+            if work is not None:
+                work.wait()
+
+    def wait(self) -> None:
+        """Return once all have come. Raises PeerLost."""
+        while self._under_way:
+            self._under_way.pop(next(iter(self._under_way))).wait()
+
+    def forget(self) -> None:
+        """Wait for none of them: the groups that they use are gone."""
+        self._under_way.clear()
+
+    def _buckets_of(self, module: nn.Module) -> tuple[int, ...]:
+        wanted = set(module.parameters())
+        slots = [slot for slot in self._flat.slots if slot.entry.parameter in wanted]
+        return tuple(
+            number
+            for number, (start, end) in enumerate(self._flat.buckets)
+            if any(slot.start < end and start < slot.end for slot in slots)
+        )

@@ -1,34 +1,94 @@
 """Runs one rank's actions of a schedule: the only module that depends on both the schedule and the model.
 
-Shapes: s sequence, b micro-batch, h hidden, m micro-batches; t tensor-parallel size.
+Shapes: s sequence, b micro-batch, h hidden, m micro-batches, v vocabulary of the rank, n = s b tokens; t
+tensor-parallel size.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from workers.comm.backend import Handle, Transfer
 from workers.comm.comm import Comm
 from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.parallel.data.step_statistics import Loss
+from workers.data.batches import NO_TARGET, MicroBatch
+from workers.parallel.data.agreement import Loss
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.pipeline.micro_batch_loss import MicroBatchLoss
 from workers.parallel.pipeline.schedules import forward_only, schedule
 from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import neighbours, virtual_stage
-from workers.parallel.pipeline.step_state import Key, Receiving, Step
-from workers.parallel.recompute.policy import NOTHING, Recompute, recomputed
+from workers.parallel.pipeline.stages import Place, neighbours, stages_of_rank
+from workers.parallel.recompute import NOTHING, Recompute, recomputed
+from workers.parallel.tensor.cross_entropy import (
+    BY_BLOCKS,
+    Gradients,
+    HeadLoss,
+    LossKernels,
+    compiled_kernels,
+    cross_entropy_and_log_z,
+    vocabulary_parallel_cross_entropy,
+)
 from workers.parallel.tensor.dropout import sample_keys
-from workers.parallel.tensor.head_loss import Gradients
-from workers.parallel.tensor.weight_gradients import WeightGradients
+from workers.parallel.tensor.layers import VocabularyParallelOutput
+from workers.parallel.tensor.weight_gradients import Task, WeightGradients
 from workers.spec.parameters import takes_gradient
+
+Key = tuple[int, int]
+"""(chunk, micro-batch)."""
+
+
+@dataclass
+class Receiving:
+    """A receive that has been posted."""
+
+    buffer: torch.Tensor
+    work: Handle
+    shape: tuple[int, ...]
+    """Shape of the whole tensor; the message may be one tensor rank's part of it."""
+
+
+@dataclass
+class Step:
+    """State of a rank's micro-batches during one step."""
+
+    batch: list[MicroBatch]
+    scale: torch.Tensor
+    """Factor on the loss in backward, a scalar in the precision of losses."""
+    recomputed: frozenset[tuple[int, int]]
+    """(micro-batch, chunk) pairs whose activations are recomputed."""
+    losses_m: torch.Tensor
+    """fp64 [m]: loss of each micro-batch, summed over its tokens."""
+    z_losses_m: torch.Tensor
+    """fp64 [m]: its weighted z-loss."""
+    valid_tokens: torch.Tensor
+    """fp64 scalar: tokens that have a target."""
+    dropout_keys: tuple[torch.Tensor, ...]
+    """Keys of each micro-batch's samples; empty without dropout."""
+    messages: dict[tuple[str, int, int], Receiving] = field(default_factory=dict)
+    inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Leaves of the graphs, whose .grad is sent to the previous virtual stage."""
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Results that were not sent yet."""
+    edges: dict[Key, GradientEdge] = field(default_factory=dict)
+    """Where backward begins. The output itself is freed once sent: backward does not need its values."""
+    head_inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Inputs of the output layer, for backward with `train.head_tokens`."""
+    gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Gradients of outputs that went to another chunk of this rank."""
+    input_gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Gradients that were not sent yet."""
+    weight_tasks: dict[Key, list[Task]] = field(default_factory=dict)
+    """The weights' half of backward, for schedules that separate it."""
+    sends: deque[tuple[Transfer, torch.Tensor]] = field(default_factory=deque)
+    """Sends in progress, and the tensors that must stay until they are done."""
+
 
 _Plan = tuple[list[Action], frozenset[tuple[int, int]]]
 """Actions, and the (micro-batch, chunk) pairs that are recomputed."""
@@ -74,14 +134,10 @@ class Pipeline:
             for chunk in range(layout.virtual_stages)
         ]
         takes = takes_gradient(spec)
-        indices = [
-            virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank, chunk)
-            for chunk in range(layout.virtual_stages)
-        ]
+        indices = stages_of_rank(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank)
         self._stages = indices
         self.takes_gradient = [takes[index] for index in indices]
-        """For each chunk: whether backward reaches it. It does not if nothing up to and including the chunk is
-        trained."""
+        """For each chunk: whether backward reaches it, which it does if something up to and including it is trained."""
         self.passes_gradient = [index > 0 and takes[index - 1] for index in indices]
         """For each chunk: whether it sends a gradient to the chunk before it."""
         self.dtype = next(model.parameters()).dtype
@@ -131,7 +187,8 @@ class Pipeline:
         if self.spec.model.dropout > 0.0:
             # All at once: on a GPU each copy from the host may wait for the device.
             keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
-        scale = torch.full((), loss_scale, dtype=self._loss_dtype, device=self.comm.device)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        scale = torch.full((), loss_scale, dtype=wide, device=self.comm.device)
         return Step(batch, scale, again, losses_m, z_losses_m, zeros[0], keys)
 
     def _run(self, actions: list[Action], held: Step) -> None:
@@ -228,10 +285,6 @@ class Pipeline:
             return held.gradients.pop(key)
         return self._arrived("backward", key, held)
 
-    @property
-    def _loss_dtype(self) -> torch.dtype:
-        return torch.float32 if self.dtype.itemsize < 4 else self.dtype
-
     def _backward_input(self, action: Action, held: Step) -> None:
         with self.model.weight_gradients.kept() as tasks:
             self._backward(action, held)
@@ -244,43 +297,36 @@ class Pipeline:
                 tasks.popleft()()
 
     def _send_forward(self, action: Action, held: Step) -> None:
-        _, behind = self.places[action.chunk]
-        assert behind is not None
-        self._send(behind[0], held.outputs.pop((action.chunk, action.micro_batch)), held)
+        self._send(self.places[action.chunk][1], held.outputs.pop((action.chunk, action.micro_batch)), held)
 
     def _send_backward(self, action: Action, held: Step) -> None:
-        if not self.passes_gradient[action.chunk]:
-            return
-        before, _ = self.places[action.chunk]
-        assert before is not None
-        self._send(before[0], held.input_gradients.pop((action.chunk, action.micro_batch)), held)
+        if self.passes_gradient[action.chunk]:
+            gradient = held.input_gradients.pop((action.chunk, action.micro_batch))
+            self._send(self.places[action.chunk][0], gradient, held)
 
-    def _send(self, rank: int, whole: torch.Tensor, held: Step) -> None:
+    def _send(self, to: Place | None, whole: torch.Tensor, held: Step) -> None:
+        assert to is not None
         part = whole.contiguous()
         if self.scatters:
             part = part.view(self.comm.size("tensor"), -1)[self.comm.index("tensor")]
-        held.sends.append((self.comm.send(rank, part), part))
+        held.sends.append((self.comm.send(to[0], part), part))
         while held.sends and held.sends[0][0].done:  # frees what has been sent
             held.sends.popleft()
 
     def _receive_forward(self, action: Action, held: Step) -> None:
-        before, _ = self.places[action.chunk]
-        assert before is not None
-        self._receive("forward", before[0], action, held)
+        self._receive("forward", self.places[action.chunk][0], action, held)
 
     def _receive_backward(self, action: Action, held: Step) -> None:
-        if not self.takes_gradient[action.chunk]:
-            return
-        _, behind = self.places[action.chunk]
-        assert behind is not None
-        self._receive("backward", behind[0], action, held)
+        if self.takes_gradient[action.chunk]:
+            self._receive("backward", self.places[action.chunk][1], action, held)
 
-    def _receive(self, direction: str, rank: int, action: Action, held: Step) -> None:
+    def _receive(self, direction: str, source: Place | None, action: Action, held: Step) -> None:
+        assert source is not None
         samples = len(held.batch[action.micro_batch].samples)
         shape = (self.spec.model.sequence_length // self.split, samples, self.spec.model.hidden_size)
         mine = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
         buffer = torch.empty(mine, dtype=self.dtype, device=self.comm.device)
-        work = self.comm.receive(rank, buffer)
+        work = self.comm.receive(source[0], buffer)
         held.messages[direction, action.chunk, action.micro_batch] = Receiving(buffer, work, shape)
 
     def _arrived(self, direction: str, key: Key, held: Step) -> torch.Tensor:
@@ -290,3 +336,70 @@ class Pipeline:
         if not self.scatters:
             return message.buffer
         return self.comm.all_gather("tensor", message.buffer).view(message.shape)
+
+
+class MicroBatchLoss:
+    """Losses of micro-batches on the last stage, added to the sums of the step: from logits, or together with the
+    output layer a few tokens at a time (`train.head_tokens`)."""
+
+    def __init__(self, spec: JobSpec, comm: Comm, chunks: Iterable[nn.Module]):
+        self._spec, self._comm = spec, comm
+        at_once, size = spec.train.head_tokens, spec.vocabulary_size
+        outputs = [each.output for each in chunks if at_once and isinstance(each.output, VocabularyParallelOutput)]
+        self.head = HeadLoss(outputs[0], size, at_once, self._kernels) if outputs else None
+        """Output layer and loss combined, if they process a few tokens at a time."""
+
+    @property
+    def _kernels(self) -> LossKernels:
+        return compiled_kernels() if self._spec.train.compile else BY_BLOCKS
+
+    def of_logits(self, logits: torch.Tensor, micro_batch: int, held: Step) -> torch.Tensor:
+        """Sum of the micro-batch's losses, z-loss included, for backward, from logits [s, b, v]; adds both to the sums
+        of `held`. Raises PeerLost."""
+        logits, targets_n = _with_targets(logits, micro_batch, held)
+        given = (logits.flatten(0, 1), targets_n, self._spec.vocabulary_size, self._comm, self._kernels)
+        weight = self._spec.train.z_loss
+        if weight and torch.is_grad_enabled():
+            losses_n, squares_n = cross_entropy_and_log_z(*given)
+            self._count(micro_batch, targets_n, losses_n, squares_n, held)
+            return losses_n.sum() + weight * squares_n.sum()
+        losses_n = vocabulary_parallel_cross_entropy(*given)
+        self._count(micro_batch, targets_n, losses_n, None, held)
+        return losses_n.sum()
+
+    def of_head_input(
+        self, x: torch.Tensor, micro_batch: int, held: Step, gradients: Gradients | None
+    ) -> torch.Tensor | None:
+        """Adds the losses to the sums of `held` like `of_logits`, from the output layer's input x [s or s/t, b, h].
+        With `gradients` the weight's gradient is added to its sum, and that of x is returned if it is wanted. Raises
+        PeerLost."""
+        rows, targets_n = _with_targets(x, micro_batch, held)
+        assert self.head is not None
+        weight = self._spec.train.z_loss if gradients is not None else 0.0
+        losses = self.head(rows, targets_n, weight, gradients)
+        self._count(micro_batch, targets_n, losses.losses_n, losses.squares_n, held)
+        return losses.grad_x if losses.grad_x is None or rows is x else losses.grad_x.transpose(0, 1)
+
+    def _count(
+        self,
+        micro_batch: int,
+        targets_n: torch.Tensor,
+        losses_n: torch.Tensor,
+        squares_n: torch.Tensor | None,
+        held: Step,
+    ) -> None:
+        if self._comm.index("tensor") == 0:
+            if squares_n is not None:
+                squares = squares_n.detach().sum(dtype=torch.float64)
+                held.z_losses_m[micro_batch] = self._spec.train.z_loss * squares
+            held.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)
+            held.valid_tokens += (targets_n != NO_TARGET).sum()
+
+
+def _with_targets(x: torch.Tensor, micro_batch: int, held: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's output for each token, in memory order, and the targets [n] in the same order."""
+    targets_sb = held.batch[micro_batch].targets_sb
+    assert targets_sb is not None
+    if not x.is_contiguous():  # a sample's tokens are contiguous
+        x, targets_sb = x.transpose(0, 1), targets_sb.t()
+    return x, targets_sb.flatten()

@@ -99,8 +99,7 @@ class _Dropped:
         return self._count - 1
 
     def recomputed(self, number: int) -> torch.Tensor:
-        """The tensor with this number. Forward runs again for the first one that backward asks for. Each is returned
-        once."""
+        """The tensor with this number, once; forward runs again for the first one that backward asks for."""
         if number not in self._again:
             self._compute_again()
         return self._again.pop(number)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.parallel.recompute import policy
+from workers.parallel import recompute
 from workers.parallel.recompute.modules import kept_through
 from workers.system.pinned import Streams, copy_streams
 
@@ -114,7 +114,7 @@ class OffloadedLayer:
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         """What autograd should hold instead of the tensor; may be the tensor itself."""
         size, memory = tensor.untyped_storage().nbytes(), memory_of(tensor)
-        if size < policy.OFFLOADED_BYTES or size > LARGEST_SHARE * tensor.nbytes or memory in self._stays:
+        if size < recompute.OFFLOADED_BYTES or size > LARGEST_SHARE * tensor.nbytes or memory in self._stays:
             return tensor
         key = memory, tensor.dtype
         if key not in self._new:
@@ -149,8 +149,7 @@ class OffloadedLayer:
         self._copied = self._copy(pairs, 0)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], direction: int) -> torch.cuda.Event | None:
-        """Copy into the first of each pair; on a GPU, after the work queued so far. Returns an event after the copies,
-        on a GPU."""
+        """Copy into the first of each pair; on a GPU after the work queued so far, with an event after the copies."""
         with torch.no_grad():
             if self._streams is None:
                 for target, source in pairs:
@@ -202,8 +201,7 @@ class OffloadedPass:
     """The layers of one virtual stage in one micro-batch's forward, some of which are offloaded."""
 
     def __init__(self, layers: int, count: int, host: HostBlocks, stays: Collection[int]):
-        """`layers`: of the stage; `count`: how many are offloaded; `host`: memory for them; `stays`: memory that is not
-        copied."""
+        """`layers`: of the stage, `count` of them offloaded; `host`: memory for these; `stays`: memory not copied."""
         self._layers, self._count, self._host, self._stays = layers, count, host, set(stays)
         self._place = 0
         self._below: OffloadedLayer | None = None
@@ -216,7 +214,7 @@ class OffloadedPass:
         if x.is_leaf and x.requires_grad:  # it is kept for its gradient
             self._stays.add(memory_of(x))
         wanted = [self._before] if self._before is not None else []
-        if policy.waits_on_host(self._place, self._layers, self._count):
+        if recompute.waits_on_host(self._place, self._layers, self._count):
             offloaded = OffloadedLayer(self._host, self._stays)
             with kept_through(offloaded.keep, offloaded.give):
                 y = layer(x)

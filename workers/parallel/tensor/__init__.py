@@ -8,7 +8,7 @@ Where to find what section 3 describes:
 - f and g, identity and all-reduce, forward and backward (figure 4): the products do their own communication, `linear`;
   what leaves without a product, `sequence_parallel.leave`.
 - Embedding split over the vocabulary, and the output layer: `layers.VocabularyParallelEmbedding`,
-  `layers.VocabularyParallelOutput`; how the two are tied, workers/model/parallelize.py.
+  `layers.VocabularyParallelOutput`; how the two are tied, workers/model/stage.py.
 - Cross-entropy without gathering the logits: `cross_entropy`.
 - Dropout (the paper's two random states): `dropout`, by a hash that is the same under every layout.
 

@@ -1,10 +1,11 @@
 """Cross-entropy over logits that are split along the vocabulary (arXiv:1909.08053, section 3): instead of the logits,
 three numbers per token cross the tensor group. On request it also returns the square of log Z, with Z a token's sum of
-exponentials, for the z-loss (arXiv:2204.02311, section 5); this needs no further communication.
+exponentials, for the z-loss (arXiv:2204.02311, section 5); this needs no further communication. `HeadLoss` computes it
+together with the output layer.
 
 The logits' gradient reuses their memory, and 16-bit logits are converted to fp32 a block of rows at a time, or within
-compiled kernels, so there is never a second tensor of their size. Shapes: n tokens, v vocabulary padded to a multiple
-of the tensor-parallel size t.
+compiled kernels, so there is never a second tensor of their size. Shapes: s sequence, b micro-batch, h hidden, n = s b
+tokens, m of them at once, v vocabulary padded to a multiple of the tensor-parallel size t.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from workers.comm.comm import Comm
+from workers.parallel.tensor.layers import VocabularyParallelOutput
+from workers.parallel.tensor.sequence_parallel import gather, start_sum
 
 BLOCK_ROWS = 256
 """Fewest rows of 16-bit logits that are converted at once: on a CPU they stay in its caches."""
@@ -129,11 +133,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
 
 
 def _sums_of_exponentials(
-    logits_nv: torch.Tensor,
-    own_largest_n: torch.Tensor,
-    largest_n: torch.Tensor,
-    real: int,
-    kernels: LossKernels,
+    logits_nv: torch.Tensor, own_largest_n: torch.Tensor, largest_n: torch.Tensor, real: int, kernels: LossKernels
 ) -> torch.Tensor:
     """This rank's part of each token's sum of exponentials, relative to the largest. fp32 logits become this rank's own
     softmax, by torch's fused kernel."""
@@ -148,14 +148,9 @@ def _sums_of_exponentials(
 
 
 def _unscaled_probabilities(
-    logits_nv: torch.Tensor,
-    largest_n: torch.Tensor,
-    own_n: torch.Tensor,
-    sums_n: torch.Tensor,
-    kernels: LossKernels,
+    logits_nv: torch.Tensor, largest_n: torch.Tensor, own_n: torch.Tensor, sums_n: torch.Tensor, kernels: LossKernels
 ) -> torch.Tensor:
-    """Turn 16-bit logits into values that, times the returned factor [n], are the probabilities; fp32 ones already are
-    that."""
+    """Turn 16-bit logits into the probabilities up to a factor [n], which is returned; fp32 ones already are that."""
     if logits_nv.dtype == largest_n.dtype:
         return own_n / sums_n
     bits = FP16_BITS if logits_nv.dtype == torch.float16 else 0
@@ -213,11 +208,7 @@ def compiled_kernels() -> LossKernels:
 
 
 def vocabulary_parallel_cross_entropy(
-    logits_nv: torch.Tensor,
-    targets_n: torch.Tensor,
-    vocabulary_size: int,
-    comm: Comm,
-    kernels: LossKernels = BY_BLOCKS,
+    logits_nv: torch.Tensor, targets_n: torch.Tensor, vocabulary_size: int, comm: Comm, kernels: LossKernels = BY_BLOCKS
 ) -> torch.Tensor:
     """Loss of each token, in nats: logits [n, v/t], targets [n] -> [n], the same on every tensor rank.
 
@@ -228,13 +219,113 @@ def vocabulary_parallel_cross_entropy(
 
 
 def cross_entropy_and_log_z(
-    logits_nv: torch.Tensor,
-    targets_n: torch.Tensor,
-    vocabulary_size: int,
-    comm: Comm,
-    kernels: LossKernels = BY_BLOCKS,
+    logits_nv: torch.Tensor, targets_n: torch.Tensor, vocabulary_size: int, comm: Comm, kernels: LossKernels = BY_BLOCKS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each token as from `vocabulary_parallel_cross_entropy`, and the square of each token's log Z [n], the
     natural logarithm of its sum of exponentials; 0 if there is no target. Both have gradients. Keeps one more number
     per token for backward."""
     return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, True, kernels)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of a micro-batch."""
+
+    losses_n: torch.Tensor
+    """Cross-entropy of each token, in nats; 0 without a target."""
+    squares_n: torch.Tensor | None
+    """Squares of log Z, for the z-loss."""
+    grad_x: torch.Tensor | None
+    """The gradient of the output layer's input, [s or s/t, b, h]."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Which gradients of the sum of losses and z-loss are computed."""
+
+    scale: torch.Tensor
+    """Gradient of the sum, a scalar in the precision of losses."""
+    of_input: bool
+    """Whether the gradient of the output layer's input is computed; that of the weight is if it is trained."""
+
+
+class HeadLoss:
+    """Output layer and cross-entropy of a few tokens at a time, so that the logits of a whole micro-batch are never in
+    memory, nor their gradient. The computation is that of the two layers, with the same bits for a micro-batch with at
+    most as many tokens as are processed at once.
+
+    In training all of it runs in the backward pass, forward and gradients of a few tokens together: nothing is computed
+    twice, no logits are stored, and the weight's gradient is added at the point of the schedule where a backward adds
+    the gradients of its micro-batch. Schedules that defer products for weights do not defer this one, which would have
+    to keep logits.
+    """
+
+    def __init__(self, output: VocabularyParallelOutput, vocabulary_size: int, at_once: int, kernels: LossKernels):
+        """`at_once`: tokens whose logits are in memory."""
+        self.output, self.region, self.vocabulary_size = output, output.region, vocabulary_size
+        self.at_once, self.kernels = at_once, kernels
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Weight of the output layer, [v/t, h]."""
+        return self.output.weight
+
+    @torch.no_grad()
+    def __call__(
+        self, x: torch.Tensor, targets_n: torch.Tensor, z_weight: float = 0.0, gradients: Gradients | None = None
+    ) -> Losses:
+        """Losses of x [s or s/t, b, h], contiguous, with targets in the order of its tokens; with `z_weight`, squares
+        of log Z too. With `gradients` also the gradient of x, and the weight's gradient is added to its sum."""
+        region = self.region
+        whole = gather(x, region)
+        x_nh = whole.reshape(-1, whole.shape[-1])
+        wide = torch.float32 if x.element_size() < 4 else x.dtype
+        results_2n = torch.empty(2 if z_weight else 1, len(x_nh), dtype=wide, device=x.device)
+        grad = torch.empty_like(whole) if gradients is not None and gradients.of_input else None
+        reducing = None
+        for tokens, is_last in self._parts(len(x_nh)):
+            grad_mv = self._losses(x_nh[tokens], targets_n[tokens], z_weight, results_2n[:, tokens], gradients)
+            if grad_mv is None:
+                continue
+            if grad is not None:
+                grad.view(-1, grad.shape[-1])[tokens] = region.products.input_gradient([grad_mv], [self.weight])
+                if is_last:
+                    grad, reducing = start_sum(grad, region)  # overlaps with the last product for the weight
+            if self.weight.requires_grad:
+                region.weight_gradients.add_product(self.weight, grad_mv, x_nh[tokens], is_last)
+            del grad_mv  # before the next logits are computed
+        if reducing is not None:
+            reducing.wait()
+        return Losses(results_2n[0], results_2n[1].square() if z_weight else None, grad)
+
+    def _parts(self, count: int) -> Iterator[tuple[slice, bool]]:
+        """Slices of tokens that are processed at once, and whether each is the last."""
+        for first in range(0, count, self.at_once):
+            yield slice(first, first + self.at_once), first + self.at_once >= count
+
+    def _losses(
+        self,
+        x_mh: torch.Tensor,
+        targets_m: torch.Tensor,
+        z_weight: float,
+        results_2m: torch.Tensor,
+        gradients: Gradients | None,
+    ) -> torch.Tensor | None:
+        """Losses, and log Z if needed, into `results_2m`; returns the gradient of logits if one is computed."""
+        logits_mv = self.region.products.output(x_mh, self.weight)
+        losses_m, log_z_m, kept = token_losses(
+            logits_mv,
+            targets_m,
+            self.vocabulary_size,
+            self.region.comm,
+            z_weight > 0,
+            self.kernels,
+            gradients is not None,
+        )
+        results_2m[0] = losses_m
+        if log_z_m is not None:
+            results_2m[1] = log_z_m
+        if gradients is None:
+            return None
+        grad_m = gradients.scale.expand(len(x_mh))
+        return logits_gradient(kept, self.kernels, grad_m, grad_m * z_weight if z_weight else None)

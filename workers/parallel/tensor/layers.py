@@ -63,8 +63,7 @@ def both(
 
 
 class RowParallelLinear(ShardedModule):
-    """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]; with `gelu`, of
-    gelu(x)."""
+    """y = x W^T + b, W [out, in] split over columns: [s, b, in/t] -> [s or s/t, b, out]; with `gelu`, of gelu(x)."""
 
     def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, gelu: Gelu | None = None):
         super().__init__()
@@ -124,8 +123,7 @@ class LayerNorm(ShardedModule):
 
 
 def vocabulary_rows(vocabulary_size: int, tensor_size: int) -> int:
-    """Rows of the token embedding on each tensor rank; with padding, those of the last ranks extend past the
-    vocabulary."""
+    """Rows of the token embedding on each tensor rank; if padded, the last ranks' extend past the vocabulary."""
     return padded_rows(vocabulary_size, tensor_size) // tensor_size
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from workers.comm.backend import DONE, Handle
 from workers.parallel.recompute.modules import Again, in_backward
-from workers.parallel.tensor.forward_chunks import column_forward_in_chunks, row_sum_in_chunks
 from workers.parallel.tensor.products import Gelu
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
@@ -40,11 +40,7 @@ def _trained(weights: Sequence[nn.Parameter | None]) -> bool:
 
 
 def column_backward(
-    grads: Sequence[torch.Tensor],
-    x: torch.Tensor | None,
-    weights: Weights,
-    biases: Biases,
-    region: Region,
+    grads: Sequence[torch.Tensor], x: torch.Tensor | None, weights: Weights, biases: Biases, region: Region
 ) -> torch.Tensor:
     """The gradient of x; the gradients of trained weights and biases go to `region.weight_gradients`. x may be None if
     no weight is trained.
@@ -328,3 +324,73 @@ def gated_row_parallel(
 def look_up(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:
     """Rows [s, b] of weight [v, h] -> [s, b, h]."""
     return _LookUp.apply(rows_sb, weight, region.weight_gradients)
+
+
+_Rows = tuple[int, int]
+"""[first, end) of rows."""
+
+
+def chunks_of(rows: int, count: int) -> list[_Rows]:
+    """`count` chunks whose numbers of rows differ by at most one; fewer if there are fewer rows."""
+    count = max(1, min(rows, count))
+    return [(rows * number // count, rows * (number + 1) // count) for number in range(count)]
+
+
+# Overlap of communication with the product that depends on it, forward, in chunks (Wang et al., ASPLOS 2023, "Overlap
+# Communication with Dependent Computation via Decomposition in Large Deep Learning Models"). A product and its
+# communication are cut along the sequence into c chunks: while one chunk is computed, the next one of what enters the
+# region is gathered, or the last one of what leaves it is summed; so at most two chunks are there at once. With
+# sequence parallelism a chunk is cut out of every rank's part. Gathered, its rows lie one rank's behind another's,
+# apart from each other in the whole; the products write to, or read from, their places there, so nothing is copied.
+# Each element is the same product and the same sum over ranks as without.
+
+
+def column_forward_in_chunks(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], region: Region
+) -> tuple[torch.Tensor, ...]:
+    """x W^T + b for each W, [s/t, b, i] -> [s, b, o/t], x gathered chunk by chunk."""
+    x, ranks = x.contiguous(), region.tensor_size
+    outputs = [x.new_empty((len(x) * ranks, *x.shape[1:-1], len(weight))) for weight in weights]
+    chunks = chunks_of(len(x), region.forward_chunks)
+    ahead = _gathering(x, chunks[0], region)
+    for number, rows in enumerate(chunks):
+        gathered, gathering = ahead
+        gathering.wait()
+        if number + 1 < len(chunks):
+            ahead = _gathering(x, chunks[number + 1], region)
+        for output, weight, bias in zip(outputs, weights, biases, strict=True):
+            # No name for its view, which would keep the chunk alive while the next but one is gathered.
+            chunk_tno = _of_each_rank(output, rows, ranks)
+            region.products.output_into(chunk_tno, gathered.view(ranks, -1, x.shape[-1]), weight, bias)
+    return tuple(outputs)
+
+
+def _gathering(x: torch.Tensor, rows: _Rows, region: Region) -> tuple[torch.Tensor, Handle]:
+    gathered, gathering = start_gather(x[slice(*rows)], region)
+    return gathered, gathering or DONE
+
+
+def _of_each_rank(whole: torch.Tensor, rows: _Rows, ranks: int) -> torch.Tensor:
+    """The `rows` of every rank's part of the sequence: [s, b, o] -> [t, n, o], a view; n: tokens of a chunk of one
+    rank's part."""
+    by_rank = whole.view(ranks, len(whole) // ranks, -1, whole.shape[-1])
+    return by_rank[:, slice(*rows)].flatten(1, 2)
+
+
+def row_sum_in_chunks(x: torch.Tensor, weight: torch.Tensor, region: Region) -> torch.Tensor:
+    """The sum over ranks of x W^T, [s, b, i/t] -> [s or s/t, b, o], each chunk during the next one's product."""
+    x, ranks = x.contiguous(), region.sequence_split
+    total = x.new_empty((len(x) // ranks, *x.shape[1:-1], len(weight)))
+    summing: Handle = DONE
+    for rows in chunks_of(len(total), region.forward_chunks):
+        chunk, width = total[slice(*rows)], len(weight)
+        # Without sequence parallelism the sum is in place.
+        partial = x.new_empty((ranks * len(chunk), *chunk.shape[1:])) if region.sequence_parallel else chunk
+        region.products.output_into(partial.view(ranks, -1, width), _of_each_rank(x, rows, ranks), weight)
+        summing.wait()  # some backends allow only one at a time
+        if region.sequence_parallel:
+            summing = region.comm.start_reduce_scatter("tensor", partial, chunk)[1]
+        else:
+            summing = region.comm.start_all_reduce("tensor", partial)
+    summing.wait()
+    return total

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 Gelu = Literal["gelu", "gelu_tanh"]
 """Exact by erf, or approximated by tanh."""
 ADDS_WIDER = torch.__version__ >= "2.13"  # compared as a version
-"""Whether a product of 16-bit matrices can be added to an fp32 matrix directly from a GPU's tensor cores, without an
-intermediate matrix."""
+"""Whether a GPU's tensor cores can add a product of 16-bit matrices to an fp32 matrix directly."""
 APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 """Names of the kinds in torch."""
 
@@ -27,8 +26,7 @@ class Products(Protocol):
     """What a linear layer computes, forward and backward."""
 
     def begin(self) -> None:
-        """A step or an evaluation begins; its weights may differ from those of the last one, and do not change within
-        it."""
+        """A step or an evaluation begins; weights may differ from the last one's, and do not change within it."""
         ...
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -212,6 +210,5 @@ class TorchProducts:
 
 
 def _wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A product of 16-bit matrices, to be added in `dtype`: on a GPU it leaves the tensor cores in that type, so it is
-    not rounded before the sum."""
+    """A product of 16-bit matrices, to be added in `dtype`, in which a GPU's tensor cores return it unrounded."""
     return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else left @ right

@@ -18,4 +18,4 @@ class Region:
         self.sequence_split = self.tensor_size if sequence_parallel else 1
         """Ranks that the sequence is split over outside of the region."""
         self.forward_chunks = forward_chunks if self.tensor_size > 1 else 1
-        """Number of chunks in which a forward product overlaps with its communication (`forward_chunks.py`)."""
+        """Number of chunks in which a forward product overlaps with its communication (`column_forward_in_chunks`)."""

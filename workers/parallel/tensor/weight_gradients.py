@@ -50,8 +50,7 @@ class WeightGradients:
 
     @contextmanager
     def reported(self, when_added: Callable[[nn.Parameter], None] | None) -> Iterator[None]:
-        """Within the block, `when_added` is called with a parameter each time a micro-batch's gradient has been added
-        to it."""
+        """Within the block, `when_added` is called with a parameter for each micro-batch's gradient that was added."""
         before, self._when_added = self._when_added, when_added
         try:
             yield
@@ -61,8 +60,7 @@ class WeightGradients:
     def add_product(
         self, weight: nn.Parameter, grads_no: torch.Tensor, inputs_ni: torch.Tensor, is_last: bool = True
     ) -> None:
-        """Add grads^T inputs, [out, in], to the gradient of `weight`: n tokens; `is_last`: they are the last ones of
-        the micro-batch."""
+        """Add grads^T inputs, [out, in], to the gradient of `weight`: n tokens, a micro-batch's last if `is_last`."""
         self._products.add_weight_gradient(main_grad(weight), grads_no, inputs_ni, _take_up(weight))
         if is_last:
             self._added(weight)
@@ -100,8 +98,7 @@ class WeightGradients:
 
 
 def forget(parameters: Sequence[nn.Parameter]) -> None:
-    """Discard the gradients of `parameters`: the first one that is added overwrites them, which saves clearing and
-    reading them."""
+    """Discard the gradients of `parameters`: the next ones overwrite them, which saves clearing and reading them."""
     for parameter in parameters:
         parameter.holds_gradient = False  # type: ignore[attr-defined]
 
@@ -114,8 +111,7 @@ def clear_forgotten(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _take_up(parameter: nn.Parameter) -> bool:
-    """Whether the next gradient of `parameter` is added to the buffer instead of overwriting it; from then on all are
-    added."""
+    """Whether the next gradient of `parameter` is added, not written over the buffer; all that follow are added."""
     held: bool = parameter.holds_gradient  # type: ignore[attr-defined]
     parameter.holds_gradient = True  # type: ignore[attr-defined]
     return held

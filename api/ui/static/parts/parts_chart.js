@@ -19,7 +19,7 @@ const PARTS = [
   "other",
 ];
 
-/** Of `workers/timing/step_parts.py`. */
+/** Of `workers/timing/step_phases.py`. */
 export function partsOfAStep() {
   return PARTS;
 }

@@ -10,7 +10,7 @@ from one_layer import lone_rank
 from workers.config import OptimizerConfig
 from workers.engine import Engine
 from workers.parallel.data import adamw
-from workers.parallel.data.step_statistics import Loss
+from workers.parallel.data.agreement import Loss
 from workers.parallel.data.zero import ZeroOptimizer
 
 CONFIG = OptimizerConfig(weight_decay=0.2, beta1=0.85, beta2=0.97, epsilon=1e-7)

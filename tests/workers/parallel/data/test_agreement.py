@@ -13,9 +13,8 @@ from one_layer import lone_rank
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.engine import Engine
-from workers.parallel.data.agreement import Agreement, StepSums
-from workers.parallel.data.gradient_clipping import clip
-from workers.parallel.data.step_statistics import Loss
+from workers.parallel.data.agreement import Agreement, Loss, StepSums
+from workers.parallel.data.zero import clip
 from workers.protocol.messages import TraceOrder
 from workers.timing.recorder import HostMoments, Recorder
 

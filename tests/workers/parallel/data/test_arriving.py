@@ -12,8 +12,8 @@ from rank_programs import train_job
 
 from workers.config import ParallelConfig
 from workers.engine import Engine
-from workers.model.chunk import Chunk
-from workers.parallel.data.arriving import ArrivingParameters
+from workers.model.stage import Chunk
+from workers.parallel.data.zero import ArrivingParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
 
 BUCKETS = {"bucket_megabytes": 0.01}

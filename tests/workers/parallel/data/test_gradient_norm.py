@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from workers.parallel.data import gradient_norm
+from workers.parallel.data import agreement
 from workers.parallel.data.elastic_sums import ElasticNorm
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.tensor.shards import NamedShard, ParameterShard
 
 
-@pytest.mark.parametrize("length", [64, gradient_norm._LONG_ROW, 3 * gradient_norm._LONG_ROW + 640])
+@pytest.mark.parametrize("length", [64, agreement._LONG_ROW, 3 * agreement._LONG_ROW + 640])
 def test_long_rows_and_what_is_left_of_them_give_every_elements_square(length: int) -> None:
     part = torch.randn(length, generator=torch.Generator().manual_seed(1))
-    square = gradient_norm._square_by_long_rows(part)
+    square = agreement._square_by_long_rows(part)
     assert square.dtype == torch.float64 and square.shape == ()
     torch.testing.assert_close(square, part.double().square().sum(), rtol=1e-6, atol=0.0)
 
@@ -30,6 +30,6 @@ def test_what_every_tensor_rank_has_is_counted_by_the_first(tensor_index: int, s
     for slot, value in zip(flat.slots, (1.0, 3.0), strict=True):
         flat.gradients[slot.start : slot.end] = value
     reduction = SimpleNamespace(flat=flat, gather=lambda parts, into, row: into.copy_(torch.cat(parts)))
-    counted = gradient_norm.CountedNorm(flat, [(0, flat.size)], tensor_index)
+    counted = agreement.CountedNorm(flat, [(0, flat.size)], tensor_index)
     for norm in (counted, ElasticNorm(reduction, tensor_index)):
         assert norm.square([flat.gradients]).item() == pytest.approx(square)

@@ -14,7 +14,7 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.engine import Engine
 from workers.errors import PeerLost
-from workers.parallel.data.leaf_sums import LeafSum, WaitingBuffers
+from workers.parallel.data.elastic_sums import LeafSum, WaitingBuffers
 from workers.parallel.data.tree_sum import Node, TreeSum, buffers
 from workers.parallel.pipeline.schedules import schedule
 

@@ -21,8 +21,8 @@ from repair_programs import Cut, train_through
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.engine import Engine
 from workers.parallel.data import adamw, offloaded
+from workers.parallel.data.agreement import Loss
 from workers.parallel.data.replica_check import SOUND, UNSOUND, ReplicaCheck
-from workers.parallel.data.step_statistics import Loss
 from workers.protocol.messages import Resume
 from workers.snapshot.files import snapshot_files
 from workers.spec.reading import parse_job_spec

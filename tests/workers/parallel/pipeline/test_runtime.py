@@ -11,7 +11,7 @@ from rank_programs import micro_batches
 from workers.data.batches import NO_TARGET, MicroBatch
 from workers.engine import Engine
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute.policy import NOTHING, Recompute
+from workers.parallel.recompute import NOTHING, Recompute
 from workers.parallel.tensor.dropout import sample_keys
 
 CPU = torch.device("cpu")

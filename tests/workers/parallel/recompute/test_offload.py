@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from workers.accounting.activation_bytes import chunk_bytes, kept_terms, offloaded
 from workers.engine import Engine
+from workers.parallel import recompute
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute import offload, policy
-from workers.parallel.recompute.policy import Recompute
+from workers.parallel.recompute import Recompute, offload
 from workers.spec.reading import parse_job_spec
 
 WINDOWS = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(3))
@@ -104,7 +104,7 @@ def forward(engine: Engine, recompute: Recompute) -> torch.Tensor:
 )
 def test_what_layers_keep_is_copied_once_and_nothing_that_stays_anyway(monkeypatch, parallel):
     """As many bytes as arithmetic says, of no parameter and of no table; and as many leave the device."""
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     engine, host = one_rank(**parallel), Recorded()
     policy_of = Recompute.of(engine.spec.layout)
     forward(engine, policy_of)  # tables are made
@@ -122,7 +122,7 @@ def test_what_layers_keep_is_copied_once_and_nothing_that_stays_anyway(monkeypat
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
 def test_8_bit_products_take_what_comes_back_too(monkeypatch, fp8):
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     results = []
     for layers in (0, 3):
         train = {"micro_batch_size": 2, "precision": "bf16", "fp8": fp8, "head_tokens": 5}
@@ -143,7 +143,7 @@ def uncounted(size: int, pinned: bool) -> torch.Tensor:
 
 
 def test_the_device_holds_so_much_less(monkeypatch):
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     monkeypatch.setattr(offload, "host_memory", uncounted)
     held = []
     for layers in (0, 2):
@@ -163,7 +163,7 @@ def test_small_tensors_stay():
 
 
 def test_nothing_is_copied_without_gradients(monkeypatch):
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     host, engine = Recorded(), one_rank()
     engine.model.chunks[0].shared.host_blocks = host
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_nothing_is_copied_without_gradients(monkeypatch):
 
 def test_it_comes_back_one_layer_ahead(monkeypatch):
     """Beside the backward of the layer behind it, and both of those that come first at once."""
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     engine, order = one_rank(offload_layers=3), []
     chunk = engine.model.chunks[0]
     for name, layer in chunk.layers.items():
@@ -192,7 +192,7 @@ def test_it_comes_back_one_layer_ahead(monkeypatch):
 
 
 def test_host_memory_is_used_again_and_after_a_backward_that_broke_off_too(monkeypatch):
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     made = []
 
     def noted(size: int, pinned: bool) -> torch.Tensor:
@@ -211,7 +211,7 @@ def test_host_memory_is_used_again_and_after_a_backward_that_broke_off_too(monke
 
 
 def test_what_shares_memory_is_copied_once_and_comes_back_as_it_was(monkeypatch):
-    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     host = Recorded()
     layer, whole = offload.OffloadedLayer(host, ()), torch.arange(24.0).view(4, 6)
     views = [whole, whole[1:, ::2], whole.t(), whole[2]]

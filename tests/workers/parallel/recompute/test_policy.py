@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_specs import spec
 
 from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.recompute.policy import NOTHING, Recompute, recomputed
+from workers.parallel.recompute import NOTHING, Recompute, recomputed
 
 
 def layout(**parallel):

@@ -11,7 +11,7 @@ from engine_specs import layout_of, spec
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.engine import Engine
-from workers.model.parallelize import linear_layers
+from workers.model.stage import linear_layers
 from workers.parallel.tensor import compiled_operators as operators
 from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 

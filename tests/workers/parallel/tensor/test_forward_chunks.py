@@ -17,8 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
-from workers.parallel.tensor.forward_chunks import chunks_of
-from workers.parallel.tensor.linear_autograd import column_forward, row_forward
+from workers.parallel.tensor.linear_autograd import chunks_of, column_forward, row_forward
 from workers.parallel.tensor.products import TorchProducts
 from workers.parallel.tensor.region import Region
 from workers.spec.reading import parse_job_spec

@@ -17,9 +17,8 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import ModelError
-from workers.parallel.tensor import fp8_products
-from workers.parallel.tensor.fp8_casts import BY_TENSOR, Casts
-from workers.parallel.tensor.fp8_products import Fp8Products, refuse_without_kernels
+from workers.parallel.tensor import fp8
+from workers.parallel.tensor.fp8 import BY_TENSOR, Casts, Fp8Products, refuse_without_kernels
 
 CPU = torch.device("cpu")
 KINDS = ("tensorwise", "rowwise")
@@ -124,7 +123,7 @@ def test_a_step_casts_each_weight_once_and_each_input_and_gradient_once(monkeypa
     def counted(name, cast):
         return lambda x, dtype: calls.update([name]) or cast(x, dtype)
 
-    monkeypatch.setattr(fp8_products, "BY_TENSOR", Casts(*(counted(*each) for each in BY_TENSOR._asdict().items())))
+    monkeypatch.setattr(fp8, "BY_TENSOR", Casts(*(counted(*each) for each in BY_TENSOR._asdict().items())))
     engine = engine_of(job())
     step(engine)
     calls.clear()

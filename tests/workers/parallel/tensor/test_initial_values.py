@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from workers.parallel.tensor import initial_values
-from workers.parallel.tensor.initial_values import fill_initial
-from workers.parallel.tensor.shards import NamedShard, ParameterShard
+from workers.parallel.tensor import shards
+from workers.parallel.tensor.shards import NamedShard, ParameterShard, fill_initial
 
 
 def filled(shard: ParameterShard, shape: tuple[int, ...], seed: int = 1, name: str = "it") -> torch.Tensor:
@@ -56,7 +55,7 @@ PARTS = [(None, 1), (0, 2), (0, 5), (1, 1), (1, 2), (1, 3)]
 def small_tiles(monkeypatch):
     """Of 4 rows and 16 columns, of vectors 64 numbers."""
     for name, value in (("WHOLE", 100), ("TILE", 64), ("TILE_COLUMNS", 16)):
-        monkeypatch.setattr(initial_values, name, value)
+        monkeypatch.setattr(shards, name, value)
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (100, 48), (103, 30), (257, 6), (333,)], ids=str)
@@ -78,7 +77,7 @@ def test_parts_of_a_large_parameter_are_those_of_the_whole(small_tiles, shape):
 
 def test_several_threads_draw_the_same(small_tiles, monkeypatch):
     one = filled(ParameterShard((90, 70), std=0.02), (90, 70))
-    monkeypatch.setattr(initial_values, "_threads", lambda: 5)
+    monkeypatch.setattr(shards, "_threads", lambda: 5)
     assert torch.equal(filled(ParameterShard((90, 70), std=0.02), (90, 70)), one)
 
 
@@ -97,6 +96,6 @@ def test_a_rank_draws_what_it_holds_and_little_more(small_tiles, monkeypatch, di
 
 
 def test_a_parameter_of_moderate_size_is_one_draw():
-    generator = torch.Generator().manual_seed(initial_values._name_seed(1, "it"))
+    generator = torch.Generator().manual_seed(shards._name_seed(1, "it"))
     one = torch.empty(100, 48).normal_(0.0, 0.02, generator=generator)
     assert torch.equal(filled(ParameterShard((100, 48), std=0.02), (100, 48)), one)

@@ -26,8 +26,7 @@ Kind = Literal[
 
 
 class Action(NamedTuple):
-    """One thing that a pipeline rank does for one micro-batch. A tuple, because searches of the planner create
-    millions."""
+    """One thing that a rank does for one micro-batch: a tuple, because the planner's searches create millions."""
 
     kind: Kind
     """What it does: compute, or pass activations (*_forward) or their gradients (*_backward) between ranks."""

@@ -17,13 +17,7 @@ class ScheduleError(ValueError):
 
 
 def check(
-    lists: list[list[Action]],
-    kind: str,
-    stages: int,
-    virtual_stages: int,
-    micro_batches: int,
-    *,
-    training: bool = True,
+    lists: list[list[Action]], kind: str, stages: int, virtual_stages: int, micro_batches: int, *, training: bool = True
 ) -> None:
     """Raise ScheduleError unless `lists`, the actions of every rank, are one valid step.
 

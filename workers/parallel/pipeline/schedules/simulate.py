@@ -124,8 +124,7 @@ class _Rank:
     def advance(
         self, chunks: dict[Place, _Chunk], ends: dict[tuple[bool, Place, int], float], communication: float
     ) -> bool:
-        """Run passes until one has to wait for another rank; returns whether any was run. `ends`: by (is forward,
-        place, micro-batch)."""
+        """Run passes until one must wait; returns whether any was run. `ends`: by (is forward, place, micro-batch)."""
         count = len(self.done)
         while len(self.done) < len(self.todo):
             action = self.todo[len(self.done)]

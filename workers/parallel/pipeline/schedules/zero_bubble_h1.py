@@ -18,8 +18,7 @@ def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: i
 
 
 def with_late_weights(actions: Iterable[Action], late: int, micro_batches: int) -> Iterator[Action]:
-    """`actions`, with each backward pass replaced by its inputs' half, and its weights' half following `late`
-    micro-batches later."""
+    """`actions`, with each backward replaced by its inputs' half; the weights' comes `late` micro-batches later."""
     inputs, weights = of_all("backward_input", micro_batches), of_all("backward_weight", micro_batches)
     for action in actions:
         if action.kind == "forward":

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workers.parallel.pipeline.schedules import with_messages
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.schedules.check import check
-from workers.parallel.pipeline.schedules.messages import with_messages
 from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 from workers.parallel.pipeline.schedules.zero_bubble_h2 import zero_bubble_h2
 

@@ -1,14 +1,14 @@
-"""Collectives and messages between the GPUs of this machine, with a process for each, over what jobs use: NCCL. On CPUs
-it can be rehearsed over gloo.
-
-First pairs of neighbouring GPUs, all pairs at once, and then all GPUs together. This matches plans, in which all groups
-of a kind communicate at the same time.
-"""
+"""Times of collectives, and of messages, between the ranks of one machine, by number of ranks and size of the tensor:
+between its cores, over our links, and between its GPUs, with a process for each, over what jobs use: NCCL. On CPUs the
+latter can be rehearsed over gloo."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -24,7 +24,62 @@ from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.settings import read_visible_gpus
 
-SIZES = (2**12, 2**15, 2**18, 2**20, 2**23, 2**26, 2**28)
+CPU_SIZES = (4096, 65536, 524288, 2097152)
+"""Bytes of the whole tensor."""
+CPU_ROUNDS, CPU_TIMES = 5, 15
+
+
+def collective_times(comm: Comm, _: JobSpec) -> list[CollectiveTime]:
+    """Program for ranks: the time that each collective of the tensor group adds when it runs between products.
+
+    Collectives one after the other, without products, take about half as long: no rank waits for one that still
+    computes, and connections and tensors stay in the caches.
+    """
+    ranks, times, work = comm.size("tensor"), [], _layer_work(comm.device)
+    for size in CPU_SIZES:
+        whole = torch.ones(size // 4, device=comm.device)
+        part = torch.ones(size // 4 // ranks, device=comm.device)
+        gather = partial(comm.all_gather, "tensor", part, whole)
+        times.append(CollectiveTime("all_gather", ranks, size, _added_seconds(comm, work, gather)))
+        scatter = partial(comm.reduce_scatter, "tensor", whole)
+        times.append(CollectiveTime("reduce_scatter", ranks, size, _added_seconds(comm, work, scatter)))
+    return times
+
+
+def _layer_work(device: torch.device) -> Run:
+    """About the work of a small layer between two collectives."""
+    tokens, weight = (torch.randn(rows, 256, device=device) for rows in (128, 256))
+
+    def run() -> None:
+        for _ in range(2):
+            torch.relu_(torch.mm(tokens, weight) + 1.0)
+
+    return run
+
+
+def _added_seconds(comm: Comm, work: Run, collective: Run) -> float:
+    """Seconds that `collective` adds to `work`: the median over CPU_ROUNDS; not negative."""
+
+    def both() -> None:
+        work()
+        collective()
+
+    both()  # allocates memory
+    added = [_seconds(comm, both) - _seconds(comm, work) for _ in range(CPU_ROUNDS)]
+    return max(0.0, statistics.median(added))
+
+
+def _seconds(comm: Comm, run: Run) -> float:
+    """Mean seconds of a run, over CPU_TIMES runs on all ranks."""
+    comm.barrier()
+    began = time.perf_counter()
+    for _ in range(CPU_TIMES):
+        run()
+    comm.barrier()
+    return (time.perf_counter() - began) / CPU_TIMES
+
+
+GPU_SIZES = (2**12, 2**15, 2**18, 2**20, 2**23, 2**26, 2**28)
 """Bytes of the whole tensor, or of a message."""
 MIN_TIMES, MAX_TIMES, MOVED = 3, 20, 2**27
 """Fewest and most runs of a round, and the bytes of all of them in between."""
@@ -48,10 +103,11 @@ def gpu_places() -> list[Place]:
 
 
 def between_gpus(
-    places: Sequence[Place], say: Callable[[str], None], sizes: Sequence[int] = SIZES
+    places: Sequence[Place], say: Callable[[str], None], sizes: Sequence[int] = GPU_SIZES
 ) -> tuple[list[CollectiveTime], str | None]:
     """Measurements of collectives and messages between these GPUs; or none, and why. `say` is called with the name of
-    the next part."""
+    the next part: first pairs of neighbouring GPUs, all pairs at once, and then all GPUs together. This matches plans,
+    in which all groups of a kind communicate at the same time."""
     if len(places) < 2:
         return [], "there is one GPU"
     rows: list[CollectiveTime] = []
@@ -78,8 +134,7 @@ def _gangs(count: int) -> Iterator[tuple[str, dict[str, int], int]]:
 
 
 def of_all(results: Sequence[OnRank]) -> list[CollectiveTime]:
-    """The rows of a gang's ranks, combined into those of the slowest, since the others wait for it. Raises
-    UnlikeGpus."""
+    """The rows of a gang's ranks, combined into those of the slowest, for which the others wait. Raises UnlikeGpus."""
     if len(names := sorted({name for name, _ in results})) > 1:
         raise UnlikeGpus(f"they are of several kinds: {', '.join(names)}")
     alike = zip(*(rows for _, rows in results), strict=True)
@@ -87,18 +142,17 @@ def of_all(results: Sequence[OnRank]) -> list[CollectiveTime]:
 
 
 def exchange_times(comm: Comm, _: JobSpec, sizes: Sequence[int]) -> OnRank:
-    """Program for ranks: collectives of the tensor group; without one, those of all ranks, and messages along the
-    pipeline."""
+    """Program for ranks: collectives of the tensor group, or else of all ranks, and messages along the pipeline."""
     device, rows = comm.device, []
     for size in sizes:
         times = max(MIN_TIMES, min(MAX_TIMES, MOVED // size))
-        for kind, ranks, moved, run in _runs(comm, size):
+        for kind, ranks, moved, run in _operations(comm, size):
             rows.append(CollectiveTime(kind, ranks, moved, joint_seconds(run, times, comm.barrier, device)))
     release()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", rows
 
 
-def _runs(comm: Comm, size: int) -> Iterator[tuple[ExchangeKind, int, int, Run]]:
+def _operations(comm: Comm, size: int) -> Iterator[tuple[ExchangeKind, int, int, Run]]:
     """Operations on about `size` bytes: kind, number of ranks, bytes, and a function that runs it once."""
     axis: Axis = "tensor" if comm.size("tensor") > 1 else "world"
     ranks = comm.size(axis)

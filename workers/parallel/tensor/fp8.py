@@ -2,22 +2,28 @@
 bits. Weights, tensors kept for backward and results of products have the same types as without: only the inputs of a
 product are cast, with a scale that is computed each time (dynamic scaling), so there is no additional state.
 
-Inputs and weights are e4m3. With one scale per matrix, gradients are e5m2, since those of a batch's tokens differ by
-many powers of two; with one scale per row they are e4m3 too, since each row has a range of its own.
+An element has a sign, and either 4 bits of exponent and 3 of mantissa (e4m3, up to 448) or 5 and 2 (e5m2, up to 57,344;
+arXiv:2209.05433). Each matrix, or each of its rows, is multiplied by a scale before rounding, so that its largest
+element is close to the format's largest value. Scales are powers of two (decision 0027): they change exponents without
+rounding, so the choice of scale only matters for elements that are so small relative to the largest that they
+underflow. Inputs and weights are e4m3. With one scale per matrix, gradients are e5m2, since those of a batch's tokens
+differ by many powers of two; with one scale per row they are e4m3 too, since each row has a range of its own.
 
-Shapes: n tokens, i input width, o output width of this rank's part of W [o, i].
+Shapes: n tokens, i input width, o output width of this rank's part of W [o, i]; m rows, k columns along which a product
+sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from workers.errors import ModelError
-from workers.parallel.tensor.fp8_casts import BY_ROW, BY_TENSOR, E4M3, E5M2, Both, Cast
 from workers.parallel.tensor.products import TorchProducts
 from workers.spec.fp8_rules import UNIT
 
@@ -53,12 +59,10 @@ class Fp8Products(TorchProducts):
         self._totals: set[int] = set()
         """Addresses of the sums of their gradients."""
         self._gradients: list[tuple[torch.Tensor, Cast]] = []
-        """Gradients that the last product for an input has used, with their column casts for the product for a
-        weight."""
+        """Gradients used by the last product for an input, with their column casts for the product for a weight."""
 
     def take(self, name: str, weight: nn.Parameter) -> None:
-        """Compute the products of `weight` in 8 bits; it must not be moved from then on. Raises ModelError for
-        unsuitable widths."""
+        """Compute products of `weight`, which must stay there, in 8 bits. Raises ModelError for unsuitable widths."""
         outputs, inputs = weight.shape
         if outputs % UNIT or inputs % UNIT:
             raise ModelError(
@@ -165,11 +169,7 @@ class Fp8Products(TorchProducts):
 
 
 def product(
-    left: Cast,
-    right: Cast,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    left: Cast, right: Cast, dtype: torch.dtype, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """left right^T + b: [m, k] [n, k] -> [m, n], summed in fp32. Hopper's tensor cores also offer sums with fewer bits,
     which would gain 2%."""
@@ -195,3 +195,92 @@ def refuse_without_kernels(capability: tuple[int, int]) -> None:
             f"train.fp8 needs a GPU of compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or above (Ada, "
             f"Hopper, Blackwell), and this one has {capability[0]}.{capability[1]}: set train.fp8: off"
         )
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LEAST = 2.0**-100
+"""Lower bound for the largest element, for a matrix of zeros."""
+EXPONENT_BITS = 0x7F800000
+"""The exponent bits of an fp32 number."""
+
+
+class Cast(NamedTuple):
+    """A matrix in 8 bits, which represents `values * inverse`."""
+
+    values: torch.Tensor
+    """[m, k], row by row in memory."""
+    inverse: torch.Tensor
+    """1 / scale, fp32: a scalar, or [m, 1] where each row has its own."""
+
+
+class Both(NamedTuple):
+    """A matrix cast for products that sum along its rows, and for those that sum along its columns."""
+
+    rows: Cast
+    """[m, k]."""
+    columns: Cast
+    """The transposed matrix, [k, m]."""
+
+
+def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The largest power of two, fp32, with which elements up to `largest` stay within `dtype`. If `largest` is not
+    finite, the scale makes all elements NaN, as they would be after any step with them."""
+    room = torch.finfo(dtype).max / largest.float().clamp_min(LEAST)
+    return (room.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+
+
+def _rounded(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Exact in 16 bits too, up to the final rounding.
+    return (x * scale.to(x.dtype)).to(dtype).contiguous()
+
+
+def tensor_rows(x_mk: torch.Tensor, dtype: torch.dtype) -> Cast:
+    """A cast with one scale."""
+    scale = scale_of(torch.linalg.vector_norm(x_mk, math.inf), dtype)
+    return Cast(_rounded(x_mk, scale, dtype), 1.0 / scale)
+
+
+def tensor_columns(x_mk: torch.Tensor, dtype: torch.dtype) -> Cast:
+    """A cast of the transposed matrix [k, m] with one scale."""
+    values, inverse = tensor_rows(x_mk, dtype)
+    return Cast(values.t().contiguous(), inverse)
+
+
+def tensor_both(x_mk: torch.Tensor, dtype: torch.dtype) -> Both:
+    """Both casts, with one scale."""
+    rows = tensor_rows(x_mk, dtype)
+    return Both(rows, Cast(rows.values.t().contiguous(), rows.inverse))
+
+
+def row_rows(x_mk: torch.Tensor, dtype: torch.dtype) -> Cast:
+    """A cast with a scale for each row."""
+    scale_m1 = scale_of(torch.linalg.vector_norm(x_mk, math.inf, dim=1, keepdim=True), dtype)
+    return Cast(_rounded(x_mk, scale_m1, dtype), 1.0 / scale_m1)
+
+
+def row_columns(x_mk: torch.Tensor, dtype: torch.dtype) -> Cast:
+    """A cast of the transposed matrix [k, m] with a scale for each of its rows."""
+    scale_1k = scale_of(torch.linalg.vector_norm(x_mk, math.inf, dim=0, keepdim=True), dtype)
+    return Cast(_rounded(x_mk, scale_1k, dtype).t().contiguous(), (1.0 / scale_1k).view(-1, 1))
+
+
+def row_both(x_mk: torch.Tensor, dtype: torch.dtype) -> Both:
+    """Both casts, each with a scale for each of its own rows."""
+    return Both(row_rows(x_mk, dtype), row_columns(x_mk, dtype))
+
+
+class Casts(NamedTuple):
+    """How matrices are cast: functions of (matrix [m, k], 8-bit type)."""
+
+    rows: Callable[[torch.Tensor, torch.dtype], Cast]
+    columns: Callable[[torch.Tensor, torch.dtype], Cast]
+    both: Callable[[torch.Tensor, torch.dtype], Both]
+
+    def compiled(self) -> Casts:
+        """Each function compiled to as few passes over the matrix as torch.compile finds."""
+        compile_ = partial(torch.compile, dynamic=False)
+        return Casts(compile_(self.rows), compile_(self.columns), compile_(self.both))
+
+
+BY_TENSOR = Casts(tensor_rows, tensor_columns, tensor_both)
+BY_ROW = Casts(row_rows, row_columns, row_both)

@@ -1,17 +1,52 @@
-"""The critical path of the traced steps: the chain of slices backwards from the end of the last one.
+"""What follows from a trace: how each second of a rank's steps was spent, the bubble, and the critical path.
 
-On a rank it goes from what ended last to what came before. If the rank waited for another one, for its message or for
-it to join a collective, the path continues there, at the moment at which that rank began the communication.
+The bubble is where a rank neither computes nor communicates because of the pipeline: it waits for messages of its
+neighbours, and after its last pass, in whatever comes next, for the passes of its replica's other stages. If a backend
+does not distinguish waiting from transferring, all of a communication counts as waiting.
+
+The critical path is the chain of slices backwards from the end of the last traced step. On a rank it goes from what
+ended last to what came before. If the rank waited for another one, for its message or for it to join a collective, the
+path continues there, at the moment at which that rank began the communication.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from workers.comm.grid import AXES
-from workers.step_traces.assembly import StepTrace, TracedRank, parents
+from workers.step_traces.assembly import StepTrace, TracedRank, nested, parents
 from workers.timing.recording import Slice
+
+
+def idle_slices(trace: StepTrace, rank: TracedRank) -> Iterator[tuple[Slice, float]]:
+    """The communications in which `rank` waits because of the pipeline, and for how many seconds each."""
+    if trace.grid.pipeline == 1:
+        return
+    for slices, own, whole in zip(rank.by_step, rank.pass_ends, trace.replica_pass_ends(rank.rank), strict=False):
+        for each in slices:
+            waited = each.end - each.start if each.wait is None else each.wait
+            if each.kind == "receive":
+                yield each, waited
+            elif each.kind == "collective" and each.start >= own:
+                yield each, max(0.0, min(each.start + waited, whole) - each.start)
+
+
+def bubble(trace: StepTrace, rank: TracedRank) -> float:
+    """Fraction of its steps that `rank` waits because of the pipeline."""
+    return sum(seconds for _, seconds in idle_slices(trace, rank)) / rank.seconds if rank.steps else 0.0
+
+
+def own_seconds(slices: Iterable[Slice]) -> Iterator[tuple[Slice, tuple[Slice, ...], float]]:
+    """Each slice, the slices around it, the outermost first, and the seconds of it that are in no slice within it."""
+    known = list(slices)
+    own = [each.end - each.start for each in known]
+    for each, parent in zip(known, parents(known), strict=True):
+        if parent is not None:
+            own[parent] -= each.end - each.start
+    for (each, around), seconds in zip(nested(known), own, strict=True):
+        yield each, around, max(0.0, seconds)
+
 
 Place = tuple[int, int]
 """A rank, and the index of one of its slices."""
@@ -83,8 +118,7 @@ class _Meetings:
         self._sent: dict[tuple[int, int, int], float] = {}
         """When a message was sent, by sender, receiver and number."""
         self._last: dict[tuple[str, int, int], list[tuple[float, int]]] = {}
-        """The two ranks that joined a collective last, the last one first; by axis, first rank of the group, and
-        number."""
+        """The two ranks that joined a collective last, last one first; by axis, first rank of the group, and number."""
         for rank in trace.ranks:
             for each in rank.slices:
                 if each.kind == "send" and each.peer is not None and each.number is not None:
@@ -100,8 +134,7 @@ class _Meetings:
         return axis, self._grid.group(axis, rank)[0], each.number
 
     def held_up_by(self, rank: int, each: Slice) -> tuple[int, float] | None:
-        """The rank that began the communication after `rank` was ready for it, so that `rank` waited, and when; None:
-        no rank."""
+        """The rank, if any, that `rank` waited for, since it began the communication later; and when it did."""
         if each.kind == "receive":
             if each.peer is None or each.number is None:
                 return None

@@ -1,7 +1,9 @@
-"""Measurements of one GPU: matrix products and attention by shape, element-wise kernels, copies, and steps of the
-engine. It can be rehearsed on a CPU with tiny shapes.
+"""Measurements of one device: matrix products and attention by shape, as the engine calls them; of a GPU also
+element-wise kernels, copies, and steps of the engine. It can be rehearsed on a CPU with tiny shapes.
 
 Kernels are timed with others queued after them, so that the host does not matter; steps are timed by the clock.
+
+Shapes: n tokens, i input width, o output width; s sequence, b micro-batch, a heads, d head size.
 """
 
 from __future__ import annotations
@@ -15,13 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from workers.calibration.clock import Run, back_to_back_seconds, release, warm_up
-from workers.calibration.kernels import attention_times, product_times
-from workers.calibration.measurements import UPDATE, CopyTime, ElementTime, Measurements
+from workers.calibration.clock import Run, back_to_back_seconds, median_seconds, release, warm_up
+from workers.calibration.measurements import UPDATE, AttentionTime, CopyTime, ElementTime, Measurements, ProductTime
 from workers.calibration.steps import step_times
 from workers.config import OptimizerConfig
 from workers.parallel.data import adamw
-from workers.parallel.tensor.products import ADDS_WIDER
+from workers.parallel.tensor.products import ADDS_WIDER, TorchProducts
 from workers.system import gpu
 from workers.system.cores import usable_cores
 from workers.system.processor import processor_name
@@ -93,15 +94,6 @@ ON_GPU = Shapes(
         step_document("qwen", 6, 1024, 16, 2048, 2, 4, 32000, 8),
     ),
 )
-TINY = Shapes(
-    products=((64, 64, 64), (256, 128, 512)),
-    wide_products=((64, 64, 64),),
-    attention=((2, 2, 64, 16), (1, 2, 128, 32)),
-    elements=(2**12, 2**22),
-    copied=2**16,
-    steps=tuple(step_document(family, 2, 32, 2, 16, 1, 2, 64, 1) for family in ("gpt", "llama")),
-)
-"""Tiny shapes, for a rehearsal."""
 
 
 def measure_gpu(device: torch.device, shapes: Shapes, say: Callable[[str], None]) -> Measurements:
@@ -192,3 +184,58 @@ def copy_times(device: torch.device, size: int) -> list[CopyTime]:
     to_device = back_to_back_seconds(partial(there.copy_, here, non_blocking=True), device)
     to_host = back_to_back_seconds(partial(here.copy_, there, non_blocking=True), device)
     return [CopyTime("to_device", size, to_device), CopyTime("to_host", size, to_host)]
+
+
+ON_CPU = ((64, 128, 128), (128, 256, 256), (256, 256, 1024), (256, 512, 512), (512, 1024, 256), (512, 512, 2048))
+"""Products (n, i, o)."""
+HEADS_ON_CPU = ((4, 4, 128, 32), (2, 8, 128, 64), (2, 4, 256, 32), (1, 8, 256, 64), (1, 4, 512, 64))
+"""Attention (b, a, s, d)."""
+_Shapes = Sequence[tuple[int, ...]]
+
+
+def product_times(
+    device: torch.device, dtype: torch.dtype, shapes: _Shapes | None = None, called: str = ""
+) -> list[ProductTime]:
+    """For each shape: forward, the gradient of the input, and that of the weights, which is added to an fp32 sum.
+    `called`: name of the precision, if it differs from that of `dtype`."""
+    products, times = TorchProducts(), []
+    precision = called or str(dtype).removeprefix("torch.")
+    for n, i, o in shapes or ON_CPU:
+        x, grad = (torch.randn(n, width, device=device).to(dtype) for width in (i, o))
+        weight = torch.randn(o, i, device=device).to(dtype)
+        total = torch.zeros(o, i, device=device, dtype=torch.float32)
+        runs: dict[str, Run] = {
+            "forward": partial(products.output, x, weight),
+            "input": partial(products.input_gradient, [grad], [weight]),
+            "weight": partial(products.add_weight_gradient, total, grad, x, True),
+        }
+        for name, run in runs.items():
+            times.append(ProductTime(name, precision, n, i, o, _seconds(run, device)))
+    return times
+
+
+def _seconds(run: Run, device: torch.device) -> float:
+    return back_to_back_seconds(run, device) if device.type == "cuda" else median_seconds(run, device)
+
+
+def attention_times(device: torch.device, dtype: torch.dtype, shapes: _Shapes | None = None) -> list[AttentionTime]:
+    """Forward and backward of causal attention, together; on a GPU, with `shapes`, also forward alone."""
+    times = []
+    for b, a, s, d in shapes or HEADS_ON_CPU:
+        # If a rank has the whole model, a sample's tokens are contiguous.
+        shape, order = ((b, s, a, d), (0, 2, 1, 3)) if shapes else ((s, b, a, d), (1, 2, 0, 3))
+        leaves = tuple(torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+        grad = torch.randn(shape, device=device).to(dtype).permute(order)
+        forward = _seconds(partial(_attend, leaves, order), device) if shapes else None
+        both = _seconds(partial(_attend_and_back, leaves, order, grad), device)
+        times.append(AttentionTime(b, a, s, d, both, forward))
+    return times
+
+
+def _attend(leaves: tuple[torch.Tensor, ...], order: tuple[int, ...]) -> torch.Tensor:
+    q, k, v = (x.permute(order) for x in leaves)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _attend_and_back(leaves: tuple[torch.Tensor, ...], order: tuple[int, ...], grad: torch.Tensor) -> object:
+    return torch.autograd.grad(_attend(leaves, order), leaves, grad)

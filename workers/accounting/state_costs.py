@@ -1,0 +1,93 @@
+"""Estimates, before a job runs, what it costs to keep its state: the bytes of snapshots, checkpoints, copies to roll
+back to, and an offloaded optimizer state (`train.optimizer.offload`); how often snapshots are worth it. Pure Python."""
+
+from __future__ import annotations
+
+import math
+
+from workers.accounting.flops import (
+    frozen_parameters,
+    frozen_parameters_of_rank,
+    parameters_of_rank,
+    trained_parameters,
+)
+from workers.config import JobSpec, ParallelConfig
+
+STATE_BYTES = 12
+"""Bytes of state per parameter: itself and its two moments in fp32, whatever the precision of compute."""
+SLOTS = 2
+"""Snapshots that a rank keeps at a time (`workers/snapshot/snapshot_file.py`)."""
+
+
+def snapshot_bytes(spec: JobSpec) -> int:
+    """Bytes that the snapshots of all ranks take together, except for less than 1 MiB per rank for notes and checksums.
+    With `zero: 1` each replica keeps its own part of the state, otherwise all of it. Backups on other nodes take the
+    same again. 0 if `checkpoint.snapshots` is off."""
+    if spec.checkpoint.snapshots == "off":
+        return 0
+    replicas = 1 if spec.layout.zero else spec.layout.data
+    return SLOTS * _state_bytes(spec) * replicas
+
+
+def checkpoint_bytes(spec: JobSpec) -> int:
+    """Bytes of one durable checkpoint: each element of the state once, however many ranks hold it. Frozen parameters
+    have no moments, and are stored in the precision of compute."""
+    return _state_bytes(spec.model_copy(update={"parallel": ParallelConfig()}))
+
+
+def state_bytes_of_ranks(spec: JobSpec) -> list[int]:
+    """Bytes of state that each tensor rank of each pipeline rank holds."""
+    width = 4 if spec.train.precision == "fp32" else 2
+    pairs = zip(trained_parameters(spec), frozen_parameters(spec), strict=True)
+    return [STATE_BYTES * trained + width * frozen for trained, frozen in pairs]
+
+
+def _state_bytes(spec: JobSpec) -> int:
+    """Bytes of state that the ranks of one replica hold, copies included."""
+    return spec.layout.tensor * sum(state_bytes_of_ranks(spec))
+
+
+SLICE_ELEMENTS, PLACES = 2**22, 3
+"""Elements of a slice, which is updated at once, and most slices that are on the device at a time."""
+
+
+def kept_elements(spec: JobSpec, stage: int) -> int:
+    """Parameters whose state a rank of this stage keeps."""
+    trained = parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)
+    return trained // spec.layout.data if spec.layout.zero else trained
+
+
+def host_state_bytes(spec: JobSpec, stage: int) -> int:
+    """Bytes of state of a rank of this stage in host memory."""
+    return STATE_BYTES * kept_elements(spec, stage) if spec.train.optimizer.offload else 0
+
+
+def places_bytes(kept: int) -> int:
+    """Bytes that the update of `kept` elements takes on the device."""
+    slices = -(-kept // SLICE_ELEMENTS)
+    return STATE_BYTES * min(kept, SLICE_ELEMENTS) * min(PLACES, slices)
+
+
+COPIES = 2
+"""States that a rank may roll back to (`workers/snapshot/host_copies.py`)."""
+
+
+def copies_bytes(spec: JobSpec, stage: int) -> int:
+    """Bytes of the copies on a rank of this stage: those to roll back to, and one for checkpoints without snapshots."""
+    copies = COPIES if spec.recovery.rolls_back else 0
+    if spec.checkpoint.snapshots == "off":
+        copies += 1
+    return copies * STATE_BYTES * kept_elements(spec, stage)
+
+
+STALL_SHARE = 0.01
+"""Largest part of a step's time that snapshots may cost the training thread, as a mean over steps."""
+FREE_SECONDS = 1e-3
+"""A stall up to this long is no reason for fewer snapshots, which save less than repeating a step costs."""
+
+
+def steps_between(stall_seconds: float, step_seconds: float) -> int:
+    """The fewest steps between snapshots for which their stalls take at most STALL_SHARE of the time."""
+    if stall_seconds <= max(FREE_SECONDS, STALL_SHARE * step_seconds):
+        return 1
+    return math.ceil(stall_seconds / (STALL_SHARE * step_seconds))
