@@ -10,10 +10,7 @@ from fastapi import FastAPI
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from api.caches.rendered_jobs import RenderedJobs
-    from api.caches.rendered_pages import RenderedPages
-    from api.caches.rendered_series import RenderedSeriesOfJobs
-    from api.caches.rendered_sparklines import RenderedSparklines
+    from api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
     from api.control import ControlPlane
     from api.security.access import JobProjects
     from api.security.credentials import Identities

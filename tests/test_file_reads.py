@@ -26,7 +26,7 @@ SAFE = {
         api/demo/replay.py:_train
         service/store/backup_file.py:_into_file
         service/store/backup_file.py:_leave_log
-        service/store/opened_files.py:keep_log
+        service/store/sqlite.py:keep_log
         workers/data/prepare.py:_bounds
         workers/data/token_cache.py:_done
         workers/data/token_cache.py:_join
@@ -57,7 +57,7 @@ SAFE = {
         service/cluster/ray_head.py:_wait_for_address
     """,
     "a file of the kernel, of the container or of the installation": """
-        api/ui/files.py:_read
+        api/ui/mounting.py:_read
         service/cluster/processes.py:start_of
         service/doctor/packages.py:driver_version
         workers/checkpoint/upload_process.py:_leave

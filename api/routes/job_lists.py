@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 
 from api import schemas
 from api.app_state import state_of
-from api.caches.rendered_sparklines import MAX_JOBS
+from api.caches import MAX_JOBS
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
 from api.security.access import Caller

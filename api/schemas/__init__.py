@@ -1,9 +1,19 @@
 """Responses of the REST API. The client parses them with the same models that the server writes them with."""
 
 from api.schemas.base import Answer, Direction, FieldProblem, Health, Items, Number, Problem, Stream, Time, rfc3339
-from api.schemas.checkpoints import Checkpoint, Export
 from api.schemas.cluster import Cluster, ClusterCheck, Gpu, Node, RunningRank
-from api.schemas.history import Event, JobEvent, Ledger, LedgerInterval, LogLine, LogLines, MetricSeries, Recovery
+from api.schemas.history import (
+    Checkpoint,
+    Event,
+    Export,
+    JobEvent,
+    Ledger,
+    LedgerInterval,
+    LogLine,
+    LogLines,
+    MetricSeries,
+    Recovery,
+)
 from api.schemas.jobs import DeletedJob, DryRun, Job, JobCounts, JobSort, LatestMetrics, Layout, Queue, Sparkline
 from api.schemas.plans import (
     BesideSteps,

@@ -10,9 +10,8 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.backups.other_layouts import FilesByHost
+from service.backups.moved_state import FilesByHost, address_of
 from service.backups.partners import partners, reachable
-from service.backups.transfer import address_of
 from service.cluster.agent_client import AgentClient
 from workers.protocol.messages import Endpoint
 

@@ -18,7 +18,7 @@ from service.cluster.nodes import Nodes, keep_keys
 from service.cluster.placement import Seat, Unit, job_of
 from service.cluster.placement_groups import PlacementGroups
 from service.cluster.ray_private import session_name
-from service.leases.errors import LeaseLost, LeaseUncertain
+from service.leases.decisions import LeaseLost, LeaseUncertain
 from workers.paths import Paths
 from workers.system.ports import PortRange
 

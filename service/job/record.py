@@ -28,7 +28,7 @@ from service.store import (
     state_changes,
     step_traces,
 )
-from service.store.retries import until_done
+from service.store.database import until_done
 from service.store.tables import Checkpoint, Generation, Job
 from workers.checkpoint.catalog import Listing
 from workers.config import ParallelConfig

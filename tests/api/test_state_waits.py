@@ -13,7 +13,7 @@ from api.client import MantaClient
 from api.streams import state_waits
 from api.streams.state_waits import StateWaits
 from service.keys.identity import digest_of
-from service.store.access_tables import ApiKey
+from service.store.installation_tables import ApiKey
 from tests.api.support.keys import add_key, bearer
 from tests.service.support.virtual_time import run_with_answers_at_once
 

@@ -18,19 +18,17 @@ import uvicorn
 from api.app import create_app
 from api.security.permissions import LINK_PATH
 from api.ui import mount
+from service.control.options import ModelPackages
 from service.control.running_ranks import RankStack, SeenWaits
 from service.file_work import FileWork
 from service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from service.logs.pages import LogsInHome, log_file, log_folder
-from service.model_packages import ModelPackages
 from service.recovery.timeline import RecoveryTimeline
 from service.recovery.waits import WaitingRank, Waits
-from service.removal.checkpoint_deletion import delete_checkpoint
-from service.removal.deletion import Deletion, delete_job
+from service.removal.deletion import Deletion, delete_checkpoint, delete_job
 from service.states import JobState
 from service.store import (
     Store,
-    browser_tokens,
     checkpoints,
     events,
     generations,
@@ -252,7 +250,7 @@ def one_time_link(store: Store, project: str | None = None, scope: Scope = Scope
         key = keys.create(
             session, digest_of(new_key()), "viewer", scope, project or DEFAULT_PROJECT, installation=not project
         )
-        browser_tokens.add_link(session, key.id, digest_of(token))
+        keys.add_link(session, key.id, digest_of(token))
 
     store.write(operation)
     return f"{LINK_PATH}{token}"

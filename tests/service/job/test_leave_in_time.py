@@ -9,7 +9,7 @@ from service.job import leave
 from service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
 from service.job.changes import Stay
 from service.job.context import JobContext
-from service.job.time_to_save import SAVE_SECONDS
+from service.job.leave import SAVE_SECONDS
 from service.ledger import StateEntry
 from service.states import JobState
 from service.store import checkpoints, jobs, state_changes

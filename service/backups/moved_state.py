@@ -1,5 +1,5 @@
-"""State in shared memory that ranks of another layout left: a source from which a job resumes after its size has
-changed."""
+"""State in shared memory that has to get to other nodes: of ranks that move, and of ranks of another layout, from which
+a job resumes after its size has changed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.backups.transfer import address_of
-from service.cluster.agent_client import AgentClient
-from workers.protocol.messages import StoredSnapshot
+from service.cluster.agent_client import AgentClient, AgentError
+from workers.protocol.messages import Endpoint, StoredSnapshot
 from workers.snapshot.files import BACKUP_PREFIX
 
 log = logging.getLogger(__name__)
@@ -101,3 +100,31 @@ async def spread(
         log.warning("the state of step %d could not be brought to all nodes: %s", state.step, error)
         return False
     return all(state.step in steps for steps in fetched)
+
+
+async def address_of(holder: AgentClient, token: str, generation: int) -> Endpoint:
+    """Where `holder` hands out snapshots. Raises AgentError, also if it has no shared memory."""
+    address = await holder.receive_backups(token, generation)
+    if address is None:
+        raise AgentError("the agent was started without a folder in shared memory")
+    return address
+
+
+async def hand_over(moves: Mapping[int, tuple[AgentClient, AgentClient]], generation: int, layout: str) -> None:
+    """For each rank its old and its new agent: bring the rank's snapshots to where the new one is, unless it has them
+    there already, as nodes that share a machine do. What fails is logged: an older state may still do."""
+    token = secrets.token_hex()
+    done = await asyncio.gather(
+        *(_hand_over(rank, old, new, token, generation, layout) for rank, (old, new) in moves.items()),
+        return_exceptions=True,
+    )
+    for rank, result in zip(moves, done, strict=True):
+        if isinstance(result, BaseException):
+            log.warning("the snapshots of rank %d could not be moved: %s", rank, result)
+
+
+async def _hand_over(rank: int, old: AgentClient, new: AgentClient, token: str, generation: int, layout: str) -> None:
+    held, there = await asyncio.gather(old.snapshot_steps(layout), new.snapshot_steps(layout))
+    if held and (not there or max(held) > max(there)):
+        address = await address_of(old, token, generation)
+        await new.fetch_snapshot(rank, address, token, generation, layout)
