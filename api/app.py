@@ -45,8 +45,7 @@ from api.security.credentials import Identities
 from api.security.identification import Identification
 from api.security.rate_limits import CallerLimits
 from api.security.request_guard import RequestGuard, TellVersion
-from api.streams.changes import Changes, StoredVersions
-from api.streams.state_waits import StateWaits
+from api.streams.changes import Changes, StateWaits, StoredVersions
 from api.threads import ReadThreads
 from service.settings import RequestLimits
 from service.step_traces.reading import TraceReader

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from api.security.access import JobProjects
     from api.security.credentials import Identities
     from api.security.rate_limits import CallerLimits
-    from api.streams.changes import Changes
-    from api.streams.state_waits import StateWaits
+    from api.streams.changes import Changes, StateWaits
     from api.threads import ReadThreads
     from service.step_traces.reading import TraceReader
 

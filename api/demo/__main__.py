@@ -13,8 +13,7 @@ from rich.console import Console
 from api.cli.progress import duration, follow
 from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.demo.failure import RankKiller, outcome_of
-from api.demo.replay import replay
+from api.demo.failure import RankKiller, outcome_of, replay
 from api.demo.summary import show
 from api.schemas import Cluster, Job
 from service.settings import Settings

@@ -17,7 +17,7 @@ from api.threads import read_threads_of
 from service.ids import is_job_id
 from service.states import STATE_NAMES
 from service.store import job_rows
-from service.store.job_filters import JobFilter, JobOrder
+from service.store.job_rows import JobFilter, JobOrder
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

@@ -2,8 +2,7 @@
 how much of it is kept before a request begins. Before a client has sent a key, these are the only resources that it can
 use up.
 
-A connection that is one too many is answered before anything is read from it. At its end the service ends open streams
-and waits.
+A connection that is one too many is answered before anything is read from it.
 """
 
 from __future__ import annotations
@@ -179,7 +178,8 @@ def _as_bytes(response: Response) -> bytes:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an app of `api.app.create_app`."""
+    """Serves an app of `api.app.create_app`. At its end it ends open streams and waits; uvicorn by itself would give
+    them its grace period for requests, and then break them off."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI):
         super().__init__(config)

@@ -46,7 +46,7 @@ _NEVER = {"Cache-Control": "no-store"}
 
 @dataclass(frozen=True)
 class StaticFile:
-    """One of them."""
+    """A file that a browser loads."""
 
     content: bytes
     media_type: str
@@ -102,7 +102,7 @@ def _facts() -> dict[str, Any]:
 
 
 class Written(BaseModel):
-    """What was written."""
+    """A document that a user has written in the browser."""
 
     model_config = ConfigDict(extra="forbid")
 

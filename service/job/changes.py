@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from service.backups.moved_state import hand_over
+from service.backups.rank_backups import hand_over
 from service.cluster.placement import avoidable
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, room_for, shapes_of, sizes_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from service.backups import rank_backups
-from service.backups.moved_state import spread, whole_states
+from service.backups.rank_backups import spread, whole_states
 from service.cluster.agent_client import AgentClient, within
 from service.cluster.sizes import resized, shapes_of, sizes_of
 from service.job.context import LOOK_SECONDS, JobContext

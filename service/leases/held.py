@@ -312,8 +312,8 @@ def new_id() -> str:
 
 
 class Keeper:
-    """Renews until `stop`. If the database is unreachable it keeps trying: only the database can say that it is too
-    late."""
+    """Renews the lease of this control plane until `stop`, on a thread and connection that nothing else delays. If the
+    database is unreachable it keeps trying: only the database can say that it is too late."""
 
     def __init__(
         self,

@@ -3,8 +3,8 @@ workers.calibration`. Pure Python.
 
 Rates are medians over rows of one kind; constants that several kinds of rows depend on are fitted by least squares of
 relative errors, with equal weights. Nothing is fitted to layouts: the rows are single operations, steps of one rank,
-and collectives between products of the same size on all ranks. A GPU's time of the host per operation comes from steps
-of models so small that the device waits.
+and collectives between products of the same size on all ranks. The host's time per operation of a GPU comes from
+steps of models so small that the device waits.
 
 The planner's own formulas say how much of a row of links depends on each constant. Every row counts the same, by the
 difference between the logarithms of predicted and measured seconds: if pairs of GPUs have links of their own, the fit
@@ -93,14 +93,14 @@ def _fit_steps(steps: Sequence[StepSeconds], known: Core) -> tuple[float, float]
     """Seconds of an operation and of a moved byte, which explain the time of steps of one rank without products."""
     rows = []
     for step in steps:
-        products = _step_seconds(step, known)
-        operations = _step_seconds(step, replace(known, operation_seconds=1.0)) - products
-        moved = _step_seconds(step, replace(known, memory=1.0)) - products
+        products = _step_seconds_on_core(step, known)
+        operations = _step_seconds_on_core(step, replace(known, operation_seconds=1.0)) - products
+        moved = _step_seconds_on_core(step, replace(known, memory=1.0)) - products
         rows.append((operations, moved, step.seconds - products, step.seconds))
     return least_squares(rows)
 
 
-def _step_seconds(step: StepSeconds, core: Core) -> float:
+def _step_seconds_on_core(step: StepSeconds, core: Core) -> float:
     return StepModel(step_job(step), Cluster(cpu_machine(1, 1, 1e12, core), 1, 1), MANTA_ON_CPU).time().seconds
 
 

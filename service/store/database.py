@@ -348,7 +348,7 @@ def open_database(url: str, name: str = "manta") -> SqliteDatabase | PostgresDat
 
 
 class WriteQueue:
-    """Counts writes. For any thread."""
+    """Counts the unfinished writes of one control plane. For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()

@@ -44,7 +44,10 @@ def request_resume(session: Session, job_id: str) -> Job:
 
 
 def _asked(session: Session, job_id: str, action: str) -> tuple[Job, JobState]:
+    """The job, locked, and the state that the action leads to."""
     job = jobs.get(session, job_id, lock=True)
+    if action == "retry" and job.deletion_began_at is not None:
+        raise JobBeingDeleted(job_id)
     state = JobState(job.state)
     target = after_action(action, state)
     if target is None:
@@ -57,13 +60,7 @@ def request_retry(session: Session, job_id: str) -> Job:
 
     Raises JobNotFound, JobBeingDeleted, and IllegalTransition if the job's state does not allow it.
     """
-    job = jobs.get(session, job_id, lock=True)
-    if job.deletion_began_at is not None:
-        raise JobBeingDeleted(job_id)
-    state = JobState(job.state)
-    target = after_action("retry", state)
-    if target is None:
-        raise IllegalTransition(job_id, state, action="retry")
+    job, target = _asked(session, job_id, "retry")
     generations.forget_outcome(session, job_id, job.generation)
     message = f"tried again by the user; it had failed: {job.message}"
     jobs.transition(session, job_id, target, "retried_by_user", message)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from service.cluster.sizes import layout_in_use
 from service.ledger import StateEntry
-from service.store import Store, generations, jobs, recoveries, state_changes
+from service.store import Store, generations, jobs, recoveries
 from service.store.errors import JobNotFound
 from service.store.tables import Generation, Job, Recovery
 from service.stored_specs import SpecNotUnderstood, stored_spec
@@ -117,7 +117,7 @@ def _history_of(session: Session, job_id: str) -> JobHistory:
         job.id,
         job.name,
         job.project,
-        [StateEntry(row.time, row.state) for row in state_changes.of_job(session, job_id)],
+        [StateEntry(row.time, row.state) for row in jobs.states_over_time(session, job_id)],
         [_generation(row) for row in generations.of_job(session, job_id)],
         [_recovery(row) for row in recoveries.of_job(session, job_id)],
         _layout(job),

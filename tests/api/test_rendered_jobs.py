@@ -13,7 +13,7 @@ from api import caches, schemas, views
 from api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
 from service.states import JobState
 from service.store import JobNotFound, Store, edits, jobs, tables
-from service.store.job_filters import NEWEST_FIRST, JobFilter
+from service.store.job_rows import NEWEST_FIRST, JobFilter
 from service.store.paging import Page
 from workers.config import JobSpec
 

@@ -9,7 +9,7 @@ from sqlalchemy import event, select
 from api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs, RenderedPages
 from service.states import JobState
 from service.store import InvalidCursor, edits, jobs
-from service.store.job_filters import EVERY_JOB, NEWEST_FIRST, JobFilter
+from service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter
 from service.store.tables import Job
 from workers.config import JobSpec
 

@@ -22,9 +22,9 @@ from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.supervisor import Supervisor
 from service.leases.decisions import RENEW_SECONDS
 from service.leases.held import Leases
-from service.monitoring.lag import Lag
 from service.states import TIME_LIMITS, JobState, is_final
 from service.store import IllegalTransition, Store, events, jobs, leases, pauses_and_retries
+from service.tasks import Lag
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
 from tests.service.support.virtual_time import in_virtual_time

@@ -27,19 +27,7 @@ from service.recovery.timeline import RecoveryTimeline
 from service.recovery.waits import WaitingRank, Waits
 from service.removal.deletion import Deletion, delete_checkpoint, delete_job
 from service.states import JobState
-from service.store import (
-    Store,
-    checkpoints,
-    events,
-    generations,
-    jobs,
-    keys,
-    metrics,
-    projects,
-    ranks,
-    recoveries,
-    state_changes,
-)
+from service.store import Store, checkpoints, events, generations, jobs, keys, metrics, projects, ranks, recoveries
 from service.store.recoveries import Beginning
 from service.store.tables import Checkpoint
 from workers.checkpoint.catalog import checkpoint_path
@@ -198,7 +186,7 @@ def _run(session: Any, job_id: str, home: Path) -> None:
 
 def _backdate(session: Any, job_id: str, now: float) -> None:
     """Let what was stored just now have happened over the last minutes."""
-    for change, ago in zip(state_changes.of_job(session, job_id), (140, 131, 127, 59, 55), strict=True):
+    for change, ago in zip(jobs.states_over_time(session, job_id), (140, 131, 127, 59, 55), strict=True):
         change.time = now - ago
     for event in events.page(session, job_id).items:  # those of states, in the order of their changes
         event.time = now - {"submitted": 140, "rank_died": 59.3, "resumed": 56}.get(event.type, 55)

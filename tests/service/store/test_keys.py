@@ -19,7 +19,7 @@ from service.store import (
     projects,
 )
 from service.store.audit import AuditRecord
-from service.store.job_filters import JobFilter
+from service.store.job_rows import JobFilter
 from service.store.paging import Cursors
 
 RECORD = AuditRecord("cancel_job", "job_000000000000", "127.0.0.1", 202)

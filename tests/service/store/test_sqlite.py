@@ -22,7 +22,7 @@ from service.store import (
 )
 from service.store.database import may_pass
 from service.store.errors import DatabaseLost
-from service.store.job_filters import JobFilter
+from service.store.job_rows import JobFilter
 
 
 def test_sqlite_runs_in_wal_mode_with_foreign_keys(store, tmp_path):
