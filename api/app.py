@@ -9,10 +9,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from api import problems
 from api.app_state import AppState, attach_state
-from api.caches.rendered_jobs import RenderedJobs
-from api.caches.rendered_pages import RenderedPages
-from api.caches.rendered_series import RenderedSeriesOfJobs
-from api.caches.rendered_sparklines import RenderedSparklines
+from api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
 from api.control import ControlPlane
 from api.metrics.control_plane import ControlPlaneCollector
 from api.metrics.requests import RequestTimer
@@ -48,8 +45,7 @@ from api.security.credentials import Identities
 from api.security.identification import Identification
 from api.security.rate_limits import CallerLimits
 from api.security.request_guard import RequestGuard, TellVersion
-from api.streams.changes import Changes, StoredVersions
-from api.streams.state_waits import StateWaits
+from api.streams.changes import Changes, StateWaits, StoredVersions
 from api.threads import ReadThreads
 from service.settings import RequestLimits
 from service.step_traces.reading import TraceReader

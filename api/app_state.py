@@ -10,16 +10,12 @@ from fastapi import FastAPI
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from api.caches.rendered_jobs import RenderedJobs
-    from api.caches.rendered_pages import RenderedPages
-    from api.caches.rendered_series import RenderedSeriesOfJobs
-    from api.caches.rendered_sparklines import RenderedSparklines
+    from api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
     from api.control import ControlPlane
     from api.security.access import JobProjects
     from api.security.credentials import Identities
     from api.security.rate_limits import CallerLimits
-    from api.streams.changes import Changes
-    from api.streams.state_waits import StateWaits
+    from api.streams.changes import Changes, StateWaits
     from api.threads import ReadThreads
     from service.step_traces.reading import TraceReader
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from service.control.options import ModelPackages
 from service.control.running_ranks import RankStack, SeenWaits
 from service.exports import Exports
 from service.logs.pages import JobLogs
-from service.model_packages import ModelPackages
-from service.monitoring.measurements import Measurements
+from service.monitoring.cluster_view import Measurements
 from service.removal.deletion import Deletion
 from service.store import Checkpoint, Store
 from workers.config import JobSpec

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from api.app_state import state_of
 from api.control import ControlPlane
 from api.problems import MalformedJson
-from api.streams.state_waits import LONGEST_SECONDS
+from api.streams.changes import LONGEST_SECONDS
 from service.store import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from api import schemas
 from api.control import ControlPlane
 from service.cluster.errors import ClusterUnavailable
-from service.job.refining import SeenJobs
+from service.job.planning import SeenJobs
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import NotPlanned, refuse_unplannable

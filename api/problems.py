@@ -30,8 +30,13 @@ from service.ids import KEY_ID_PATTERN, NODE_ID_PATTERN, TARGET_PATTERN
 from service.keys.identity import PROJECT_PATTERN
 from service.logs.pages import LogsUnavailable
 from service.planner.job_plan import NotPlanned
-from service.removal.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, CheckpointStillRemoving
-from service.removal.deletion import FilesNotRemoved, StillRemoving
+from service.removal.deletion import (
+    CheckpointNeeded,
+    CheckpointNotRemoved,
+    CheckpointStillRemoving,
+    FilesNotRemoved,
+    StillRemoving,
+)
 from service.step_traces.reading import NothingMeasured
 from service.store import (
     CheckpointNotFound,

@@ -17,20 +17,17 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from api.serving.local_service import LOCK, announce, running_service, sign, write_whole
-from api.serving.locked_file import LockedFile
+from api.serving.local_service import LOCK, LockedFile, announce, running_service, sign, write_whole
 from service.cluster.cluster import NodeOptions
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.ray_head import RayHead
 from service.control.control_plane import ControlPlane
-from service.control.options import ControlPlaneOptions
+from service.control.options import ControlPlaneOptions, ModelPackages, roots_of
 from service.control.takeover import MAX_NAMED
-from service.data_roots import LOOPBACK_HOSTS, roots_of
 from service.home.own_files import HomeUnusable, writing_in
 from service.ids import is_job_id
-from service.keys import automatic_key
-from service.model_packages import ModelPackages
-from service.settings import DEFAULT_HOST, Settings, Tls
+from service.keys import installation_keys
+from service.settings import DEFAULT_HOST, LOOPBACK_HOSTS, Settings, Tls
 from service.store import Store, StoreUnusable, keys
 from service.store.health import never_had_jobs
 from service.store.location import RECORD, file_of, noted_in, parse_url, url_in
@@ -128,7 +125,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     service_file = settings.service_file
     try:
         if host in LOOPBACK_HOSTS:
-            automatic_key.ensure(control.store, home)
+            installation_keys.ensure_automatic(control.store, home)
         app = build_app(control, settings, host)
         say = partial(announce, service_file, url, control.store.location, tls.certificate)
         say()
@@ -196,8 +193,7 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
     """Serve until SIGTERM or SIGINT."""
     import uvicorn  # after the jobs are under control, like the imports of `build_app`
 
-    from api.serving.connections import connections_at_once, limited_to
-    from api.serving.http_server import HttpServer
+    from api.serving.connections import HttpServer, connections_at_once, limited_to
 
     config = uvicorn.Config(
         app,

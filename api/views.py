@@ -12,7 +12,9 @@ from sqlalchemy import Row
 from sqlalchemy.orm import Session
 
 from api import schemas
+from api.schemas import access as access_schemas
 from service.cluster.sizes import layout_in_use
+from service.keys.identity import Identity
 from service.ledger import Interval, Ledger
 from service.logs.pages import LogLine
 from service.planner.drift import compared
@@ -21,7 +23,7 @@ from service.planner.machines import KeptCalibration
 from service.planner.refinement import moved
 from service.removal.deletion import Deletion
 from service.states import JobState
-from service.store import checkpoints, edits, exports, jobs, ledgers, metrics, recoveries, tables
+from service.store import checkpoints, edits, exports, installation_tables, jobs, ledgers, metrics, recoveries, tables
 from service.store.plans import KeptPlan
 from service.store.types import Reader
 from workers.comm.grid import RankGrid
@@ -374,4 +376,56 @@ def log_view(line: LogLine) -> schemas.LogLine:
         stream=line.stream,
         level=line.level,
         text=line.text,
+    )
+
+
+def project_view(project: installation_tables.Project) -> access_schemas.Project:
+    """A project."""
+    return access_schemas.Project(name=project.name, created_at=moment(project.created_at))
+
+
+def key_view(key: installation_tables.ApiKey) -> access_schemas.ApiKey:
+    """What is known of an API key."""
+    return access_schemas.ApiKey(
+        id=key.id,
+        name=key.name,
+        user=key.user,
+        project=key.project,
+        scope=key.scope,
+        installation=key.installation,
+        created_at=moment(key.created_at),
+        expires_at=moment_or_none(key.expires_at),
+        revoked_at=moment_or_none(key.revoked_at),
+        highest_priority=key.highest_priority,
+    )
+
+
+def me_view(who: Identity, browser: bool) -> access_schemas.Me:
+    """The caller. `browser`: identified by a browser session."""
+    return access_schemas.Me(
+        key=who.key_id,
+        key_name=who.key_name,
+        user=who.user,
+        project=who.project,
+        scope=who.scope,
+        installation=who.installation,
+        browser=browser,
+        highest_priority=who.highest_priority,
+    )
+
+
+def audit_view(entry: installation_tables.AuditEntry) -> access_schemas.AuditEntry:
+    """An entry of the audit."""
+    return access_schemas.AuditEntry(
+        id=str(entry.id),
+        time=moment(entry.time),
+        project=entry.project,
+        key=entry.key_id,
+        key_name=entry.key_name,
+        user=entry.user,
+        operation=entry.operation,
+        target=entry.target,
+        address=entry.address,
+        status=entry.status,
+        code=entry.code,
     )

@@ -27,7 +27,7 @@ from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.simulation.processes import ClusterProcess, ControlPlaneProcess, simulated_installation
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, jobs, leases
-from service.store.control_plane_tables import ControlPlaneRow
+from service.store.installation_tables import ControlPlaneRow
 from service.store.location import sqlite_url
 from tests.service.support.postgresql_server import NOT_FOUND, PostgresServer, programs
 from workers.errors import MantaError

@@ -30,8 +30,8 @@ from benchmarks.support.jobs import quickstart
 from benchmarks.support.own_processes import of_service
 from benchmarks.support.own_service import OwnService, own_service
 from benchmarks.support.report import ROOT, Report, deliver, parser
-from service.keys.automatic_key import read_key
 from service.keys.identity import Scope, digest_of, new_key
+from service.keys.installation_keys import read_key
 from service.store import Store, keys
 from service.store.location import sqlite_url
 from workers.errors import MantaError

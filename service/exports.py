@@ -20,7 +20,7 @@ from service.backoff import backoff
 from service.file_work import LOOK_SECONDS, FileWork, NotFinished
 from service.settings import without_secrets
 from service.store import Store, checkpoints, events, exports
-from service.store.retries import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, may_pass
+from service.store.database import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, may_pass
 from service.store.tables import Checkpoint, Export
 from workers.errors import MantaError
 from workers.system.daemon_threads import in_daemon_thread

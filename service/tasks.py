@@ -1,10 +1,11 @@
-"""Background tasks of an event loop."""
+"""Background tasks of an event loop, and how far a loop is behind."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -33,3 +34,39 @@ class BackgroundTasks:
     async def settled(self) -> None:
         """Return once all tasks started until now have ended, however."""
         await asyncio.gather(*self.running, return_exceptions=True)
+
+
+class Lag:
+    """The outstanding work of a loop that works in passes. The loop's thread writes, any thread may read."""
+
+    def __init__(self, every: float | None = None, clock: Callable[[], float] = time.monotonic):
+        """`every`: the most seconds from one pass to the next; None: the loop waits until it is asked."""
+        self._every, self._clock = every, clock
+        self._working_since: float | None = None
+        self._due: float | None = None
+        if every is not None:
+            self._due = clock() + every
+
+    def asked(self) -> None:
+        """There is something to do now."""
+        now = self._clock()
+        self._due = now if self._due is None else min(self._due, now)
+
+    def begin(self) -> None:
+        """A pass begins. Anything requested from now on belongs to the next one."""
+        if self._working_since is None:
+            self._working_since = self._clock() if self._due is None else min(self._due, self._clock())
+        self._due = None
+
+    def done(self) -> None:
+        """The pass has done its work. A pass that fails does not call this, and stays behind."""
+        self._working_since = None
+        if self._every is not None:
+            next_pass = self._clock() + self._every
+            self._due = next_pass if self._due is None else min(self._due, next_pass)
+
+    @property
+    def seconds(self) -> float:
+        """How long the oldest outstanding work has been due; 0 if there is none."""
+        since = [each for each in (self._working_since, self._due) if each is not None]
+        return max(0.0, self._clock() - min(since)) if since else 0.0

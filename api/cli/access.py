@@ -15,7 +15,7 @@ from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, bad_options, connect, fail, show, show_page
 from api.client import calls
 from api.requests import NewKey
-from service.keys import automatic_key, given_key
+from service.keys import installation_keys
 from service.keys.identity import Scope, new_key
 from service.settings import Settings
 from service.store import ApiKey, Store
@@ -95,8 +95,8 @@ def _create_in_database(settings: Settings, name: str, days: float | None) -> tu
     with _database(settings) as store:
         secret = new_key()
         until = None if days is None else time.time() + days * DAY_SECONDS
-        by = automatic_key.user_name()
-        return store.write(lambda s: automatic_key.add_for_installation(s, secret, name, by, until)), secret
+        by = installation_keys.user_name()
+        return store.write(lambda s: installation_keys.add_for_installation(s, secret, name, by, until)), secret
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def add_given_key(
     if secret is None:
         raise fail("set MANTA_API_KEY to the key to add", EXIT_BAD_INPUT)
     with _database(settings) as store:
-        added = store.write(lambda session: given_key.add(session, secret, name, scope))
+        added = store.write(lambda session: installation_keys.add_given(session, secret, name, scope))
     document = {"id": added.id, "name": added.name, "scope": added.scope, "installation": True}
     typer.echo(
         json.dumps(document, indent=2) if as_json else f"{added.id} ({added.name}) is valid, scope {added.scope}"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from api import schemas
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
-from api.cli.tables import table
+from api.cli.render import table
 from service.planner.machines import (
     Calibrated,
     forget_jobs_before_now,

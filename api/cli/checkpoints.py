@@ -1,4 +1,5 @@
-"""`manta checkpoints`, `export`: lists, verifies, copies and exports a job's checkpoints.
+"""`manta checkpoints`, `export`: lists, verifies, copies and exports a job's checkpoints, or their weights with
+`--format hf | safetensors`, without torch.
 
 The location of a checkpoint is requested from the service, or given as a folder or a URL of an object store. Its files
 are read by this process, with the caller's credentials.
@@ -7,20 +8,22 @@ are read by this process, with the caller's credentials.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from api.cli import pages, render
-from api.cli.exported_weights import FORMATS, SHARD_SIZE, Dtype, Format, export_weights
+from api.cli import render
 from api.cli.main import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_UNREACHABLE,
+    PAGE,
     JobId,
     Json,
     MantaGroup,
@@ -29,6 +32,7 @@ from api.cli.main import (
     connect,
     fail,
     show,
+    to_the_last,
 )
 from api.cli.render import counted, size
 from api.client import ApiError, MantaClient, ServiceUnreachable, calls
@@ -47,7 +51,34 @@ from workers.checkpoint.catalog import (
 from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.transfer import copy
 from workers.errors import MantaError
+from workers.interruption import cleaning_up_when_terminated
 from workers.storage.places import Place, place_of
+
+if TYPE_CHECKING:
+    from workers.weights.export import Exported
+
+FORMATS = (
+    "dcp: the whole checkpoint, for torch.distributed.checkpoint; hf: weights, config and tokenizer for "
+    "transformers; safetensors: weights with Manta's names."
+)
+SHARD_SIZE = "5GB"
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class Format(StrEnum):
+    """Formats that a checkpoint can be exported to."""
+
+    dcp = "dcp"
+    hf = "hf"
+    safetensors = "safetensors"
+
+
+class Dtype(StrEnum):
+    """Number format of exported weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class NoCheckpoint(MantaError):
@@ -207,7 +238,7 @@ def _complete(client: MantaClient, job: str) -> list[Checkpoint]:
 
 def _all(client: MantaClient, job: str) -> list[Checkpoint]:
     job_id = client.id_of(job)
-    return [*pages.to_the_last(lambda cursor: client.checkpoints(job_id, limit=pages.PAGE, cursor=cursor))]
+    return [*to_the_last(lambda cursor: client.checkpoints(job_id, limit=PAGE, cursor=cursor))]
 
 
 def _in_place(place: Place, step: int | None) -> Place:
@@ -263,3 +294,46 @@ def _say(place: Place, manifest: Manifest, as_json: bool, what: str) -> None:
     else:
         files = counted(len(manifest.files), "file")
         typer.echo(f"{place} {what}: step {manifest.step}, {files}, {size(manifest.bytes)}")
+
+
+def export_weights(
+    checkpoint: Place, to: str, to_format: Format, dtype: Dtype | None, shard_size: str | None, as_json: bool
+) -> None:
+    """Write the weights of `checkpoint` to the folder `to`. Ends the command if that fails."""
+    if "://" in to:
+        raise fail(f"{to_format} is written to a local folder; copy it to {to} from there", EXIT_BAD_INPUT)
+    target = Path(to).absolute()
+    done = _export(str(checkpoint), target, to_format, dtype, _bytes(shard_size or SHARD_SIZE), as_json)
+    if as_json:
+        typer.echo(json.dumps(done.to_json(target)))
+    else:
+        what = f"{counted(done.files, 'file')}, {size(done.bytes)}, {done.dtype}"
+        typer.echo(f"{target} has the weights of {checkpoint}: step {done.manifest.step}, {what}")
+
+
+def _export(
+    checkpoint: str, target: Path, to_format: Format, dtype: Dtype | None, shard_bytes: int, quiet: bool
+) -> Exported:
+    """Shows the progress meanwhile."""
+    from workers.weights.export import export  # other commands need no arrays
+
+    bars = Progress(transient=True, disable=quiet or not Console().is_terminal)
+    with cleaning_up_when_terminated(), bars as bar:
+        task = bar.add_task("writing", total=None)
+        tell: Callable[[int, int], None] = lambda done, of: bar.update(task, completed=done, total=of)  # noqa: E731
+        try:
+            kind: Any = dtype and dtype.value
+            return export(
+                checkpoint, target, "hf" if to_format is Format.hf else "safetensors", kind, shard_bytes, tell
+            )
+        except MantaError as error:
+            raise fail(str(error), EXIT_BAD_INPUT) from error
+        except OSError as error:
+            raise fail(f"{target} cannot be written: {error.strerror or error}", EXIT_BAD_INPUT) from error
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise fail(f"--shard-size {text!r} is not a size: use 500MB or {SHARD_SIZE}", EXIT_BAD_INPUT)
+    return max(1, int(float(match[1]) * _UNITS[match[2]]))

@@ -12,7 +12,7 @@ import typer
 from api.cli import render
 from api.cli.jobs import Filters
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, console, fail
-from api.cli.tables import table
+from api.cli.render import table
 from api.schemas import Items, Job
 from workers.metrics.nonfinite import spell
 

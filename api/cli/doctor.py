@@ -15,8 +15,8 @@ from api.cli.render import counted
 from api.cli.service import Database, settings_with
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.serving.local_service import running_service
+from service.doctor import Finding
 from service.doctor.checkup import findings, looks
-from service.doctor.findings import Finding
 from service.settings import Settings
 from workers.config import JobSpec
 from workers.data.vocabulary import with_vocabulary

@@ -1,4 +1,5 @@
-"""`manta ps` and `manta edit`: listing and editing jobs."""
+"""`manta ps`, `edit`, `ranks`, `waits`, `stack`: listing and editing jobs; placement and state of a job's ranks, and
+which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import typer
 
 from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show, show_page
+from api.client import calls
 from api.schemas import Direction, JobSort
 from service.states import STATE_NAMES
 
@@ -19,12 +21,16 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--label", metavar="KEY=VALUE", help="KEY=VALUE sets a label, KEY- removes it; may be repeated."),
 ]
+Rank = Annotated[int, typer.Argument(metavar="RANK", min=0, help="Global rank.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command("ps")(list_jobs)
     app.command()(edit)
+    app.command()(ranks)
+    app.command()(waits)
+    app.command()(stack)
 
 
 def list_jobs(
@@ -86,3 +92,24 @@ def _change(text: str) -> tuple[str, str | None]:
             f"give a value for label {text!r}: --label {text}=VALUE, or --label {text}- to remove it", EXIT_BAD_INPUT
         )
     return text[:-1], None
+
+
+def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show the placement and state of a job's ranks."""
+    with connect(url) as client:
+        page = client.ranks(job)
+    show(page, as_json, lambda console: render.rank_table(console, page.items))
+
+
+def waits(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show which ranks of a running job wait for which."""
+    with connect(url) as client:
+        answer = client.send(calls.waits(job))
+    show(answer, as_json, lambda console: render.waits_page(console, answer))
+
+
+def stack(job: JobId, rank: Rank, url: Url = None, as_json: Json = False) -> None:
+    """Show the current stacks of all threads of a rank's trainer."""
+    with connect(url) as client:
+        answer = client.send(calls.rank_stack(job, rank))
+    show(answer, as_json, lambda console: console.print(answer.text, markup=False, highlight=False, soft_wrap=True))

@@ -7,8 +7,20 @@ from typing import Annotated
 
 import typer
 
-from api.cli import pages, render
-from api.cli.main import EXIT_BAD_INPUT, Follow, JobId, Json, RankNumber, Url, connect, fail, show_lines
+from api.cli import render
+from api.cli.main import (
+    EXIT_BAD_INPUT,
+    PAGE,
+    Follow,
+    JobId,
+    Json,
+    RankNumber,
+    Url,
+    connect,
+    fail,
+    show_lines,
+    to_the_last,
+)
 from api.client import MantaClient
 from api.client.calls import WantedEvents, WantedLines
 from api.schemas import Event, JobEvent
@@ -45,7 +57,7 @@ def logs(
             lines = iter(client.logs(job, rank, **wanted).items)
         else:
             job_id = client.id_of(job)
-            lines = pages.to_the_last(lambda cursor: client.logs(job_id, rank, cursor, **wanted))
+            lines = to_the_last(lambda cursor: client.logs(job_id, rank, cursor, **wanted))
         narrowed = rank is not None or any(value is not None for value in (stream, search, regex, level))
         show_lines(lines, as_json, render.log_line, _none_of("line", narrowed))
 
@@ -80,8 +92,8 @@ def _none_of(what: str, narrowed: bool) -> str:
 
 def _events_of(client: MantaClient, job: str, wanted: WantedEvents) -> Iterator[Event]:
     job_id = client.id_of(job)
-    return pages.to_the_last(lambda cursor: client.events(job_id, cursor, **wanted))
+    return to_the_last(lambda cursor: client.events(job_id, cursor, **wanted))
 
 
 def _events_of_all(client: MantaClient, type: str | None) -> Iterator[JobEvent]:
-    return pages.to_the_last(lambda cursor: client.all_events(None, type, cursor, limit=pages.PAGE))
+    return to_the_last(lambda cursor: client.all_events(None, type, cursor, limit=PAGE))

@@ -4,9 +4,10 @@ programs."""
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
@@ -14,19 +15,52 @@ import typer
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from typer.core import TyperGroup
+from typer.models import CommandInfo, TyperInfo
 
-from api.cli import pages, render
-from api.cli.panels import name_of, put_in_order
+from api.cli import render
 from api.client import ApiError, MantaClient, ServiceUnreachable, calls
 from api.requests import FaultRequest
+from api.rest_version import SPOKEN as SPOKEN_REST
 from api.schemas import Items, JobPlan, MetricSeries, Recovery
 from api.schemas import Job as JobView
 from workers.errors import MantaError
 from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
+from workers.protocol.messages import SPOKEN as SPOKEN_PROTOCOLS
 from workers.spec.problems import Problem, SpecError, rule_in_words
 
 T = TypeVar("T")
+
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+_FILES: dict[str, tuple[str, ...]] = {
+    "access": ("audit", "link", "keys", "projects"),
+    "calibrate": ("calibrate",),
+    "compare": ("compare",),
+    "checkpoints": ("export", "checkpoints"),
+    "db": ("db",),
+    "doctor": ("doctor",),
+    "inference": ("evaluate", "generate"),
+    "jobs": ("ps", "edit", "ranks", "waits", "stack"),
+    "lines": ("logs", "events"),
+    "nodes": ("drain", "nodes"),
+    "plan": ("plan",),
+    "service": ("up", "down", "serve"),
+    "submit": ("submit",),
+    "tokenize": ("tokenize",),
+    "trace": ("trace", "traces", "budget"),
+    "track": ("track",),
+}
+"""The module of each command that is not in this one."""
+PAGE = 1000
+"""Items asked for at a time: the most that the service gives."""
+PANELS = {
+    "Jobs": "submit ps status logs events metrics compare pause resume resize edit cancel retry delete",
+    "What a job does, and where its time goes": "ranks waits stack trace traces budget ledger recoveries track",
+    "Checkpoints and trained models": "export evaluate generate checkpoints",
+    "Before a job": "plan calibrate tokenize doctor",
+    "The service and its nodes": "up down serve nodes drain link",
+    "Administration": "audit inject keys projects db",
+}
+"""Commands by the name of their panel; those with subcommands last."""
 
 
 def fail(message: str, code: int) -> typer.Exit:
@@ -261,7 +295,7 @@ def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """List a job's recoveries: the failure, the replaced ranks, and the duration of each phase."""
     with connect(url) as client:
         job_id = client.id_of(job)
-        items = [*pages.to_the_last(lambda cursor: client.recoveries(job_id, pages.PAGE, cursor))]
+        items = [*to_the_last(lambda cursor: client.recoveries(job_id, PAGE, cursor))]
     page = Items[Recovery](items=items)
     show(page, as_json, lambda console: render.recovery_table(console, page.items))
 
@@ -303,37 +337,68 @@ def bad_options(error: ValidationError, **called: str) -> typer.Exit:
     return fail("; ".join(problems), EXIT_BAD_INPUT)
 
 
-_FILES: dict[str, tuple[str, ...]] = {
-    "access": ("audit", "link", "keys", "projects"),
-    "calibrate": ("calibrate",),
-    "compare": ("compare",),
-    "checkpoints": ("export", "checkpoints"),
-    "db": ("db",),
-    "doctor": ("doctor",),
-    "inference": ("evaluate", "generate"),
-    "jobs": ("ps", "edit"),
-    "lines": ("logs", "events"),
-    "nodes": ("drain", "nodes"),
-    "plan": ("plan",),
-    "ranks": ("ranks", "waits", "stack"),
-    "service": ("up", "down", "serve"),
-    "submit": ("submit",),
-    "tokenize": ("tokenize",),
-    "trace": ("trace", "traces", "budget"),
-    "track": ("track",),
-}
-"""The module of each command that is not in this one."""
-
-
 def command_line(wanted: str | None = None) -> typer.Typer:
     """`manta` with all of its commands. If `wanted` is one of them, only its module is imported: imports such as the
     database's library take longer than most commands."""
-    from api.cli import version
-
-    app.callback()(version.options)
-    here = {name_of(command) for command in app.registered_commands}
+    app.callback()(_options)
+    here = {_name_of(command) for command in app.registered_commands}
     files = [file for file, commands in _FILES.items() if wanted in commands] or ([] if wanted in here else [*_FILES])
     for file in files:
         importlib.import_module(f"api.cli.{file}").register(app)
-    put_in_order(app)
+    _put_in_order(app)
     return app
+
+
+def to_the_last(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
+    """All items of the list of which `page_at(cursor)` is the page at that cursor; None: the first."""
+    cursor: str | None = None
+    while True:
+        page = page_at(cursor)
+        yield from page.items
+        cursor = page.next_cursor
+        if cursor is None:
+            return
+
+
+def _put_in_order(app: typer.Typer) -> None:
+    """Set the panel of each command of `app`, and its position in it."""
+    placed = {name: (panel, at) for panel, names in PANELS.items() for at, name in enumerate(names.split())}
+    order = [*PANELS]
+
+    def place(name: str) -> tuple[int, int]:
+        panel, at = placed[name]
+        return order.index(panel), at
+
+    registered: list[CommandInfo | TyperInfo] = [*app.registered_commands, *app.registered_groups]
+    for each in registered:
+        each.rich_help_panel = placed[_name_of(each)][0]
+    app.registered_commands.sort(key=lambda each: place(_name_of(each)))
+    app.registered_groups.sort(key=lambda each: place(_name_of(each)))
+
+
+def _name_of(registered: CommandInfo | TyperInfo) -> str:
+    """Name of a command."""
+    return str(registered.name or getattr(registered.callback, "__name__", ""))
+
+
+def version_line() -> str:
+    """What tells one release from another, as `docs/operations.md` uses it for upgrades."""
+    from service.store.database import newest_revision  # with SQLAlchemy, which most commands do without
+
+    release = importlib.metadata.version("manta-train")
+    rest, protocols = (", ".join(map(str, sorted(spoken))) for spoken in (SPOKEN_REST, SPOKEN_PROTOCOLS))
+    return f"manta {release} (REST {rest}; protocol {protocols}; database revision {newest_revision()})"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version_line())
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the release and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """What `manta` takes before a command."""

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from api import schemas
 from api.cli import render
-from api.cli.job_files import Changes, read_file
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
-from api.cli.tables import table
+from api.cli.render import table
+from api.cli.submit import Changes, read_file
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster
 from service.planner.machines import measured_machines, this_node

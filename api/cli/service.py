@@ -19,13 +19,11 @@ from api.cli.main import EXIT_BAD_INPUT, Json
 from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.serving.local_service import leaves_without_an_answer, running_service, service_process
-from service.cluster.own_raylet import end_raylet
+from service.cluster.existing_ray import end_raylet
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
-from service.data_roots import LOOPBACK_HOSTS
-from service.home.own_files import writing_in
-from service.keys.key_file import read_key
-from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings, Tls
+from service.home.own_files import read_key, writing_in
+from service.settings import DEFAULT_HOST, DEFAULT_PORT, LOOPBACK_HOSTS, Settings, Tls
 from service.states import JobState
 from workers.errors import MantaError
 from workers.paths import Paths

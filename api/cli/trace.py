@@ -12,7 +12,7 @@ from rich.console import Console
 
 from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, Json, Url, connect, fail, show
-from api.cli.tables import table
+from api.cli.render import table
 from api.client import MantaClient, calls
 from api.requests import TraceRequest
 from api.schemas import traces as trace_schemas

@@ -9,8 +9,8 @@ import typer
 
 from api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show
 from api.schemas import Job
-from api.tracking.follow import track as carry_over
-from api.tracking.targets import MlflowRun, Target, TensorBoardFiles, WandbRun
+from api.tracking import MlflowRun, Target, TensorBoardFiles, WandbRun
+from api.tracking import track as carry_over
 
 
 def register(app: typer.Typer) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from api.client import job_names
-from api.client.patience import FollowedStream
+from api.client.patience import EventParser, FollowedStream, ServerEvent
 from api.client.rest_call import (
     STREAM_TIMEOUT,
     ApiError,
@@ -21,7 +21,6 @@ from api.client.rest_call import (
     proxies_in_words,
     raise_for_problem,
 )
-from api.client.sse_client import EventParser, ServerEvent
 from api.serving.local_service import find_url
 from service.ids import is_job_id
 from service.settings import Settings

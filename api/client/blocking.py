@@ -19,7 +19,7 @@ import httpx
 
 from api.client import calls, job_names
 from api.client.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
-from api.client.patience import FollowedStream, Patience
+from api.client.patience import EventParser, FollowedStream, Patience, ServerEvent
 from api.client.rest_call import (
     STREAM_TIMEOUT,
     ApiError,
@@ -29,7 +29,6 @@ from api.client.rest_call import (
     proxies_in_words,
     raise_for_problem,
 )
-from api.client.sse_client import EventParser, ServerEvent
 from api.requests import FaultRequest, NewKey, TraceRequest
 from api.schemas import (
     Checkpoint,

@@ -1,16 +1,17 @@
-"""How a client that follows a job waits for a service that does not answer for a while because it is being restarted or
-upgraded, or its database is away: meanwhile the job continues to train."""
+"""How a client that follows a job reads streams (`text/event-stream`, WHATWG HTML, section 9.2), and waits for a
+service that does not answer for a while because it is being restarted or upgraded, or its database is away: meanwhile
+the job continues to train."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
 from api.client.calls import resumed
 from api.client.rest_call import ApiError, Call, ServiceUnreachable
-from api.client.sse_client import ServerEvent
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 300.0
@@ -23,6 +24,39 @@ _PASSING = frozenset(
         HTTPStatus.GATEWAY_TIMEOUT,
     }
 )
+
+
+@dataclass(frozen=True)
+class ServerEvent:
+    """One event of a stream."""
+
+    data: str
+    """Content of the event."""
+    event: str = "message"
+    """Type of the event."""
+    id: str = ""
+    """Position after it, for `Last-Event-ID`."""
+
+
+class EventParser:
+    """Turns the lines of a stream into events. Feed it one line after the other, without their ends."""
+
+    def __init__(self) -> None:
+        """Starts before the first event."""
+        self._fields: dict[str, list[str]] = {}
+
+    def feed(self, line: str) -> ServerEvent | None:
+        """The event that `line` completes, if it completes one."""
+        if line == "":
+            fields, self._fields = self._fields, {}
+            if "data" not in fields:
+                return None
+            kind = fields.get("event", ["message"])[-1]
+            return ServerEvent("\n".join(fields["data"]), kind, fields.get("id", [""])[-1])
+        name, _, value = line.partition(":")
+        if name:  # a line that begins with a colon is a comment
+            self._fields.setdefault(name, []).append(value.removeprefix(" "))
+        return None
 
 
 class Patience:

@@ -13,11 +13,9 @@ from rich.console import Console
 from api.cli.progress import duration, follow
 from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.demo.failure import RankKiller, outcome_of
-from api.demo.placement import on_slots_where_gpus_are_few
-from api.demo.replay import replay
+from api.demo.failure import RankKiller, outcome_of, replay
 from api.demo.summary import show
-from api.schemas import Job
+from api.schemas import Cluster, Job
 from service.settings import Settings
 from service.states import JobState, is_final
 from workers.config import JobSpec
@@ -97,3 +95,21 @@ def _cancel_leftovers(client: MantaClient) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def on_slots_where_gpus_are_few(
+    document: dict[str, Any], spec: JobSpec, cluster: Cluster
+) -> tuple[dict[str, Any], str | None]:
+    """The document to submit, and a sentence for the user if it differs from the given one.
+
+    By default a job uses GPUs if the cluster has any; with more ranks than GPUs it would wait forever."""
+    gpus = sum(int(node.total) for node in cluster.nodes if node.accelerator == "gpu")
+    ranks = spec.layout.world_size
+    if gpus == 0 or gpus >= ranks:
+        return document, None
+    resources = {**document.get("resources", {}), "accelerator": "cpu"}
+    has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    note = (
+        f"This machine has {has} and the job has {ranks} ranks, so it runs on CPU slots (resources.accelerator: cpu)."
+    )
+    return {**document, "resources": resources}, note

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from api.cli.progress import figure, percent
 from api.client import MantaClient
-from api.demo.failure import Outcome, described
-from api.demo.replay import Comparison
+from api.demo.failure import Comparison, Outcome, described
 from api.schemas import Job
 from service.states import JobState
 

@@ -1,22 +1,21 @@
-"""Numbers of this control plane itself, and of the nodes as it sees them."""
+"""Numbers of this control plane itself, of the nodes as it sees them, and of their GPUs, where they have any and
+NVML."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from api.control import ControlPlane
-from api.metrics.families import Family, counter, gauge
-from api.metrics.gpus import FAMILIES as GPU_FAMILIES
-from api.metrics.gpus import gpu_metrics
+from api.metrics.families import Family, Samples, counter, gauge
 from service.cluster.errors import ClusterUnavailable
-from service.monitoring.measurements import NODE_STATES, Measurements
+from service.monitoring.cluster_view import NODE_STATES, Measurements, NodeMeasurements
 from service.store import Store
-from workers.protocol.messages import PROTOCOL
+from workers.protocol.messages import PROTOCOL, GpuReading
 
 _BUILD = gauge("manta_build_info", "1, with the release that runs", "version", "protocol", "python")
 _ANSWERS = gauge("manta_control_thread_up", "1 where the control plane's own thread answers, else 0")
@@ -33,12 +32,8 @@ _WAITING = gauge("manta_database_writes_waiting", "Writes that wait or are being
 _OLDEST = gauge("manta_database_oldest_write_seconds", "How long the oldest of these has waited; 0 where there is none")
 _WRITES = counter("manta_database_writes_total", "Writes that have ended, well or not")
 _SECONDS = counter("manta_database_write_seconds_total", "Time of these writes, waiting included")
-
-FAMILIES: tuple[Family, ...] = (
-    *(_BUILD, _ANSWERS, _DELAY, _OWNED, _LAG, _RAY, _NODES, _UNITS, _FREE),
-    *(_IN_USE, _MOST, _WAITING, _OLDEST, _WRITES, _SECONDS),
-    *GPU_FAMILIES,
-)
+_GPU = ("node", "host", "gpu")
+Read = Callable[[GpuReading], Samples]
 
 
 class ControlPlaneCollector(Collector):
@@ -96,3 +91,57 @@ def _of_nodes(measurements: Measurements) -> Sequence[Metric]:
         _UNITS.of(((unit,), total) for unit, (total, _) in measurements.units.items()),
         _FREE.of(((unit,), free) for unit, (_, free) in measurements.units.items()),
     ]
+
+
+def _where_known(value: Callable[[GpuReading], float | None]) -> Read:
+    def samples(gpu: GpuReading) -> Samples:
+        known = value(gpu)
+        return [] if known is None else [((), known)]
+
+    return samples
+
+
+def _memory_errors(gpu: GpuReading) -> Samples:
+    errors = {"corrected": gpu.ecc_corrected, "uncorrected": gpu.ecc_uncorrected}
+    return [((kind,), count) for kind, count in errors.items() if count is not None]
+
+
+_OF_GPU: tuple[tuple[Family, Read], ...] = (
+    (gauge("manta_gpu_up", "1 where the driver reaches the GPU, else 0", *_GPU), lambda gpu: [((), gpu.answers)]),
+    (
+        gauge("manta_gpu_utilization_ratio", "Part of the time in which a kernel ran, 0 to 1", *_GPU),
+        _where_known(lambda gpu: gpu.busy_ratio),
+    ),
+    (gauge("manta_gpu_memory_used_bytes", "Memory in use", *_GPU), _where_known(lambda gpu: gpu.memory_used_bytes)),
+    (gauge("manta_gpu_memory_bytes", "Memory of the GPU", *_GPU), _where_known(lambda gpu: gpu.memory_total_bytes)),
+    (
+        gauge("manta_gpu_temperature_celsius", "Temperature of the GPU", *_GPU),
+        _where_known(lambda gpu: gpu.temperature_celsius),
+    ),
+    (gauge("manta_gpu_power_watts", "Power that the GPU draws", *_GPU), _where_known(lambda gpu: gpu.power_watts)),
+    (
+        counter("manta_gpu_ecc_errors_total", "Memory errors since the driver was loaded", *_GPU, "kind"),
+        _memory_errors,
+    ),
+    (
+        counter("manta_gpu_xid_errors_total", "Errors that the driver has reported, by code", *_GPU, "xid"),
+        lambda gpu: [((xid,), count) for xid, count in gpu.xids.items()],
+    ),
+)
+FAMILIES: tuple[Family, ...] = (
+    *(_BUILD, _ANSWERS, _DELAY, _OWNED, _LAG, _RAY, _NODES, _UNITS, _FREE),
+    *(_IN_USE, _MOST, _WAITING, _OLDEST, _WRITES, _SECONDS),
+    *(family for family, _ in _OF_GPU),
+)
+
+
+def gpu_metrics(nodes: Sequence[NodeMeasurements]) -> Iterable[Metric]:
+    """All families, empty ones included."""
+    return [family.of(_by_gpu(nodes, read)) for family, read in _OF_GPU]
+
+
+def _by_gpu(nodes: Sequence[NodeMeasurements], read: Read) -> Iterator[tuple[Sequence[str], float]]:
+    for node in nodes:
+        for gpu in node.gpus:
+            for labels, value in read(gpu):
+                yield (node.id, node.host, str(gpu.index), *labels), value

@@ -6,11 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from api import schemas
+from api import schemas, views
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
 from api.schemas import access as access_schemas
-from api.security import access_views
 from api.security.access import Caller
 from service.ids import KEY_ID_PATTERN, TARGET_PATTERN
 from service.store import audit
@@ -37,4 +36,4 @@ def list_audit(
     if the caller's key is valid for all projects."""
     with control.store.read() as session:
         page = audit.page(session, caller.bound, key, target, limit, cursor)
-    return schemas.Items(items=[access_views.audit_view(each) for each in page.items], next_cursor=page.next_cursor)
+    return schemas.Items(items=[views.audit_view(each) for each in page.items], next_cursor=page.next_cursor)

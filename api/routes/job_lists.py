@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 
 from api import schemas
 from api.app_state import state_of
-from api.caches.rendered_sparklines import MAX_JOBS
+from api.caches import MAX_JOBS
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
 from api.security.access import Caller
@@ -17,7 +17,7 @@ from api.threads import read_threads_of
 from service.ids import is_job_id
 from service.states import STATE_NAMES
 from service.store import job_rows
-from service.store.job_filters import JobFilter, JobOrder
+from service.store.job_rows import JobFilter, JobOrder
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

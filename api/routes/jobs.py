@@ -30,10 +30,9 @@ from api.security.access import Caller, JobId, refuse_priority, request_of_calle
 from api.security.auditing import append_with_change
 from api.threads import FileReads, ReadThreads, read_threads_of
 from service.cluster.errors import ClusterUnavailable
-from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
-from service.planner.request import for_job
+from service.planner.request import asks_for_layout, bounds_in, for_job, with_layout, without_layout
 from service.states import STATE_NAMES
-from service.store import edits, failed_jobs, jobs, pauses
+from service.store import edits, jobs, pauses_and_retries
 from service.store.tables import Job
 from workers.config import JobSpec
 from workers.data.roots import named_paths
@@ -183,7 +182,7 @@ def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
 def pause_job(control: Control, job_id: JobId) -> schemas.Job:
     """Save a job's state after the current step, in memory and as a durable checkpoint, and release its resources; a
     queued job leaves the queue."""
-    job = _changed(control, lambda session: pauses.request_pause(session, job_id))
+    job = _changed(control, lambda session: pauses_and_retries.request_pause(session, job_id))
     control.pause(job_id)
     return job
 
@@ -191,7 +190,7 @@ def pause_job(control: Control, job_id: JobId) -> schemas.Job:
 @router.post("/{job_id}/resume", status_code=202, responses=_ACTION)
 def resume_job(control: Control, job_id: JobId) -> schemas.Job:
     """Continue a PAUSED job where it was paused, as soon as there are resources for it."""
-    job = _changed(control, lambda session: pauses.request_resume(session, job_id))
+    job = _changed(control, lambda session: pauses_and_retries.request_resume(session, job_id))
     control.submitted(job_id)
     return job
 
@@ -202,7 +201,7 @@ def resume_job(control: Control, job_id: JobId) -> schemas.Job:
 def retry_job(control: Control, job_id: JobId) -> schemas.Job:
     """Continue a failed job from where it failed: from its snapshots in memory, if they are still kept, or from its
     newest checkpoint."""
-    job = _changed(control, lambda session: failed_jobs.request_retry(session, job_id))
+    job = _changed(control, lambda session: pauses_and_retries.request_retry(session, job_id))
     control.submitted(job_id)
     return job
 

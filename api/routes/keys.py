@@ -7,13 +7,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from api import requests, schemas
+from api import requests, schemas, views
 from api.app_state import state_of
 from api.openapi import json_request
 from api.parameters import Control, Cursor, Limit, body_as
 from api.problem_codes import changes, reads
 from api.schemas import access as access_schemas
-from api.security import access_views
 from api.security.access import Caller, Forbidden, refuse_priority, request_of_caller
 from api.security.permissions import Need
 from service.keys.identity import Identity, digest_of, new_key
@@ -62,7 +61,7 @@ def create_key(
     )
     request_of_caller(request).target = made.id
     response.headers["Cache-Control"] = "no-store"
-    return access_schemas.NewApiKey(**access_views.key_view(made).model_dump(), key=secret)
+    return access_schemas.NewApiKey(**views.key_view(made).model_dump(), key=secret)
 
 
 def _refuse_more_than_own(caller: Identity, wanted: requests.NewKey, project: str) -> None:
@@ -82,13 +81,13 @@ def list_keys(
     and expired ones. The keys themselves are not stored."""
     with control.store.read() as session:
         page = keys.page(session, caller.bound, limit, cursor)
-    return schemas.Items(items=[access_views.key_view(each) for each in page.items], next_cursor=page.next_cursor)
+    return schemas.Items(items=[views.key_view(each) for each in page.items], next_cursor=page.next_cursor)
 
 
 @router.delete("/{key_id}", responses=changes("key_not_found"))
 def revoke_key(request: Request, control: Control, caller: Caller, key_id: KeyId) -> access_schemas.ApiKey:
     """Revoke a key, immediately in this process and within a second in others. Browsers signed in with it are signed
     out, and its streams end. It remains in the list."""
-    revoked = control.store.write(lambda session: access_views.key_view(keys.revoke(session, caller.bound, key_id)))
+    revoked = control.store.write(lambda session: views.key_view(keys.revoke(session, caller.bound, key_id)))
     state_of(request.app).identities.forget()
     return revoked

@@ -20,9 +20,9 @@ from api.security.access import Caller, request_of_caller
 from api.security.credentials import cookie_name
 from api.security.permissions import DASHBOARD_PATH, LINK_PATH
 from service.keys.identity import digest_of, new_browser_token
-from service.store import LinkInvalid, audit, browser_tokens, keys
-from service.store.access_tables import BrowserToken
+from service.store import LinkInvalid, audit, keys
 from service.store.audit import AuditRecord
+from service.store.installation_tables import BrowserToken
 
 router = APIRouter(tags=["access"])
 
@@ -38,7 +38,7 @@ _ONWARD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</
 def create_link(response: Response, control: Control, caller: Caller) -> access_schemas.OneTimeLink:
     """Create a link that signs a browser in with the permissions of this key. It works once, within ten minutes."""
     token = new_browser_token()
-    link = control.store.write(lambda session: browser_tokens.add_link(session, caller.key_id, digest_of(token)))
+    link = control.store.write(lambda session: keys.add_link(session, caller.key_id, digest_of(token)))
     response.headers["Cache-Control"] = "no-store"
     return access_schemas.OneTimeLink(path=f"{LINK_PATH}{token}", expires_at=views.moment(link.expires_at))
 
@@ -58,7 +58,7 @@ def open_link(request: Request, control: Control, token: Annotated[str, Path(des
     secret, address = new_browser_token(), request_of_caller(request).address
 
     def operation(session: Session) -> BrowserToken:
-        key, begun = browser_tokens.open_link(session, digest_of(token), digest_of(secret))
+        key, begun = keys.open_link(session, digest_of(token), digest_of(secret))
         audit.append(session, keys.identity_of(key), AuditRecord("open_link", None, address, 200))
         return begun
 

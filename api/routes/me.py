@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from api import views
 from api.app_state import state_of
 from api.parameters import Control
 from api.problem_codes import changes, reads
 from api.schemas import access as access_schemas
-from api.security import access_views
 from api.security.access import Caller, request_of_caller
 from api.security.credentials import cookie_name
-from service.store import browser_tokens
+from service.store import keys
 
 router = APIRouter(tags=["access"])
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["access"])
 @router.get("/v1/me", responses=reads())
 def get_me(request: Request, caller: Caller) -> access_schemas.Me:
     """The key of the request, and its permissions."""
-    return access_views.me_view(caller, _session_of(request) is not None)
+    return views.me_view(caller, _session_of(request) is not None)
 
 
 @router.delete("/v1/session", responses=changes())
@@ -27,10 +27,10 @@ def end_session(request: Request, response: Response, control: Control, caller: 
     """Sign this browser out: its session becomes invalid. The key remains valid. Returns the key of the session."""
     session = _session_of(request)
     if session is not None:
-        control.store.write(lambda store: browser_tokens.end_session(store, session))
+        control.store.write(lambda store: keys.end_session(store, session))
         state_of(request.app).identities.forget()
         response.delete_cookie(cookie_name(request.headers.get("host", "")), httponly=True, samesite="strict")
-    return access_views.me_view(caller, session is not None)
+    return views.me_view(caller, session is not None)
 
 
 def _session_of(request: Request) -> str | None:

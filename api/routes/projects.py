@@ -6,12 +6,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from api import requests, schemas
+from api import requests, schemas, views
 from api.openapi import json_request
 from api.parameters import Control, Cursor, Limit, body_as
 from api.problem_codes import changes, reads
 from api.schemas import access as access_schemas
-from api.security import access_views
 from api.security.access import Caller, request_of_caller
 from service.store import projects
 
@@ -31,7 +30,7 @@ def create_project(
 ) -> access_schemas.Project:
     """Create a project. Keys of the project can only access its jobs."""
     request_of_caller(request).target = wanted.name
-    return control.store.write(lambda session: access_views.project_view(projects.create(session, wanted.name)))
+    return control.store.write(lambda session: views.project_view(projects.create(session, wanted.name)))
 
 
 @router.get("", responses=reads("invalid_parameter"))
@@ -41,4 +40,4 @@ def list_projects(
     """The key's project, or all projects if the key is valid for all projects, sorted by name."""
     with control.store.read() as session:
         page = projects.page(session, caller.bound, limit, cursor)
-    return schemas.Items(items=[access_views.project_view(each) for each in page.items], next_cursor=page.next_cursor)
+    return schemas.Items(items=[views.project_view(each) for each in page.items], next_cursor=page.next_cursor)

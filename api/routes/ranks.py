@@ -12,7 +12,7 @@ from api.problem_codes import OF_A_JOB, reads
 from api.security.access import JobId
 from api.threads import read_threads_of
 from service.control.running_ranks import SeenWaits
-from service.store import jobs, rank_numbers, ranks
+from service.store import jobs, ranks
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])
 
@@ -25,7 +25,7 @@ def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
     with control.store.read() as session:
         jobs.get(session, job_id)
         rows = ranks.of_job(session, job_id)
-        numbers = rank_numbers.newest(session, job_id)
+        numbers = ranks.newest_numbers(session, job_id)
     return schemas.Items(items=views.rank_views(rows, numbers))
 
 
@@ -35,14 +35,14 @@ def get_rank_history(
     job_id: JobId,
     after_step: AfterStep = 0,
     max_points: Annotated[
-        int, Query(ge=1, le=rank_numbers.SLOTS, description="Maximum number of samples; fewer for jobs with many ranks")
-    ] = rank_numbers.SLOTS,
+        int, Query(ge=1, le=ranks.SLOTS, description="Maximum number of samples; fewer for jobs with many ranks")
+    ] = ranks.SLOTS,
 ) -> schemas.RankHistory:
     """Own times of all ranks over the newest samples, taken at most every two seconds. Samples from before a change of
     the number of ranks, or of steps that were redone, are omitted."""
     with control.store.read() as session:
         jobs.get(session, job_id)
-        history = rank_numbers.history(session, job_id, after_step, max_points)
+        history = ranks.history(session, job_id, after_step, max_points)
     return schemas.RankHistory(
         steps=history.steps, times=[views.moment(at) for at in history.times], own_seconds=history.own_seconds
     )

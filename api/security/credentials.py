@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.requests import cookie_parser
 
 from service.keys.identity import Identity, digest_of
-from service.store import Store, browser_tokens, keys
+from service.store import Store, keys
 
 KNOWN_SECONDS = 1.0
 """Seconds that an answer of the database is used; a key that another process revoked is refused after that."""
@@ -106,7 +106,7 @@ class Identities:
             if credential.is_key:
                 key = keys.by_digest(session, credential.digest)
             else:
-                key, ends = browser_tokens.key_of_session(session, credential.digest) or (None, ends)
+                key, ends = keys.key_of_session(session, credential.digest) or (None, ends)
         if key is None or not keys.is_good(key, self._now()):
             return None
         return _Known(keys.identity_of(key), min(ends, key.expires_at or ends), looked_at)

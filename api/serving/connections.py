@@ -8,11 +8,15 @@ A connection that is one too many is answered before anything is read from it.
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from http import HTTPStatus
 
-from fastapi import Response
+import uvicorn
+from fastapi import FastAPI, Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from api.app_state import state_of
 from api.problems import problem
 from api.rest_version import HEADER, REST
 from workers.system.open_files import raise_limit
@@ -171,3 +175,27 @@ def _as_bytes(response: Response) -> bytes:
     headers = [*response.raw_headers, (b"connection", b"close")]
     lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode(), *(name + b": " + value for name, value in headers)]
     return b"\r\n".join([*lines, b"", bytes(response.body)])
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an app of `api.app.create_app`. At its end it ends open streams and waits; uvicorn by itself would give
+    them its grace period for requests, and then break them off."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI):
+        super().__init__(config)
+        self._app = app
+        logging.getLogger("uvicorn.error").addFilter(is_no_hangup)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        state = state_of(self._app)
+        state.changes.close()
+        state.waits.close()
+        await super().shutdown(sockets)
+
+
+def is_no_hangup(record: logging.LogRecord) -> bool:
+    """Whether a record is about something else than a client that has reset its connection, which uvloop raises in what
+    is being sent."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, RuntimeError) and str(error).endswith("the handler is closed"))

@@ -16,8 +16,8 @@ from api.app import create_app
 from api.control import ControlPlane
 from api.serving.connections import connections_at_once, limited_to
 from api.ui import mount
-from service.model_packages import NO_MODELS
-from service.monitoring.measurements import Measurements
+from service.control.options import NO_MODELS
+from service.monitoring.cluster_view import Measurements
 from service.settings import RequestLimits
 from service.store import Store
 from workers.data.roots import ANYWHERE

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from service.store import Store, job_rows, jobs, metric_bins
-from service.store.job_filters import JobFilter
+from service.store.job_rows import JobFilter
 from service.store.tables import Job
 from workers.spec.reading import parse_job_spec
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from service.leases.errors import LeaseLost
+from service.leases.decisions import LeaseLost
 from workers.errors import MantaError
 from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
@@ -250,7 +250,7 @@ way to end or move what a job has. Raises LeaseLost, LeaseUncertain if the call 
 
 
 class Calls(Protocol):
-    """How calls to what is on a node are made (`service.cluster.calls_to_nodes.CallsToNodes`)."""
+    """How calls to what is on a node are made (`service.cluster.agents.CallsToNodes`)."""
 
     async def answer(self, node: str | None, call: Callable[[], Awaitable[T]]) -> T:
         """The answer to `call`. Raises AgentLost as soon as `node` is lost; None: not known."""

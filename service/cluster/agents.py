@@ -1,4 +1,5 @@
-"""The agents of all jobs in Ray: one detached, named actor for each rank, so that another control plane finds it."""
+"""The agents of all jobs in Ray: one detached, named actor for each rank, so that another control plane finds it; and
+calls to what runs on a node, which fail as soon as the node is lost."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from service.cluster.agent_client import AgentClient, AgentError, OrderEpoch, RayAgent, within
-from service.cluster.calls_to_nodes import CallsToNodes
+from service.cluster.agent_client import AgentClient, AgentError, AgentLost, OrderEpoch, RayAgent, within
 from service.cluster.connection import RayConnection, detached
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat, Unit, agent_name, job_of
@@ -179,3 +179,44 @@ def _client(agent: AgentClient) -> RayAgent:
 def _actor(agent: AgentClient) -> Any:
     """The Ray actor of an agent that this module created."""
     return _client(agent).actor
+
+
+class CallsToNodes:
+    """The calls in progress, all on one event loop."""
+
+    def __init__(self, nodes: Nodes):
+        self._nodes = nodes
+        self._waiting: dict[str, set[asyncio.Timeout]] = {}
+        """By node, what ends the wait for each answer."""
+
+    async def answer(self, node: str | None, call: Callable[[], Awaitable[T]]) -> T:
+        """The answer to `call`, which goes to something on `node` (None: not known). Raises AgentLost if the node is
+        lost, and then nothing is called, or if it gets lost before it answers."""
+        if node is None:
+            return await call()
+        if node in self._nodes.lost:
+            raise _lost(node)
+        waiting = self._waiting.setdefault(node, set())
+        try:
+            async with asyncio.timeout(None) as wait:
+                waiting.add(wait)
+                try:
+                    return await call()
+                finally:
+                    waiting.discard(wait)
+                    if not waiting and self._waiting.get(node) is waiting:
+                        del self._waiting[node]
+        except TimeoutError as error:
+            if wait.expired():
+                raise _lost(node) from error
+            raise
+
+    def fail(self, node: str) -> None:
+        """`node` is lost: nobody waits for its answers any more."""
+        now = asyncio.get_running_loop().time()
+        for wait in self._waiting.pop(node, ()):
+            wait.reschedule(now)
+
+
+def _lost(node: str) -> AgentLost:
+    return AgentLost(f"node {node[:12]} is lost", "NodeLost")

@@ -12,13 +12,12 @@ from service.cluster.agents import Agents, describe
 from service.cluster.connection import RayConnection
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_daemons import NodeDaemons
-from service.cluster.node_requests import NodeRequests
 from service.cluster.node_shapes import NodeShape
 from service.cluster.nodes import Nodes, keep_keys
 from service.cluster.placement import Seat, Unit, job_of
-from service.cluster.placement_groups import PlacementGroups
+from service.cluster.placement_groups import NodeRequests, PlacementGroups
 from service.cluster.ray_private import session_name
-from service.leases.errors import LeaseLost, LeaseUncertain
+from service.leases.decisions import LeaseLost, LeaseUncertain
 from workers.paths import Paths
 from workers.system.ports import PortRange
 

@@ -1,8 +1,19 @@
-"""Errors of the cluster, and of a node that a user names."""
+"""Errors of the cluster, and of a node that a user names; and why nothing can be placed on a node, in sentences for
+logs and waiting jobs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from workers.errors import MantaError
+from workers.protocol.messages import NodeDescription
+from workers.system.own_address import address_towards
+
+OPEN_OURS = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
+OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"
+NAMED = 3
+"""How many nodes, or ports, a sentence names before it only counts the rest."""
+SAME_CODE = "install the same Manta there as here, or have ours shipped to the nodes with MANTA_SHIP_CODE=1"
 
 
 class ClusterUnavailable(MantaError):
@@ -46,3 +57,49 @@ class NodeUnreachable(MantaError):
 
     def __init__(self, node: str):
         super().__init__(f"the daemon of node {node} does not answer, so the request did not reach it; try again")
+
+
+def problem_of(about: NodeDescription, other_code: bool) -> str | None:
+    """The problem of a node whose daemon answers; None: it has none. `other_code`: the code installed there differs
+    from ours."""
+    name = f"node {about.host} ({about.address})"
+    if other_code:
+        return f"{name} runs another Manta than the control plane: {SAME_CODE}"
+    if about.unshared:
+        return (
+            f"{name} does not share {about.unshared[0]}, where the checkpoints would be: set MANTA_CHECKPOINTS to an "
+            "object store, or to a folder that control plane and nodes have at the same path and may write to"
+        )
+    return None
+
+
+def problem_of_port(name: str, host: str, port: int) -> str:
+    """The problem of a node whose daemon listens on a port that the control plane cannot reach."""
+    here = address_towards(host)
+    return (
+        f"port {port} of node {name} ({host}) cannot be reached from the control plane ({here}), though its Ray can: "
+        f"{OPEN_OURS}"
+    )
+
+
+def problem_of_ports(node: str, ports: Sequence[int], sources: Sequence[str], advice: str) -> str:
+    """The problem of a `node` some of whose `ports` cannot be reached from some others, the `sources`; all in words."""
+    word = "port" if len(ports) == 1 else "ports"
+    return f"{word} {_some(list(map(str, ports)))} of node {node} cannot be reached from {_some(sources)}: {advice}"
+
+
+def _some(these: Sequence[str]) -> str:
+    if len(these) > NAMED + 1:
+        return f"{', '.join(these[:NAMED])} and {len(these) - NAMED} more"
+    return " and ".join(filter(None, (", ".join(these[:-1]), these[-1])))
+
+
+def problem_of_start(node: str, error: str) -> str:
+    """The problem of a node where no daemon can be started, from the last line of the `error`."""
+    name = f"node {node[:12]}"
+    if "No module named" in error:
+        missing = error.rpartition("No module named")[2].strip(" '\".")
+        if missing.partition(".")[0] in ("workers", "service", "api"):
+            return f"{name} has no Manta: {SAME_CODE}"
+        return f"{name} lacks the Python package {missing!r}, which Manta needs there: install it"
+    return f"the daemon of {name} does not start: {error}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from service.cluster.agent_client import AgentError, AgentTimeout, NodeClient, RayNodeDaemon, within
 from service.cluster.connection import RayConnection, detached
-from service.cluster.node_problems import problem_of, problem_of_start
+from service.cluster.errors import problem_of, problem_of_start
 from service.cluster.nodes import Nodes, keep_keys
 from service.cluster.placement import job_of, node_daemon_name
 from service.cluster.ray_private import node_of_actor

@@ -1,5 +1,5 @@
 """Nodes that an autoscaler can add: their declared shapes, how far the cluster can grow with them, and what to request.
-Pure arithmetic; `node_requests.py` asks Ray."""
+Pure arithmetic; `placement_groups.py` asks Ray."""
 
 from __future__ import annotations
 

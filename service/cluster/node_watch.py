@@ -18,10 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from service.cluster.cluster import Cluster
+from service.cluster.errors import problem_of_port
 from service.cluster.node_daemons import HeartbeatSource
-from service.cluster.node_problems import problem_of_port
 from service.cluster.nodes import GpuReadings, RayNode
-from service.monitoring.lag import Lag
+from service.tasks import Lag
 from workers.protocol.json_codec import MalformedMessage, from_json
 from workers.protocol.messages import Heartbeat
 

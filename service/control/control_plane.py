@@ -33,17 +33,14 @@ from service.exports import Exports
 from service.file_work import FileWork
 from service.home.home_of_jobs import HomeOfJobs
 from service.kept_logs.keeper import LogKeeper
-from service.leases.decisions import LEASE_SECONDS
-from service.leases.errors import OtherRay
+from service.leases.decisions import LEASE_SECONDS, OtherRay
 from service.leases.held import Leases, new_id
 from service.logs.pages import JobLogs, LogsInHome
-from service.monitoring.cluster_view import cluster_view
-from service.monitoring.measurements import Measurements, measured
-from service.removal.checkpoint_deletion import delete_checkpoint_in_time
-from service.removal.deletion import Deletion, delete_job
+from service.monitoring.cluster_view import Measurements, cluster_view, measured
+from service.removal.deletion import Deletion, delete_checkpoint_in_time, delete_job
 from service.removal.retention import Retention
 from service.states import JobState
-from service.store import Store, installation, jobs
+from service.store import Store, installation_tables, jobs
 from service.store.leases import connection_name
 from service.store.location import url_in
 from service.store.tables import Checkpoint, Job
@@ -136,7 +133,7 @@ class ControlPlane:
         if not asks_first:
             self._store.migrate()
         ray_is_new = isinstance(self._head, RayHead) and self._ensure_ray(self._head)
-        namespace = self._store.write(lambda session: installation.ray_namespace(session, ray_is_new))
+        namespace = self._store.write(lambda session: installation_tables.ray_namespace(session, ray_is_new))
         log.info("the namespace of this installation in Ray is %s", namespace)
         if not asks_first and not self._leases.alone:
             self._home_of_jobs.find(self._store)

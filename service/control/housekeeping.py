@@ -14,17 +14,16 @@ from sqlalchemy.orm import Session
 from service.backoff import backoff
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, needs_traceback
-from service.cluster.idle_nodes import IdleNodes
-from service.cluster.node_care import NodeCare
+from service.cluster.node_care import IdleNodes, NodeCare
 from service.control.scheduler import Placed, Scheduler
-from service.job.older_database import catch_up
+from service.job.owner import catch_up
 from service.job.record import JobRecord
 from service.leases.decisions import HOUSEKEEPING
 from service.leases.held import HeldLease, Leases
 from service.removal.retention import Retention, SeenExpired
 from service.states import SUPERVISED, JobState, is_final
-from service.store import Store, checkpoints, deletion, failed_jobs, jobs
-from service.store.retries import in_a_line, may_pass
+from service.store import Store, checkpoints, deletion, jobs, pauses_and_retries
+from service.store.database import in_a_line, may_pass
 from service.stored_specs import SpecNotUnderstood
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.protocol.messages import ProtocolMismatch
@@ -169,7 +168,7 @@ class Housekeeping:
                 log.warning(FOREIGN_JOB, job)
         held = there if only is None else [job for job in there if job in only]
         states, deleted = await self._fates(held)
-        keeping = await self._store.read_async(partial(failed_jobs.holding_memory, job_ids=held))
+        keeping = await self._store.read_async(partial(pauses_and_retries.holding_memory, job_ids=held))
         remaining = set()
         for job in held:
             if job not in states and job not in deleted:
@@ -206,7 +205,7 @@ class Housekeeping:
         if not (self.is_done_here or self._leases.alone):
             return set()
         states, deleted = await self._fates(job_ids)
-        keeping = await self._store.read_async(partial(failed_jobs.holding_memory, job_ids=job_ids))
+        keeping = await self._store.read_async(partial(pauses_and_retries.holding_memory, job_ids=job_ids))
         for job in set(job_ids) - states.keys() - deleted:
             log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
         return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
@@ -230,7 +229,7 @@ class Housekeeping:
         seen = SeenExpired(MEMORY_CONFIRMED_SECONDS)
         while True:
             try:
-                expired = await self._store.read_async(partial(failed_jobs.memory_expired, now=time.time()))
+                expired = await self._store.read_async(partial(pauses_and_retries.memory_expired, now=time.time()))
                 for job_id in seen.confirmed(expired, time.monotonic()):
                     async with self._leases.borrowed(job_id) as lease:
                         if lease is not None:
@@ -242,7 +241,7 @@ class Housekeeping:
 
     async def _remove_snapshots_of(self, job_id: str, store: Store) -> None:
         # The row is written first: from then on a retry, which may come at any moment, resumes from a checkpoint.
-        if await store.write_async(partial(failed_jobs.let_memory_go, job_id=job_id, now=time.time())):
+        if await store.write_async(partial(pauses_and_retries.let_memory_go, job_id=job_id, now=time.time())):
             await self._cluster.end_job(job_id)
 
     async def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
@@ -254,7 +253,7 @@ class Housekeeping:
 
 def _needing_memory(session: Session, job_ids: Collection[str]) -> set[str]:
     """Jobs that the database does not know are included: it may be a backup that is older than the job."""
-    states, keeping = jobs.states(session, job_ids), failed_jobs.holding_memory(session, job_ids)
+    states, keeping = jobs.states(session, job_ids), pauses_and_retries.holding_memory(session, job_ids)
     deleted = deletion.deleted_ones(session, job_ids)
 
     def needs(job_id: str) -> bool:

@@ -8,9 +8,37 @@ from pathlib import Path
 
 from service.cluster.cluster import ANY_NODES, NodeOptions
 from service.job.context import DEFAULT_MEMORY_SECONDS
-from service.model_packages import NO_MODELS, ModelPackages
+from service.settings import LOOPBACK_HOSTS
+from workers.config import JobSpec
 from workers.data.roots import ANYWHERE, DataRoots
+from workers.spec.problems import Problem
 from workers.storage.places import Place
+
+
+@dataclass(frozen=True)
+class ModelPackages:
+    """The packages that the operator permits."""
+
+    names: tuple[str, ...] = ()
+    """Packages such as `my_models`, with everything below it, or `my_models.public`; none: no job may bring its own
+    model."""
+
+    def problems(self, spec: JobSpec) -> list[Problem]:
+        """The problem of a spec whose model comes from elsewhere. Does not check what is installed."""
+        entrypoint = spec.model.entrypoint
+        if entrypoint is None or any(self._holds(name, entrypoint) for name in self.names):
+            return []
+        allowed = ", ".join(self.names) or "none is set"
+        rule = f"{entrypoint} is of no package that jobs may take models from (MANTA_MODEL_PACKAGES: {allowed})"
+        return [Problem("model.entrypoint", rule)]
+
+    @staticmethod
+    def _holds(name: str, entrypoint: str) -> bool:
+        module = entrypoint.partition(":")[0]
+        return module == name or module.startswith(f"{name}.")
+
+
+NO_MODELS = ModelPackages()
 
 
 @dataclass(frozen=True)
@@ -42,3 +70,9 @@ class ControlPlaneOptions:
 
 
 DEFAULTS = ControlPlaneOptions()
+
+
+def roots_of(folders: tuple[Path, ...] | None, host: str) -> DataRoots:
+    """`folders` as configured. If they are not: everything for a service that listens on loopback, nothing for one that
+    listens elsewhere (`host`)."""
+    return DataRoots(folders if folders is not None or host in LOOPBACK_HOSTS else ())

@@ -15,15 +15,13 @@ from service.job.owner import JobOwner
 from service.job.report_writer import FirstStep
 from service.kept_logs.keeper import LogKeeper
 from service.kept_logs.spool import Spool
-from service.leases.decisions import JobInBrief
-from service.leases.errors import LeaseLost
+from service.leases.decisions import JobInBrief, LeaseLost
 from service.leases.held import HeldLease, Leases
-from service.monitoring.lag import Lag
 from service.states import SUPERVISED, JobState
 from service.store import Store, step_traces
-from service.store.retries import in_a_line, may_pass
+from service.store.database import in_a_line, may_pass
 from service.store.tables import Job
-from service.tasks import log_failure
+from service.tasks import Lag, log_failure
 
 log = logging.getLogger(__name__)
 

@@ -26,14 +26,14 @@ from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
 from service.control.data_looks import DataLooks, DataTimeout, problem_here
 from service.job.record import JobRecord
-from service.leases.errors import LeaseLost
+from service.leases.decisions import LeaseLost
 from service.leases.held import Leases
-from service.monitoring.lag import Lag
 from service.states import JobState
 from service.store import IllegalTransition, JobNotFound, Store, jobs
-from service.store.retries import may_pass
+from service.store.database import may_pass
 from service.store.tables import Job
 from service.stored_specs import SpecNotUnderstood, stored_spec
+from service.tasks import Lag
 from workers.config import JobSpec, ParallelConfig
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import MantaError

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from service.doctor import machine, packages, stores
-from service.doctor.findings import Finding
+from service.doctor import Finding, machine, packages, stores
 from service.settings import Settings
 from workers.config import JobSpec
 from workers.paths import Paths

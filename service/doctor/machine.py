@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from service.cluster.ray_head import count_gpus
-from service.doctor.findings import Finding
+from service.doctor import Finding
 from service.words import byte_count
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from service.cluster.ray_head import count_gpus
 from service.cluster.ray_private import TRIED_WITH
-from service.doctor.findings import Finding
+from service.doctor import Finding
 from service.torch_facts import TorchFailed, torch_facts
 
 DISTRIBUTION = "manta-train"

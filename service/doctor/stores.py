@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.doctor.findings import Finding
+from service.doctor import Finding
 from service.settings import Settings
 from service.store import Store, leases
 from service.store.database import newest_revision

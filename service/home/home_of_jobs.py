@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from service.store import Store, installation
+from service.store import Store, installation_tables
 from workers.errors import MantaError
 from workers.node.folders import mark
 from workers.paths import Paths
@@ -48,7 +48,7 @@ class HomeOfJobs:
     def find(self, store: Store) -> None:
         """If the database is shared, the home is that of the control plane that used it first. Raises JobsElsewhere."""
         own = str(Paths.of(self._own).home)
-        self.folder = Path(store.write(lambda session: installation.home_of_jobs(session, own)))
+        self.folder = Path(store.write(lambda session: installation_tables.home_of_jobs(session, own)))
         if not self.folder.is_dir() and None in (self._checkpoints, self._logs):
             raise JobsElsewhere(self.folder)
 

@@ -1,4 +1,5 @@
-"""Writing to the home of a service, which may be full or read-only."""
+"""Writing to the home of a service, which may be full or read-only; and the file there that contains its automatic key
+(`service/keys/installation_keys.py`), which only its owner can read."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from workers.errors import MantaError
-from workers.system.regular_files import read_regular
+from workers.system.regular_files import open_regular, read_regular
 
 _MAX_BYTES = 2**20
+KEY_FILE = "api.key"
+_LONGEST_KEY = 200
 
 
 class HomeUnusable(MantaError):
@@ -68,3 +71,36 @@ def write_private(home: Path, file: Path, text: str) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)  # no other attempt would find it
             raise
+
+
+class KeyFileUnsafe(MantaError):
+    """Another user could have read the key, or could have put it there."""
+
+    def __init__(self, path: Path, why: str):
+        super().__init__(f"{path} {why}: remove it, and the next start of the service makes another key")
+
+
+def read_key(home: Path) -> str | None:
+    """The automatic key of `home`; None if there is none. Raises KeyFileUnsafe."""
+    path = home / KEY_FILE
+    try:
+        opened = open_regular(path, follow=False)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise KeyFileUnsafe(path, f"cannot be read ({error.strerror})") from error
+    with opened as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid():
+            raise KeyFileUnsafe(path, "belongs to another user")
+        if status.st_mode & 0o077:
+            raise KeyFileUnsafe(path, "can be read or written by others")
+        try:
+            return file.read(_LONGEST_KEY).decode().strip() or None
+        except UnicodeDecodeError as error:
+            raise KeyFileUnsafe(path, "is not text") from error
+
+
+def write_key(path: Path, secret: str) -> None:
+    """Write the automatic key, so that a partial one is never read. Raises HomeUnusable."""
+    write_private(path.parent, path, secret + "\n")

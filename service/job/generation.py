@@ -14,6 +14,10 @@ from typing import Any
 
 from service.cluster.agent_client import AgentClient, AgentError, within
 from service.recovery.decisions import SENTENCE_KINDS, Death, culprit_of, describe_exit
+from workers.accounting.flops import rank_parameters
+from workers.accounting.state_costs import STATE_BYTES
+from workers.config import JobSpec
+from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting
 
@@ -31,6 +35,8 @@ LAST_REPORTS_TURN_SECONDS = 0.5
 
 Question = Callable[[AgentClient], Awaitable[object]]
 Handler = Callable[[Report], Awaitable[None]]
+REST_SECONDS = 5.0
+"""Seconds to leave the generation."""
 
 
 class RunningGeneration:
@@ -276,3 +282,13 @@ class RunningGeneration:
     def _note_death(self, death: Death) -> None:
         self.deaths.append(death)
         self._changed.set()
+
+
+def time_to_rest(spec: JobSpec) -> float:
+    """Seconds after which a trainer of the job that is not at rest is killed, and its rank forked again. Before it
+    rests, its snapshot must be complete, with checksums, so that others can read it; for 100 GB that takes a minute.
+    The snapshot of a custom model, which is not counted here, is known to its agent (`TrainerSlot.rest`)."""
+    if spec.checkpoint.snapshots == "off" or not spec.model.is_counted:
+        return REST_SECONDS
+    owners = spec.layout.data if spec.layout.zero else 1
+    return REST_SECONDS + STATE_BYTES * max(rank_parameters(spec)) / owners / KEPT_BYTES_A_SECOND

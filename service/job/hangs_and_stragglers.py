@@ -17,7 +17,7 @@ from service.cluster.agent_client import AgentClient, AgentError, AgentTimeout, 
 from service.cluster.agents import ask
 from service.recovery.decisions import NOT_SAVED
 from service.recovery.flight_matching import refined
-from service.recovery.hang_culprits import AXES, Group, Look, Verdict, find_culprits, waiting_for
+from service.recovery.waits import AXES, Group, Look, Verdict, find_culprits, waiting_for
 from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, to_json

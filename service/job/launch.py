@@ -1,8 +1,10 @@
-"""Starting a generation: the gang's agents get their orders, and are watched from then on."""
+"""Starting a generation: the gang's agents get their orders, and are watched from then on. Requested traces are passed
+on to them; a generation that ends before a trace has begun leaves it to the next one."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.backups import rank_backups
+from service.cluster.agent_client import AgentError, AgentFailed, within
 from service.cluster.agents import ask
 from service.cluster.sizes import most_ranks
 from service.job.actions import Launch
@@ -20,20 +23,25 @@ from service.job.planning import plan_generation
 from service.job.received_lines import ReceivedLines
 from service.job.report_writer import ReportWriter
 from service.job.resume import newest_state
-from service.job.tracing import pass_traces_on
 from service.recovery.durable_state import beginning_of
+from service.store import StepTrace
 from service.store.ranks import EXITED, RUNNING, STARTING
 from workers.comm.grid import RankGrid
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.errors import MantaError
-from workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume
+from workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume, TraceOrder
 from workers.protocol.reports import Metrics, Report
 from workers.system.threads import decided_threads, threads_of, with_threads
 
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
+_TRACE_SECONDS = 10.0
+FIRST_WAIT_SECONDS = 0.05
+LONGEST_WAIT_SECONDS = 2.0
+"""Seconds before the first rank is asked again, if it could not pass a trace on: it is still starting, and its steps
+may be short, or its agent is silent. Each wait is twice as long as the one before."""
 
 
 @dataclass(frozen=True)
@@ -259,3 +267,38 @@ def _row(
         "state": state,
         "actor": job.gang.names[rank],
     }
+
+
+async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
+    """Have the ranks of `running` record requested traces. Until cancelled."""
+    passed: set[int] = set()
+    wait = FIRST_WAIT_SECONDS
+    while True:
+        job.trace_wanted.clear()
+        waiting = [each for each in await job.record.wanted_traces() if each.number not in passed]
+        for each in waiting:
+            if await _passed_on(job, running, each):
+                passed.add(each.number)
+        again = any(each.number not in passed for each in waiting)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait if again else None):
+                await job.trace_wanted.wait()
+        wait = min(2 * wait, LONGEST_WAIT_SECONDS) if again else FIRST_WAIT_SECONDS
+
+
+async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:
+    """Whether the first rank knows of it, and before it those to be profiled; or it was given up."""
+    ranks = tuple(rank for rank in wanted.profiler_ranks if rank < len(running.agents))
+    order = TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step, ranks)
+    try:
+        # The first one last: it makes all of them begin.
+        for agent in (*(running.agents[rank] for rank in ranks if rank), running.agents[0]):
+            if agent is None or not await within(_TRACE_SECONDS, agent.trace(order)):
+                return False
+        return True
+    except AgentFailed as error:
+        why = f"the job's ranks cannot be traced, perhaps since another release started them ({error})"
+        await job.record.fail_trace(wanted.number, why)
+        return True
+    except AgentError:
+        return False

@@ -14,24 +14,59 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from statistics import median
 
 from service.cluster.agents import ask
 from service.job.actions import End
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
+from service.job.record import JobRecord
 from service.job.resume import known_checkpoints
-from service.job.time_to_save import PATIENCE, seconds_allowed, time_to_save
 from service.ledger import StateEntry, seconds_taken
 from service.states import JobState
+from service.store import checkpoints
 
 log = logging.getLogger(__name__)
 
+SAVE_SECONDS = 300.0
+"""Seconds that saving its state may take before a job leaves without it, unless its saves always take longer."""
+PATIENCE = 6
+"""A save may take this many times the expected time if the state is in memory too: one that takes longer most likely
+waits for a store that does not answer."""
+LONGEST_SECONDS = 3600.0
+"""Upper limit of the time that a job is assumed to need: saves that were recorded late are no measure."""
+LATEST = 5
+"""The median of this many saves counts."""
+UNKNOWN_SAVE_SECONDS = 30.0
+"""Assumed seconds of a save if none of the job's is known."""
+SPARE_SECONDS = 10.0
+"""Seconds until it is noticed that time is short, all ranks are asked, and everything is given back."""
 ASK_SECONDS = 10.0
 AGAIN_SECONDS = 2.0
 """Seconds before ranks are asked again, if no agent could pass it on: trainers are still starting, or their agents do
 not answer."""
 LOOK_SECONDS = 2.0
 """Seconds between checks of the saves in progress, and in which rank 0 must report its progress."""
+
+
+async def time_to_save(record: JobRecord) -> float:
+    """Seconds that the job needs to have its state saved, from its last saves and steps."""
+    saves = await record.read(lambda s: checkpoints.latest_seconds(s, record.id, LATEST))
+    return seconds_to_save(saves, (await record.job()).metrics.get("step_seconds"))
+
+
+def seconds_to_save(saves: Sequence[float], step_seconds: float | str | None) -> float:
+    """Seconds that a job needs to have its state saved if its last saves took `saves` seconds, from the first to the
+    last rank, and its last step took `step_seconds`; None, or a word, if unknown. Another save may have to end before
+    this one, and a step that has just begun has to end too; each may take twice as long as ever before."""
+    save = median(saves) if saves else UNKNOWN_SAVE_SECONDS
+    step = step_seconds if isinstance(step_seconds, int | float) else 0.0
+    return min(LONGEST_SECONDS, 2 * save + 2 * step + SPARE_SECONDS)
+
+
+def seconds_allowed(needed: float) -> float:
+    """Seconds that a job may take that needs `needed` seconds to have its state saved."""
+    return max(needed, SAVE_SECONDS)
 
 
 async def keep_time(job: JobContext) -> None:

@@ -1,5 +1,9 @@
 """Plans a job's step as soon as its nodes and layout are known: concurrently with training, and without any effect on
-it."""
+it; on machines with constants refined by the steps of jobs.
+
+Refined machines are derived from the plans and measurements in the database each time, so that all control planes
+refine alike and nothing has to be kept up to date; without a service, `manta plan` uses calibrations only.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,17 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from sqlalchemy.orm import Session
+
 from service.job.context import JobContext
-from service.job.refining import SeenJobs
+from service.planner.hardware import Cluster, Machine
 from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
-from service.planner.machines import BadCalibration, measured_machines, this_node, type_of
+from service.planner.machines import BadCalibration, jobs_since, machine_of_type, measured_machines, this_node, type_of
+from service.planner.refinement import Observation, refined
 from service.store import plans
 from workers.config import JobSpec
 from workers.protocol.messages import AgentDescription
@@ -67,3 +76,38 @@ async def _places(job: JobContext, where: Mapping[int, AgentDescription]) -> lis
     said = job.cluster.nodes.gpus
     memory = {name: said[name].smallest_memory for name in ranks if name in said}
     return [Place(count, some[name].cores, True, types.get(name), memory.get(name)) for name, count in ranks.items()]
+
+
+@dataclass(frozen=True)
+class SeenJobs:
+    """What jobs say about machines."""
+
+    by_type: dict[str, list[Observation]]
+    """Newest first, by `service.planner.machines.type_of`."""
+
+    @classmethod
+    def read(cls, session: Session, folder: Path) -> SeenJobs:
+        """From the jobs in the database. `folder`: of the calibrations, which also records since when jobs count."""
+        return cls(plans.observed(session, jobs_since(folder)))
+
+    def machine(self, machine: Machine) -> Machine:
+        """`machine` as refined by jobs."""
+        return refined(machine, self.by_type.get(type_of(machine), ()))
+
+    def of_type(self, name: str, folder: Path) -> Machine | None:
+        """A machine of that type if jobs have refined it, otherwise None; `folder`: of the calibrations."""
+        try:
+            machine = machine_of_type(folder, name)
+        except BadCalibration:
+            return None
+        refined = machine and self.machine(machine)
+        return refined if refined and refined.refined else None
+
+    def newest(self, name: str) -> float:
+        """When the newest job on such a machine began, Unix seconds."""
+        return max(each.at for each in self.by_type[name])
+
+    def cluster(self, cluster: Cluster) -> Cluster:
+        """`cluster` with refined machines of all kinds."""
+        others = tuple(self.cluster(other) for other in cluster.others)
+        return replace(cluster, machine=self.machine(cluster.machine), others=others)

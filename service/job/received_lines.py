@@ -11,8 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from service.kept_logs.line_marks import end_of_reports, last_mark
-from service.kept_logs.parts import Mark
+from service.kept_logs.parts import Mark, end_of_reports, last_mark
 from workers.paths import rank_stem
 from workers.protocol.reports import Printed, Report
 from workers.system.own_files import open_to_append

@@ -16,19 +16,8 @@ from service.job.incident import Incident
 from service.ledger import StateEntry
 from service.recovery.budgets import avoided_nodes, past_failures
 from service.states import HELD, JobState, can
-from service.store import (
-    StepTrace,
-    Store,
-    checkpoints,
-    events,
-    generations,
-    jobs,
-    ranks,
-    recoveries,
-    state_changes,
-    step_traces,
-)
-from service.store.retries import until_done
+from service.store import StepTrace, Store, checkpoints, events, generations, jobs, ranks, recoveries, step_traces
+from service.store.database import until_done
 from service.store.tables import Checkpoint, Generation, Job
 from workers.checkpoint.catalog import Listing
 from workers.config import ParallelConfig
@@ -60,7 +49,7 @@ class JobRecord:
 
     async def state_changes(self) -> list[StateEntry]:
         """The job's changes of state, oldest first."""
-        return await self.read(lambda s: [StateEntry(row.time, row.state) for row in state_changes.of_job(s, self.id)])
+        return await self.read(lambda s: [StateEntry(row.time, row.state) for row in jobs.states_over_time(s, self.id)])
 
     async def avoided_nodes(self) -> set[str]:
         """Nodes whose hardware keeps failing the job."""

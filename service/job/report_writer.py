@@ -11,7 +11,7 @@ from typing import TypeVar
 from sqlalchemy.orm import Session
 
 from service.job.received_lines import ReceivedLines
-from service.leases.errors import LeaseLost
+from service.leases.decisions import LeaseLost
 from service.states import JobState
 from service.store import (
     Store,
@@ -21,13 +21,12 @@ from service.store import (
     jobs,
     metrics,
     plans,
-    rank_numbers,
     ranks,
     recoveries,
     trace_requests,
 )
+from service.store.database import until_done
 from service.store.generations import TrainedStep
-from service.store.retries import until_done
 from service.store.tables import Recovery
 from workers.checkpoint.catalog import generation_of
 from workers.protocol.json_codec import JsonObject
@@ -140,7 +139,7 @@ class ReportWriter:
         committed = jobs.get(session, self._job_id).step
         stored = metrics.record(session, self._job_id, self._generation, report.rank, report.sequence, rows)
         if stored and payload.ranks is not None:
-            rank_numbers.store(session, self._job_id, self._generation, payload.ranks, report.time)
+            ranks.store_numbers(session, self._job_id, self._generation, payload.ranks, report.time)
         own = [row for row in rows if row["step"] > self._resume_step]
         if stored and own and not self._stepped:
             self._first_step(session, own[0], committed)

@@ -21,7 +21,7 @@ from service.job.context import JobContext
 from service.job.gang import AgentSet
 from service.job.generation import RunningGeneration
 from service.job.launch import CommonOrder, order_for
-from service.job.time_to_save import time_to_save
+from service.job.leave import time_to_save
 from service.store import JobNotFound, jobs
 from service.stored_specs import SpecNotUnderstood, stored_spec
 from workers.config import JobSpec

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from service.backups import rank_backups
-from service.backups.other_layouts import spread, whole_states
+from service.backups.rank_backups import spread, whole_states
 from service.cluster.agent_client import AgentClient, within
 from service.cluster.sizes import resized, shapes_of, sizes_of
-from service.job.checkpoint_folder import LOOK_SECONDS
-from service.job.context import JobContext
+from service.job.context import LOOK_SECONDS, JobContext
 from service.job.gang import Gang
 from service.recovery.decisions import choose_resume, unusable_sources
 from service.recovery.durable_state import DurableState, durable_state

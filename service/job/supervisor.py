@@ -32,18 +32,16 @@ from service.job.actions import (
     launch_after,
     while_leaving,
 )
-from service.job.changes import Stay, WaitInQueue, carry_out, standby_of
+from service.job.changes import Stay, WaitInQueue, carry_out, place_all, replace_lost, standby_of
 from service.job.context import JobContext
-from service.job.generation import RunningGeneration
+from service.job.generation import RunningGeneration, time_to_rest
 from service.job.incident import Incident
 from service.job.launch import LaunchFailed, finish_launch, launch_generation, watch_generation
 from service.job.leave import ask_to_save, keep_time, leave
-from service.job.lost_agents import place_all, replace_lost
 from service.job.planning import plan_generation
 from service.job.record import NODES_TO_BE_LEFT
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
-from service.job.time_to_rest import time_to_rest
 from service.recovery.decisions import (
     NODE_EXHAUSTED,
     NOT_SAVED,
@@ -58,7 +56,7 @@ from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, 
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
 from service.store import ranks
-from service.store.pauses import RESUMED
+from service.store.pauses_and_retries import RESUMED
 from service.store.tables import Job
 from service.tasks import BackgroundTasks, log_failure
 from workers.protocol.messages import AgentDescription

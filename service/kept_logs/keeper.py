@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 
 from service.backoff import backoff_after
 from service.kept_logs.kept_log import Blocks, KeptLog
-from service.kept_logs.part_writer import PART_BYTES, SMALL_PARTS, PartWriter
+from service.kept_logs.parts import PART_BYTES, SMALL_PARTS, PartWriter
 from service.kept_logs.spool import Spool, SpooledLog
 from service.leases.held import HeldLease, Leases
 from service.logs.pages import LogFiles, LogSource, log_folder, ranks_in, sizes_in

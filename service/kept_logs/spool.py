@@ -15,8 +15,7 @@ from typing import IO
 
 from service.job.received_lines import ReceivedLines
 from service.kept_logs.kept_log import KeptLog
-from service.kept_logs.line_marks import end_of, end_of_reports, last_mark
-from service.kept_logs.parts import Mark, Piece
+from service.kept_logs.parts import Mark, Piece, end_of, end_of_reports, last_mark
 from service.logs.pages import LogBytes, ranks_in, reading_files, size_of
 from workers.system.regular_files import open_regular
 

@@ -1,4 +1,5 @@
-"""Decisions about leases, given who holds which: pure functions over data."""
+"""Decisions about leases, given who holds which: pure functions over data; and the errors of a control plane that does
+not, or not certainly, hold one."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
 from service.states import SUPERVISED, JobState
+from workers.errors import MantaError
 
 LEASE_SECONDS = 6.0
 """How long a control plane counts as living after its last renewal."""
@@ -17,6 +19,36 @@ MIN_SURPLUS = 3
 """A control plane has too many jobs if it has this many more than another."""
 HOUSEKEEPING = "housekeeping"
 """Name of the lease for what concerns all jobs: the queue, retention, what finished jobs left behind."""
+
+
+class LeaseLost(MantaError):
+    """Another control plane, or none, owns it now; do not touch it."""
+
+    def __init__(self, name: str):
+        """`name`: the lease's name."""
+        self.name = name
+        super().__init__(f"{name} is no longer owned by this control plane")
+
+
+class LeaseUncertain(MantaError):
+    """The time until which this control plane owns it may be over: send no order until that is known."""
+
+    def __init__(self, name: str):
+        """`name`: the lease's name."""
+        self.name = name
+        super().__init__(f"it is not certain that this control plane still owns {name}: the database does not answer")
+
+
+class OtherRay(MantaError):
+    """Control planes of one database must use one Ray."""
+
+    def __init__(self, place: str, theirs: str, ours: str):
+        """`place`: where the other one runs; `theirs`, `ours`: the Ray that each of them uses."""
+        super().__init__(
+            f"a control plane on this database runs already at {place}, and uses another Ray ({theirs}, here {ours}): "
+            "end it, or start this one with --ray and the address of that Ray (docs/operations.md, Several control "
+            "planes)"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The leases of this control plane: which it holds, whether that is certain, and how it takes and releases them."""
+"""The leases of this control plane: which it holds, whether that is certain, how it takes and releases them, and the
+separate thread and connection that renew its own lease."""
 
 from __future__ import annotations
 
@@ -6,30 +7,34 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from service.backoff import backoff
 from service.leases import decisions
-from service.leases.decisions import JobInBrief
-from service.leases.errors import LeaseLost, LeaseUncertain
+from service.leases.decisions import RENEW_SECONDS, JobInBrief, LeaseLost, LeaseUncertain
 from service.store import Store, leases
-from service.store.retries import until_done
+from service.store.database import until_done
 from service.store.sqlite import SqliteDatabase
 from workers.protocol.ownership import FOR_ALL
 
 if TYPE_CHECKING:
-    from service.leases.keeper import Keeper
+    from service.store.postgresql import PostgresDatabase
 
 log = logging.getLogger(__name__)
 
 # Between two attempts to get a lease that its holder is about to release.
 PAUSES = 0.05, 1.0
+ANSWER_SECONDS = 3.0
+"""A renewal that takes longer is tried again with another connection."""
 
 
 @dataclass(eq=False)
@@ -83,8 +88,6 @@ class Leases:
         database, loop = self._store.database, asyncio.get_running_loop()
         if isinstance(database, SqliteDatabase):
             return
-        from service.leases.keeper import Keeper  # imports a server driver, which a file does not need
-
         self._keeper = Keeper(
             database,
             self.me,
@@ -306,3 +309,59 @@ def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *about: 
 def new_id() -> str:
     """An id for a control plane."""
     return secrets.token_hex(8)
+
+
+class Keeper:
+    """Renews the lease of this control plane until `stop`, on a thread and connection that nothing else delays. If the
+    database is unreachable it keeps trying: only the database can say that it is too late."""
+
+    def __init__(
+        self,
+        database: PostgresDatabase,
+        me: str,
+        renewed: Callable[[float, bool], None],
+        woken: Callable[[], None],
+    ):
+        """`renewed` is called after each renewal with the time at which it was requested, by the monotonic clock, and
+        whether it was in time; `woken` is called whenever another control plane has written something to look at. Both
+        on this thread."""
+        self._database, self._me, self._renewed, self._woken = database, me, renewed, woken
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease keeper", daemon=True)
+
+    def start(self) -> None:
+        """Start renewing."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop renewing. Does not wait for an outstanding answer."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        away = False
+        while not self._stopped.is_set():
+            try:
+                with self._database.keeping(ANSWER_SECONDS) as connection:
+                    connection.execute(text(f"LISTEN {leases.CHANNEL}"))
+                    if away:
+                        log.warning("the database answers again")
+                    away = False
+                    self._keep(connection)
+            except SQLAlchemyError as error:
+                if not away:
+                    log.warning("the database does not answer, so the lease is not renewed (%s)", error)
+                away = True
+                self._stopped.wait(RENEW_SECONDS)
+
+    def _keep(self, connection: Connection) -> None:
+        due = 0.0
+        while not self._stopped.is_set():
+            if (asked_at := time.monotonic()) >= due:
+                with Session(bind=connection) as session:
+                    in_time = leases.renew(session, self._me)
+                if self._stopped.is_set():
+                    return
+                self._renewed(asked_at, in_time)
+                due = asked_at + RENEW_SECONDS
+            if self._database.wait_for_notification(connection, max(0.0, due - time.monotonic())):
+                self._woken()

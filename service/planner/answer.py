@@ -9,12 +9,12 @@ from service.planner import explain
 from service.planner.beside_steps import beside_steps
 from service.planner.hardware import Cluster, Machine, parts_of
 from service.planner.memory import host_bytes
-from service.planner.mixed_step import step_model
 from service.planner.refinement import moved
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
 from service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
 from service.planner.software import engine_on
+from service.planner.step_time import step_model
 
 ASSUMED = (
     "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured (`manta calibrate` "

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.planner.hardware import HOST_COPY, HOST_CORE_COPY
-from service.planner.operations import memory_seconds
-from service.planner.passes import host_wait
+from service.planner.operations import host_wait, memory_seconds
 from service.planner.step_time import StepModel, StepTime, slowest_of
 from workers.accounting.flops import trained_parameters
 from workers.accounting.state_costs import STATE_BYTES, checkpoint_bytes, steps_between

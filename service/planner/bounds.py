@@ -3,19 +3,17 @@ its stages would share the layers by time. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from service.planner.candidates import Candidate, rank_totals
 from service.planner.communication import groups_of
 from service.planner.engine_passes import layer_time
-from service.planner.frozen_passes import FrozenPasses
-from service.planner.frozen_sizes import FrozenSizes
-from service.planner.hardware import Cluster, with_threads
-from service.planner.least_pipeline import least_pipeline, shape_of
+from service.planner.frozen import FrozenPasses, FrozenSizes
+from service.planner.hardware import Cluster, Machine, with_threads
 from service.planner.memory import RankMemory, layers_with_room, step_peak_on, usable_bytes, worst_rank
-from service.planner.part_times import PartTimes
-from service.planner.pipeline import StageTimes
+from service.planner.operations import Passes
+from service.planner.pipeline import StageTimes, least_pipeline, shape_of
 from service.planner.software import Software
 from service.planner.stage_shares import chunks_of, shared_out
 from service.planner.step_time import StepModel, StepTime, least_backward, slowest_of, threads_in
@@ -56,7 +54,7 @@ class Bounds:
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
-        self._parts: dict[tuple[int, int, str, int, int], PartTimes] = {}
+        self._parts: dict[tuple[int, int, str, int, int], _PartTimes] = {}
         self._sizes: dict[int, _Sizes] = {}
         self._frozen = FrozenSizes(job) if job.train.frozen else None
         self._memory: dict[Candidate, RankMemory] = {}
@@ -71,7 +69,7 @@ class Bounds:
         self._most: dict[tuple[int, int, int, str], int] = {}
         self._messages: dict[tuple[int, int], float] = {}
 
-    def _parts_of(self, candidate: Candidate) -> PartTimes:
+    def _parts_of(self, candidate: Candidate) -> _PartTimes:
         """The times of the parts of the model."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted
@@ -83,7 +81,7 @@ class Bounds:
             layer = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software)
             passes = layer.passes()
             frozen = FrozenPasses(layer, passes) if self.job.train.frozen else None
-            self._parts[key] = PartTimes(passes, frozen, self.cluster.machine)
+            self._parts[key] = _PartTimes(passes, frozen, self.cluster.machine)
         return self._parts[key]
 
     def _counted(self, candidate: Candidate) -> int:
@@ -235,7 +233,7 @@ class Bounds:
         return self.parameters(candidate)
 
     def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage of so many layers, as `PartTimes.stage` has them."""
+        """Times of a virtual stage of so many layers, as `_PartTimes.stage` has them."""
         return self._parts_of(candidate).stage(layers, first, last)
 
     def stage_of(self, candidate: Candidate, layers: range, first: bool, last: bool) -> StageTimes:
@@ -391,3 +389,30 @@ class Bounds:
         inner, ends = stage(layers).seconds, (stage(layers, first=True), stage(layers, last=True))
         more = stage(layers + 1).seconds - inner
         return more, ends[0].seconds - inner, ends[1].seconds - inner
+
+
+class _PartTimes:
+    """Times of the parts of a model at one tensor size, micro-batch and recomputation."""
+
+    def __init__(self, passes: Passes, frozen: FrozenPasses | None, machine: Machine):
+        """`frozen`: the passes of its layers, with `train.frozen`."""
+        self.passes, self.frozen, self._machine = passes, frozen, machine
+        self._stages: dict[tuple[int, bool, bool], StageTimes] = {}
+
+    def stage(self, layers: int, first: bool = False, last: bool = False) -> StageTimes:
+        """Times of a virtual stage of `layers` layers, which may be the first or the last of the model. With
+        `train.frozen` only those of its forward: the others depend on which layers it has (`FrozenPasses.times`)."""
+        key = layers, first, last
+        if key not in self._stages:
+            passes, machine = self.passes, self._machine
+            if self.frozen is not None:
+                forward = passes.forward_of_stage(layers, first, last).wait_for_host(machine).seconds
+                self._stages[key] = StageTimes(forward, 0.0, 0.0)
+            else:
+                self._stages[key] = passes.of_stage(layers, first, last, machine)
+        return self._stages[key]
+
+    def seconds(self, counts: Collection[int]) -> float:
+        """Seconds of inner virtual stages with these numbers of layers, in total."""
+        known = {layers: self.stage(layers).seconds for layers in set(counts)}
+        return sum(map(known.__getitem__, counts))

@@ -1,22 +1,34 @@
 """The planned step of a job on the nodes where it really runs, as a JSON document that is stored with it, or the
-sentence that is stored instead if nothing can be planned. Pure Python."""
+sentence that is stored instead if nothing can be planned. With it goes the cluster that the job was planned for: enough
+to plan and draw the same again after later calibrations. Pure Python."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from service.planner import cluster_record, explain
+from service.planner import explain
 from service.planner.budget import Share, step_shares
-from service.planner.hardware import Cluster, CpuNode, UnknownMachine, known_as
-from service.planner.mixed_step import step_model
+from service.planner.hardware import (
+    MACHINES,
+    Cluster,
+    Core,
+    CpuNode,
+    Gpu,
+    Links,
+    Refined,
+    UnknownMachine,
+    cpu_machine,
+    known_as,
+    measured,
+)
 from service.planner.pictures import picture
-from service.planner.refinement import dependence_of
+from service.planner.refinement import constants_of, dependence_of, measured_of, with_constants
 from service.planner.request import NONE_MEASURED, Machines, cluster_of_nodes, too_large
 from service.planner.search import plan_of
 from service.planner.sizes import elastic_sizes
-from service.planner.step_time import threads_in
+from service.planner.step_time import step_model, threads_in
 from workers.config import JobSpec, ParallelConfig
 from workers.errors import MantaError
 from workers.spec.problems import Problem, SpecError
@@ -84,7 +96,7 @@ def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
         "assumed": cluster.machine.is_assumed,
         "has_gpus": cluster.machine.has_gpus,
         "sizes": _sizes(spec, cluster),
-        "cluster": cluster_record.to_json(cluster),
+        "cluster": cluster_to_json(cluster),
         "threads": threads_in(spec, cluster),
         "refined_by_jobs": 0 if cluster.machine.refined is None else cluster.machine.refined.jobs,
         # With several kinds of nodes it cannot be said which of them was slow.
@@ -97,7 +109,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
     if kept["planned"] is None:
         raise NotPlanned(kept["problem"])
     try:
-        cluster = cluster_record.from_json(kept["planned"]["cluster"])
+        cluster = cluster_from_json(kept["planned"]["cluster"])
         spec = with_threads(spec, kept["planned"]["threads"])
         spec = spec.model_copy(update={"parallel": ParallelConfig.model_validate(kept["parallel"])})
     except (KeyError, TypeError, ValueError) as error:
@@ -120,3 +132,36 @@ def _part(share: Share, step: float) -> dict[str, Any]:
         "what": share.what,
         "help": share.help or None,
     }
+
+
+def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
+    """As JSON."""
+    return _one_kind(cluster) | {"type": cluster.type, "others": [cluster_to_json(other) for other in cluster.others]}
+
+
+def _one_kind(cluster: Cluster) -> dict[str, Any]:
+    machine = cluster.machine
+    record: dict[str, Any] = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    if (refined := machine.refined) is not None:
+        record["refined"] = {"jobs": refined.jobs, "before": dict(refined.before), "after": constants_of(machine)}
+    if machine.core is None:
+        return record | {"accelerator": machine.accelerator.name} | measured_of(machine)
+    memory = machine.accelerator.memory_bytes * machine.devices
+    return record | {"cores": machine.cores, "slots": machine.devices, "memory": memory, "core": asdict(machine.core)}
+
+
+def cluster_from_json(document: dict[str, Any]) -> Cluster:
+    """The cluster from a document of `cluster_to_json`. Raises KeyError, TypeError if another release wrote it."""
+    if "core" in document:
+        core = Core(**document["core"])
+        machine = cpu_machine(document["slots"], document["cores"], document["memory"], core)
+    else:
+        machine = MACHINES[document["accelerator"]]
+        if document["gpu"] is not None:
+            links = document.get("links")  # earlier releases measured none
+            machine = measured(machine, Gpu(**document["gpu"]), None if links is None else Links(**links))
+    if (refined := document.get("refined")) is not None:
+        known = Refined(refined["jobs"], tuple(refined["before"].items()))
+        machine = replace(with_constants(machine, refined["after"]), refined=known)
+    others = tuple(cluster_from_json(other) for other in document.get("others", ()))
+    return Cluster(machine, document["nodes"], document["gpus_per_node"], document.get("type"), others)

@@ -13,8 +13,7 @@ from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
 from service.planner.hardware import HOST_COPY
-from service.planner.operations import ROW_BYTES, WIDE, Budget, memory_seconds, product_rate, product_seconds
-from service.planner.passes import Passes
+from service.planner.operations import ROW_BYTES, WIDE, Budget, Passes, memory_seconds, product_rate, product_seconds
 from service.planner.software import Software
 from workers.accounting.activation_bytes import kept_terms, offloaded
 from workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes

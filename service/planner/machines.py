@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.planner.fitting import fit_core
-from service.planner.fitting_gpu import fit_gpu, machine_measured, planned_as
-from service.planner.fitting_links import fit_links
+from service.planner.fitting import fit_core, fit_gpu, fit_links, machine_measured, planned_as
 from service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, measured, other_form
 from service.torch_facts import TorchFailed, torch_facts
 from workers.calibration.measurements import Measurements

@@ -26,14 +26,12 @@ from service.planner.candidates import (
     schedules,
 )
 from service.planner.hardware import Cluster
-from service.planner.least_pipeline import least_pipeline
 from service.planner.memory import RankMemory, by_kind, least_to_spare
-from service.planner.mixed_step import MixedStepModel
-from service.planner.pipeline import StageTimes
+from service.planner.pipeline import StageTimes, least_pipeline
 from service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
 from service.planner.software import engine_on
 from service.planner.stage_shares import Counts, chunks_of, shared_out
-from service.planner.step_time import slowest_of
+from service.planner.step_time import MixedStepModel, slowest_of
 from workers.config import JobSpec
 from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems

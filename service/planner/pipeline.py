@@ -1,16 +1,23 @@
-"""Event simulation of a pipeline whose stages differ, over the schedules that the engine runs. Pure Python.
+"""Event simulation of a pipeline whose stages differ, over the schedules that the engine runs, and a lower bound of its
+time without simulating it. Pure Python.
 
 `workers.parallel.pipeline.schedules.simulate` times equal stages with messages that never block; here every virtual
 stage has times of its own, and messages may take time at both ends. Where both apply they agree.
+
+Ranks may share the cores of a node, and there may be more ranks than cores: ranks that compute get equal parts of them.
+A step then takes at least the work of all ranks divided by the cores, and at least its longest chain of passes; a
+simulation of processor sharing (the ideal that a kernel's fair scheduler approximates) says how these two combine.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from service.planner.shared_cores import Pass, SharedCores, simulate
+from service.planner.candidates import rank_totals
 from workers.parallel.pipeline.schedules import compute_of_rank, forward_only
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import place, virtual_stage
@@ -33,6 +40,9 @@ message that comes in, where it takes this rank's time, and its own; when it is 
 message that leaves."""
 PASS_NAMES = {number: name for name, number in _PASSES.items()}
 """Name of each kind in the schedules."""
+Pass = tuple[float, tuple[int, ...], tuple[int, ...]]
+"""Seconds of a pass if it runs alone; the events that must come before it; the events that its end causes. Events are
+numbers below the `count` of `simulate_sharing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +238,7 @@ class Pipeline:
 
         ranks = self._orders(micro_batches)
         each_rank = [[of(held, each) for each in passes] for held, passes in zip(self._held(), ranks, strict=True)]
-        return simulate(each_rank, 2 * count * micro_batches, cores, spans)
+        return simulate_sharing(each_rank, 2 * count * micro_batches, cores, spans)
 
     def work(self, micro_batches: int) -> float:
         """Most seconds that any rank computes in the step, or that all cores do, without messages that block."""
@@ -311,3 +321,117 @@ def _orders(kind: str, stages: int, virtual_stages: int, micro_batches: int, tra
         return tuple(compute_of_rank(kind, rank, stages, virtual_stages, micro_batches) for rank in range(stages))
     evaluated = forward_only(kind, stages, virtual_stages, micro_batches)
     return tuple([each for each in actions if each.kind in _PASSES] for actions in evaluated)
+
+
+def least_pipeline(
+    schedule: str,
+    chunks: Sequence[Sequence[int]],
+    times: Sequence[StageTimes],
+    messages: Sequence[float],
+    micro_batches: int,
+) -> float:
+    """Seconds that a pipeline takes at least: a rank begins when the first micro-batch has passed the ranks before it,
+    computes all of its passes, and then the gradients of the last micro-batch return through those ranks. If the
+    schedule separates the weights' half of backward, that half of up to as many micro-batches as there are ranks may
+    come later. `chunks`: virtual stages of each rank; `messages`: seconds of a message between each rank and the
+    next."""
+    apart = schedule.startswith("zb")
+    came, back, least = 0.0, 0.0, 0.0
+    for rank, (own, message) in enumerate(zip(chunks, [*messages, 0.0], strict=True)):
+        busy = came + micro_batches * sum(times[index].seconds for index in own)
+        late = min(micro_batches, len(chunks)) * sum(times[index].backward_weight for index in own) if apart else 0.0
+        least = max(least, busy, busy - late + back)
+        came += times[rank].forward + message
+        back += message + (times[rank].backward_input if apart else times[rank].backward)
+    return least
+
+
+class Shape(NamedTuple):
+    """The distribution of layers over virtual stages, as far as bounds depend on it."""
+
+    between: tuple[tuple[int, int], ...]
+    """(number of layers, how many of the ranks between the first and the last have that many on their first chunk)."""
+    with_first: tuple[int, ...]
+    """Layers of each chunk of the first rank except its first chunk, if chunks are assigned round-robin."""
+    with_last: tuple[int, ...]
+    """Layers of each chunk of the last rank except its last chunk, likewise."""
+    fewest: int
+    """Fewest layers of an inner virtual stage; 0: there is none."""
+    fullest: int
+    """Most layers of a rank between the first and the last."""
+
+
+@lru_cache(maxsize=4096)
+def shape_of(counts: tuple[int, ...], pipeline: int, schedule: str) -> Shape:
+    """The shape of virtual stages with these numbers of layers."""
+    p, totals = pipeline, rank_totals(counts, pipeline, schedule)
+    return Shape(
+        tuple(Counter(counts[1 : p - 1]).items()),
+        counts[p::p],
+        counts[p - 1 : -1 : p],
+        min(counts[1:-1], default=0),
+        max(totals[1:-1], default=0),
+    )
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """The cores of all nodes of a job, as if they were of one node, and the ranks that compute on them."""
+
+    count: float
+    """Cores of all nodes."""
+    ranks: int
+    """Ranks that do the same at the same time: those of a tensor group, in all replicas."""
+    all_busy: float
+    """Speed of a core while all compute, relative to one alone."""
+    threads: int = 1
+    """Threads of each rank."""
+
+    def speed(self, groups: int) -> float:
+        """Speed of each rank, relative to one alone, while `groups` groups of `ranks` ranks compute."""
+        wanted = groups * self.ranks * self.threads
+        busy = min(self.count, float(wanted))
+        share = busy / wanted
+        if self.count <= 1:
+            return share
+        return share * (1 - (1 - self.all_busy) * max(0.0, busy - 1) / (self.count - 1))
+
+    @property
+    def most(self) -> float:
+        """Most rank-seconds of work that are done per second."""
+        return max(1.0, self.count * self.all_busy) / self.threads
+
+
+def simulate_sharing(
+    ranks: Sequence[Sequence[Pass]],
+    count: int,
+    cores: SharedCores,
+    spans: list[tuple[int, int, float, float]] | None = None,
+) -> float:
+    """Seconds until every rank has done its passes in order. `spans`: receives rank, number of the pass on it, begin
+    and end of each pass."""
+    began = [0.0] * len(ranks)
+    done = [False] * count
+    reached = [0] * len(ranks)
+    left: dict[int, float] = {}
+    now = 0.0
+    while True:
+        for rank, passes in enumerate(ranks):
+            if rank not in left and reached[rank] < len(passes):
+                seconds, needed, _ = passes[reached[rank]]
+                if all(done[key] for key in needed):
+                    left[rank], began[rank] = seconds, now
+        if not left:
+            return now
+        speed = cores.speed(len(left))
+        shortest = min(left.values())
+        now += shortest / speed
+        for rank in list(left):
+            left[rank] -= shortest
+            if left[rank] <= ROUNDING * shortest:
+                del left[rank]
+                if spans is not None:
+                    spans.append((rank, reached[rank], began[rank], now))
+                for key in ranks[rank][reached[rank]][2]:
+                    done[key] = True
+                reached[rank] += 1

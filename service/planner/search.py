@@ -18,9 +18,8 @@ from service.planner.bounds import SLACK, Bounds
 from service.planner.candidates import RECOMPUTE, Candidate, axes, candidates, micro_batch_sizes
 from service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
 from service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
-from service.planner.mixed_step import step_model
 from service.planner.software import MANTA, Software, engine_on
-from service.planner.step_time import StepTime, threads_in
+from service.planner.step_time import StepTime, step_model, threads_in
 from service.planner.uneven import fitted, refined
 from workers.accounting.flops import StepFlops, step_flops
 from workers.config import JobSpec

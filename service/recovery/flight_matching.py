@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.recovery.hang_culprits import Group, Verdict
+from service.recovery.waits import Group, Verdict
 from workers.liveness.flight_record import FlightOperation, FlightRecord, FlightSequence
 
 _AXES = {"pipeline_up": "pipeline", "pipeline_down": "pipeline"}

@@ -1,11 +1,9 @@
-"""When the phases of one recovery began and ended. Pure Python."""
+"""When the phases of one recovery began and ended, some of whose ends may not have been recorded. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from service.recovery.phases import intervals
 
 PHASES = ("detect", "rest", "re_form", "restore", "redo")
 """In order: until the failure is noticed; until every rank rests or is gone; until all have their groups again; until
@@ -34,7 +32,7 @@ class RecoveryTimeline:
     """The next step was committed."""
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Begin and end of each phase that has ended, as returned by `service.recovery.phases.intervals`."""
+        """Begin and end of each phase that has ended, as returned by `service.recovery.timeline.intervals`."""
         ends = (self.noticed_at, self.rested_at, self.connected_at, self.restored_at, self.first_step_at)
         return dict(zip(PHASES, intervals(self.began_at, ends), strict=False))
 
@@ -67,3 +65,19 @@ class RecoveryTimeline:
 
 
 _OPTIONAL = ("failed_at", "rested_at", "launched_at", "connected_at", "restored_at", "first_step_at")
+
+
+def intervals(began_at: float, ends: Sequence[float | None]) -> list[tuple[float, float]]:
+    """Begin and end of each phase, in Unix seconds, up to the first that has not ended. `ends`: when each ended; None
+    for what has not happened or is not known: a phase whose own end is not known is counted with the one that follows.
+    The clocks of several machines may disagree: no phase is negative, and each begins where the previous one ended."""
+    spans: list[tuple[float, float]] = []
+    last = began_at
+    for place, end in enumerate(ends):
+        later = [known for known in ends[place:] if known is not None]
+        if not later:
+            break
+        until = last if end is None else max(last, min(end, *later))
+        spans.append((last, until))
+        last = until
+    return spans

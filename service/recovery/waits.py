@@ -1,17 +1,229 @@
-"""Which rank waits for which at this moment, and what each rank does, in words: a pure function of what all agents
-see."""
+"""Which rank waits for which, and which one makes a job stand still: pure functions of what all agents see of their
+ranks.
+
+Ranks that wait name the rank that they wait for, so their answers form a graph, and the culprit is where its paths end:
+a rank that waits for no other, or whose process is stopped, and that has stood still for longer than its own agent
+allows.
+
+With NCCL it is the devices that wait, and for a single peer only if that sends or takes a message. A device that waits
+in a collective waits for the peer whose device was ready for the fewest collectives along that axis. If all were ready
+and the collective does not end, the cause is the network or NCCL, and no rank's fault, unless NCCL's own records show
+ranks that disagree (`flight_matching.py`). If the backend reports nothing, a rank counts as waiting for every peer that
+has entered fewer of the collectives that they share: the culprit did not enter the one in which the others wait.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from service.recovery.hang_culprits import Group, Look, find_culprits, path_from, waits_of
-from workers.comm.grid import AXES
+from workers.comm.grid import AXES, Axis
 from workers.liveness.progress import DeviceRecord
 from workers.liveness.record_layout import CONNECTING_CHANNEL
 from workers.liveness.trainer_status import Position, TrainerStatus
+
+Group = Callable[[Any, int], Sequence[int]]
+"""Ranks that share an axis with a rank: (axis, rank) -> ranks."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One rank as its agent sees it."""
+
+    rank: int
+    answered: bool = True
+    """Whether its agent answered at all."""
+    overdue: bool = False
+    """Whether it has stood still for longer than its agent allows."""
+    stopped: bool = False
+    """Whether its process is stopped by a signal."""
+    waits_for: int | None = None
+    """Rank without which it cannot continue."""
+    step: int = 0
+    """The current step."""
+    counts: Mapping[str, int] | None = None
+    """By axis, the number of collectives entered, or of those that its device was ready for."""
+    heartbeat: int | None = None
+    """Increases with every change."""
+    on_device: bool = False
+    """Whether it is known how far its device is."""
+    waits_in: tuple[Axis, int] | None = None
+    """Axis and number of the collective that its device waits for."""
+
+    @classmethod
+    def of(cls, rank: int, status: TrainerStatus | None) -> Look:
+        """From an agent's answer to `progress`; None: it did not answer."""
+        if status is None:
+            return cls(rank, answered=False)
+        record = status.record
+        if record is None:
+            return cls(rank, overdue=status.overdue, stopped=status.stopped)
+        look = cls(
+            rank,
+            overdue=status.overdue,
+            stopped=status.stopped,
+            waits_for=record.waits_for,
+            step=record.step,
+            counts=record.counts,
+            heartbeat=record.heartbeat,
+        )
+        return look if record.device is None else look._with_device(record.device)
+
+    def _with_device(self, device: DeviceRecord) -> Look:
+        known = replace(self, on_device=True, counts=device.counts, waits_for=None)
+        if not device.fresh or device.channel is None:
+            return known  # the wait seen at the last look may be over
+        if device.waits_for is not None:
+            return replace(known, waits_for=device.waits_for)
+        return replace(known, waits_in=(AXES[device.channel], device.number))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is at fault."""
+
+    kind: Literal["nobody", "ranks", "gang"]
+    """nobody: nothing stands still that should not, or it may still continue; ranks: these are at fault; gang:
+    something stands still and no rank can be named, so all are restarted."""
+    ranks: tuple[int, ...] = ()
+    """The ranks at fault; all ranks for `gang`."""
+    why: str = ""
+    """For people."""
+
+
+def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
+    """Which ranks block the job, according to one look at all of them, in the order of ranks."""
+    overdue = [look for look in looks if look.overdue]
+    if not overdue:
+        return Verdict("nobody")
+    edges = waits_of(looks, group)
+    roots: set[int] = set()
+    cycles: list[list[int]] = []
+    for look in overdue:
+        path = path_from(look.rank, edges)
+        if path[-1] in path[:-1]:
+            cycles.append(path[path.index(path[-1]) : -1])
+        else:
+            roots.add(path[-1])
+    stuck = {root for root in roots if looks[root].waits_in is not None and not looks[root].stopped}
+    guilty = sorted(root for root in roots - stuck if looks[root].overdue or not looks[root].answered)
+    if guilty:
+        return _among_roots(looks, guilty, set(edges.values()))
+    if able := sorted(root for root in roots if not looks[root].overdue):
+        return Verdict("nobody", why=f"{_names(able)} may still continue")
+    if stuck:
+        return Verdict("gang", tuple(look.rank for look in looks), _unended(looks, min(stuck)))
+    return _least(looks, sorted({rank for cycle in cycles for rank in cycle}), "they wait for each other")
+
+
+def waiting_for(looks: Sequence[Look], culprit: int, group: Group) -> list[int]:
+    """Ranks that cannot continue without `culprit`, directly or through others."""
+    edges = waits_of(looks, group)
+    return [look.rank for look in looks if look.rank != culprit and culprit in path_from(look.rank, edges)]
+
+
+def waits_of(looks: Sequence[Look], group: Group) -> dict[int, int]:
+    """From each rank that waits to the one that it waits for, as far as known."""
+    known = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
+    known |= _edges_of_devices(looks, group)
+    if known or any(look.on_device for look in looks):
+        return known
+    last = {axis: _last_of_groups(axis, looks, group) for axis in AXES}
+    return {look.rank: to for look in looks if look.overdue and (to := _behind(look, looks, last)) is not None}
+
+
+def _edges_of_devices(looks: Sequence[Look], group: Group) -> dict[int, int]:
+    """From each rank whose device waits in a collective to the peer that is furthest behind, if one has not reached the
+    collective; otherwise to a peer whose agent does not answer."""
+    waiting = {look.rank: look.waits_in for look in looks if look.waits_in is not None and not look.stopped}
+    axes = {axis for axis, _ in waiting.values()}
+    last = {axis: _last_of_groups(axis, looks, group) for axis in axes}
+    silent = [look.rank for look in looks if not look.answered]
+    neighbours = {axis: {peer: rank for rank in silent for peer in group(axis, rank)} for axis in axes}
+    edges = {}
+    for rank, (axis, number) in waiting.items():
+        peer = last[axis][rank]
+        counts = looks[peer].counts
+        if peer != rank and counts is not None and counts[axis] < number:
+            edges[rank] = peer
+        elif rank in neighbours[axis]:
+            edges[rank] = neighbours[axis][rank]
+    return edges
+
+
+def _last_of_groups(axis: Axis, looks: Sequence[Look], group: Group) -> dict[int, int]:
+    """By rank, which member of its group along `axis` has entered the fewest collectives there; each group is visited
+    once, since `world` has as many members as there are ranks."""
+    last: dict[int, int] = {}
+    for look in looks:
+        if look.rank not in last:
+            members = group(axis, look.rank)
+            counted = [(counts[axis], peer) for peer in members if (counts := looks[peer].counts) is not None]
+            last |= dict.fromkeys([look.rank, *members], min(counted)[1] if counted else look.rank)
+    return last
+
+
+def _behind(look: Look, looks: Sequence[Look], last: Mapping[Axis, Mapping[int, int]]) -> int | None:
+    """The peer that is furthest behind `look` in the collectives that they share."""
+    if look.counts is None or look.stopped:
+        return None
+    lags = []
+    for axis in AXES:
+        peer = last[axis][look.rank]
+        its = looks[peer].counts
+        if peer != look.rank and its is not None and its[axis] < look.counts[axis]:
+            lags.append((look.counts[axis] - its[axis], -peer))
+    return -max(lags)[1] if lags else None
+
+
+def path_from(start: int, edges: Mapping[int, int]) -> list[int]:
+    """From `start` along the edges to the end; if they form a cycle, the last one repeats an earlier one."""
+    path, passed = [start], set[int]()
+    while path[-1] in edges and path[-1] not in passed:
+        passed.add(path[-1])
+        path.append(edges[path[-1]])
+    return path
+
+
+def _among_roots(looks: Sequence[Look], guilty: list[int], awaited: set[int]) -> Verdict:
+    sure = [rank for rank in guilty if looks[rank].stopped or rank in awaited]
+    if sure or len(guilty) == 1:
+        ranks = tuple(sure or guilty)
+        return Verdict("ranks", ranks, _reason(looks[ranks[0]], bool(sure)))
+    return _least(looks, guilty, "none of them waits for another")
+
+
+def _unended(looks: Sequence[Look], rank: int) -> str:
+    axis, number = looks[rank].waits_in or ("world", 0)
+    return (
+        f"all that share collective {number} along {axis} with rank {rank} have come to it, and it does not end: "
+        "the network or NCCL is at fault, and no rank"
+    )
+
+
+def _reason(look: Look, awaited: bool) -> str:
+    if not look.answered:
+        return "others wait for it, and its agent does not answer"
+    if look.stopped:
+        return "its process is stopped"
+    return "others wait for it, and it waits for no rank" if awaited else "it stands still and waits for no rank"
+
+
+def _least(looks: Sequence[Look], ranks: list[int], why: str) -> Verdict:
+    """The single rank of `ranks` with the least progress; the whole gang if there is no single one."""
+    progress = {rank: (looks[rank].step, (looks[rank].counts or {}).get("world", 0)) for rank in ranks}
+    last = [rank for rank in ranks if progress[rank] == min(progress.values())]
+    if len(last) == 1:
+        return Verdict("ranks", tuple(last), f"of {_names(ranks)} it got least far, and {why}")
+    everybody = tuple(look.rank for look in looks)
+    return Verdict("gang", everybody, f"{_names(last)} stand still and {why}; which of them is at fault is not known")
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{' and more' if len(ranks) > 8 else ''}"
 
 
 @dataclass(frozen=True)
@@ -107,8 +319,3 @@ def _doing(place: Position | DeviceRecord) -> str:
 
 def _peer(rank: int | None) -> str:
     return "its peers" if rank is None else f"rank {rank}"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{' and more' if len(ranks) > 8 else ''}"

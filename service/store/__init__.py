@@ -1,7 +1,5 @@
 """The job database: `Store` for connections, and one module of queries per table."""
 
-from service.store.access_tables import ApiKey, AuditEntry, Project
-from service.store.control_plane_tables import Lease
 from service.store.database import Store
 from service.store.errors import (
     CheckpointNotFound,
@@ -26,7 +24,9 @@ from service.store.errors import (
     TraceNotFound,
     TraceNotPossible,
 )
+from service.store.installation_tables import ApiKey, AuditEntry, Lease, Project
 from service.store.paging import Page
+from service.store.step_traces import StepTrace
 from service.store.tables import (
     Checkpoint,
     Event,
@@ -37,43 +37,3 @@ from service.store.tables import (
     Recovery,
     StateChange,
 )
-from service.store.trace_tables import StepTrace
-
-__all__ = [
-    "ApiKey",
-    "AuditEntry",
-    "Checkpoint",
-    "CheckpointNotFound",
-    "DatabaseLost",
-    "Event",
-    "ExportNotFound",
-    "Generation",
-    "IdempotencyConflict",
-    "IllegalTransition",
-    "InvalidCursor",
-    "Job",
-    "JobBeingDeleted",
-    "JobBeingExported",
-    "JobChanged",
-    "JobNotFinal",
-    "JobNotFound",
-    "KeyNotFound",
-    "Lease",
-    "LinkInvalid",
-    "Metric",
-    "OutcomeUnknown",
-    "Page",
-    "Project",
-    "ProjectExists",
-    "ProjectNotFound",
-    "Rank",
-    "Recovery",
-    "StateChange",
-    "StepTrace",
-    "Store",
-    "StoreOfNewerRelease",
-    "StoreUnusable",
-    "TooManyLabels",
-    "TraceNotFound",
-    "TraceNotPossible",
-]

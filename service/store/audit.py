@@ -9,7 +9,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from service.keys.identity import Identity
-from service.store.access_tables import AuditEntry
+from service.store.installation_tables import AuditEntry
 from service.store.paging import Cursors, Page
 
 _INSERT = insert(AuditEntry)

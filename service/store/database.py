@@ -1,4 +1,5 @@
-"""The job database: connections, migrations, and the one thread that writes."""
+"""The job database: connections, migrations, the one thread that writes, and retries of operations while it is locked,
+unreachable, full or read-only."""
 
 from __future__ import annotations
 
@@ -6,29 +7,35 @@ import asyncio
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NotSupportedError, ProgrammingError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
+from service.backoff import backoff
 from service.store.errors import StoreOfNewerRelease, StoreUnusable
 from service.store.location import file_of, parse_url
 from service.store.sqlite import SqliteDatabase
-from service.store.write_queue import WriteQueue
 from workers.errors import MantaError
 
 if TYPE_CHECKING:
     from service.store.postgresql import PostgresDatabase
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+_REFUSALS = (DataError, IntegrityError, NotSupportedError, ProgrammingError)
 FIRST_RELEASED = "0006"
 """Revision of the first release. Earlier databases belong to no release."""
 OLDEST_READER = "0009"
@@ -37,6 +44,31 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 _ADVICE = "restore a backup that a release has made, or begin anew with another database"
 _CONFLICTS = 5
 """Immediate repetitions of a write that conflicted with another one."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the database may accept the same operation later: it was locked, full, read-only or unreachable. False if
+    it understood and refused the operation, and for errors of this program."""
+    return isinstance(error, DBAPIError | NoConnectionLeft | OSError) and not isinstance(error, _REFUSALS)
+
+
+async def until_done(operation: Callable[[], Awaitable[T]]) -> T:
+    """The result of `operation`, which reads or writes the database; retried until the database accepts it. Raises
+    permanent errors."""
+    for pause in backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
+        try:
+            return await operation()
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            log.warning("the database does not answer (%s); again in %.1f s", in_a_line(error), pause)
+        await asyncio.sleep(pause)
+    raise AssertionError("the pauses have no end")
+
+
+def in_a_line(error: Exception) -> str:
+    """What a log says about `error`, without the values in its statement."""
+    return " ".join(str(getattr(error, "orig", None) or error).split())
 
 
 class Fence(Protocol):
@@ -313,3 +345,40 @@ def open_database(url: str, name: str = "manta") -> SqliteDatabase | PostgresDat
     from service.store.postgresql import PostgresDatabase  # with its driver, which SQLite does not need
 
     return PostgresDatabase(location, name)
+
+
+class WriteQueue:
+    """Counts the unfinished writes of one control plane. For any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._lock = clock, threading.Lock()
+        self._asked_at: dict[Future[Any], float] = {}  # the oldest first
+        self._done, self._seconds = 0, 0.0
+
+    def add(self, write: Future[Any]) -> None:
+        """A write was requested just now."""
+        with self._lock:
+            self._asked_at[write] = self._clock()
+        write.add_done_callback(self._remove)
+
+    def _remove(self, write: Future[Any]) -> None:
+        with self._lock:
+            self._seconds += self._clock() - self._asked_at.pop(write)
+            self._done += 1
+
+    @property
+    def length(self) -> int:
+        """Number of writes that wait or are being executed."""
+        return len(self._asked_at)
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Seconds that the oldest of them has waited; 0 if there is none."""
+        with self._lock:
+            return self._clock() - next(iter(self._asked_at.values())) if self._asked_at else 0.0
+
+    @property
+    def done(self) -> tuple[int, float]:
+        """Number of writes that have ended, successfully or not, and their total seconds, waiting included."""
+        with self._lock:
+            return self._done, self._seconds

@@ -12,9 +12,10 @@ from sqlalchemy import CursorResult, delete, select, tuple_
 from sqlalchemy.orm import Session
 
 from service.states import FINAL, JobState, is_final
-from service.store import audit, events, exports, failed_jobs, jobs, leases
+from service.store import audit, events, exports, jobs, leases, pauses_and_retries
 from service.store.audit import AuditRecord
 from service.store.errors import JobBeingExported, JobNotFinal
+from service.store.step_traces import StepTrace, StepTracePart
 from service.store.tables import (
     Base,
     Checkpoint,
@@ -31,7 +32,6 @@ from service.store.tables import (
     Recovery,
     StateChange,
 )
-from service.store.trace_tables import StepTrace, StepTracePart
 
 METRICS_AT_ONCE = 10_000
 """Rows of metrics deleted per transaction, so that reports of other jobs do not wait long."""
@@ -54,7 +54,7 @@ def begin(session: Session, job_id: str, why: str = "the user deletes the job") 
         raise JobNotFinal(job_id, JobState(job.state))
     if exports.any_runs(session, job_id, leases.now(session)):
         raise JobBeingExported(job_id)
-    failed_jobs.let_memory_go(session, job_id, math.inf)
+    pauses_and_retries.let_memory_go(session, job_id, math.inf)
     if job.deletion_began_at is None:
         job.deletion_began_at = job.updated_at = time.time()
         events.append(session, job_id, "deletion_began", why)

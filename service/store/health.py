@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from sqlalchemy import Connection, exists, func, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.store.control_plane_tables import Compatibility, Installation
 from service.store.database import Store, newest_revision
 from service.store.errors import StoreEmpty, StoreUnusable
+from service.store.installation_tables import Compatibility, Installation
 from service.store.sqlite import SqliteDatabase
 from service.store.tables import Base, DeletedJob, Job
 

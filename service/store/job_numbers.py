@@ -14,7 +14,7 @@ from service.ledger import Ledger
 from service.states import SUPERVISED, UNFINISHED, JobState
 from service.store import jobs, ledgers, recoveries
 from service.store.checkpoints import COMPLETE
-from service.store.control_plane_tables import ControlPlaneRow, Lease
+from service.store.installation_tables import ControlPlaneRow, Lease
 from service.store.leases import living
 from service.store.tables import Checkpoint, Event, Generation, Job, Recovery, StateChange
 

@@ -1,4 +1,5 @@
-"""All queries about jobs as a whole. Every function takes a Session first; those that write run in `Store.write`."""
+"""All queries about jobs as a whole, and about their states over time. Every function takes a Session first; those that
+write run in `Store.write`."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.ids import is_job_id, next_job_id
 from service.keys.identity import DEFAULT_PROJECT, digest_of
 from service.states import HELD, UNFINISHED, JobState, after_action, can, is_final
-from service.store import events, state_changes, step_traces
+from service.store import events, step_traces
 from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
-from service.store.tables import Job, JobLabel
+from service.store.tables import Job, JobLabel, StateChange
 from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import Accelerator, JobSpec, ParallelConfig
 from workers.system.threads import stored_threads
 
 # Built once: building these takes longer than running them.
+_INSERT_STATE = insert(StateChange)
 _COLUMNS = Job.__table__.columns
 _INSERT = insert(Job)
 _NEWEST = select(func.max(_COLUMNS.id))
@@ -42,6 +44,16 @@ _JOBS_AT_ONCE = 1000
 _ACCELERATORS = select(_COLUMNS.id, type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()).where(
     _COLUMNS.id.in_(bindparam("ids", expanding=True))
 )
+
+
+def note_state(session: Session, job_id: str, state: JobState, at: float) -> None:
+    """Record that a job entered `state` at Unix time `at`."""
+    session.connection().execute(_INSERT_STATE, {"job_id": job_id, "time": at, "state": state.value})
+
+
+def states_over_time(session: Session, job_id: str) -> list[StateChange]:
+    """A job's states, oldest first; the first is its submission."""
+    return list(session.scalars(select(StateChange).where(StateChange.job_id == job_id).order_by(StateChange.id)))
 
 
 def create(
@@ -65,7 +77,7 @@ def create(
     job = _inserted(session, {**_new_job(session, spec, bound, digest, project), "owner": owner})
     if spec.labels:
         set_labels(session, job.id, spec.labels)
-    state_changes.append(session, job.id, JobState.QUEUED, job.created_at)
+    note_state(session, job.id, JobState.QUEUED, job.created_at)
     events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
     return job, True
 
@@ -182,7 +194,7 @@ def transition(
         job.started_at = now
     if is_final(to):
         job.finished_at = now
-    state_changes.append(session, job_id, to, now)
+    note_state(session, job_id, to, now)
     text = f"{state} -> {to}" + (f": {message}" if message else "")
     data = {"from": state.value, "to": to.value, "reason": reason}
     events.append(session, job_id, "state_changed", text, generation=job.generation, step=job.step, data=data, at=now)

@@ -1,19 +1,25 @@
-"""All queries about API keys. Only their digests are stored here, never the keys themselves."""
+"""All queries about API keys, and about how browsers sign in: links that work once, and the sessions that they begin.
+All are stored as digests only; links and sessions are valid as long as the key that requested the link."""
 
 from __future__ import annotations
 
 import secrets
 import time
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from service.ids import is_key_id, next_key_id
 from service.keys.identity import DEFAULT_PROJECT, Identity, Scope
 from service.store import projects
-from service.store.access_tables import ApiKey
-from service.store.errors import InvalidCursor, KeyNotFound
+from service.store.errors import InvalidCursor, KeyNotFound, LinkInvalid
+from service.store.installation_tables import ApiKey, BrowserToken
 from service.store.paging import Cursors, Page
+
+LINK_SECONDS = 600.0
+"""Seconds that a link is valid."""
+SESSION_SECONDS = 12 * 3600.0
+"""Seconds that a browser stays signed in."""
 
 
 def create(
@@ -94,3 +100,42 @@ def page(session: Session, bound: str | None, limit: int = 50, cursor: str | Non
             raise InvalidCursor
         query = query.where(ApiKey.id < last)
     return Page.of(list(session.scalars(query)), limit, cursors, lambda key: key.id)
+
+
+def add_link(session: Session, key_id: str, digest: str) -> BrowserToken:
+    """A link with the rights of this key."""
+    session.execute(delete(BrowserToken).where(BrowserToken.expires_at < time.time()))
+    link = BrowserToken(digest=digest, kind="link", key_id=key_id, expires_at=time.time() + LINK_SECONDS)
+    session.add(link)
+    return link
+
+
+def open_link(session: Session, link_digest: str, session_digest: str) -> tuple[ApiKey, BrowserToken]:
+    """Exchange a link for a session; returns the key whose rights it has, and the session. Raises LinkInvalid."""
+    now = time.time()
+    link = session.get(BrowserToken, link_digest, with_for_update=True)
+    key = None if link is None else session.get(ApiKey, link.key_id)
+    if link is None or key is None or link.kind != "link" or now >= link.expires_at or not is_good(key, now):
+        raise LinkInvalid
+    session.delete(link)
+    until = min(now + SESSION_SECONDS, key.expires_at or now + SESSION_SECONDS)
+    begun = BrowserToken(digest=session_digest, kind="session", key_id=key.id, expires_at=until)
+    session.add(begun)
+    return key, begun
+
+
+def end_session(session: Session, digest: str) -> None:
+    """Make a session invalid; ending one that is over is not an error."""
+    session.execute(delete(BrowserToken).where(BrowserToken.digest == digest, BrowserToken.kind == "session"))
+
+
+def key_of_session(session: Session, digest: str) -> tuple[ApiKey, float] | None:
+    """The key whose rights this session has, valid or not, and when the session ends; None: there is no such
+    session."""
+    query = (
+        select(ApiKey, BrowserToken.expires_at)
+        .join(BrowserToken, BrowserToken.key_id == ApiKey.id)
+        .where(BrowserToken.digest == digest, BrowserToken.kind == "session")
+    )
+    row = session.execute(query).one_or_none()
+    return None if row is None else (row[0], row[1])

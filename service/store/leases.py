@@ -9,10 +9,9 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, bindparam, delete, select, text, update
 from sqlalchemy.orm import Session
 
-from service.leases.decisions import LEASE_SECONDS, JobInBrief, is_over, may_be_given
-from service.leases.errors import LeaseLost, OtherRay
+from service.leases.decisions import LEASE_SECONDS, JobInBrief, LeaseLost, OtherRay, is_over, may_be_given
 from service.states import UNFINISHED, JobState
-from service.store.control_plane_tables import ControlPlaneRow, Lease
+from service.store.installation_tables import ControlPlaneRow, Lease
 from service.store.locks import MEMBERS_LOCK
 from service.store.tables import Job
 

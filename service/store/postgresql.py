@@ -4,11 +4,12 @@ relies on, this compensates: decision 0010."""
 from __future__ import annotations
 
 import logging
+import select
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, RootTransaction, create_engine, event
@@ -18,8 +19,8 @@ from service.backoff import backoff
 from service.store.errors import OutcomeUnknown, StoreUnusable
 from service.store.location import shown
 from service.store.locks import MIGRATION_LOCK
-from service.store.psycopg_connection import BoundedConnection
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 OLDEST_SERVER = 14
@@ -213,17 +214,17 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
 
     @event.listens_for(engine, "do_connect")
     def connect(_dialect: Any, _record: Any, arguments: Sequence[Any], parameters: dict[str, Any]) -> Any:
-        connection = BoundedConnection.connect(*arguments, **parameters)
+        connection = _BoundedConnection.connect(*arguments, **parameters)
         connection.read_only = read_only
         return connection
 
     @event.listens_for(engine, "connect")
     @event.listens_for(engine, "checkin")
-    def note_use(_connection: BoundedConnection | None, record: Any) -> None:
+    def note_use(_connection: _BoundedConnection | None, record: Any) -> None:
         record.info["used_at"] = time.monotonic()
 
     @event.listens_for(engine, "checkout")
-    def begin(connection: BoundedConnection, record: Any, _proxy: Any) -> None:
+    def begin(connection: _BoundedConnection, record: Any, _proxy: Any) -> None:
         connection.answer_seconds = ANSWER_SECONDS
         # A restarted server must not cost a request. A server that has closed a connection has announced that on it.
         if time.monotonic() - record.info["used_at"] > TRUSTED_SECONDS or connection.has_unread:
@@ -241,7 +242,7 @@ def _explain_missing_table(context: ExceptionContext) -> None:
         raise OperationalError(context.statement, None, error)
 
 
-def _ping(engine: Engine, connection: BoundedConnection) -> None:
+def _ping(engine: Engine, connection: _BoundedConnection) -> None:
     """Raises InvalidatePoolError if the server no longer knows the connection; new ones are made then."""
     try:
         engine.dialect.do_ping(connection)  # type: ignore[arg-type]
@@ -249,7 +250,44 @@ def _ping(engine: Engine, connection: BoundedConnection) -> None:
         raise InvalidatePoolError from error
 
 
-def _driver(connection: Connection) -> BoundedConnection:
+def _driver(connection: Connection) -> _BoundedConnection:
     driver = connection.connection.driver_connection
-    assert isinstance(driver, BoundedConnection)
+    assert isinstance(driver, _BoundedConnection)
     return driver
+
+
+class _BoundedConnection(psycopg.Connection[Any]):
+    """psycopg's connection; a server that does not answer within `answer_seconds` counts as gone.
+
+    The server's own limits (`statement_timeout`) do not help if it stands still, and neither do TCP's: its kernel still
+    acknowledges everything.
+    """
+
+    answer_seconds: float | None = None
+    """None: no limit."""
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the server has sent something without a request, which most likely announces the end of the
+        connection."""
+        poll = select.poll()
+        poll.register(self.pgconn.socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1) -> T:
+        """Raises psycopg.OperationalError if it takes too long; the connection is then closed."""
+        return super().wait(gen if self.answer_seconds is None else self._bounded(gen, self.answer_seconds), interval)
+
+    def _bounded(self, gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
+        deadline = time.monotonic() + seconds
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                if not ready and time.monotonic() > deadline:
+                    self.pgconn.finish()  # a late answer is not wanted
+                    raise psycopg.OperationalError(f"the server gave no answer in {seconds:g} s")
+                wanted = gen.send(ready)
+        except StopIteration as end:
+            value: T = end.value
+            return value

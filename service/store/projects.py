@@ -10,8 +10,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from service.keys.identity import PROJECT_PATTERN
-from service.store.access_tables import Project
 from service.store.errors import InvalidCursor, ProjectExists, ProjectNotFound
+from service.store.installation_tables import Project
 from service.store.paging import Cursors, Page
 
 

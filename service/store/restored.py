@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from service.cluster.sizes import in_use
 from service.states import PAUSABLE, JobState
-from service.store import events, failed_jobs, generations, jobs, pauses, ranks
+from service.store import events, generations, jobs, pauses_and_retries, ranks
 from service.store.tables import Event, Generation
 from service.stored_specs import stored_spec
 from workers.comm.grid import RankGrid
@@ -50,9 +50,9 @@ def take_over(session: Session, job_id: str, gang: NewerGang) -> bool:
         jobs.transition(session, job_id, JobState.PAUSED)
         state = JobState.PAUSED
     if state is JobState.PAUSED:
-        pauses.request_resume(session, job_id)
+        pauses_and_retries.request_resume(session, job_id)
     elif state is JobState.FAILED:
-        failed_jobs.request_retry(session, job_id)
+        pauses_and_retries.request_retry(session, job_id)
     elif state is JobState.RESIZING:
         jobs.transition(session, job_id, JobState.RECOVERING)
     if job.state == JobState.QUEUED:

@@ -320,7 +320,7 @@ class Export(Base):
 
 
 class RankNumbers(Base):
-    """Numbers of all ranks of a job over a few seconds. Their number is limited; see `rank_numbers`."""
+    """Numbers of all ranks of a job over a few seconds. Their number is limited; see `ranks.py`."""
 
     __tablename__ = "rank_numbers"
 

@@ -11,9 +11,8 @@ from service.cluster.sizes import layout_in_use
 from service.states import is_final
 from service.store import jobs, ranks, step_traces
 from service.store.errors import TraceNotPossible
-from service.store.step_traces import RECORDING, REQUESTED, UNFINISHED
+from service.store.step_traces import RECORDING, REQUESTED, UNFINISHED, StepTrace
 from service.store.tables import Job
-from service.store.trace_tables import StepTrace
 from service.stored_specs import stored_spec
 from service.words import no_such_rank
 from workers.config import ParallelConfig

@@ -1,4 +1,5 @@
-"""Sends the starts and recoveries of jobs to a collector. No job waits for it, or fails because of it."""
+"""Sends the starts and recoveries of jobs, read from the database, to a collector. No job waits for it, or fails
+because of it."""
 
 from __future__ import annotations
 
@@ -9,10 +10,16 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from service.store import Store
+from sqlalchemy.orm import Session
+
+from service.cluster.sizes import layout_in_use
+from service.ledger import StateEntry
+from service.store import Store, generations, jobs, recoveries
 from service.store.errors import JobNotFound
-from service.traces.reading import history_of
-from service.traces.spans import spans_of
+from service.store.tables import Generation, Job, Recovery
+from service.stored_specs import SpecNotUnderstood, stored_spec
+from service.traces.spans import JobHistory, PastGeneration, PastRecovery, spans_of
+from workers.config import ParallelConfig
 from workers.errors import MantaError
 
 if TYPE_CHECKING:
@@ -85,7 +92,7 @@ class Traces:
     def _read_and_send(self, sender: SpanSender, job_id: str, generation: int) -> None:
         try:
             with self._store.read() as session:
-                history = history_of(session, job_id)
+                history = _history_of(session, job_id)
             sender.send(spans_of(history, generation))
         except JobNotFound:  # deleted in the meantime, and its history with it
             pass
@@ -101,3 +108,54 @@ class Traces:
                 return
             self._said_at = now
             log.warning("traces: %d starts and recoveries so far did not get to %s", self.lost, self._endpoint)
+
+
+def _history_of(session: Session, job_id: str) -> JobHistory:
+    """The history of a job so far. Raises JobNotFound."""
+    job = jobs.get(session, job_id)
+    return JobHistory(
+        job.id,
+        job.name,
+        job.project,
+        [StateEntry(row.time, row.state) for row in jobs.states_over_time(session, job_id)],
+        [_generation(row) for row in generations.of_job(session, job_id)],
+        [_recovery(row) for row in recoveries.of_job(session, job_id)],
+        _layout(job),
+    )
+
+
+def _layout(job: Job) -> ParallelConfig | None:
+    try:
+        return layout_in_use(stored_spec(job).spec.layout, job)
+    except SpecNotUnderstood:
+        return None
+
+
+def _generation(row: Generation) -> PastGeneration:
+    return PastGeneration(
+        row.generation,
+        row.cause,
+        row.started_at,
+        row.resume_source,
+        row.resume_step,
+        row.trained_from,
+        row.first_step_at,
+        row.ended_at,
+    )
+
+
+def _recovery(row: Recovery) -> PastRecovery:
+    return PastRecovery(
+        row.generation,
+        row.kind,
+        row.cause,
+        row.rank,
+        recoveries.timeline(row),
+        row.node,
+        row.forked,
+        row.kept,
+        row.source,
+        row.resume_step,
+        row.steps_redone,
+        row.wait_seconds,
+    )

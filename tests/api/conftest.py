@@ -17,19 +17,17 @@ import uvicorn
 from api.app import create_app
 from api.app_state import state_of
 from api.security import auditing
-from api.serving.connections import MAX_CONNECTIONS, limited_to
-from api.serving.http_server import HttpServer
+from api.serving.connections import MAX_CONNECTIONS, HttpServer, limited_to
 from service.cluster.errors import NodeNotFound
 from service.control.faults import FaultsNotAllowed, refuse_impossible
+from service.control.options import ModelPackages
 from service.control.running_ranks import RankNotFound, RankStack, SeenWaits
 from service.exports import Exports
 from service.file_work import FileWork
 from service.logs.pages import LogsInHome
-from service.model_packages import ModelPackages
-from service.monitoring.measurements import Measurements
+from service.monitoring.cluster_view import Measurements
 from service.recovery.waits import WaitingRank, Waits
-from service.removal.checkpoint_deletion import delete_checkpoint
-from service.removal.deletion import Deletion, delete_job
+from service.removal.deletion import Deletion, delete_checkpoint, delete_job
 from service.settings import RequestLimits
 from service.states import JobState
 from service.store import Checkpoint, Store, generations, jobs, metrics

@@ -18,18 +18,7 @@ from service.keys.identity import Identity, Scope, digest_of, new_browser_token,
 from service.logs.pages import log_file, log_folder
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import planned
-from service.store import (
-    JobNotFound,
-    browser_tokens,
-    checkpoints,
-    events,
-    exports,
-    generations,
-    jobs,
-    keys,
-    plans,
-    trace_requests,
-)
+from service.store import JobNotFound, checkpoints, events, exports, generations, jobs, keys, plans, trace_requests
 from service.store.tables import Base
 from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.described_api import description_at
@@ -486,10 +475,10 @@ def test_cookie_goes_over_tls_alone_where_browsers_reach_the_service_by_tls(tmp_
 def test_link_of_a_key_that_was_revoked_or_that_waited_too_long_opens_nothing(theirs, service, monkeypatch):
     def link():
         token = new_browser_token()
-        service.store.write(lambda session: browser_tokens.add_link(session, theirs.key, digest_of(token)))
+        service.store.write(lambda session: keys.add_link(session, theirs.key, digest_of(token)))
         return f"/link/{token}"
 
-    monkeypatch.setattr(browser_tokens, "LINK_SECONDS", -1.0)
+    monkeypatch.setattr(keys, "LINK_SECONDS", -1.0)
     assert service.http.get(link()).status_code == 404
     monkeypatch.undo()
     service.store.write(lambda session: keys.revoke(session, None, theirs.key))

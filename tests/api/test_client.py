@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from api.client import ApiError, AsyncMantaClient, MantaClient, ServiceUnreachable, calls, find_url
-from api.client.sse_client import EventParser, ServerEvent
+from api.client.patience import EventParser, ServerEvent
+from api.streams.changes import LONGEST_SECONDS
 from api.streams.sse_server import KEEPALIVE_SECONDS
-from api.streams.state_waits import LONGEST_SECONDS
 from service.settings import Settings
 from tests.api.support.silent_service import SilentService
 

@@ -11,7 +11,7 @@ from api.app_state import attach_state
 from api.security import access, credentials
 from api.security.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
 from service.keys.identity import Identity, Scope, digest_of
-from service.store import browser_tokens, keys
+from service.store import keys
 from tests.api.support.keys import add_key
 
 KEY = "manta_a-key"
@@ -73,8 +73,8 @@ def test_session_has_the_rights_of_its_key_and_ends_with_it(world):
     key_id = world.who(key).key_id
 
     def begin(session):
-        browser_tokens.add_link(session, key_id, digest_of("link"))
-        return browser_tokens.open_link(session, digest_of("link"), digest_of("cookie"))[1].expires_at
+        keys.add_link(session, key_id, digest_of("link"))
+        return keys.open_link(session, digest_of("link"), digest_of("cookie"))[1].expires_at
 
     until = world.store.write(begin)
     assert world.who("cookie", is_key=False) == world.who(key)

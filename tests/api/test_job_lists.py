@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.caches import rendered_sparklines
+from api import caches
 from api.client import MantaClient
 from tests.api.support.keys import add_key, bearer
 
@@ -96,13 +96,13 @@ def test_sparklines_that_nobody_moved_are_not_read_again(service, monkeypatch):
     job = service.submit()["id"]
     service.report(job, [{"step": 1, "loss": 1.0}])
     asked = []
-    read = rendered_sparklines.metrics.series
+    read = caches.metrics.series
 
     def series(*arguments, **more):
         asked.append(arguments)
         return read(*arguments, **more)
 
-    monkeypatch.setattr(rendered_sparklines.metrics, "series", series)
+    monkeypatch.setattr(caches.metrics, "series", series)
     for _ in range(3):
         assert service.http.get(f"/v1/jobs/sparklines?jobs={job}").json()["items"][0]["loss"] == [1.0]
     assert len(asked) == 1

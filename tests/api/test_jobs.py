@@ -10,7 +10,7 @@ import pytest
 from tokenizer_files import byte_level
 
 from service.cluster.errors import ClusterUnavailable
-from service.model_packages import ModelPackages
+from service.control.options import ModelPackages
 from service.store import jobs
 from workers.config import ParallelConfig
 from workers.data.roots import DataRoots

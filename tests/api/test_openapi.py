@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from api.app import create_app
-from api.client.sse_client import EventParser
+from api.client.patience import EventParser
 from api.problem_codes import KINDS, MEDIA_TYPE
 from service.logs.pages import log_file, log_folder
 from tests.api.support.described_api import PROBLEM, DescribedApi

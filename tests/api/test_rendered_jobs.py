@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from api import schemas, views
-from api.caches import rendered_jobs
-from api.caches.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
+from api import caches, schemas, views
+from api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
 from service.states import JobState
 from service.store import JobNotFound, Store, edits, jobs, tables
-from service.store.job_filters import NEWEST_FIRST, JobFilter
+from service.store.job_rows import NEWEST_FIRST, JobFilter
 from service.store.paging import Page
 from workers.config import JobSpec
 
@@ -65,7 +64,7 @@ def put_together(monkeypatch) -> list[str]:
         return original(session, some)
 
     original = views.job_views
-    monkeypatch.setattr(rendered_jobs.views, "job_views", job_views)
+    monkeypatch.setattr(caches.views, "job_views", job_views)
     return ids
 
 
@@ -103,7 +102,7 @@ def test_job_that_was_over_for_a_while_is_put_together_once_until_its_row_change
         return jobs.get(session, job_id).finished_at
 
     now = datetime.fromtimestamp(store.write(end) + over_for, UTC)
-    monkeypatch.setattr(rendered_jobs, "datetime", SimpleNamespace(now=lambda zone: now))
+    monkeypatch.setattr(caches, "datetime", SimpleNamespace(now=lambda zone: now))
     rendered.one(store, job_id)
     clock.now += 1000 * FRESH_SECONDS
     rendered.one(store, job_id)
@@ -144,7 +143,7 @@ def test_what_nobody_asks_for_any_more_is_forgotten_where_there_is_room_for_no_m
     ids = [submit().id for _ in range(3)]
     one = rendered.one(store, ids[0])
     size = len(one.body) + len(one.brief)
-    monkeypatch.setattr(rendered_jobs, "MAX_KEPT_BYTES", 2 * size + size // 2)
+    monkeypatch.setattr(caches, "MAX_JOBS_BYTES", 2 * size + size // 2)
     clock.now += FRESH_SECONDS  # the first one is put together anew, which takes no room twice
     for job_id in ids[:2]:
         rendered.one(store, job_id)

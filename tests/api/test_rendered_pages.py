@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select
 
-from api.caches.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs
-from api.caches.rendered_pages import RenderedPages
+from api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs, RenderedPages
 from service.states import JobState
 from service.store import InvalidCursor, edits, jobs
-from service.store.job_filters import EVERY_JOB, NEWEST_FIRST, JobFilter
+from service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter
 from service.store.tables import Job
 from workers.config import JobSpec
 

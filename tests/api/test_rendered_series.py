@@ -5,7 +5,7 @@ import json
 import pytest
 from sqlalchemy import event, insert
 
-from api.caches.rendered_series import RenderedSeriesOfJobs
+from api.caches import RenderedSeriesOfJobs
 from service.store import JobNotFound, generations, jobs, metric_bins, metrics
 from service.store.tables import METRIC_NAMES, Metric
 from workers.config import JobSpec

@@ -9,7 +9,7 @@ from service.logs.pages import log_file, log_folder
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import planned
 from service.recovery.timeline import RecoveryTimeline
-from service.store import checkpoints, events, exports, generations, jobs, plans, rank_numbers, ranks, recoveries
+from service.store import checkpoints, events, exports, generations, jobs, plans, ranks, recoveries
 from service.store.recoveries import Beginning
 from service.store.tables import Generation
 from tests.api.conftest import DOCUMENT
@@ -208,7 +208,7 @@ def test_how_ranks_are_doing_and_were(service):
         ranks.replace(session, job, [place, {**place, "rank": 1, "data": 1}])
         for step in (5, 6):
             sample = RankSample(step, 1.0, packed([0.25, 0.5]), packed([7.0, 8.0]))
-            rank_numbers.store(session, job, 1, sample, 2.0 * step)
+            ranks.store_numbers(session, job, 1, sample, 2.0 * step)
 
     service.store.write(prepare)
     first, second = service.http.get(f"/v1/jobs/{job}/ranks").json()["items"]

@@ -38,7 +38,7 @@ from workers.storage.places import ObjectPath
 def homes_with_keys(monkeypatch):
     """Homes for which a service has made its key; what it makes is tested in tests/service/test_automatic_key.py."""
     homes = []
-    monkeypatch.setattr(server.automatic_key, "ensure", lambda store, home: homes.append(home))
+    monkeypatch.setattr(server.installation_keys, "ensure_automatic", lambda store, home: homes.append(home))
     return homes
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from api import threads
-from api.caches.rendered_pages import RenderedPages
+from api.caches import RenderedPages
 from api.routes import job_plan, jobs, plans
 from api.security.rate_limits import CallerLimits
 from api.threads import LONG_READS

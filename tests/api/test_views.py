@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from api import views
-from api.security import access_views
 from service.cluster.sizes import layout_in_use
 from service.keys.identity import Identity, Scope
 from service.ledger import Ledger
 from service.logs.pages import LogLine
 from service.removal.deletion import Deletion, RemovedFiles
 from service.states import JobState
-from service.store import access_tables, generations, jobs, metrics, tables
+from service.store import generations, installation_tables, jobs, metrics, tables
 from workers.config import JobSpec, ParallelConfig
 from workers.liveness.rank_samples import packed
 
@@ -104,18 +103,18 @@ def test_ledger_log_line_and_deletion_are_shown_as_they_are():
 def test_key_its_holder_and_what_was_done_with_it_are_shown_as_they_are():
     held = {"id": "k", "name": "laptop", "user": "ada", "project": "theirs", "scope": "read", "installation": True}
     held["highest_priority"] = 5
-    key = access_tables.ApiKey(digest="secret", created_at=1.0, expires_at=2.0, revoked_at=3.0, **held)
+    key = installation_tables.ApiKey(digest="secret", created_at=1.0, expires_at=2.0, revoked_at=3.0, **held)
     times = {"created_at": moment(1.0), "expires_at": moment(2.0), "revoked_at": moment(3.0)}
-    assert shown(access_views.key_view(key)) == {**held, **times}
+    assert shown(views.key_view(key)) == {**held, **times}
     who = Identity("k", "laptop", "ada", "theirs", Scope.READ, installation=True, highest_priority=5)
-    me = shown(access_views.me_view(who, browser=False))
+    me = shown(views.me_view(who, browser=False))
     assert me == {"key": "k", "key_name": "laptop", "browser": False} | {
         name: held[name] for name in ("user", "project", "scope", "installation", "highest_priority")
     }
     record = {"project": "p", "key_name": "laptop", "user": "ada", "operation": "o", "target": "t", "address": "a"}
-    entry = access_tables.AuditEntry(id=7, time=1.0, key_id="k", status=409, code="c", **record)
+    entry = installation_tables.AuditEntry(id=7, time=1.0, key_id="k", status=409, code="c", **record)
     expected = {"id": "7", "time": moment(1.0), "key": "k", "status": 409, "code": "c", **record}
-    assert shown(access_views.audit_view(entry)) == expected
+    assert shown(views.audit_view(entry)) == expected
 
 
 def viewed(store, job_id: str) -> Any:

@@ -7,9 +7,8 @@ import pytest
 from benchmarks.support.simulation import remote_cluster as simulated
 from service.cluster.agents import Agents
 from service.cluster.node_daemons import NodeDaemons
-from service.cluster.node_requests import NodeRequests
 from service.cluster.nodes import Nodes
-from service.cluster.placement_groups import PlacementGroups
+from service.cluster.placement_groups import NodeRequests, PlacementGroups
 
 # Of nodes that come and go, are lost, drained or lie elsewhere: there are none.
 NOT_SIMULATED = {

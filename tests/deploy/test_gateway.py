@@ -13,8 +13,8 @@ import urllib.request
 import pytest
 
 from api.security.request_guard import OwnAddresses, refusal
+from api.streams.changes import LONGEST_SECONDS
 from api.streams.sse_server import KEEPALIVE_SECONDS
-from api.streams.state_waits import LONGEST_SECONDS
 from api.threads import FILE_SECONDS
 from tests.deploy import compose_file
 from tests.deploy.compose_file import ROOT

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import yaml
 
-from api.metrics.names import sample_names
 from deploy.grafana import make_dashboards
+from tests.api.support.scraped_names import sample_names
 from tests.deploy import monitoring
 from tests.deploy.promql import metric_names
 

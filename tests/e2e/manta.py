@@ -16,7 +16,7 @@ from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.serving.local_service import running_service
 from benchmarks.support import own_processes
-from service.keys.key_file import read_key
+from service.home.own_files import read_key
 from service.settings import Settings
 from service.states import is_final
 from workers.liveness.progress import progress_path

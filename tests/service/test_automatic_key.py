@@ -6,11 +6,11 @@ import stat
 
 import pytest
 
-from service.home.own_files import HomeUnusable
-from service.keys import automatic_key, key_file
-from service.keys.automatic_key import ensure
+from service.home import own_files
+from service.home.own_files import HomeUnusable, KeyFileUnsafe, read_key
+from service.keys import installation_keys
 from service.keys.identity import Scope, digest_of
-from service.keys.key_file import KeyFileUnsafe, read_key
+from service.keys.installation_keys import ensure_automatic
 from service.store import audit, keys
 
 
@@ -26,7 +26,7 @@ def home(tmp_path):
 
 
 def test_first_start_makes_a_key_for_everything_that_only_its_user_can_read(store, home):
-    ensure(store, home)
+    ensure_automatic(store, home)
     key = read_key(home)
     assert stat.S_IMODE((home / "api.key").stat().st_mode) == 0o600
     row = row_of(store, key)
@@ -38,24 +38,24 @@ def test_first_start_makes_a_key_for_everything_that_only_its_user_can_read(stor
 
 
 def test_next_start_keeps_it(store, home):
-    ensure(store, home)
+    ensure_automatic(store, home)
     before = read_key(home)
-    ensure(store, home)
+    ensure_automatic(store, home)
     assert read_key(home) == before
 
 
 def test_another_database_is_told_of_the_key_that_is_there(store, home):
     (home / "api.key").write_text("manta_from-before\n")
     (home / "api.key").chmod(0o600)
-    ensure(store, home)
+    ensure_automatic(store, home)
     assert read_key(home) == "manta_from-before" and row_of(store, "manta_from-before").installation
 
 
 def test_key_that_was_revoked_is_replaced(store, home):
-    ensure(store, home)
+    ensure_automatic(store, home)
     before = read_key(home)
     store.write(lambda session: keys.revoke(session, None, keys.by_digest(session, digest_of(before)).id))
-    ensure(store, home)
+    ensure_automatic(store, home)
     assert read_key(home) != before and row_of(store, read_key(home)).revoked_at is None
 
 
@@ -65,9 +65,9 @@ def test_without_a_file_there_is_no_key(home):
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
 def test_file_that_others_could_have_read_or_written_is_not_used(store, home, mode):
-    ensure(store, home)
+    ensure_automatic(store, home)
     (home / "api.key").chmod(mode)
-    for use in (lambda: read_key(home), lambda: ensure(store, home)):
+    for use in (lambda: read_key(home), lambda: ensure_automatic(store, home)):
         with pytest.raises(KeyFileUnsafe, match=r"api\.key can be read or written by others: remove it"):
             use()
 
@@ -89,7 +89,7 @@ def test_file_of_another_user_a_link_or_what_is_no_text_in_a_file_is_not_used(ho
             read_key(home)
         path.rmdir() if path.is_dir() else path.unlink()
     path.touch(mode=0o600)
-    monkeypatch.setattr(automatic_key.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(installation_keys.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(KeyFileUnsafe, match="belongs to another user"):
         read_key(home)
 
@@ -98,7 +98,7 @@ def test_without_room_for_the_key_the_home_is_named_and_nothing_is_left(store, h
     def full(_descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(key_file.os, "fsync", full)
+    monkeypatch.setattr(own_files.os, "fsync", full)
     with pytest.raises(HomeUnusable, match=rf"the home {home} cannot be used .*: No space left on device"):
-        ensure(store, home)
+        ensure_automatic(store, home)
     assert list(home.iterdir()) == []

@@ -6,8 +6,8 @@ import pytest
 from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 
 from service.file_work import FileWork
-from service.removal import checkpoint_deletion
-from service.removal.checkpoint_deletion import (
+from service.removal import deletion
+from service.removal.deletion import (
     CheckpointNeeded,
     CheckpointNotRemoved,
     CheckpointStillRemoving,
@@ -130,7 +130,7 @@ def test_what_a_trainer_reported_leads_nowhere_else(store, paths, job, tmp_path)
 
 
 def test_one_that_cannot_be_removed_is_still_listed(store, paths, job, monkeypatch):
-    monkeypatch.setattr(checkpoint_deletion, "remove", lambda place: False)
+    monkeypatch.setattr(deletion, "remove", lambda place: False)
     with pytest.raises(CheckpointNotRemoved, match="delete it again"):
         delete_checkpoint(store, paths, job, id_of(job, 5))
     with store.read() as session:
@@ -159,13 +159,13 @@ def test_one_in_an_object_store_goes_too(store, job, tmp_path, bucket):  # noqa:
 
 def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_goes_on(store, paths, job, monkeypatch):
     answers, work, about = threading.Event(), FileWork(), (store, paths, job, id_of(job, 5), False)
-    monkeypatch.setattr(checkpoint_deletion, "remove", lambda place: answers.wait(20) and remove(place))
-    monkeypatch.setattr(checkpoint_deletion, "REMOVAL_SECONDS", 0.01)
+    monkeypatch.setattr(deletion, "remove", lambda place: answers.wait(20) and remove(place))
+    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
     with pytest.raises(
         CheckpointStillRemoving, match=r"is not removed yet .* 0.01 s\); what has begun goes on by itself"
     ):
         delete_checkpoint_in_time(*about, work)
-    monkeypatch.setattr(checkpoint_deletion, "REMOVAL_SECONDS", 20.0)
+    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 20.0)
     answers.set()
     assert delete_checkpoint_in_time(*about, work).state == checkpoints.DELETED
     assert len(deletions(store, job)) == 1 and not folder(paths, job, 5).exists()

@@ -7,8 +7,7 @@ import pytest
 
 from api.schemas import Cluster
 from service.cluster.nodes import GpuReadings
-from service.monitoring.cluster_view import cluster_view
-from service.monitoring.measurements import FRESH_SECONDS
+from service.monitoring.cluster_view import FRESH_SECONDS, cluster_view
 from service.store import ranks
 from tests.service.support.fake_cluster import FakeCluster
 from workers.protocol.messages import GpuReading

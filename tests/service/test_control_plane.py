@@ -17,7 +17,7 @@ from service.control.options import ControlPlaneOptions
 from service.control.takeover import CannotTakeOver
 from service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
 from service.job.supervisor import Supervisor
-from service.leases.errors import OtherRay
+from service.leases.decisions import OtherRay
 from service.leases.held import Leases
 from service.states import JobState
 from service.store import jobs

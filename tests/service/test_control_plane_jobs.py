@@ -9,7 +9,7 @@ import pytest
 
 from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.control.faults import FaultNotPossible, FaultsNotAllowed
-from service.store import JobNotFinal, JobNotFound, jobs, pauses, trace_requests
+from service.store import JobNotFinal, JobNotFound, jobs, pauses_and_retries, trace_requests
 from tests.service.support.control_planes import (
     behave,
     hold,
@@ -46,7 +46,7 @@ def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resum
     job = submit(parallel={"tensor": 2})
     first.submitted(job.id)
     until(first, job, "RUNNING")
-    store.write(lambda s: pauses.request_pause(s, job.id))
+    store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
     first.pause(job.id)
     until(first, job, "PAUSED")
     kept = {host: dict(memory) for host, memory in cluster.agents.memory.items()}
@@ -56,7 +56,7 @@ def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resum
     second._call(reached(lambda: not cluster.agents.living))
     assert (job.id in second._owners.by_job, cluster.groups.held, cluster.agents.memory) == (False, {}, kept)
     behave(cluster, train_to_the_end)
-    store.write(lambda s: pauses.request_resume(s, job.id))
+    store.write(lambda s: pauses_and_retries.request_resume(s, job.id))
     second.submitted(job.id)
     assert until(second, job, "SUCCEEDED").restarts == 0
 
@@ -83,10 +83,10 @@ def test_job_that_is_placed_before_its_last_owner_has_quite_left_keeps_its_new_o
 
     monkeypatch.setattr(plane._leases, "release", release_late)
     _, last = plane._owners.by_job[job.id]
-    store.write(lambda s: pauses.request_pause(s, job.id))
+    store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
     plane.pause(job.id)
     plane._call(reached(lambda: plane._leases.of(job.id) is None))
-    store.write(lambda s: pauses.request_resume(s, job.id))
+    store.write(lambda s: pauses_and_retries.request_resume(s, job.id))
     plane.submitted(job.id)
     behave(cluster, start_training)
     until(plane, job, "RUNNING")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizer_files import byte_level
 
-from service.data_roots import roots_of
+from service.control.options import roots_of
 from workers.data.roots import DataRoots
 from workers.errors import DataError
 

@@ -22,9 +22,9 @@ from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.supervisor import Supervisor
 from service.leases.decisions import RENEW_SECONDS
 from service.leases.held import Leases
-from service.monitoring.lag import Lag
 from service.states import TIME_LIMITS, JobState, is_final
-from service.store import IllegalTransition, Store, events, jobs, leases, pauses
+from service.store import IllegalTransition, Store, events, jobs, leases, pauses_and_retries
+from service.tasks import Lag
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
 from tests.service.support.virtual_time import in_virtual_time
@@ -250,14 +250,14 @@ class Trouble:
     async def user_pauses(self):
         job = self.draw.choice(self.jobs)
         with contextlib.suppress(IllegalTransition, OperationalError):
-            self.store.write(lambda s: pauses.request_pause(s, job))
+            self.store.write(lambda s: pauses_and_retries.request_pause(s, job))
             self.plane._pause(job)
             await asyncio.sleep(self.draw.uniform(0.0, 30.0))
             await self.user_resumes(job)
 
     async def user_resumes(self, job):
         with contextlib.suppress(IllegalTransition, OperationalError):
-            self.store.write(lambda s: pauses.request_resume(s, job))
+            self.store.write(lambda s: pauses_and_retries.request_resume(s, job))
             self.plane._wake_scheduler()
 
     async def user_cancels(self):

@@ -13,8 +13,8 @@ from service.control import housekeeping
 from service.leases.decisions import HOUSEKEEPING
 from service.removal import retention
 from service.states import JobState
-from service.store import checkpoints, jobs, pauses
-from service.store.control_plane_tables import Lease
+from service.store import checkpoints, jobs, pauses_and_retries
+from service.store.installation_tables import Lease
 from tests.service.support.control_planes import (
     behave,
     finish,
@@ -45,7 +45,7 @@ def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, clus
 def test_what_a_paused_job_still_holds_is_released_but_for_its_snapshots(start, cluster, submit, store):
     job = submit()
     hold(cluster, job)
-    store.write(lambda session: pauses.request_pause(session, job.id))
+    store.write(lambda session: pauses_and_retries.request_pause(session, job.id))
     (agent,) = cluster.agents.living.values()
     agent.layout, agent.steps = "layout", [3]
     start()._call(reached(lambda: not cluster.agents.living and not cluster.groups.held))
@@ -105,7 +105,7 @@ def test_job_of_a_lost_database_is_reported_where_the_ray_is_our_own(start, clus
 def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, submit, store):
     plane = start()
     job = submit()
-    store.write(lambda s: pauses.request_pause(s, job.id))
+    store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
     plane.pause(job.id)
     cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
     store.write(lambda s: jobs.request_cancel(s, job.id))

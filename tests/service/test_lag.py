@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.monitoring.lag import Lag
+from service.tasks import Lag
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.nodes import GpuReadings, RayNode
 from service.cluster.placement import Capacity
-from service.monitoring.measurements import FRESH_SECONDS, measured
+from service.monitoring.cluster_view import FRESH_SECONDS, measured
 from workers.protocol.messages import GpuReading
 
 GPUS = (GpuReading(0, temperature_celsius=60),)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.model_packages import ModelPackages
+from service.control.options import ModelPackages
 from workers.spec.reading import parse_job_spec
 
 

@@ -11,14 +11,13 @@ import pytest
 from sqlalchemy import update
 
 from service.job.context import JobContext
-from service.job.planning import plan_generation
-from service.job.refining import SeenJobs
+from service.job.planning import SeenJobs, plan_generation
 from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
 from service.planner.job_plan import planned
 from service.planner.machines import Calibrated, forget_jobs_before_now, save
 from service.planner.refinement import MIN_JOBS, moved
 from service.states import JobState
-from service.store import Generation, generations, jobs, plans, rank_numbers, ranks
+from service.store import Generation, generations, jobs, plans, ranks
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.measured_jobs import ENOUGH, begin, train, train_on
 from workers.liveness.rank_samples import EVERY_SECONDS, RankSample
@@ -144,7 +143,7 @@ def in_state(store, job_id, state):
 
 def store_sample(store, job_id, stragglers, generation=1, at=1.0):
     sample = RankSample(ENOUGH, 1.0, None, "", tuple(stragglers))
-    store.write(lambda session: rank_numbers.store(session, job_id, generation, sample, at))
+    store.write(lambda session: ranks.store_numbers(session, job_id, generation, sample, at))
 
 
 def keep(store, job_id, generation, planned):

@@ -20,7 +20,7 @@ from service.removal.retention import (
     written_since,
 )
 from service.states import JobState
-from service.store import JobNotFound, audit, deletion, events, exports, failed_jobs, jobs
+from service.store import JobNotFound, audit, deletion, events, exports, jobs, pauses_and_retries
 from workers.paths import Paths
 from workers.storage.local_files import LocalFiles
 
@@ -136,7 +136,7 @@ def test_job_that_was_tried_again_meanwhile_is_kept(store, look, ended, monkeypa
 
     def then_retried(session, before):
         jobs_due = expired(session, before)
-        store.write(lambda session: failed_jobs.request_retry(session, job))
+        store.write(lambda session: pauses_and_retries.request_retry(session, job))
         return jobs_due
 
     monkeypatch.setattr(deletion, "expired", then_retried)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.job.time_to_save import SAVE_SECONDS
+from service.job.leave import SAVE_SECONDS
 from service.states import (
     ACTIONS,
     ADVICE,

@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import checkpoints as commands
-from api.cli import exported_weights
 from api.cli.main import app
 from service.store import checkpoints, generations
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal, verify
@@ -164,7 +163,7 @@ def test_copies_of_a_renamed_checkpoint_get_the_name_by_which_they_are_found(man
     ("text", "size"), [("500MB", 5 * 10**8), ("5GB", 5 * 10**9), ("1.5 gib", 3 * 2**29), ("64KiB", 2**16), ("9", 9)]
 )
 def test_size_of_a_shard_is_in_units_of_ten_or_of_two(text, size):
-    assert exported_weights._bytes(text) == size
+    assert commands._bytes(text) == size
 
 
 def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path):

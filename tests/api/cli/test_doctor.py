@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from api.cli import doctor as command
 from api.cli.main import app
-from service.doctor.findings import Finding
+from service.doctor import Finding
 from tests.api.support.keys import add_key
 
 command.register(app)

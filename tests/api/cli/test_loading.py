@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from api.cli import main
-from api.cli.panels import PANELS
+from api.cli.main import PANELS
 
 LOADED = "import sys; from api.cli.main import command_line; [command_line(each) for each in sys.argv[1:]]; "
 LOADED += "print(*sys.modules)"

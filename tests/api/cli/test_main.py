@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 from api.cli import checkpoints as checkpoint_commands
 from api.cli import jobs as job_commands
 from api.cli import lines as line_commands
-from api.cli import main, pages
+from api.cli import main
 from api.cli import nodes as node_commands
 from api.cli import plan as plan_command
-from api.cli import ranks as rank_commands
 from api.cli import submit as submit_commands
 from api.cli.main import app
 from api.client import MantaClient
@@ -29,7 +28,6 @@ job_commands.register(app)
 line_commands.register(app)
 node_commands.register(app)
 plan_command.register(app)
-rank_commands.register(app)
 submit_commands.register(app)
 
 
@@ -433,7 +431,7 @@ def test_all_checkpoints_and_recoveries_are_listed(manta, service, job, monkeypa
             recoveries.begin(session, job, generation, died)
 
     service.store.write(save)
-    monkeypatch.setattr(pages, "PAGE", 2)
+    monkeypatch.setattr(main, "PAGE", 2)
     listed = json.loads(manta("checkpoints", job, "--json").stdout)
     assert [each["step"] for each in listed["items"]] == [14, 13, 12, 11, 10, 5]
     listed = json.loads(manta("recoveries", job, "--json").stdout)

@@ -15,8 +15,8 @@ from api.cli import main
 from api.cli import plan as plan_command
 from api.cli import submit as submit_commands
 from api.cli import tokenize as tokenize_command
-from api.cli.job_files import read_file
 from api.cli.main import app
+from api.cli.submit import read_file
 
 doctor_command.register(app)
 job_commands.register(app)

@@ -9,7 +9,7 @@ import yaml
 
 from api.cli import compare, submit
 from api.cli.main import app
-from api.cli.sweeps import variants
+from api.cli.submit import variants
 
 submit.register(app)
 compare.register(app)

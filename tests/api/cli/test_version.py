@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from api.cli import version
+from api.cli import main
 from api.rest_version import REST
 from service.store.database import newest_revision
 from workers.protocol.messages import PROTOCOL
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def app():
     made = typer.Typer()
-    made.callback()(version.options)
+    made.callback()(main._options)
     for name in ("one", "other"):
         made.command(name)(lambda: None)
     return made

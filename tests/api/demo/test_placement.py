@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from api.demo.__main__ import SPEC
-from api.demo.placement import on_slots_where_gpus_are_few
+from api.demo.__main__ import SPEC, on_slots_where_gpus_are_few
 from api.schemas import Cluster
 from service.cluster import ray_head
 from service.cluster.placement import unit_of

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from api import schemas
-from api.demo.failure import Killed, Outcome
-from api.demo.replay import Comparison
+from api.demo.failure import Comparison, Killed, Outcome
 from api.demo.summary import show
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)

@@ -10,12 +10,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.metrics import jobs
-from api.metrics.names import FAMILIES, sample_names
 from service.cluster.errors import ClusterUnavailable
-from service.monitoring.measurements import Measurements, NodeMeasurements
+from service.monitoring.cluster_view import Measurements, NodeMeasurements
 from service.store import events, job_numbers
 from service.store.job_numbers import Saved
 from tests.api.support.keys import bearer
+from tests.api.support.scraped_names import FAMILIES, sample_names
 from tests.deploy import monitoring
 from workers.protocol.messages import GpuReading
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from api.schemas import MetricSeries
-from api.tracking.follow import track
+from api.tracking import track
 
 
 class Growing:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from api.tracking import targets
-from api.tracking.targets import MlflowRun, NotInstalled, TensorBoardFiles, TrackingFailed, WandbRun, flattened
+from api import tracking
+from api.tracking import MlflowRun, NotInstalled, TensorBoardFiles, TrackingFailed, WandbRun, flattened
 
 JOB = SimpleNamespace(
     id="job-1", name="small", spec={"name": "small", "train": {"steps": 2, "optimizer": {"name": "adamw"}}}
@@ -51,7 +51,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(targets.importlib, "import_module", missing)
+    monkeypatch.setattr(tracking.importlib, "import_module", missing)
     with pytest.raises(NotInstalled, match="mlflow-skinny is not installed here: pip install mlflow-skinny"):
         MlflowRun("mine", JOB)
 

@@ -18,30 +18,16 @@ import uvicorn
 from api.app import create_app
 from api.security.permissions import LINK_PATH
 from api.ui import mount
+from service.control.options import ModelPackages
 from service.control.running_ranks import RankStack, SeenWaits
 from service.file_work import FileWork
 from service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from service.logs.pages import LogsInHome, log_file, log_folder
-from service.model_packages import ModelPackages
 from service.recovery.timeline import RecoveryTimeline
 from service.recovery.waits import WaitingRank, Waits
-from service.removal.checkpoint_deletion import delete_checkpoint
-from service.removal.deletion import Deletion, delete_job
+from service.removal.deletion import Deletion, delete_checkpoint, delete_job
 from service.states import JobState
-from service.store import (
-    Store,
-    browser_tokens,
-    checkpoints,
-    events,
-    generations,
-    jobs,
-    keys,
-    metrics,
-    projects,
-    ranks,
-    recoveries,
-    state_changes,
-)
+from service.store import Store, checkpoints, events, generations, jobs, keys, metrics, projects, ranks, recoveries
 from service.store.recoveries import Beginning
 from service.store.tables import Checkpoint
 from workers.checkpoint.catalog import checkpoint_path
@@ -200,7 +186,7 @@ def _run(session: Any, job_id: str, home: Path) -> None:
 
 def _backdate(session: Any, job_id: str, now: float) -> None:
     """Let what was stored just now have happened over the last minutes."""
-    for change, ago in zip(state_changes.of_job(session, job_id), (140, 131, 127, 59, 55), strict=True):
+    for change, ago in zip(jobs.states_over_time(session, job_id), (140, 131, 127, 59, 55), strict=True):
         change.time = now - ago
     for event in events.page(session, job_id).items:  # those of states, in the order of their changes
         event.time = now - {"submitted": 140, "rank_died": 59.3, "resumed": 56}.get(event.type, 55)
@@ -252,7 +238,7 @@ def one_time_link(store: Store, project: str | None = None, scope: Scope = Scope
         key = keys.create(
             session, digest_of(new_key()), "viewer", scope, project or DEFAULT_PROJECT, installation=not project
         )
-        browser_tokens.add_link(session, key.id, digest_of(token))
+        keys.add_link(session, key.id, digest_of(token))
 
     store.write(operation)
     return f"{LINK_PATH}{token}"

@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from service.logs.pages import log_file, log_folder
 from service.states import JobState
-from service.store import checkpoints, events, failed_jobs, jobs, keys, metrics, ranks
+from service.store import checkpoints, events, jobs, keys, metrics, pauses_and_retries, ranks
 from tests.api.ui.browser import Sample, needs_chromium, sign_in
 from tests.api.ui.sample import row
 
@@ -276,7 +276,7 @@ def test_job_that_failed_is_followed_on_when_somebody_has_it_go_on(followed, bro
     job = followed.others["bad-data"]
     page = sign_in(browser, followed, followed.link).open(f"jobs/{job}")
     expect(page.locator("h1 + .badge")).to_have_text("FAILED")
-    followed.store.write(lambda session: failed_jobs.request_retry(session, job))
+    followed.store.write(lambda session: pauses_and_retries.request_retry(session, job))
     expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
 
 

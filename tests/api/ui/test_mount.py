@@ -13,8 +13,7 @@ from api.app import create_app
 from api.app_state import state_of
 from api.security import credentials
 from api.ui import mount
-from api.ui.document import document_for
-from api.ui.files import DIGEST, FILES
+from api.ui.mounting import DIGEST, FILES, document_for
 from service.store import Store
 from tests.api.support.keys import ADMIN, add_admin, bearer
 

@@ -7,7 +7,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from service.store import rank_numbers, ranks
+from service.store import ranks
 from tests.api.ui.browser import needs_chromium, sign_in
 from tests.api.ui.sample import MARKUP
 from workers.liveness.rank_samples import RankSample, packed
@@ -432,7 +432,7 @@ def test_thousands_of_ranks_are_on_one_screen(followed, browser):
 
     def grown(session):
         ranks.replace(session, followed.job, places)
-        rank_numbers.store(session, followed.job, 2, sample, time.time())
+        ranks.store_numbers(session, followed.job, 2, sample, time.time())
 
     followed.store.write(grown)
     page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/ranks")

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from service.backups.other_layouts import spread, whole_states
+from service.backups.rank_backups import spread, whole_states
 from tests.service.support.fake_agents import FakeAgent
 from workers.protocol.messages import StoredSnapshot
 

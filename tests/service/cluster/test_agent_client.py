@@ -19,7 +19,7 @@ from service.cluster.agent_client import (
     RayNodeDaemon,
     within,
 )
-from service.leases.errors import LeaseLost, LeaseUncertain
+from service.leases.decisions import LeaseLost, LeaseUncertain
 from tests.service.support.fake_agents import FakeAgent
 from workers.node.daemon import NodeDaemon
 from workers.protocol import messages

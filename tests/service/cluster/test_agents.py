@@ -11,7 +11,7 @@ from service.cluster.agents import Agents
 from service.cluster.connection import RayConnection
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat
-from service.leases.errors import LeaseLost
+from service.leases.decisions import LeaseLost
 from tests.service.support.virtual_time import in_virtual_time
 from workers.paths import Paths
 from workers.system.ports import PortRange

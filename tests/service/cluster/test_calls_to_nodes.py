@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.cluster.agent_client import AgentLost, AgentTimeout, within
-from service.cluster.calls_to_nodes import CallsToNodes
+from service.cluster.agents import CallsToNodes
 from tests.service.support.virtual_time import in_virtual_time
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from service.cluster.agent_client import AgentFailed
 from service.cluster.errors import ClusterUnavailable
-from service.cluster.idle_nodes import REST_SECONDS, IdleNodes
+from service.cluster.node_care import REST_SECONDS, IdleNodes
 from service.cluster.node_shapes import NodeShape
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.waiting import reached

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from service.cluster.placement import Seat, placement_group_name
-from service.leases.errors import LeaseLost
+from service.leases.decisions import LeaseLost
 from tests.service.support.fake_cluster import FakeCluster
 from workers.config import ParallelConfig
 

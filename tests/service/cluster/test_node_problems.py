@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.cluster.node_problems import problem_of, problem_of_start
+from service.cluster.errors import problem_of, problem_of_start
 from workers.protocol.messages import NodeDescription
 
 

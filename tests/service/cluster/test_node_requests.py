@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import node_requests
+from service.cluster import placement_groups
 from service.cluster.errors import ClusterUnavailable
-from service.cluster.node_requests import NodeRequests
+from service.cluster.placement_groups import NodeRequests
 
 ONE, TWO = [{"manta_slot": 1.0}], [{"manta_slot": 2.0}] * 2
 
@@ -34,7 +34,7 @@ class FakeRay:
 @pytest.fixture
 def ray(monkeypatch):
     made = FakeRay()
-    monkeypatch.setattr(node_requests, "placement_group_states", lambda module, names: made.states)
+    monkeypatch.setattr(placement_groups, "placement_group_states", lambda module, names: made.states)
     return made
 
 
@@ -84,7 +84,7 @@ def test_what_waits_goes_on_waiting_and_what_was_granted_is_given_back(ray, requ
 def test_what_was_granted_and_did_not_help_is_asked_for_again_after_a_while(
     ray, requests, monkeypatch, seconds, groups
 ):
-    monkeypatch.setattr(node_requests, "AGAIN_SECONDS", seconds)
+    monkeypatch.setattr(placement_groups, "AGAIN_SECONDS", seconds)
     go(requests.ask(ONE, ()))
     grant(ray)
     go(requests.settle())

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from service.cluster import own_raylet as module
+from service.cluster import existing_ray as module
 from service.cluster import ray_head
-from service.cluster.own_raylet import ensure_raylet
+from service.cluster.existing_ray import ensure_raylet
 from service.cluster.ray_head import RayUnavailable
 from service.cluster.ray_private import Raylet
 from tests.service.support.stand_in_ray import ray_processes

@@ -8,7 +8,7 @@ import pytest
 from service.cluster import placement_groups
 from service.cluster.nodes import Nodes
 from service.cluster.placement_groups import AVOIDING_SECONDS, LONGEST_LOOK_SECONDS, NotPlaced, PlacementGroups
-from service.leases.errors import LeaseLost
+from service.leases.decisions import LeaseLost
 from tests.service.support.virtual_time import VirtualTimeLoop
 from workers.config import ParallelConfig
 

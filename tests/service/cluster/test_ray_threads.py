@@ -2,7 +2,7 @@
 
 import threading
 
-from service.cluster.ray_threads import RayThreads
+from service.cluster.connection import RayThreads
 
 SECONDS = 20.0
 

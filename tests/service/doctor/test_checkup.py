@@ -1,7 +1,7 @@
 """Everything is looked at, and a look that fails is a finding."""
 
+from service.doctor import Finding
 from service.doctor.checkup import findings, looks
-from service.doctor.findings import Finding
 from service.settings import Settings
 from workers.spec.reading import parse_job_spec
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from service.job import checkpoint_folder
-from service.job.checkpoint_folder import FolderReader
+from service.job import context
+from service.job.context import FolderReader
 from workers.checkpoint.catalog import Listing
 
 
@@ -19,7 +19,7 @@ def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monke
         answers.wait()
         return Listing(folder)
 
-    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", look)
+    monkeypatch.setattr(context, "list_checkpoints", look)
     reader = FolderReader()
 
     async def body():
@@ -35,7 +35,7 @@ def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monke
 
 def test_folder_that_has_had_its_time_is_not_waited_for_again(tmp_path, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", lambda folder, _job: answers.wait(60))
+    monkeypatch.setattr(context, "list_checkpoints", lambda folder, _job: answers.wait(60))
     reader = FolderReader()
 
     async def body():
@@ -60,7 +60,7 @@ def test_what_was_seen_before_it_was_asked_for_is_not_the_answer(tmp_path, monke
         answers[number].wait(60)
         return Listing(folder, problem=f"look {number}")
 
-    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", look)
+    monkeypatch.setattr(context, "list_checkpoints", look)
     reader = FolderReader()
 
     async def body():
@@ -80,7 +80,7 @@ def test_error_of_the_look_is_raised_where_it_is_awaited_and_the_next_one_is_ano
 
     reader = FolderReader()
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(checkpoint_folder, "list_checkpoints", fail)
+        patch.setattr(context, "list_checkpoints", fail)
         asyncio.run(reader.list(tmp_path))
     assert asyncio.run(reader.list(tmp_path)) == Listing(tmp_path)
 

@@ -9,7 +9,7 @@ from service.job import leave
 from service.job.context import JobContext
 from service.job.supervisor import Supervisor
 from service.states import JobState
-from service.store import checkpoints, failed_jobs, generations, jobs, state_changes
+from service.store import checkpoints, generations, jobs, pauses_and_retries
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import save_checkpoint, story
 from workers.checkpoint.catalog import Listing, checkpoint_path
@@ -399,7 +399,7 @@ def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_long_aga
     job = two_replicas(cluster, max_duration=1000.0)
 
     def make_older(session):
-        for change in state_changes.of_job(session, job.id):
+        for change in jobs.states_over_time(session, job.id):
             change.time -= 1000.0
 
     async def body():
@@ -412,7 +412,7 @@ def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_long_aga
         job.supervise(None)
         await gone(job)
         assert not cluster.agents.living and all(cluster.agents.memory["one"].values())
-        job.store.write(lambda s: failed_jobs.request_retry(s, job.id))
+        job.store.write(lambda s: pauses_and_retries.request_retry(s, job.id))
         await job.start()
         await job.watched(2)
         await job.finish()

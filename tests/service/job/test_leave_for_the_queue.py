@@ -6,7 +6,7 @@ import pytest
 
 from service.job import leave, resize_and_drain
 from service.job.actions import Launch, Leave, Reacquire, while_leaving
-from service.job.time_to_save import SPARE_SECONDS
+from service.job.leave import SPARE_SECONDS
 from service.store import jobs
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.fake_cluster import FakeCluster

@@ -9,10 +9,10 @@ from service.job import leave
 from service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
 from service.job.changes import Stay
 from service.job.context import JobContext
-from service.job.time_to_save import SAVE_SECONDS
+from service.job.leave import SAVE_SECONDS
 from service.ledger import StateEntry
 from service.states import JobState
-from service.store import checkpoints, jobs, state_changes
+from service.store import checkpoints, jobs
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
@@ -49,7 +49,7 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
         if for_the_queue:
             jobs.transition(session, started.id, JobState.RUNNING)
         jobs.transition(session, started.id, JobState.RESIZING if for_the_queue else JobState.PAUSING)
-        state_changes.of_job(session, started.id)[-1].time -= paused_ago
+        jobs.states_over_time(session, started.id)[-1].time -= paused_ago
 
     context = JobContext.of(store, cluster, started)
     context.no_room = "there is none" if for_the_queue else ""
@@ -108,7 +108,7 @@ def test_store_that_does_not_answer_before_the_save_is_seen_by_what_rank_0_does(
 def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, cluster, seconds_until_overdue):
     def pause(session):
         jobs.transition(session, started.id, JobState.PAUSING)
-        state_changes.of_job(session, started.id)[-1].time -= 400.0
+        jobs.states_over_time(session, started.id)[-1].time -= 400.0
 
     context = JobContext.of(store, cluster, started)
     read = context.record.state_changes
@@ -125,7 +125,7 @@ def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, 
 
 def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, seconds_until_overdue):
     context = JobContext.of(store, cluster, started)
-    store.write(lambda s: setattr(state_changes.of_job(s, started.id)[-1], "time", 5.0))  # it started long ago
+    store.write(lambda s: setattr(jobs.states_over_time(s, started.id)[-1], "time", 5.0))  # it started long ago
     assert seconds_until_overdue(context) == SAVE_SECONDS
 
 

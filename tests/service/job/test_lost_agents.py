@@ -7,9 +7,9 @@ import pytest
 
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import resized
+from service.job.changes import place_all, replace_lost
 from service.job.context import JobContext
 from service.job.gang import NOWHERE
-from service.job.lost_agents import place_all, replace_lost
 from service.recovery.budgets import AVOID_FAILURES, PastFailure
 from service.store import events
 from tests.service.support.fake_cluster import FakeCluster

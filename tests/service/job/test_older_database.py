@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from service.job.older_database import newer_gang
-from service.store import Store, events, generations, jobs, pauses, ranks, restored
+from service.job.owner import newer_gang
+from service.store import Store, events, generations, jobs, pauses_and_retries, ranks, restored
 from tests.service.support.supervised_job import story
 from workers.protocol.messages import AgentDescription
 
@@ -196,7 +196,7 @@ def test_job_of_which_nothing_runs_after_a_restore_waits_for_its_user(two_replic
         await job.task
         assert cluster.agents.memory == memory, "what it may go on from is kept"
         assert (job.row.state, job.row.reason) == ("PAUSED", "restored")
-        job.store.write(lambda s: pauses.request_resume(s, job.id))
+        job.store.write(lambda s: pauses_and_retries.request_resume(s, job.id))
         await job.start()
         await job.watched(3)
         await job.commit(3)

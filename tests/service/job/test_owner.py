@@ -15,10 +15,10 @@ from service.job.owner import JobOwner
 from service.job.record import JobRecord
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.supervisor import Supervisor
-from service.leases.errors import LeaseLost, LeaseUncertain
+from service.leases.decisions import LeaseLost, LeaseUncertain
 from service.recovery import durable_state
 from service.states import JobState
-from service.store import jobs, pauses, retries
+from service.store import database, jobs, pauses_and_retries
 from service.store.tables import Event
 from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
@@ -29,7 +29,7 @@ from workers.protocol.messages import ProtocolMismatch
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(database, "FIRST_PAUSE_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_spec_of_another_release_is_paused_with_what_is_in_memory(owned, cluster
         await owned.commit(1)
         await owned.die_with_control_plane()
         write_spec_of_another_release(owned)
-        owned.store.write(lambda s: pauses.request_pause(s, owned.id))
+        owned.store.write(lambda s: pauses_and_retries.request_pause(s, owned.id))
         owned.supervise(None)
         await owned.task
 
@@ -264,7 +264,7 @@ def test_spec_of_another_release_is_paused_with_what_is_in_memory(owned, cluster
 
 def test_paused_job_is_nobodys(store, submit, cluster):
     job = submit()
-    store.write(lambda s: pauses.request_pause(s, job.id))
+    store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
     asyncio.run(JobOwner(store, cluster, job.id).run(None))
 
 

@@ -12,7 +12,7 @@ from service.recovery.budgets import PastFailure
 from service.recovery.decisions import Death
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import events, failed_jobs, generations, jobs, ranks, recoveries
+from service.store import events, generations, jobs, pauses_and_retries, ranks, recoveries
 from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
 
@@ -52,7 +52,7 @@ def test_snapshots_of_a_job_that_fails_while_it_is_cancelled_are_kept_no_longer(
     record.store.write(cancel)
     asyncio.run(record.end(JobState.FAILED, "user_error", "boom", time.time() + 1000 if kept else None))
     with record.store.read() as session:
-        job, expired = jobs.get(session, record.id), failed_jobs.memory_expired(session, time.time() + 1)
+        job, expired = jobs.get(session, record.id), pauses_and_retries.memory_expired(session, time.time() + 1)
     assert (job.state, job.reason, expired) == ("CANCELLED", None, [record.id] if kept else [])
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from service.job.received_lines import ReceivedLines
 from service.job.report_writer import ReportWriter
-from service.leases.errors import LeaseLost
+from service.leases.decisions import LeaseLost
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import checkpoints, events, generations, jobs, metrics, rank_numbers, ranks, recoveries, retries
+from service.store import checkpoints, database, events, generations, jobs, metrics, ranks, recoveries
 from service.store.recoveries import Beginning
 from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 from workers.liveness.rank_samples import RankSample, packed
@@ -73,8 +73,8 @@ def test_numbers_of_all_ranks_are_kept_with_the_rows_they_came_with(store, start
     sample = to_json(RankSample(6, 0.1, packed([0.05]), packed([1e9])))
     take("metrics", 1, rows=[row(5), row(6)], ranks=sample)
     take("metrics", 1, rows=[row(7)], ranks={**sample, "step": 7})  # the same report again, whatever it says
-    assert read(store, lambda s: rank_numbers.newest(s, started.id)).step == 6
-    assert read(store, lambda s: rank_numbers.history(s, started.id)).own_seconds == [[pytest.approx(0.05)]]
+    assert read(store, lambda s: ranks.newest_numbers(s, started.id)).step == 6
+    assert read(store, lambda s: ranks.history(s, started.id)).own_seconds == [[pytest.approx(0.05)]]
 
 
 def test_replaced_generation_changes_nothing(store, started, take):
@@ -331,7 +331,7 @@ def test_text_that_is_none_is_stored_all_the_same(store, started, take):
 
 @pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
 def test_database_that_is_locked_for_a_while_is_waited_for(store, started, generation, monkeypatch, tmp_path):
-    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(database, "FIRST_PAUSE_SECONDS", 0.001)
     with store.engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA busy_timeout=1")  # of the connection that the writer takes next
     other = sqlite3.connect(store.engine.url.database, isolation_level=None)

@@ -9,8 +9,7 @@ from storage_away import away
 from service.cluster.agent_client import AgentError
 from service.cluster.sizes import resized, shapes_of
 from service.job import resume
-from service.job.checkpoint_folder import LOOK_SECONDS
-from service.job.context import JobContext
+from service.job.context import LOOK_SECONDS, JobContext
 from service.job.gang import AgentSet
 from service.job.resume import known_checkpoints, newest_state
 from service.recovery.durable_state import CheckpointsUnreadable

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from service.job.checkpoint_folder import LOOK_SECONDS, FolderReader
+from service.job.context import LOOK_SECONDS, FolderReader
 from service.store import checkpoints
 from tests.service.support.supervised_job import save_checkpoint
 from tests.service.support.virtual_time import in_virtual_time

@@ -12,7 +12,7 @@ from service.job.launch import LaunchFailed
 from service.job.supervisor import Supervisor
 from service.recovery import budgets
 from service.recovery.decisions import Death
-from service.store import failed_jobs, jobs
+from service.store import jobs, pauses_and_retries
 from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP, story
 from tests.service.support.waiting import reached
 
@@ -151,7 +151,7 @@ def test_failed_job_is_tried_again_from_where_it_failed_with_a_new_budget(two_re
         await fail(2)
         await job.task
         assert job.row.state == "FAILED"
-        job.store.write(lambda s: failed_jobs.request_retry(s, job.id))
+        job.store.write(lambda s: pauses_and_retries.request_retry(s, job.id))
         assert (job.row.state, job.row.memory_kept_until, job.row.finished_at) == ("QUEUED", None, None)
         await job.start()
         await fail(3)  # which the first budget would not have allowed

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from service.job.record import JobRecord
-from service.job.time_to_save import (
+from service.job.leave import (
     LONGEST_SECONDS,
     SAVE_SECONDS,
     SPARE_SECONDS,
@@ -14,6 +13,7 @@ from service.job.time_to_save import (
     seconds_to_save,
     time_to_save,
 )
+from service.job.record import JobRecord
 from service.store import checkpoints, generations, metrics
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.job import tracing
+from service.job import launch
 from service.store import step_traces, trace_requests
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
@@ -15,8 +15,8 @@ RECORDING = PackedRecording("x", 3)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(tracing, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(tracing, "LONGEST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(launch, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "LONGEST_WAIT_SECONDS", 0.02)
 
 
 @pytest.fixture

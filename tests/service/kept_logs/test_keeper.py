@@ -9,7 +9,7 @@ import pytest
 from s3_server import answer
 
 from service.job import received_lines
-from service.kept_logs import keeper, kept_log, part_writer
+from service.kept_logs import keeper, kept_log, parts
 from service.logs.pages import LogsUnavailable
 from service.logs.tail import read_tail
 from service.states import JobState
@@ -253,7 +253,7 @@ def test_job_that_is_tried_again_goes_on_with_its_log(make_plane, shared, job, t
 
 
 def test_small_parts_become_larger_ones_while_the_job_runs_and_is_read(make_plane, bucket, job, monkeypatch):
-    monkeypatch.setattr(part_writer, "SMALL_PARTS", 4)
+    monkeypatch.setattr(parts, "SMALL_PARTS", 4)
     monkeypatch.setattr(keeper, "SMALL_PARTS", 4)
     mine, other, agents = make_plane(bucket), make_plane(bucket), [Agent(0), Agent(1)]
     mine.take(job)

@@ -7,8 +7,7 @@ import pytest
 
 from service.kept_logs import kept_log
 from service.kept_logs.kept_log import Blocks, KeptLog
-from service.kept_logs.part_writer import PartWriter
-from service.kept_logs.parts import Piece
+from service.kept_logs.parts import PartWriter, Piece
 from service.logs.pages import LogsUnavailable
 from workers.storage.local_files import LocalFiles
 

@@ -3,8 +3,8 @@
 import io
 import json
 
-from service.kept_logs import line_marks
-from service.kept_logs.line_marks import end_of, end_of_reports, last_mark, lines_backwards
+from service.kept_logs import parts
+from service.kept_logs.parts import end_of, end_of_reports, last_mark, lines_backwards
 
 
 def line(sequence, left=0, generation=1, text="x"):
@@ -16,7 +16,7 @@ def test_lines_come_last_first_whatever_the_blocks_are(monkeypatch):
     lines = [line(number, text="y" * number) for number in range(40)]
     content = b"".join(lines) + b"cut"
     for size in (1, 7, 64, 1000, 100_000):
-        monkeypatch.setattr(line_marks, "BLOCK_BYTES", size)
+        monkeypatch.setattr(parts, "BLOCK_BYTES", size)
         placed = list(lines_backwards(io.BytesIO(content), len(content)))
         assert [each for _, each in placed] == lines[::-1]
         assert all(content[at:].startswith(each) for at, each in placed)

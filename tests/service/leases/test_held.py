@@ -6,8 +6,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from service.leases.decisions import HOUSEKEEPING, LEASE_SECONDS, MARGIN_SECONDS
-from service.leases.errors import LeaseLost, LeaseUncertain
+from service.leases.decisions import HOUSEKEEPING, LEASE_SECONDS, MARGIN_SECONDS, LeaseLost, LeaseUncertain
 from service.leases.held import Leases, new_id
 from service.states import JobState
 from service.store import Store, jobs, leases

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from service.leases.decisions import RENEW_SECONDS
-from service.leases.keeper import Keeper
+from service.leases.held import Keeper
 from service.store import Store, leases
 
 SECONDS = 30.0

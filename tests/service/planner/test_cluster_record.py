@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner.cluster_record import from_json, to_json
 from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Links, Refined, measured
+from service.planner.job_plan import cluster_from_json, cluster_to_json
 from service.planner.refinement import movable, with_constants
 
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
@@ -34,16 +34,16 @@ def refined(machine, **values):
     ],
 )
 def test_it_comes_back_from_json(cluster):
-    assert from_json(json.loads(json.dumps(to_json(cluster)))) == cluster
+    assert cluster_from_json(json.loads(json.dumps(cluster_to_json(cluster)))) == cluster
 
 
 def test_what_was_kept_before_links_were_measured_comes_back():
     cluster = Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8)
-    document = to_json(cluster)
+    document = cluster_to_json(cluster)
     del document["links"]
-    assert from_json(document) == cluster
+    assert cluster_from_json(document) == cluster
 
 
 def test_what_another_release_kept_is_refused():
     with pytest.raises(KeyError):
-        from_json({"nodes": 1, "gpus_per_node": 1})
+        cluster_from_json({"nodes": 1, "gpus_per_node": 1})

@@ -11,7 +11,7 @@ import yaml
 
 from service.planner.budget import sentences
 from service.planner.drift import GROUPS
-from service.planner.explain import explain, to_json
+from service.planner.explain import _lists, explain, to_json, what_ifs
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.long_run import NeverDone
 from service.planner.memory import fits, usable_bytes
@@ -21,7 +21,6 @@ from service.planner.request import together
 from service.planner.search import evaluate, plan_of
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
-from service.planner.what_if import _lists, what_ifs
 from tests.service.support import planned
 from workers.config import ElasticConfig, JobSpec
 

@@ -9,7 +9,7 @@ import pytest
 from service.planner.communication import Group, gather_seconds
 from service.planner.fitting import fit_core, least_squares
 from service.planner.hardware import Cluster, Core, cpu_machine
-from service.planner.shared_cores import SharedCores
+from service.planner.pipeline import SharedCores
 from service.planner.software import MANTA_ON_CPU
 from service.planner.step_time import StepModel
 from workers.calibration.measurements import (

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from service.planner.fitting_gpu import fit_gpu, machine_measured, product_time, step_seconds
+from service.planner.fitting import fit_gpu, machine_measured, product_time, step_seconds
 from service.planner.hardware import HOPPER, MACHINES, Gpu, UnknownMachine, measured, named_by_driver
 from service.planner.operations import attention_seconds, product_seconds
 from workers.calibration.device import ON_GPU, step_document

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from service.planner.communication import Group, gather_seconds, message_seconds, reduce_seconds
-from service.planner.fitting_links import exchange_seconds, fit_links
+from service.planner.fitting import exchange_seconds, fit_links
 from service.planner.hardware import MACHINES, Cluster, Links, linked
 from workers.calibration.collectives import GPU_SIZES
 from workers.calibration.measurements import CollectiveTime

@@ -13,16 +13,15 @@ import pytest
 from service.planner import mixed_search
 from service.planner.beside_steps import beside_steps
 from service.planner.candidates import rank_totals, schedules
+from service.planner.explain import what_ifs
 from service.planner.hardware import Cluster, Gpu, UnknownMachine, machine_of, measured, parts_of
 from service.planner.memory import fits, memory_of, tightest, usable_bytes
 from service.planner.mixed_search import best_layouts
-from service.planner.mixed_step import MixedStepModel, step_model
 from service.planner.request import together
 from service.planner.search import evaluate, plan_of, search
 from service.planner.sizes import elastic_sizes
 from service.planner.software import MANTA
-from service.planner.step_time import StepModel
-from service.planner.what_if import what_ifs
+from service.planner.step_time import MixedStepModel, StepModel, step_model
 from tests.service.support.planned import job
 from workers.accounting.flops import rank_parameters
 from workers.config import ElasticConfig, JobSpec

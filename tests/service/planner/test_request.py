@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 
 from service.planner.answer import to_json
-from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
 from service.planner.beside_steps import beside_steps
 from service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, machine_of
 from service.planner.memory import fits
-from service.planner.mixed_step import step_model
-from service.planner.request import PlanRequest, cluster_of_nodes, for_job, read_request
+from service.planner.request import (
+    PlanRequest,
+    asks_for_layout,
+    bounds_in,
+    cluster_of_nodes,
+    for_job,
+    read_request,
+    with_layout,
+    without_layout,
+)
 from service.planner.sizes import elastic_sizes
+from service.planner.step_time import step_model
 from tests.service.support.planned import a100s, job
 from workers.config import ElasticConfig, ResourcesConfig
 from workers.spec.problems import SpecError

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.planner.pipeline import Pipeline, StageTimes
-from service.planner.shared_cores import Pass, SharedCores, simulate
+from service.planner.pipeline import Pass, Pipeline, SharedCores, StageTimes, simulate_sharing
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 times = st.floats(0.1, 5.0)
@@ -25,31 +24,31 @@ def alone(*seconds: float) -> list[Pass]:
 
 
 def test_ranks_with_a_core_each_do_not_notice_one_another():
-    assert simulate([alone(1.0, 2.0), alone(2.5)], 0, cores(2)) == pytest.approx(3.0)
+    assert simulate_sharing([alone(1.0, 2.0), alone(2.5)], 0, cores(2)) == pytest.approx(3.0)
 
 
 def test_on_one_core_all_wait_for_all():
-    assert simulate([alone(1.0, 2.0), alone(2.5)], 0, cores(1)) == pytest.approx(5.5)
+    assert simulate_sharing([alone(1.0, 2.0), alone(2.5)], 0, cores(1)) == pytest.approx(5.5)
 
 
 def test_who_is_left_has_the_cores_to_itself():
     """Three ranks on two cores: until 3 s have passed each has done 2 s of work, then one has another second to do."""
-    assert simulate([alone(2.0), alone(2.0), alone(3.0)], 0, cores(2)) == pytest.approx(4.0)
+    assert simulate_sharing([alone(2.0), alone(2.0), alone(3.0)], 0, cores(2)) == pytest.approx(4.0)
 
 
 def test_a_pass_waits_for_what_it_needs():
     first: list[Pass] = [(1.0, (), (0,)), (1.0, (), ())]
     second: list[Pass] = [(5.0, (0,), ())]
-    assert simulate([first, second], 1, cores(2)) == pytest.approx(6.0)
+    assert simulate_sharing([first, second], 1, cores(2)) == pytest.approx(6.0)
 
 
 def test_cores_are_slower_while_all_compute():
-    assert simulate([alone(2.0), alone(2.0)], 0, cores(2, all_busy=0.8)) == pytest.approx(2.5)
-    assert simulate([alone(2.0)], 0, cores(2, all_busy=0.8)) == pytest.approx(2.0)
+    assert simulate_sharing([alone(2.0), alone(2.0)], 0, cores(2, all_busy=0.8)) == pytest.approx(2.5)
+    assert simulate_sharing([alone(2.0)], 0, cores(2, all_busy=0.8)) == pytest.approx(2.0)
 
 
 def test_a_group_takes_a_core_for_each_of_its_ranks():
-    assert simulate([alone(2.0)], 0, cores(2, ranks=8)) == pytest.approx(8.0)
+    assert simulate_sharing([alone(2.0)], 0, cores(2, ranks=8)) == pytest.approx(8.0)
 
 
 @settings(deadline=None, max_examples=40)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.recovery.hang_culprits import Look, find_culprits, waiting_for
+from service.recovery.waits import Look, find_culprits, waiting_for
 from tests.service.support.drawn_hangs import LAYOUTS, grid_of, hang
 from workers.comm.grid import AXES
 from workers.liveness.progress import Progress, ProgressReader, progress_path

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.recovery.flight_matching import find_disagreement, refined
-from service.recovery.hang_culprits import Verdict
+from service.recovery.waits import Verdict
 from tests.service.support.drawn_hangs import LAYOUTS, grid_of, hang
 from tests.workers.support.flight_dumps import FlightDump
 from workers.liveness.flight_record import FlightRecord, read_flight_record

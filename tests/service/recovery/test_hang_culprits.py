@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.recovery.hang_culprits import AXES, Look, find_culprits, waiting_for
+from service.recovery.waits import AXES, Look, find_culprits, waiting_for
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.liveness.trainer_status import Position, TrainerStatus

@@ -9,8 +9,8 @@ import pytest
 from service.cluster.errors import ClusterUnavailable
 from service.control import scheduler as module
 from service.control.scheduler import Scheduler
-from service.leases.errors import LeaseLost
-from service.store import edits, generations, jobs, pauses
+from service.leases.decisions import LeaseLost
+from service.store import edits, generations, jobs, pauses_and_retries
 from service.stored_specs import stored_spec
 from tests.service.support.queue import LARGE, cancel, free, has, job_now, resize
 from tests.service.support.waiting import reached
@@ -200,7 +200,7 @@ def test_job_cancelled_in_the_queue_is_never_placed(store, submit, look):
 
 def test_paused_job_has_no_turn(store, submit, look):
     paused, waiting = submit(), submit()
-    store.write(lambda session: pauses.request_pause(session, paused.id))
+    store.write(lambda session: pauses_and_retries.request_pause(session, paused.id))
     assert look() == [(waiting.id, 1)]
 
 

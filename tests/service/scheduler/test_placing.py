@@ -7,7 +7,7 @@ import pytest
 from service.cluster.placement_groups import NotPlaced
 from service.control.scheduler import PLACEMENT_SECONDS, Scheduler
 from service.states import JobState
-from service.store import generations, leases, pauses
+from service.store import generations, leases, pauses_and_retries
 from tests.service.support.queue import cancel, job_now, owned_by
 
 
@@ -70,7 +70,7 @@ def test_job_paused_while_it_is_placed_gets_an_owner_that_gives_the_places_back(
     job = submit()
 
     def pause_meanwhile():
-        store.write(lambda session: pauses.request_pause(session, job.id))
+        store.write(lambda session: pauses_and_retries.request_pause(session, job.id))
         if refused:
             raise NotPlaced("not in time")
 

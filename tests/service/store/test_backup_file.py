@@ -21,7 +21,7 @@ from service.store import (
     job_rows,
     jobs,
     metrics,
-    pauses,
+    pauses_and_retries,
 )
 from service.store.backup_file import (
     EVENT_IDS_SKIPPED,
@@ -31,7 +31,7 @@ from service.store.backup_file import (
     back_up,
     restore,
 )
-from service.store.control_plane_tables import ControlPlaneRow, Lease
+from service.store.installation_tables import ControlPlaneRow, Lease
 from service.store.tables import Base, Job
 
 NOW = 1_800_000_000.0
@@ -167,7 +167,9 @@ def test_a_backup_is_restored_into_another_kind_of_database(
             )
             assert "from a backup of 2027-01-14 08:00 UTC;" in last.message, "when it was made, not when it was read"
             assert "restored" not in [event.type for event in events.page(session, over.id).items], "it is over"
-        other.write(lambda session: pauses.request_resume(session, queued.id))  # the next number of a change of state
+        other.write(
+            lambda session: pauses_and_retries.request_resume(session, queued.id)
+        )  # the next number of a change of state
         assert other.write(lambda session: events.append(session, over.id, "told", "later")) > EVENT_IDS_SKIPPED
 
 

@@ -9,15 +9,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
 from service.states import JobState
-from service.store import (
-    Store,
-    StoreOfNewerRelease,
-    StoreUnusable,
-    events,
-    installation,
-    job_rows,
-    jobs,
-)
+from service.store import Store, StoreOfNewerRelease, StoreUnusable, events, installation_tables, job_rows, jobs
 from service.store.database import OLDEST_READER, newest_revision
 from service.store.tables import Base
 
@@ -77,7 +69,7 @@ def test_jobs_of_the_release_before_are_there_after_its_database_is_upgraded(sto
 
 
 def namespace(store, ray_is_new=False):
-    return store.write(lambda session: installation.ray_namespace(session, ray_is_new))
+    return store.write(lambda session: installation_tables.ray_namespace(session, ray_is_new))
 
 
 def test_each_database_has_its_own_lasting_namespace(store, tmp_path):
@@ -92,7 +84,7 @@ def test_each_database_has_its_own_lasting_namespace(store, tmp_path):
 
 def test_home_of_jobs_stays_that_of_the_first_control_plane(store):
     for home in ("/first", "/second"):
-        assert store.write(lambda session, home=home: installation.home_of_jobs(session, home)) == "/first"
+        assert store.write(lambda session, home=home: installation_tables.home_of_jobs(session, home)) == "/first"
 
 
 def test_a_failed_operation_leaves_nothing_behind(store, submit):

@@ -16,12 +16,11 @@ from service.store import (
     deletion,
     events,
     exports,
-    failed_jobs,
     generations,
     jobs,
     leases,
     metrics,
-    rank_numbers,
+    pauses_and_retries,
     ranks,
     recoveries,
     trace_requests,
@@ -41,7 +40,7 @@ def full(session, job_id):
     ranks.replace(session, job_id, [place])
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
     metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (5, 6, 7)])
-    rank_numbers.store(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
+    ranks.store_numbers(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
     exports.end(session, exports.begin(session, job_id, "ckpt", "/somewhere/else", "hf", None).id, None)
     trace_requests.request(session, job_id, 1)
     trace_requests.note_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
@@ -92,7 +91,7 @@ def test_deletion_that_has_begun_is_marked_and_lets_the_snapshots_go(store, two)
     with store.read() as session:
         job = jobs.get(session, job_id)
         assert job.deletion_began_at is not None
-        assert failed_jobs.holding_memory(session, [job_id]) == set()
+        assert pauses_and_retries.holding_memory(session, [job_id]) == set()
         assert events.page(session, job_id, limit=1000).items[-1].type == "deletion_began"
     store.write(lambda session: deletion.begin(session, job_id))
     with store.read() as session:
@@ -104,7 +103,7 @@ def test_job_that_is_being_deleted_is_not_tried_again(store, two):
     job_id, _ = two
     store.write(lambda session: deletion.begin(session, job_id))
     with pytest.raises(JobBeingDeleted, match="manta delete"):
-        store.write(lambda session: failed_jobs.request_retry(session, job_id))
+        store.write(lambda session: pauses_and_retries.request_retry(session, job_id))
 
 
 def test_job_is_not_deleted_while_its_weights_are_exported(store, two, monkeypatch):
@@ -128,7 +127,7 @@ def test_job_is_not_deleted_while_its_weights_are_exported(store, two, monkeypat
 def test_unfinished_job_cannot_be_deleted(store, two, submit, retried):
     job_id = two[0] if retried else submit().id
     if retried:
-        store.write(lambda session: failed_jobs.request_retry(session, job_id))
+        store.write(lambda session: pauses_and_retries.request_retry(session, job_id))
     with pytest.raises(JobNotFinal, match=f"is QUEUED.*manta cancel {job_id}"):
         store.write(lambda session: deletion.begin(session, job_id))
     with store.read() as session:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.states import JobState
-from service.store import IllegalTransition, failed_jobs, generations, jobs
+from service.store import IllegalTransition, generations, jobs, pauses_and_retries
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def row(store, job):
 
 
 def test_retry_requeues_a_failed_job_and_forgets_how_it_ended(store, failed):
-    store.write(lambda s: failed_jobs.request_retry(s, failed.id))
+    store.write(lambda s: pauses_and_retries.request_retry(s, failed.id))
     now = row(store, failed)
     assert (now.state, now.reason, now.finished_at, now.memory_kept_until) == ("QUEUED", "retried_by_user", None, None)
     assert "a sentence" in now.message
@@ -48,7 +48,7 @@ def test_retry_is_dated_between_two_generations_even_if_the_clock_is_wrong(store
             life.started_at += ahead
 
     store.write(shift)
-    store.write(lambda s: failed_jobs.request_retry(s, failed.id))
+    store.write(lambda s: pauses_and_retries.request_retry(s, failed.id))
     real = time.time
     monkeypatch.setattr(generations, "time", SimpleNamespace(time=lambda: real() + ahead))
     store.write(lambda s: generations.begin(s, failed.id, "tried again by the user", False))
@@ -60,7 +60,7 @@ def test_retry_is_dated_between_two_generations_even_if_the_clock_is_wrong(store
 def test_retry_of_a_job_that_has_not_failed_is_refused(store, submit):
     waiting = submit()
     with pytest.raises(IllegalTransition, match="retry works only while it is FAILED"):
-        store.write(lambda s: failed_jobs.request_retry(s, waiting.id))
+        store.write(lambda s: pauses_and_retries.request_retry(s, waiting.id))
 
 
 def test_memory_is_held_by_jobs_that_are_not_final_and_those_that_may_be_tried_again(store, failed, submit):
@@ -68,34 +68,34 @@ def test_memory_is_held_by_jobs_that_are_not_final_and_those_that_may_be_tried_a
     store.write(lambda s: jobs.request_cancel(s, over.id))
     with store.read() as session:
         every = [failed.id, waiting.id, over.id]
-        assert failed_jobs.holding_memory(session, every) == {failed.id, waiting.id}
-        assert failed_jobs.holding_memory(session, [over.id, waiting.id]) == {waiting.id}
+        assert pauses_and_retries.holding_memory(session, every) == {failed.id, waiting.id}
+        assert pauses_and_retries.holding_memory(session, [over.id, waiting.id]) == {waiting.id}
 
 
 def test_memory_goes_when_its_time_is_over(store, failed):
     with store.read() as session:
-        assert failed_jobs.memory_expired(session, 999.0) == []
-        assert failed_jobs.memory_expired(session, 1001.0) == [failed.id]
-    assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 999.0))
-    assert store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0))
+        assert pauses_and_retries.memory_expired(session, 999.0) == []
+        assert pauses_and_retries.memory_expired(session, 1001.0) == [failed.id]
+    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 999.0))
+    assert store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 1001.0))
     assert row(store, failed).memory_kept_until is None
-    assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0)), "nothing is kept any more"
+    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 1001.0)), "nothing is kept any more"
     with store.read() as session:
-        assert failed_jobs.holding_memory(session, [failed.id]) == set()
+        assert pauses_and_retries.holding_memory(session, [failed.id]) == set()
 
 
 def test_memory_of_a_retried_job_is_kept_past_its_time(store, failed):
-    store.write(lambda s: failed_jobs.request_retry(s, failed.id))
-    assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0))
+    store.write(lambda s: pauses_and_retries.request_retry(s, failed.id))
+    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 1001.0))
 
 
 def test_memory_of_an_unfinished_job_is_kept_past_its_time(store, started):
     store.write(lambda s: setattr(jobs.get(s, started.id), "memory_kept_until", 1000.0))
-    assert not store.write(lambda s: failed_jobs.let_memory_go(s, started.id, 1001.0))
+    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, started.id, 1001.0))
     assert row(store, started).memory_kept_until == 1000.0
 
 
 def test_memory_is_kept_up_to_its_very_last_moment(store, failed):
     with store.read() as session:
-        assert failed_jobs.memory_expired(session, 1000.0) == []
-    assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1000.0))
+        assert pauses_and_retries.memory_expired(session, 1000.0) == []
+    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 1000.0))

@@ -7,7 +7,7 @@ import pytest
 
 from service.states import JobState
 from service.store import InvalidCursor, edits, job_rows, jobs
-from service.store.job_filters import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
+from service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
 from service.store.paging import Cursors
 
 SORTS = ("created", "name", "state", "step", "loss", "priority", "finished")

@@ -5,7 +5,7 @@ from sqlalchemy import String
 
 from service.states import JobState
 from service.store import InvalidCursor, JobNotFound, edits, job_rows, jobs
-from service.store.job_filters import JobFilter
+from service.store.job_rows import JobFilter
 from service.store.tables import Job
 from service.store.types import AnyText, Document, Numbers, ShortText
 

@@ -13,14 +13,13 @@ from service.store import (
     ProjectExists,
     ProjectNotFound,
     audit,
-    browser_tokens,
     job_rows,
     jobs,
     keys,
     projects,
 )
 from service.store.audit import AuditRecord
-from service.store.job_filters import JobFilter
+from service.store.job_rows import JobFilter
 from service.store.paging import Cursors
 
 RECORD = AuditRecord("cancel_job", "job_000000000000", "127.0.0.1", 202)
@@ -124,23 +123,23 @@ def test_forged_cursor_of_keys_or_projects_is_refused(store, held):
 
 def test_link_begins_one_session_that_lasts_no_longer_than_its_key(store):
     key = make(store, expires_at=time.time() + 60)
-    store.write(lambda session: browser_tokens.add_link(session, key.id, "link"))
-    opened, begun = store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
+    store.write(lambda session: keys.add_link(session, key.id, "link"))
+    opened, begun = store.write(lambda session: keys.open_link(session, "link", "session"))
     assert (opened.id, begun.expires_at) == (key.id, key.expires_at)
     for digest in ("link", "session", "other"):
         with pytest.raises(LinkInvalid, match="manta link"):
-            store.write(lambda session, digest=digest: browser_tokens.open_link(session, digest, "next"))
+            store.write(lambda session, digest=digest: keys.open_link(session, digest, "next"))
     with store.read() as session:
-        assert browser_tokens.key_of_session(session, "session")[0].id == key.id
-        assert browser_tokens.key_of_session(session, "link") is None
+        assert keys.key_of_session(session, "session")[0].id == key.id
+        assert keys.key_of_session(session, "link") is None
 
 
 def test_expired_links_are_removed_when_the_next_link_is_made(store, monkeypatch):
     key = make(store)
-    monkeypatch.setattr(browser_tokens, "LINK_SECONDS", -1.0)
-    store.write(lambda session: browser_tokens.add_link(session, key.id, "old"))
+    monkeypatch.setattr(keys, "LINK_SECONDS", -1.0)
+    store.write(lambda session: keys.add_link(session, key.id, "old"))
     monkeypatch.undo()
-    store.write(lambda session: browser_tokens.add_link(session, key.id, "new"))
+    store.write(lambda session: keys.add_link(session, key.id, "new"))
     with store.read() as session:
         assert session.execute(text("SELECT digest FROM browser_tokens")).scalars().all() == ["new"]
 
@@ -159,29 +158,29 @@ def test_audit_outlives_the_job_that_it_is_about(store):
 
 def test_expired_link_opens_no_session(store, monkeypatch):
     key, now = make(store), 5000.0
-    monkeypatch.setattr(browser_tokens.time, "time", lambda: now)
-    until = store.write(lambda session: browser_tokens.add_link(session, key.id, "link")).expires_at
-    assert until == now + browser_tokens.LINK_SECONDS
+    monkeypatch.setattr(keys.time, "time", lambda: now)
+    until = store.write(lambda session: keys.add_link(session, key.id, "link")).expires_at
+    assert until == now + keys.LINK_SECONDS
     now = until
     with pytest.raises(LinkInvalid):
-        store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
+        store.write(lambda session: keys.open_link(session, "link", "session"))
     now = until - 1.0
-    _, begun = store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
-    assert begun.expires_at == now + browser_tokens.SESSION_SECONDS, "its key does not expire"
+    _, begun = store.write(lambda session: keys.open_link(session, "link", "session"))
+    assert begun.expires_at == now + keys.SESSION_SECONDS, "its key does not expire"
 
 
 def test_ending_a_session_leaves_other_sessions_and_links(store):
     key = make(store)
     for number in "12":
-        store.write(lambda session, n=number: browser_tokens.add_link(session, key.id, f"link {n}"))
-        store.write(lambda session, n=number: browser_tokens.open_link(session, f"link {n}", f"session {n}"))
-    store.write(lambda session: browser_tokens.add_link(session, key.id, "link 3"))
-    store.write(lambda session: browser_tokens.end_session(session, "session 1"))
-    store.write(lambda session: browser_tokens.end_session(session, "link 3"))
+        store.write(lambda session, n=number: keys.add_link(session, key.id, f"link {n}"))
+        store.write(lambda session, n=number: keys.open_link(session, f"link {n}", f"session {n}"))
+    store.write(lambda session: keys.add_link(session, key.id, "link 3"))
+    store.write(lambda session: keys.end_session(session, "session 1"))
+    store.write(lambda session: keys.end_session(session, "link 3"))
     with store.read() as session:
-        assert browser_tokens.key_of_session(session, "session 1") is None
-        assert browser_tokens.key_of_session(session, "session 2") is not None
-    assert store.write(lambda session: browser_tokens.open_link(session, "link 3", "session 3"))[0].id == key.id
+        assert keys.key_of_session(session, "session 1") is None
+        assert keys.key_of_session(session, "session 2") is not None
+    assert store.write(lambda session: keys.open_link(session, "link 3", "session 3"))[0].id == key.id
 
 
 def test_audit_is_read_in_pages_and_by_target(store):

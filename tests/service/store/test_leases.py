@@ -7,10 +7,10 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
-from service.leases.errors import LeaseLost, OtherRay
+from service.leases.decisions import LeaseLost, OtherRay
 from service.states import JobState
 from service.store import Store, jobs, leases
-from service.store.control_plane_tables import Lease
+from service.store.installation_tables import Lease
 from service.store.leases import connection_name
 
 SECONDS = 60.0

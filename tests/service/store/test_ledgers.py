@@ -8,7 +8,7 @@ import pytest
 from service.ledger import PATIENCE_STEPS
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries, state_changes
+from service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries
 from service.store.recoveries import Beginning
 
 
@@ -29,7 +29,7 @@ def book(store, job, now=None):
 def test_every_state_is_noted_when_it_is_entered(store, started):
     move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
     with store.read() as session:
-        changes = state_changes.of_job(session, started.id)
+        changes = jobs.states_over_time(session, started.id)
         job = jobs.get(session, started.id)
         listed = events.page(session, started.id).items
     assert [change.state for change in changes] == ["QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
@@ -191,4 +191,4 @@ def test_recoveries_come_in_pages(store, recovering):
 def test_state_changes_of_one_job_are_not_listed_for_another(store, started, submit):
     other = submit()
     with store.read() as session:
-        assert [change.state for change in state_changes.of_job(session, other.id)] == ["QUEUED"]
+        assert [change.state for change in jobs.states_over_time(session, other.id)] == ["QUEUED"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from service.store import InvalidCursor, audit, checkpoints, job_rows, keys, projects, recoveries
 from service.store.errors import ForeignCursor
-from service.store.job_filters import JobFilter, JobOrder
+from service.store.job_rows import JobFilter, JobOrder
 from service.store.paging import Cursors, Page
 
 EVERYTHING = {"bound": None}

@@ -3,7 +3,7 @@
 import pytest
 
 from service.states import JobState
-from service.store import IllegalTransition, events, generations, jobs, pauses
+from service.store import IllegalTransition, events, generations, jobs, pauses_and_retries
 
 
 def move(store, job, *states):
@@ -13,9 +13,9 @@ def move(store, job, *states):
 
 def test_a_job_in_the_queue_is_paused_at_once_and_goes_back_there(store, submit):
     job = submit()
-    paused = store.write(lambda s: pauses.request_pause(s, job.id))
+    paused = store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
     assert (paused.state, paused.reason, paused.message) == ("PAUSED", "paused_by_user", "paused by the user")
-    resumed = store.write(lambda s: pauses.request_resume(s, job.id))
+    resumed = store.write(lambda s: pauses_and_retries.request_resume(s, job.id))
     assert (resumed.state, resumed.reason) == ("QUEUED", "resumed_by_user")
 
 
@@ -24,7 +24,7 @@ def test_a_job_that_may_hold_places_is_pausing_and_says_so_once(store, started, 
     move(store, started, *{"STARTING": [], "RESIZING": ["RUNNING", "RESIZING"]}.get(state, [state]))
     saves = f"its state is being saved, for which `manta cancel {started.id}` does not wait"
     for _ in range(2):
-        pausing = store.write(lambda s: pauses.request_pause(s, started.id))
+        pausing = store.write(lambda s: pauses_and_retries.request_pause(s, started.id))
         assert (pausing.state, pausing.message) == ("PAUSING", f"paused by the user: {saves}")
     with store.read() as session:
         said = [event.data["to"] for event in events.page(session, started.id).items if event.type == "state_changed"]
@@ -33,19 +33,19 @@ def test_a_job_that_may_hold_places_is_pausing_and_says_so_once(store, started, 
 
 def test_a_second_pause_changes_nothing(store, submit):
     job = submit()
-    first = store.write(lambda s: pauses.request_pause(s, job.id)).updated_at
-    second = store.write(lambda s: pauses.request_pause(s, job.id))
+    first = store.write(lambda s: pauses_and_retries.request_pause(s, job.id)).updated_at
+    second = store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
     assert (second.state, second.updated_at) == ("PAUSED", first)
 
 
 @pytest.mark.parametrize(
     ("states", "request_", "advice"),
     [
-        (["CANCELLING"], pauses.request_pause, "is CANCELLING: it is being cancelled"),
-        (["FAILED"], pauses.request_pause, "`manta retry` continues it"),
-        (["PAUSING"], pauses.request_resume, "wait until it is PAUSED, then resume it"),
-        (["RUNNING"], pauses.request_resume, "it is not paused, so it continues by itself"),
-        (["CANCELLING"], pauses.request_resume, "resume works only while it is PAUSED"),
+        (["CANCELLING"], pauses_and_retries.request_pause, "is CANCELLING: it is being cancelled"),
+        (["FAILED"], pauses_and_retries.request_pause, "`manta retry` continues it"),
+        (["PAUSING"], pauses_and_retries.request_resume, "wait until it is PAUSED, then resume it"),
+        (["RUNNING"], pauses_and_retries.request_resume, "it is not paused, so it continues by itself"),
+        (["CANCELLING"], pauses_and_retries.request_resume, "resume works only while it is PAUSED"),
     ],
 )
 def test_pause_or_resume_in_the_wrong_state_is_refused_with_advice(store, started, states, request_, advice):
@@ -58,11 +58,11 @@ def test_resume_notes_itself_and_forgets_that_the_generation_was_to_end_in_a_pau
     def pause(session):
         generations.begin(session, started.id, "submitted", False)
         generations.end(session, started.id, 1, outcome={"state": "PAUSED", "reason": None, "message": None})
-        pauses.request_pause(session, started.id)
+        pauses_and_retries.request_pause(session, started.id)
         jobs.transition(session, started.id, JobState.PAUSED)
 
     store.write(pause)
-    store.write(lambda s: pauses.request_resume(s, started.id))
+    store.write(lambda s: pauses_and_retries.request_resume(s, started.id))
     with store.read() as session:
         (life,) = generations.of_job(session, started.id)
-        assert life.data == {pauses.RESUMED: True}
+        assert life.data == {pauses_and_retries.RESUMED: True}

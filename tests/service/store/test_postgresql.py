@@ -20,16 +20,14 @@ from service.store import (
     deletion,
     edits,
     events,
-    failed_jobs,
     generations,
     jobs,
-    pauses,
+    pauses_and_retries,
     postgresql,
     restored,
 )
-from service.store.database import newest_revision
+from service.store.database import may_pass, newest_revision
 from service.store.postgresql import unsuitable
-from service.store.retries import may_pass
 from workers.config import ParallelConfig
 from workers.errors import MantaError
 
@@ -115,9 +113,9 @@ CHANGES = {
     "edit": lambda session, job: edits.edit(session, job, priority=1),
     "begin a generation": lambda session, job: generations.begin(session, job, "submitted", False),
     "save": lambda session, job: checkpoints.begin(session, job, 0, 5, "/x"),
-    "pause": pauses.request_pause,
-    "retry": failed_jobs.request_retry,
-    "let memory go": lambda session, job: failed_jobs.let_memory_go(session, job, 0.0),
+    "pause": pauses_and_retries.request_pause,
+    "retry": pauses_and_retries.request_retry,
+    "let memory go": lambda session, job: pauses_and_retries.let_memory_go(session, job, 0.0),
     "delete": deletion.begin,
     "delete if expired": lambda session, job: deletion.begin_if_expired(session, job, 0.0, "old"),
     "note an obstacle": lambda session, job: deletion.note_obstacle(session, job, "in the way"),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.store import generations, rank_numbers
-from service.store.rank_numbers import SLOTS
+from service.store import generations, ranks
+from service.store.ranks import SLOTS
 from workers.liveness.rank_samples import EVERY_SECONDS, RankSample, packed
 
 
@@ -20,19 +20,19 @@ def keep(store, job, *samples, generation=1):
     def write(session):
         for number, step, own in samples:
             sample = RankSample(step, 1.0, packed(own) if own else None, packed([1.0] * len(own or [0])))
-            rank_numbers.store(session, job, generation, sample, number * EVERY_SECONDS + 0.5)
+            ranks.store_numbers(session, job, generation, sample, number * EVERY_SECONDS + 0.5)
 
     store.write(write)
 
 
 def history(store, job, *bounds):
     with store.read() as session:
-        return rank_numbers.history(session, job, *bounds)
+        return ranks.history(session, job, *bounds)
 
 
 def newest(store, job):
     with store.read() as session:
-        return rank_numbers.newest(session, job)
+        return ranks.newest_numbers(session, job)
 
 
 def test_newest_rank_numbers_are_those_of_the_running_generation(store, job):
@@ -62,7 +62,7 @@ def test_history_keeps_a_limited_number_of_steps(store, job):
 
 
 def test_numbers_of_many_ranks_are_bounded_together(store, job, monkeypatch):
-    monkeypatch.setattr(rank_numbers, "MAX_NUMBERS", 10)
+    monkeypatch.setattr(ranks, "MAX_NUMBERS", 10)
     keep(store, job, *((number, number, [1.0] * 4) for number in range(1, 6)))
     assert history(store, job).steps == [4, 5]
 

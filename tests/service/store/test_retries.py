@@ -12,7 +12,7 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from service.backoff import backoff
 from service.states import JobState
 from service.store import IllegalTransition
-from service.store.retries import may_pass, until_done
+from service.store.database import may_pass, until_done
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 

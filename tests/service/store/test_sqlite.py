@@ -14,15 +14,15 @@ from service.store import (
     Store,
     StoreUnusable,
     events,
-    failed_jobs,
     job_numbers,
     job_rows,
     jobs,
     leases,
+    pauses_and_retries,
 )
+from service.store.database import may_pass
 from service.store.errors import DatabaseLost
-from service.store.job_filters import JobFilter
-from service.store.retries import may_pass
+from service.store.job_rows import JobFilter
 
 
 def test_sqlite_runs_in_wal_mode_with_foreign_keys(store, tmp_path):
@@ -57,7 +57,7 @@ def test_job_is_there_after_the_database_is_reopened(tmp_path, make_spec):
 OFTEN = {
     "owners": leases.overview,
     "queue": jobs.unfinished,
-    "sweep": lambda session: failed_jobs.holding_memory(session, ["job_000000000000"]),
+    "sweep": lambda session: pauses_and_retries.holding_memory(session, ["job_000000000000"]),
     "monitoring": lambda session: job_numbers._listed(session, 0.0, None),
 }
 

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import Future
 
 from service.store import Store
-from service.store.write_queue import WriteQueue
+from service.store.database import WriteQueue
 
 
 class Clock:

@@ -3,8 +3,8 @@
 import asyncio
 
 from service.cluster.placement import placement_group_name, seats_of
-from service.monitoring.lag import Lag
 from service.store import events, jobs
+from service.tasks import Lag
 from tests.service.support.waiting import reached
 from workers.config import JobSpec
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from service.job.context import JobContext
-from service.job.older_database import catch_up
+from service.job.owner import catch_up
 from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
 from service.states import SUPERVISED, JobState
-from service.store import Job, Store, checkpoints, events, generations, jobs, pauses, ranks, recoveries
+from service.store import Job, Store, checkpoints, events, generations, jobs, pauses_and_retries, ranks, recoveries
 from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from workers.config import JobSpec
@@ -122,12 +122,12 @@ class SupervisedJob:
 
     def pause(self) -> None:
         """The user pauses the job."""
-        self.store.write(lambda s: pauses.request_pause(s, self.id))
+        self.store.write(lambda s: pauses_and_retries.request_pause(s, self.id))
         self.supervisor.pause()
 
     async def resume(self) -> None:
         """The user resumes the job, and there are places for it at once."""
-        self.store.write(lambda s: pauses.request_resume(s, self.id))
+        self.store.write(lambda s: pauses_and_retries.request_resume(s, self.id))
         await self.start()
 
     def resize(self, replicas: int) -> None:

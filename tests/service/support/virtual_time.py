@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from service.job.checkpoint_folder import FolderReader
+from service.job.context import FolderReader
 from service.store import Store
 from workers.checkpoint.catalog import list_checkpoints
 

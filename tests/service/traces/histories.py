@@ -2,7 +2,7 @@
 
 from service.ledger import StateEntry
 from service.recovery.timeline import RecoveryTimeline
-from service.traces.history import JobHistory, PastGeneration, PastRecovery
+from service.traces.spans import JobHistory, PastGeneration, PastRecovery
 from workers.config import ParallelConfig
 
 

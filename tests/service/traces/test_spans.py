@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from service.ledger import StateEntry
 from service.recovery.timeline import RecoveryTimeline
 from service.states import TRANSITIONS, JobState
-from service.traces.history import JobHistory, PastGeneration, PastRecovery
-from service.traces.span import span_id, trace_id
-from service.traces.spans import spans_of
+from service.traces.spans import JobHistory, PastGeneration, PastRecovery, span_id, spans_of, trace_id
 
 moments = st.floats(0, 1000)
 maybe = st.none() | moments

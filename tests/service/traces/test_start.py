@@ -2,8 +2,7 @@
 
 import pytest
 
-from service.traces.spans import spans_of
-from service.traces.start import PHASES
+from service.traces.spans import START_PHASES, spans_of
 from tests.service.traces.histories import LAYOUT, broken_off, history
 
 ONCE = "0 QUEUED, 5 STARTING, 20 RUNNING"
@@ -19,7 +18,7 @@ def test_submitted_placed_launched_and_stepped():
     assert phases(spans) == {
         "": (0, 20), "queued": (0, 5), "placing": (5, 8), "launching": (8, 18), "first_step": (18, 20)
     }  # fmt: skip
-    assert [span.name for span in spans[1:]] == [f"job.start.{phase}" for phase in PHASES]
+    assert [span.name for span in spans[1:]] == [f"job.start.{phase}" for phase in START_PHASES]
 
 
 @pytest.mark.parametrize(

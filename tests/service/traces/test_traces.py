@@ -13,7 +13,7 @@ import pytest
 from service.store import generations
 from service.traces import exporter, traces
 from service.traces.exporter import SpanSender, traces_endpoint
-from service.traces.span import Span
+from service.traces.spans import Span
 from service.traces.traces import Traces, TracesNotInstalled, refuse_without_packages
 from tests.service.support.control_planes import behave, for_the_next_loop, start_training, until
 from tests.service.support.fake_agents import SIGKILL

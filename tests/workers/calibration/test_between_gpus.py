@@ -8,7 +8,7 @@ import local_rank_programs
 import pytest
 import torch
 
-from service.planner.fitting_links import fit_links
+from service.planner.fitting import fit_links
 from service.planner.hardware import MACHINES
 from workers.calibration import __main__ as program
 from workers.calibration import collectives as module

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from service.planner.fitting_gpu import fit_gpu
+from service.planner.fitting import fit_gpu
 from service.planner.hardware import MACHINES
 from workers.calibration import __main__ as program
 from workers.calibration import device, steps

@@ -19,7 +19,7 @@ from rank_processes import HOST, SECRET
 from repair_programs import PeersToTell, on_each_message
 from reported import events_of, rows_of
 
-from service.backups.other_layouts import whole_states
+from service.backups.rank_backups import whole_states
 from service.recovery.decisions import choose_resume
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm

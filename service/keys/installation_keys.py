@@ -1,5 +1,6 @@
-"""The key that an embedded service creates for its own user, in a file of its home (`key_file.py`). Commands and
-clients of the same home use it automatically."""
+"""Keys that exist before anybody could ask for one. An embedded service creates one for its own user, in a file of its
+home, which commands and clients of the same home use automatically. Another may have been generated with the other
+secrets of an installation, before its service first ran."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-from service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_key
-from service.keys.key_file import FILE_NAME, read_key, write_key
+from service.home.own_files import KEY_FILE, read_key, write_key
+from service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, may_be_key, new_key
 from service.store import ApiKey, Store, audit, keys
 from service.store.audit import AuditRecord
+from workers.errors import MantaError
 
 
-def ensure(store: Store, home: Path) -> None:
+def ensure_automatic(store: Store, home: Path) -> None:
     """Make sure that `home` has a key that permits everything, and that the database knows it. A revoked key is
     replaced. Raises KeyFileUnsafe."""
     known = read_key(home)
     if known is None or not store.write(lambda session: _is_good(session, known)):
         made = new_key()
-        write_key(home / FILE_NAME, made)
+        write_key(home / KEY_FILE, made)
         store.write(lambda session: add_for_installation(session, made, "automatic", "the service"))
 
 
@@ -55,3 +57,25 @@ def user_name() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return str(os.geteuid())
+
+
+class GivenKeyUnusable(MantaError):
+    """The key cannot be made valid; the message says why."""
+
+
+def add_given(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
+    """Make `secret` valid for all projects; repeating it changes nothing. Raises GivenKeyUnusable for a key that could
+    be guessed, that was revoked or has expired, or that exists with another scope."""
+    if not may_be_key(secret):
+        raise GivenKeyUnusable(
+            "the key is not valid: it must be manta_ and 43 to 128 random letters, digits, '-' and '_', such as "
+            "manta_$(openssl rand -hex 32)"
+        )
+    known = keys.by_digest(session, digest_of(secret))
+    if known is None:
+        return add_for_installation(session, secret, name, user_name(), scope=scope)
+    if not keys.is_good(known, time.time()):
+        raise GivenKeyUnusable(f"the key {known.id} ({known.name}) was revoked or has expired: draw another one")
+    if not known.installation or known.scope != scope:
+        raise GivenKeyUnusable(f"the key is known already, as {known.id} ({known.name}): draw another one")
+    return known

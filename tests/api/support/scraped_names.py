@@ -1,4 +1,4 @@
-"""All names under which anything can be scraped."""
+"""All names under which anything can be scraped from a service."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""A job's metrics in other tools."""

@@ -1,0 +1,92 @@
+"""Pauses, their ends, and retries of failed jobs, as users request them; what a failed job has in shared memory is kept
+for its retry."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.states import FINAL, JobState, after_action, is_final
+from service.store import generations, jobs
+from service.store.errors import IllegalTransition, JobBeingDeleted
+from service.store.tables import Job
+
+RESUMED = "resumed"
+"""Key in the data of a generation after which the user has resumed the job."""
+
+
+def request_pause(session: Session, job_id: str) -> Job:
+    """The immediate effect of a user's pause: a QUEUED job becomes PAUSED, one that may hold places PAUSING, and one
+    that is either stays so.
+
+    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
+    """
+    job, target = _asked(session, job_id, "pause")
+    if target == job.state:
+        return job
+    message = "paused by the user"
+    if target == JobState.PAUSING:
+        message += f": its state is being saved, for which `manta cancel {job_id}` does not wait"
+    return jobs.transition(session, job_id, target, "paused_by_user", message)
+
+
+def request_resume(session: Session, job_id: str) -> Job:
+    """Resume a PAUSED job from its newest state: it is QUEUED again.
+
+    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
+    """
+    job, target = _asked(session, job_id, "resume")
+    # It was about to be PAUSED. Clocks may differ, so they cannot say whether what follows is the resumption.
+    generations.forget_outcome(session, job_id, job.generation, **{RESUMED: True})
+    return jobs.transition(session, job_id, target, "resumed_by_user", "resumed by the user")
+
+
+def _asked(session: Session, job_id: str, action: str) -> tuple[Job, JobState]:
+    """The job, locked, and the state that the action leads to."""
+    job = jobs.get(session, job_id, lock=True)
+    if action == "retry" and job.deletion_began_at is not None:
+        raise JobBeingDeleted(job_id)
+    state = JobState(job.state)
+    target = after_action(action, state)
+    if target is None:
+        raise IllegalTransition(job_id, state, action=action)
+    return job, target
+
+
+def request_retry(session: Session, job_id: str) -> Job:
+    """Retry a FAILED job from where it failed: it is QUEUED again, and its earlier failures no longer count.
+
+    Raises JobNotFound, JobBeingDeleted, and IllegalTransition if the job's state does not allow it.
+    """
+    job, target = _asked(session, job_id, "retry")
+    generations.forget_outcome(session, job_id, job.generation)
+    message = f"tried again by the user; it had failed: {job.message}"
+    jobs.transition(session, job_id, target, "retried_by_user", message)
+    # Not before the failed generation began, whose failures would still count: that may be by another clock.
+    job.retried_at = max(job.updated_at, generations.began_at(session, job_id, job.generation))
+    job.memory_kept_until = job.finished_at = None
+    return job
+
+
+def holding_memory(session: Session, job_ids: Collection[str]) -> set[str]:
+    """Which of these jobs have snapshots in shared memory that must stay: jobs that are not final, or have failed and
+    may be retried."""
+    kept = Job.state.not_in(FINAL) | Job.memory_kept_until.is_not(None)
+    return set(session.scalars(select(Job.id).where(Job.id.in_(job_ids), kept)))
+
+
+def memory_expired(session: Session, now: float) -> list[str]:
+    """Ids of the jobs whose snapshots were kept long enough."""
+    return list(session.scalars(select(Job.id).where(Job.memory_kept_until < now)))
+
+
+def let_memory_go(session: Session, job_id: str, now: float) -> bool:
+    """Record that the job's snapshots in shared memory are no longer kept; False if they must be, since it is being
+    retried, or their time is not over. Raises JobNotFound."""
+    job = jobs.get(session, job_id, lock=True)
+    if not is_final(job.state) or job.memory_kept_until is None or job.memory_kept_until >= now:
+        return False
+    job.memory_kept_until = None
+    return True
