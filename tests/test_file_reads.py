@@ -47,7 +47,7 @@ SAFE = {
         workers/step_traces/torch_profile.py:content
     """,
     "a folder, which is opened to be locked or synced": """
-        workers/node/runtime_folder.py:keep
+        workers/node/folders.py:keep
         workers/storage/local_files.py:write_whole
         workers/weights/new_folder.py:_locked
         workers/weights/new_folder.py:_sync
@@ -62,11 +62,11 @@ SAFE = {
         service/doctor/packages.py:driver_version
         workers/checkpoint/upload_process.py:_leave
         workers/node/kubernetes_notices.py:_node
-        workers/system/control_groups.py:control_groups
-        workers/system/cores.py:_limit
-        workers/system/host_memory.py:_left_in
-        workers/system/own_code.py:own_code
-        workers/zygote/child.py:_redirect
+        workers/system/resources.py:control_groups
+        workers/system/resources.py:_core_limit
+        workers/system/resources.py:_left_in
+        workers/node/host.py:own_code
+        workers/zygote/server.py:_redirect
     """,
     "no file by its name: what is given has been opened already, or is something else called open": """
         service/control/owners.py:_own

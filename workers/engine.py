@@ -27,7 +27,7 @@ from workers.parallel.tensor.fp8_products import Fp8Products
 from workers.parallel.tensor.initial_values import fill_initial
 from workers.parallel.tensor.products import Products
 from workers.parallel.tensor.shards import NamedShard
-from workers.system.host_memory import keep_freed_memory
+from workers.system.resources import keep_freed_memory
 
 
 class Engine:

@@ -22,10 +22,9 @@ from workers.numerics.guard import error_of
 from workers.parallel.data.replica_check import ReplicaCheck
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.protocol.messages import Resume
-from workers.training.events import announce, named_samples, sample_data
 from workers.training.learning_rate import learning_rate
 from workers.training.rank_state import NO_PLACES, Places, RankState
-from workers.training.reporter import Reporter
+from workers.training.reporter import Reporter, announce, named_samples, sample_data
 from workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
 from workers.training.tracing import Tracing
 from workers.training.validation import Validation

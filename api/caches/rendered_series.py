@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from api.caches.kept_answers import KeptAnswers
 from service.store import Store, metric_points, metrics
-from workers.metrics.nonfinite import spell_series
+from workers.protocol.json_codec import spell_series
 
 MAX_KEPT_BYTES = 16 * 2**20
 """Some 200 series of 1,000 points."""

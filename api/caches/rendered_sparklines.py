@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from api.caches.kept_answers import KeptAnswers
 from service.store import Store, job_rows, metrics
-from workers.metrics.nonfinite import spell_series
+from workers.protocol.json_codec import spell_series
 
 MAX_JOBS = 200
 POINTS = 32

@@ -16,7 +16,7 @@ from api.cli.progress import duration, figure, percent, progress_line
 from api.cli.tables import table
 from api.schemas import access as access_schemas
 from service.words import byte_count
-from workers.metrics import names as metric_names
+from workers.training import metric_names
 
 
 def as_json(answer: BaseModel | Sequence[BaseModel]) -> str:

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from api.parameters import body_as
 from api.security.access import request_of_caller
-from workers.metrics.nonfinite import spell
+from workers.protocol.json_codec import spell
 from workers.spec.reading import document_in
 
 

@@ -30,8 +30,7 @@ from workers.protocol.messages import (
     TraceOrder,
     check_protocol,
 )
-from workers.protocol.ownership import EPOCH, StaleOwner
-from workers.protocol.remote_call import call
+from workers.protocol.remote_call import EPOCH, StaleOwner, call
 from workers.protocol.reports import Report
 from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit

@@ -22,7 +22,7 @@ from service.settings import without_secrets
 from workers.paths import Paths
 from workers.system.own_address import address_towards
 from workers.system.ports import PortRange
-from workers.system.process_end import ends_of
+from workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)
 

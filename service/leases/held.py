@@ -21,7 +21,7 @@ from service.leases.errors import LeaseLost, LeaseUncertain
 from service.store import Store, leases
 from service.store.retries import until_done
 from service.store.sqlite import SqliteDatabase
-from workers.protocol.ownership import FOR_ALL
+from workers.protocol.remote_call import FOR_ALL
 
 if TYPE_CHECKING:
     from service.leases.keeper import Keeper

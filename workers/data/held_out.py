@@ -10,8 +10,8 @@ from workers.data.blend import Blend
 from workers.data.prepare import Corpus, open_corpus
 from workers.data.sources import check_validation_set
 from workers.data.token_cache import SILENT, Watcher
-from workers.metrics import names as metric_names
 from workers.storage.places import Place
+from workers.training import metric_names
 
 
 @dataclass(frozen=True)

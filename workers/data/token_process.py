@@ -30,7 +30,7 @@ from workers.data.shards import Section
 from workers.data.sources import is_compressed, kind_of_file
 from workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from workers.errors import DataError, DataNotStored
-from workers.system.parent_death import ParentDeathSignal
+from workers.system.processes import ParentDeathSignal
 
 if TYPE_CHECKING:
     from workers.data.chat_template import ChatTemplate

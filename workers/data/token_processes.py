@@ -18,7 +18,7 @@ from workers.data.process_errors import raise_answered
 from workers.data.shards import Shard
 from workers.data.token_process import Order, ShardResult
 from workers.errors import DataError
-from workers.liveness.process_state import process_state
+from workers.system.processes import process_state
 
 LOOK_SECONDS = 0.5
 MAX_TRIES = 3

@@ -33,7 +33,7 @@ from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.data.vocabulary import with_vocabulary
 from workers.errors import MantaError
-from workers.metrics.nonfinite import spell
+from workers.protocol.json_codec import spell
 from workers.settings import read_token_cache
 from workers.spec.reading import parse_job_spec, with_absolute_paths
 from workers.standalone.job import restore_newest, threads_begun_with

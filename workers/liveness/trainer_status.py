@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from workers.liveness.process_state import ProcessState
 from workers.liveness.progress import DeviceRecord, Phase, Record
+from workers.system.processes import ProcessState
 
 
 @dataclass(frozen=True)

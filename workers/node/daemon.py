@@ -21,17 +21,13 @@ from workers.config import JobSpec
 from workers.data.roots import DataRoots
 from workers.errors import MantaError
 from workers.node import reachability
-from workers.node.folders import paths_on_node
+from workers.node.folders import RuntimeFolder, SharedFolders, paths_on_node
 from workers.node.gpus import GpuWatch
 from workers.node.heartbeat import HeartbeatServer
-from workers.node.host import this_host, visible
+from workers.node.host import own_code, this_host, visible
 from workers.node.local_drain import drain_socket, serve_drains
 from workers.node.notice_sources import notice_sources
-from workers.node.notice_watch import NoticeWatch
-from workers.node.notices import Notice, NoticeSource
-from workers.node.preemption import NOTICE_SECONDS, on_termination
-from workers.node.runtime_folder import RuntimeFolder
-from workers.node.shared_folders import SharedFolders
+from workers.node.notices import NOTICE_SECONDS, Notice, NoticeSource, NoticeWatch, on_termination
 from workers.paths import SHARED_MEMORY, UnsafePath, memory_socket, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
 from workers.protocol.messages import (
@@ -46,7 +42,6 @@ from workers.protocol.remote_call import serve
 from workers.snapshot.node_memory import MemoryKeeper
 from workers.system.daemon_threads import in_daemon_thread
 from workers.system.own_address import LOOPBACK
-from workers.system.own_code import own_code
 from workers.system.ports import PortRange
 from workers.system.unix_listener import LOOK_SECONDS, UnixListener
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork

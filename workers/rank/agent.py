@@ -24,15 +24,14 @@ from workers.protocol.messages import (
     TraceOrder,
     check_protocol,
 )
-from workers.protocol.ownership import Ownership
-from workers.protocol.remote_call import serve
+from workers.protocol.remote_call import Ownership, serve
 from workers.protocol.reports import KillReason, Report
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
 from workers.snapshot.backup import BackupProgress
-from workers.system.cores import usable_cores
 from workers.system.ports import PortRange
+from workers.system.resources import usable_cores
 from workers.zygote.client import Exit
 
 

@@ -71,13 +71,13 @@ from workers.rank.faults import (
     run_out_of_memory,
     signal_self,
 )
-from workers.rank.priority import lower_priority
 from workers.rank.report_lines import report_lines, reports_of
 from workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
 from workers.snapshot.node_memory import SnapshotMemory
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
+from workers.system.processes import lower_priority
 from workers.system.threads import threads_of
 from workers.timing.trace_orders import TraceOrders
 from workers.trainer import Places, Trainer

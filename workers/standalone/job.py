@@ -26,7 +26,7 @@ from workers.standalone.trace_file import TraceFile
 from workers.storage.files import files_of
 from workers.storage.places import Place
 from workers.system import gpu
-from workers.system.cores import usable_cores
+from workers.system.resources import usable_cores
 from workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
 from workers.trainer import Places, Trainer
 from workers.training.reporter import Reporter

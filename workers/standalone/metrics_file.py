@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from workers.errors import MantaError
-from workers.metrics.names import VALIDATION_LOSS
-from workers.metrics.nonfinite import spell
+from workers.protocol.json_codec import spell
 from workers.protocol.reports import Event, Message, Metrics
 from workers.system.regular_files import open_regular
+from workers.training.metric_names import VALIDATION_LOSS
 
 _MAX_ROW_BYTES = 2**20
 

@@ -14,7 +14,7 @@ from workers.node.host import Host
 from workers.paths import Paths
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import PROTOCOL, Endpoint, Fault, Launched, LaunchOrder, ProtocolMismatch
-from workers.protocol.ownership import StaleOwner
+from workers.protocol.remote_call import StaleOwner
 from workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
 from workers.rank import agent as module
 from workers.rank import trainer_handle, trainer_slot
