@@ -49,8 +49,8 @@ SAFE = {
     "a folder, which is opened to be locked or synced": """
         workers/node/folders.py:keep
         workers/storage/local_files.py:write_whole
-        workers/weights/new_folder.py:_locked
-        workers/weights/new_folder.py:_sync
+        workers/weights/export.py:_locked
+        workers/weights/export.py:_sync
     """,
     "Ray's own file, in the temporary folder of the service": """
         service/cluster/ray_head.py:_running_head

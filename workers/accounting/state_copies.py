@@ -8,7 +8,7 @@ from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
 
 COPIES = 2
-"""States that a rank may roll back to (`workers/snapshot/host_copies.py`)."""
+"""States that a rank may roll back to (`workers/snapshot/state_copy.py`)."""
 
 
 def copies_bytes(spec: JobSpec, stage: int) -> int:

@@ -19,9 +19,8 @@ from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, Launched, LaunchOrder, TraceOrder, TrainerArgument
 from workers.protocol.reports import KillReason
-from workers.rank.rank_log import LineSink, RankLog
+from workers.rank.rank_log import LineSink, RankLog, ReportedLines
 from workers.rank.report_buffer import ReportBuffer
-from workers.rank.reported_lines import ReportedLines
 from workers.rank.trainer_handle import TrainerHandle
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
 

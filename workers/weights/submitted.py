@@ -14,8 +14,7 @@ from workers.data.read_errors import at_submission
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import WeightsError
 from workers.spec.problems import Problem, SpecError
-from workers.weights.config_in import Shape, shape_of
-from workers.weights.config_keys import CONFIG, read_config
+from workers.weights.config_in import CONFIG, Shape, read_config, shape_of
 
 
 def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:

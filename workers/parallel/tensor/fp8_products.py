@@ -19,7 +19,7 @@ from torch import nn
 from workers.errors import ModelError
 from workers.parallel.tensor.fp8_casts import BY_ROW, BY_TENSOR, E4M3, E5M2, Both, Cast
 from workers.parallel.tensor.products import TorchProducts
-from workers.spec.fp8_rules import UNIT
+from workers.spec.kernel_rules import UNIT
 
 Kind = Literal["tensorwise", "rowwise"]
 MIN_CAPABILITY = (8, 9)
