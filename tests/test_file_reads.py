@@ -40,7 +40,7 @@ SAFE = {
         workers/snapshot/backup.py:_run
         workers/snapshot/backup_transport.py:file_of
         workers/snapshot/backup_transport.py:send_slot
-        workers/snapshot/notification.py:__init__
+        workers/snapshot/files.py:__init__
         workers/snapshot/reshard.py:__init__
         workers/snapshot/snapshot_file.py:create
         workers/snapshot/snapshots.py:_opened

@@ -9,14 +9,12 @@ from typing import Any
 from workers.accounting.device_table import peak_of_stages
 from workers.comm.comm import Comm
 from workers.config import JobSpec
-from workers.data.batches import Batches
-from workers.data.prefetch import Prefetch
-from workers.data.skipped_samples import SkippedSamples
+from workers.data.batches import Batches, Prefetch
+from workers.data.order import SkippedSamples
 from workers.data.watch import DataWatch, check_same_tokens
 from workers.engine import Engine
 from workers.errors import AskedToRest, PeerLost, ReplicaDiffers
-from workers.liveness.rank_samples import RankSampler
-from workers.liveness.stragglers import Straggler, Stragglers
+from workers.liveness.rank_samples import RankSampler, Straggler, Stragglers
 from workers.numerics.bad_numbers import BadStep
 from workers.numerics.guard import error_of
 from workers.parallel.data.replica_check import ReplicaCheck

@@ -21,7 +21,7 @@ from service.settings import Settings
 from workers.errors import MantaError
 from workers.protocol.json_codec import spell
 from workers.spec.problems import Problem, SpecError
-from workers.system.own_address import is_loopback
+from workers.system.ports import is_loopback
 
 T = TypeVar("T")
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)

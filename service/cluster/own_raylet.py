@@ -20,8 +20,7 @@ from service.cluster.ray_head import RayUnavailable, answers
 from service.cluster.ray_private import RAYLET, START_COMMAND, Raylet, raylets
 from service.settings import without_secrets
 from workers.paths import Paths
-from workers.system.own_address import address_towards
-from workers.system.ports import PortRange
+from workers.system.ports import PortRange, address_towards
 from workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)

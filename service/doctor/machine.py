@@ -19,7 +19,7 @@ from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
 from workers.accounting.state_copies import copies_bytes
 from workers.config import JobSpec
 from workers.paths import SHARED_MEMORY, Paths
-from workers.system.own_address import LOOPBACK, outward_address
+from workers.system.ports import LOOPBACK, outward_address
 from workers.system.resources import memory_available
 
 OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)

@@ -80,7 +80,7 @@ class JobSpec(Section):
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids, without padding. Raises ValueError if it is only known from the tokenizer's file
-        (`workers.data.vocabulary`)."""
+        (`workers.spec.submitted`)."""
         size = self.model.vocabulary_size or self.data.token_ids
         if size is None:
             raise ValueError("the vocabulary's size is not known before the tokenizer's file is read")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +16,11 @@ import torch
 
 from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
-from workers.data.blend import blended, whole_shares
 from workers.data.held_out import BlendedHeldOut, HeldOut, validation_sets
+from workers.data.order import SkippedSamples, blended, whole_shares
 from workers.data.packed_conversations import Marks
 from workers.data.packed_documents import Documents
 from workers.data.prepare import Corpus, open_corpus, splits_of
-from workers.data.skipped_samples import SkippedSamples
 from workers.data.token_cache import SILENT, Watcher
 from workers.errors import DataError
 from workers.storage.places import Place
@@ -173,3 +173,31 @@ class Batches:
             return with_marks(batch, marks, self._apart)
         end = self.corpus.end_of_document if self._apart else None
         return batch if end is None else with_documents_apart(batch, end)
+
+
+class Prefetch:
+    """Returns the micro-batches of a step and prepares those of the next one on a thread meanwhile, so that no step
+    waits for a disk. For use by one thread."""
+
+    def __init__(self, batches: Batches, last_step: int):
+        """`last_step`: the last step to prepare."""
+        self._batches, self._last_step = batches, last_step
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._ahead: tuple[int, SkippedSamples, Future[list[MicroBatch]]] | None = None
+        """Step, the samples that were skipped when it was begun, and its future result."""
+
+    def training(self, step: int) -> list[MicroBatch]:
+        """The replica's micro-batches of step `step` (from 1), whichever step was requested before. Raises the errors
+        of `Batches.training`, not before the step is requested."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:2] == (step, self._batches.skipped):
+            made = ahead[2].result()
+        else:
+            made = self._batches.training(step)
+        if step < self._last_step:
+            self._ahead = step + 1, self._batches.skipped, self._thread.submit(self._batches.training, step + 1)
+        return made
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.config import JobSpec
-from workers.data.blend import Blend
+from workers.data.order import Blend
 from workers.data.prepare import Corpus, open_corpus
 from workers.data.sources import check_validation_set
 from workers.data.token_cache import SILENT, Watcher

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from workers.config import DataConfig
 from workers.data.documents import Text, raw_pieces_of, texts_of
-from workers.data.process_errors import answer_of
+from workers.data.read_errors import answer_of
 from workers.data.shards import Section
 from workers.data.sources import is_compressed, kind_of_file
 from workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
-from workers.data.process_errors import raise_answered
+from workers.data.read_errors import raise_answered
 from workers.data.shards import Shard
 from workers.data.token_process import Order, ShardResult
 from workers.errors import DataError

@@ -41,8 +41,7 @@ from workers.protocol.messages import (
 from workers.protocol.remote_call import serve
 from workers.snapshot.node_memory import MemoryKeeper
 from workers.system.daemon_threads import in_daemon_thread
-from workers.system.own_address import LOOPBACK
-from workers.system.ports import PortRange
+from workers.system.ports import LOOPBACK, PortRange
 from workers.system.unix_listener import LOOK_SECONDS, UnixListener
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner

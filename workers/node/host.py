@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.system.own_address import outward_address
+from workers.system.ports import outward_address
 
 PACKAGE = Path(__file__).resolve().parents[1]
 

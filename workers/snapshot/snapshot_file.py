@@ -25,8 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
-from workers.checkpoint.crc import crc32
+from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint, crc32
 from workers.errors import CheckpointError, SharedMemoryError
 from workers.system.own_files import make_folder, remove
 from workers.system.regular_files import open_regular
