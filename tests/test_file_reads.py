@@ -48,7 +48,7 @@ SAFE = {
     """,
     "a folder, which is opened to be locked or synced": """
         workers/node/folders.py:keep
-        workers/storage/local_files.py:write_whole
+        workers/storage/files.py:write_whole
         workers/weights/export.py:_locked
         workers/weights/export.py:_sync
     """,

@@ -12,7 +12,7 @@ from service.cluster.agent_client import AgentError, NodeClient, within
 from service.cluster.cluster import Cluster
 from service.cluster.node_problems import OPEN_OURS, OPEN_RAYS, problem_of_ports
 from service.cluster.nodes import RayNode
-from workers.node.reachability import unreached
+from workers.node.host import unreached
 from workers.protocol.messages import Endpoint
 from workers.system.ports import address_towards
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from service.cluster.agent_client import AgentClient, AgentError, within
 from service.recovery.decisions import SENTENCE_KINDS, Death, culprit_of, describe_exit
-from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting
+from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting, TrainerStatus
 
 POLL_SECONDS = 30.0
 POLLS_A_SECOND = 0.5

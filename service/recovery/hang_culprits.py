@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from workers.comm.grid import AXES, Axis
 from workers.liveness.progress import DeviceRecord
-from workers.liveness.trainer_status import TrainerStatus
+from workers.protocol.reports import TrainerStatus
 
 Group = Callable[[Any, int], Sequence[int]]
 """Ranks that share an axis with a rank: (axis, rank) -> ranks."""

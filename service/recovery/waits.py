@@ -11,7 +11,7 @@ from service.recovery.hang_culprits import Group, Look, find_culprits, path_from
 from workers.comm.grid import AXES
 from workers.liveness.progress import DeviceRecord
 from workers.liveness.record_layout import CONNECTING_CHANNEL
-from workers.liveness.trainer_status import Position, TrainerStatus
+from workers.protocol.reports import Position, TrainerStatus
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from service.store import JobNotFound, Store, deletion
 from workers.errors import MantaError
 from workers.node.folders import shares
 from workers.paths import Paths
-from workers.storage.files import files_of
-from workers.storage.local_files import bytes_in
+from workers.storage.files import bytes_in, files_of
 from workers.storage.places import Place
 
 

@@ -20,9 +20,8 @@ from workers.checkpoint import catalog, durable, pruning
 from workers.checkpoint.catalog import Condition, Manifest
 from workers.checkpoint.checksums import FileSums
 from workers.checkpoint.save import Look, Save
-from workers.checkpoint.shared_room import SharedRoom
 from workers.checkpoint.state_parts import agree, needed_rectangles, owned_rectangles, part_lengths, take_over
-from workers.checkpoint.uploads import Uploads
+from workers.checkpoint.uploads import SharedRoom, Uploads
 from workers.comm.comm import Comm
 from workers.comm.shared_work import WORLD
 from workers.config import JobSpec

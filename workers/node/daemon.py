@@ -20,7 +20,7 @@ from typing import Any
 from workers.config import JobSpec
 from workers.data.roots import DataRoots
 from workers.errors import MantaError
-from workers.node import reachability
+from workers.node import host as machine
 from workers.node.folders import RuntimeFolder, SharedFolders, paths_on_node
 from workers.node.gpus import GpuWatch
 from workers.node.heartbeat import HeartbeatServer
@@ -220,11 +220,11 @@ class NodeDaemon:
     async def listen_for_a_moment(self, count: int, seconds: float) -> ListeningPorts:
         """Accept connections on `count` of this node's ports for `seconds`, for others to try; returns which. Raises
         OSError if no port is free."""
-        return reachability.listen_for_a_moment(this_host().address, self._ports, count, seconds)
+        return machine.listen_for_a_moment(this_host().address, self._ports, count, seconds)
 
     async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
         """The `addresses` that accept no connection from here within `seconds`."""
-        return await reachability.unreached(addresses, seconds)
+        return await machine.unreached(addresses, seconds)
 
     async def shutdown(self) -> None:
         """End stores and the zygote, and with it every process forked on this node; remove all snapshots."""

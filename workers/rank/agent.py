@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from workers.liveness.flight_record import FlightRecord
-from workers.liveness.trainer_status import TrainerStatus
 from workers.node.folders import paths_on_node
 from workers.node.host import this_host
 from workers.paths import memory_socket
@@ -28,7 +27,7 @@ from workers.protocol.messages import (
     check_protocol,
 )
 from workers.protocol.remote_call import Ownership, serve
-from workers.protocol.reports import KillReason, Report
+from workers.protocol.reports import KillReason, Report, TrainerStatus
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot

@@ -13,12 +13,11 @@ from workers.liveness.flight_record import FlightRecord
 from workers.liveness.hang_detection import TrainerWatch
 from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
 from workers.liveness.stacks import stacks_path, take_stacks
-from workers.liveness.trainer_status import TrainerStatus
 from workers.node.host import this_host, visible
 from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, Launched, LaunchOrder, TraceOrder, TrainerArgument
-from workers.protocol.reports import KillReason
+from workers.protocol.reports import KillReason, TrainerStatus
 from workers.rank.rank_log import LineSink, RankLog, ReportedLines
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_handle import TrainerHandle

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
-from workers.checkpoint.shared_room import MappedFile
+from workers.checkpoint.uploads import MappedFile
 from workers.errors import CheckpointError, SharedMemoryError
 from workers.snapshot.files import notification_path, notify, snapshot_path
 from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory

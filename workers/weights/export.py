@@ -37,9 +37,8 @@ from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import Place, place_of
 from workers.weights.companions import add_tokenizer, companion_files, source_config
-from workers.weights.folder import INDEX
+from workers.weights.folder import INDEX, NewFiles, NewTensor, index_of, plan_files, write_text
 from workers.weights.mapping import Dtype, Format, Piece, TheirTensor, their_tensors
-from workers.weights.safetensors_files import NewFiles, NewTensor, index_of, plan_files, write_text
 from workers.weights.stream_out import DTYPES, Source, write_tensors
 
 SHARD_BYTES = 5 * 10**9

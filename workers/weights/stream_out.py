@@ -19,8 +19,8 @@ from workers.checkpoint.contents import Contents, StoredTensor
 from workers.checkpoint.stored_rows import RAW, StoredRows, in_file_order, most_memory, rows_and_columns
 from workers.errors import CheckpointError, WeightsError
 from workers.storage.places import Place
+from workers.weights.folder import NewFiles
 from workers.weights.mapping import Piece, TheirTensor
-from workers.weights.safetensors_files import NewFiles
 
 BAND_BYTES = 2 * 2**20
 """Bytes of a tensor's rows, as in the checkpoint, that are cast and written at a time, unless a row is larger."""

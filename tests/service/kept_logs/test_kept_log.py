@@ -10,7 +10,7 @@ from service.kept_logs.kept_log import Blocks, KeptLog
 from service.kept_logs.part_writer import PartWriter
 from service.kept_logs.parts import Piece
 from service.logs.pages import LogsUnavailable
-from workers.storage.local_files import LocalFiles
+from workers.storage.files import LocalFiles
 
 
 @pytest.fixture

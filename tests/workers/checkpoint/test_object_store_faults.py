@@ -10,9 +10,8 @@ from s3_server import S3Server, Wire, answer, reached_at
 
 from workers.checkpoint.catalog import Condition, Manifest, look_at, seal, verify
 from workers.checkpoint.checksums import UnreadableCheckpoint
-from workers.checkpoint.shared_room import SharedRoom
 from workers.checkpoint.transfer import copy
-from workers.checkpoint.uploads import Uploads
+from workers.checkpoint.uploads import SharedRoom, Uploads
 from workers.storage import s3_upload
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.liveness.trainer_status import Position, ProcessUse
+from workers.protocol.reports import Position, ProcessUse
 from workers.system.processes import ProcessState, process_state
 
 

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from workers.liveness.stacks import stacks_path
-from workers.liveness.trainer_status import TrainerStatus
 from workers.node.host import Host
 from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import from_json
 from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
-from workers.protocol.reports import KillReason
+from workers.protocol.reports import KillReason, TrainerStatus
 from workers.rank import trainer_slot
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot

@@ -130,7 +130,7 @@ def test_numbers_that_fp16_cannot_hold_are_named_and_nothing_is_left(corpus, tmp
 def test_a_killed_export_leaves_nothing_in_its_place_and_the_next_one_clears_up(checkpoint, tmp_path):
     target = tmp_path / "out"
     program = (
-        "import sys, time; from workers.weights import export as e, safetensors_files as s\n"
+        "import sys, time; from workers.weights import export as e, folder as s\n"
         "s.put_on_disk = lambda stream: (print('writing', flush=True), time.sleep(60))\n"
         "e.main(sys.argv[1:])"
     )
@@ -151,7 +151,7 @@ def test_an_export_that_is_asked_to_end_removes_what_it_has_written_first(checkp
     """Also if it is asked again meanwhile."""
     program = (
         "import os, shutil, signal, sys, time\n"
-        "from workers.weights import export as e, safetensors_files as s\n"
+        "from workers.weights import export as e, folder as s\n"
         "s.put_on_disk = lambda stream: (print('writing', flush=True), time.sleep(60))\n"
         "remove = shutil.rmtree\n"
         "e.shutil.rmtree = lambda *a, **o: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.1), remove(*a, **o))\n"
