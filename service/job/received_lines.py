@@ -15,8 +15,7 @@ from service.kept_logs.line_marks import end_of_reports, last_mark
 from service.kept_logs.parts import Mark
 from workers.paths import rank_stem
 from workers.protocol.reports import Printed, Report
-from workers.system.own_files import open_to_append
-from workers.system.regular_files import open_regular
+from workers.system.regular_files import open_regular, open_to_append
 
 log = logging.getLogger(__name__)
 

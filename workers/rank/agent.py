@@ -194,7 +194,7 @@ class Agent:
 
     async def close(self) -> None:
         """Stop for good: the trainer is gone, this rank's snapshots are removed. The agent may then be killed."""
-        await self._slot.close()
+        await self._slot.stop()
         await self._sharing.close(self._slot.rank)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from workers.protocol.reports import Printed
 from workers.rank.report_buffer import ReportBuffer
-from workers.system.own_files import open_to_append
+from workers.system.regular_files import open_to_append
 
 LINE_CHARACTERS = 8192
 TAIL_LINES = 20
@@ -24,10 +24,6 @@ class LineSink(Protocol):
 
     def write(self, generation: int, stream: str, lines: list[str]) -> None:
         """Take `lines` of `stream` (stdout or stderr)."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more follows for now."""
         ...
 
 
@@ -47,9 +43,6 @@ class RankLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:
                 file.write(text)
-
-    def close(self) -> None:
-        """Nothing stays open between two writes."""
 
 
 class LineSplitter:
@@ -86,6 +79,3 @@ class ReportedLines:
         """Report `lines` of `stream` (stdout or stderr)."""
         if lines:
             self._reports.add(Printed(stream, tuple(lines)), generation, self._rank)
-
-    def close(self) -> None:
-        """Nothing is open."""

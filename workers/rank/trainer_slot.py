@@ -180,11 +180,6 @@ class TrainerSlot:
             return None
         return await occupant.trainer.flight_record()
 
-    async def close(self) -> None:
-        """End the trainer, and close everything."""
-        await self.stop()
-        self._log.close()
-
     def _running(self) -> _Occupant | None:
         return self._occupant if self._occupant is not None and not self._occupant.trainer.ended else None
 
@@ -232,7 +227,6 @@ class TrainerSlot:
     def _become(self, rank: int) -> None:
         """Become another rank: the ranks of a smaller layout are renumbered."""
         if rank != self.rank:
-            self._log.close()
             self.rank, self._log = rank, self._log_of(rank)
             if self._occupant is not None:
                 self._occupant.trainer.become(rank, self._log)

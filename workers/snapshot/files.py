@@ -17,7 +17,7 @@ from typing import Any
 from workers.paths import rank_stem
 from workers.snapshot.node_memory import in_node_memory
 from workers.snapshot.snapshot_file import committed_steps
-from workers.system.own_files import make_folder, remove
+from workers.system.regular_files import make_folder, remove
 
 BACKUP_PREFIX = "replica-"
 """Beginning of the name of a backup; the rest is the name of the rank's own file."""

@@ -27,8 +27,7 @@ from typing import Any
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint, crc32
 from workers.errors import CheckpointError, SharedMemoryError
-from workers.system.own_files import make_folder, remove
-from workers.system.regular_files import open_regular
+from workers.system.regular_files import make_folder, open_regular, remove
 from workers.system.resources import memory_available
 
 SLOTS = 2

@@ -451,7 +451,7 @@ def test_an_agent_hands_on_what_it_is_asked_about_its_trainer(parts, go):
 def test_what_was_fetched_and_sent_ends_with_the_agent_after_its_trainer(parts, go):
     agent, trainer, snapshots = parts
     go(agent.close)
-    assert (trainer, snapshots) == ([("close",)], [("close", 5)])
+    assert (trainer, snapshots) == ([("stop",)], [("close", 5)])
 
 
 def test_an_order_of_another_release_is_carried_out_by_nobody(parts, go):
