@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,6 @@ from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
 from workers.data.order import Blend, SkippedSamples, blended, whole_shares
 from workers.data.packed_conversations import Marks
-from workers.data.packed_documents import Documents
 from workers.data.prepare import Corpus, open_corpus, splits_of
 from workers.data.sources import check_validation_set
 from workers.data.token_cache import SILENT, Watcher
@@ -29,6 +30,36 @@ from workers.training import metric_names
 
 # Target of a position that has none: it does not contribute to the loss and does not count as a token.
 NO_TARGET = -1
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of some samples, which are consecutive within each sample, so that attention can stay within
+    each."""
+
+    starts: tuple[tuple[int, ...], ...]
+    """For each sample the positions at which a document begins; the first is 0."""
+    length: int
+    """Tokens of a sample (s)."""
+
+    @classmethod
+    def of(cls, tokens_bs: np.ndarray, end: int) -> Documents:
+        """The documents of samples in which `end` is each document's last token."""
+        length = tokens_bs.shape[1]
+        starts = [(0, *(np.flatnonzero(row[: length - 1] == end) + 1).tolist()) for row in tokens_bs]
+        return cls(tuple(starts), length)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, sample after sample; s b in total."""
+        return [end - start for row in self.starts for start, end in pairwise((*row, self.length))]
+
+    def first_tokens(self) -> torch.Tensor:
+        """For each token the position at which its document begins: int64 [b, s]."""
+        rows = [
+            torch.repeat_interleave(torch.tensor(row), torch.tensor([*row, self.length]).diff()) for row in self.starts
+        ]
+        return torch.stack(rows)
 
 
 @dataclass(frozen=True)

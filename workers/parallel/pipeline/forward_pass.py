@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.data.packed_documents import Documents
+from workers.data.batches import Documents
 from workers.parallel.recompute.policy import NOTHING, Recompute
 from workers.parallel.tensor.key_value_cache import KeyValueCache
 
