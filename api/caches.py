@@ -26,7 +26,7 @@ from api import schemas, views
 from service.store import Store, job_rows, metric_points, metrics
 from service.store.job_rows import JobRow
 from service.store.paging import Page
-from workers.metrics.nonfinite import spell_series
+from workers.protocol.json_codec import spell_series
 
 Question = TypeVar("Question", bound=Hashable)
 Answer = TypeVar("Answer")

@@ -11,7 +11,7 @@ from service.keys.identity import PROJECT_PATTERN, Scope
 from workers.config import MAX_LABELS, JobName, LabelKey, LabelValue, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
 from workers.timing.recording import MAX_STEPS
-from workers.weights.formats import Dtype, Format
+from workers.weights.mapping import Dtype, Format
 
 
 class Body(BaseModel):

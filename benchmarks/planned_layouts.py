@@ -35,7 +35,7 @@ from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.spec.reading import parse_job_spec
-from workers.system.cores import usable_cores
+from workers.system.resources import usable_cores
 from workers.system.threads import with_threads
 
 JOBS, TURNS, STEPS, WARM_UP = 30, 3, 5, 2

@@ -24,7 +24,7 @@ from service.store.database import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, m
 from service.store.tables import Checkpoint, Export
 from workers.errors import MantaError
 from workers.system.daemon_threads import in_daemon_thread
-from workers.weights.formats import Dtype, Format
+from workers.weights.mapping import Dtype, Format
 
 AT_ONCE = 2
 NOTE_SECONDS = 2.0

@@ -40,17 +40,17 @@ SAFE = {
         workers/snapshot/backup.py:_run
         workers/snapshot/backup_transport.py:file_of
         workers/snapshot/backup_transport.py:send_slot
-        workers/snapshot/notification.py:__init__
+        workers/snapshot/files.py:__init__
         workers/snapshot/reshard.py:__init__
         workers/snapshot/snapshot_file.py:create
         workers/snapshot/snapshots.py:_opened
         workers/training/tracing.py:content
     """,
     "a folder, which is opened to be locked or synced": """
-        workers/node/runtime_folder.py:keep
-        workers/storage/local_files.py:write_whole
-        workers/weights/new_folder.py:_locked
-        workers/weights/new_folder.py:_sync
+        workers/node/folders.py:keep
+        workers/storage/files.py:write_whole
+        workers/weights/export.py:_locked
+        workers/weights/export.py:_sync
     """,
     "Ray's own file, in the temporary folder of the service": """
         service/cluster/ray_head.py:_running_head
@@ -62,11 +62,11 @@ SAFE = {
         service/doctor/packages.py:driver_version
         workers/checkpoint/upload_process.py:_leave
         workers/node/kubernetes_notices.py:_node
-        workers/system/control_groups.py:control_groups
-        workers/system/cores.py:_limit
-        workers/system/host_memory.py:_left_in
-        workers/system/own_code.py:own_code
-        workers/zygote/child.py:_redirect
+        workers/system/resources.py:control_groups
+        workers/system/resources.py:_core_limit
+        workers/system/resources.py:_left_in
+        workers/node/host.py:own_code
+        workers/zygote/server.py:_redirect
     """,
     "no file by its name: what is given has been opened already, or is something else called open": """
         service/control/owners.py:_own

@@ -21,7 +21,7 @@ from workers.parallel.pipeline.runtime import Pipeline
 from workers.parallel.tensor.fp8 import Fp8Products
 from workers.parallel.tensor.products import Products
 from workers.parallel.tensor.shards import NamedShard, fill_initial
-from workers.system.host_memory import keep_freed_memory
+from workers.system.resources import keep_freed_memory
 
 
 class Engine:

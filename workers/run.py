@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 
 from workers.config import JobSpec
-from workers.data.vocabulary import with_vocabulary
 from workers.errors import MantaError
 from workers.interruption import ending_at_once
 from workers.settings import Launcher, read_launcher
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import load_job_spec
+from workers.spec.submitted import with_vocabulary
 from workers.storage.places import BadPlace, Place, place_of
 
 

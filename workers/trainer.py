@@ -9,23 +9,20 @@ from typing import Any
 from workers.accounting.device_table import peak_of_stages
 from workers.comm.comm import Comm
 from workers.config import JobSpec
-from workers.data.batches import Batches
-from workers.data.prefetch import Prefetch
-from workers.data.skipped_samples import SkippedSamples
+from workers.data.batches import Batches, Prefetch
+from workers.data.order import SkippedSamples
 from workers.data.watch import DataWatch, check_same_tokens
 from workers.engine import Engine
 from workers.errors import AskedToRest, PeerLost, ReplicaDiffers
-from workers.liveness.rank_samples import RankSampler
-from workers.liveness.stragglers import Straggler, Stragglers
+from workers.liveness.rank_samples import RankSampler, Straggler, Stragglers
 from workers.numerics.bad_numbers import BadStep
 from workers.numerics.guard import error_of
 from workers.parallel.data.agreement import StepStatistics
 from workers.parallel.data.replica_check import ReplicaCheck
 from workers.protocol.messages import Resume
-from workers.training.events import announce, named_samples, sample_data
 from workers.training.learning_rate import learning_rate
 from workers.training.rank_state import NO_PLACES, Places, RankState
-from workers.training.reporter import Reporter
+from workers.training.reporter import Reporter, announce, named_samples, sample_data
 from workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
 from workers.training.tracing import Tracing
 from workers.training.validation import Validation

@@ -14,7 +14,7 @@ from api.cli.jobs import Filters
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, console, fail
 from api.cli.render import table
 from api.schemas import Items, Job
-from workers.metrics.nonfinite import spell
+from workers.protocol.json_codec import spell
 
 MAX_JOBS = 1000
 """Maximum number of jobs with a label: the length of a page of the list."""

@@ -19,8 +19,8 @@ from service.doctor import Finding
 from service.doctor.checkup import findings, looks
 from service.settings import Settings
 from workers.config import JobSpec
-from workers.data.vocabulary import with_vocabulary
 from workers.spec.reading import load_job_spec
+from workers.spec.submitted import with_vocabulary
 
 _MARKS = {"ok": "ok  ", "warning": "WARN", "problem": "FAIL", "skipped": "-   "}
 

@@ -19,7 +19,7 @@ from workers.node.local_drain import drain_nodes_here
 
 LOOK_SECONDS = 0.5
 AGENT = "ray::AgentOnNode"[:15]
-"""Ray's name of an agent's process, as truncated by the kernel (workers/rank/agent_on_node.py)."""
+"""Ray's name of an agent's process, as truncated by the kernel (workers/rank/agent.py)."""
 
 
 def register(app: typer.Typer) -> None:

@@ -22,7 +22,7 @@ from service.planner.stage_shares import in_words
 from service.settings import Settings
 from workers.paths import Paths
 from workers.spec.problems import Problem, SpecError
-from workers.weights.submitted import with_shape_of_weights
+from workers.spec.submitted import with_shape_of_weights
 
 
 def register(app: typer.Typer) -> None:

@@ -18,7 +18,7 @@ from api import schemas
 from api.cli.progress import duration, figure, percent, progress_line
 from api.schemas import access as access_schemas
 from service.words import byte_count
-from workers.metrics import names as metric_names
+from workers.training import metric_names
 
 GAP = 2
 SHORT = 20

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from service.home.own_files import OwnFileUnusable, read_own
-from workers.system.parent_death import ParentDeathSignal
+from workers.system.processes import ParentDeathSignal
 
 log = logging.getLogger(__name__)
 

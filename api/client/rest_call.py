@@ -19,9 +19,9 @@ from api.rest_version import HEADER, REST, other_service
 from api.serving.local_service import DEFAULT_URL, find_key, trust_in
 from service.settings import Settings
 from workers.errors import MantaError
-from workers.metrics.nonfinite import spell
+from workers.protocol.json_codec import spell
 from workers.spec.problems import Problem, SpecError
-from workers.system.own_address import is_loopback
+from workers.system.ports import is_loopback
 
 T = TypeVar("T")
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)

@@ -36,10 +36,9 @@ from service.store import edits, jobs, pauses_and_retries
 from service.store.tables import Job
 from workers.config import JobSpec
 from workers.data.roots import named_paths
-from workers.data.vocabulary import with_vocabulary
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
-from workers.weights.submitted import with_shape_of_weights
+from workers.spec.submitted import with_shape_of_weights, with_vocabulary
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

@@ -10,7 +10,7 @@ from api.planning import seen_jobs
 from api.problem_codes import reads
 from service.planner.machines import kept
 from workers.paths import Paths
-from workers.system.processor import node_type
+from workers.system.resources import node_type
 
 router = APIRouter(prefix="/v1/machines", tags=["plans"])
 

@@ -17,7 +17,7 @@ from api.security.access import request_of_caller
 from api.threads import read_threads_of
 from service.planner.answer import to_json
 from service.planner.request import read_request
-from workers.weights.submitted import with_shape_of_weights
+from workers.spec.submitted import with_shape_of_weights
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 

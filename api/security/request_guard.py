@@ -26,7 +26,7 @@ from api.rest_version import HEADER, REST, other_client
 from api.security.access import is_stranger
 from api.security.credentials import credential_in
 from api.security.permissions import LINK_PATH, PROBED
-from workers.system.own_address import is_loopback
+from workers.system.ports import is_loopback
 
 MAX_BODY_BYTES = 1024 * 1024
 """Maximum size of a body; a job spec is about a thousand times smaller."""

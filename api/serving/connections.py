@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from api.app_state import state_of
 from api.problems import problem
 from api.rest_version import HEADER, REST
-from workers.system.open_files import raise_limit
+from workers.system.resources import raise_limit
 
 HEAD_SECONDS = 15.0
 """Seconds that a connection may take to send everything before a request's body, for each request."""

@@ -25,7 +25,7 @@ from api.security.access import request_of_caller
 from api.security.permissions import DASHBOARD, DASHBOARD_PATH
 from service.states import ACTIONS, FINAL, STATE_NAMES
 from service.store.tables import METRIC_NAMES
-from workers.metrics.nonfinite import spell
+from workers.protocol.json_codec import spell
 from workers.spec.reading import document_in
 
 _ROOT = Path(__file__).parent / "static"

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 from service.leases.decisions import LeaseLost
 from workers.errors import MantaError
 from workers.liveness.flight_record import FlightRecord
-from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
     PROTOCOL,
@@ -30,9 +29,8 @@ from workers.protocol.messages import (
     TraceOrder,
     check_protocol,
 )
-from workers.protocol.ownership import EPOCH, StaleOwner
-from workers.protocol.remote_call import call
-from workers.protocol.reports import Report
+from workers.protocol.remote_call import EPOCH, StaleOwner, call
+from workers.protocol.reports import Report, TrainerStatus
 from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit
 

@@ -15,7 +15,7 @@ from service.cluster.placement import Seat, Unit, agent_name, job_of
 from service.cluster.ray_private import actors_on, node_of_actor
 from workers.paths import Paths
 from workers.protocol.messages import AgentDescription
-from workers.rank.agent_on_node import AgentOnNode
+from workers.rank.agent import AgentOnNode
 from workers.system.ports import PortRange
 
 T = TypeVar("T")

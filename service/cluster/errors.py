@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from workers.errors import MantaError
 from workers.protocol.messages import NodeDescription
-from workers.system.own_address import address_towards
+from workers.system.ports import address_towards
 
 OPEN_OURS = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
 OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"

@@ -22,9 +22,8 @@ from service.cluster.ray_head import NAMESPACE, ROOT, RayUnavailable, answers, c
 from service.cluster.ray_private import RAYLET, RECONNECT_SECONDS, START_COMMAND, Raylet, outlives_head, raylets
 from service.settings import without_secrets
 from workers.paths import Paths
-from workers.system.own_address import address_towards
-from workers.system.ports import PortRange
-from workers.system.process_end import ends_of
+from workers.system.ports import PortRange, address_towards
+from workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from service.cluster.nodes import Nodes, keep_keys
 from service.cluster.placement import job_of, node_daemon_name
 from service.cluster.ray_private import node_of_actor
 from workers.node.daemon import NodeDaemon
+from workers.node.host import own_code
 from workers.paths import Paths
 from workers.protocol.messages import ProtocolMismatch
-from workers.system.own_code import own_code
 from workers.system.ports import PortRange
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from service.cluster.agent_client import AgentError, NodeClient, within
 from service.cluster.cluster import Cluster
 from service.cluster.errors import OPEN_OURS, OPEN_RAYS, problem_of_ports
 from service.cluster.nodes import RayNode
-from workers.node.reachability import unreached
+from workers.node.host import unreached
 from workers.protocol.messages import Endpoint
-from workers.system.own_address import address_towards
+from workers.system.ports import address_towards
 
 MAX_NODES, PEERS = 256, 16
 """If there are more nodes, this many are drawn, and each tries this many others: a thousand nodes would need a million

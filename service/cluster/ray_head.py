@@ -45,7 +45,7 @@ from service.home.own_files import OwnFileUnusable, read_own, write_private, wri
 from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths
-from workers.system.process_end import ends_of
+from workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)
 

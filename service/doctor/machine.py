@@ -17,8 +17,8 @@ from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
 from workers.config import JobSpec
 from workers.paths import SHARED_MEMORY, Paths
-from workers.system.host_memory import memory_available
-from workers.system.own_address import LOOPBACK, outward_address
+from workers.system.ports import LOOPBACK, outward_address
+from workers.system.resources import memory_available
 
 OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)
 MIN_SHARED_BYTES = 1 << 30

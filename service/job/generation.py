@@ -18,8 +18,7 @@ from workers.accounting.flops import rank_parameters
 from workers.accounting.state_costs import STATE_BYTES
 from workers.config import JobSpec
 from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
-from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting
+from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting, TrainerStatus
 
 POLL_SECONDS = 30.0
 POLLS_A_SECOND = 0.5

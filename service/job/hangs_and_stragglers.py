@@ -19,9 +19,8 @@ from service.recovery.decisions import NOT_SAVED
 from service.recovery.flight_matching import refined
 from service.recovery.waits import AXES, Group, Look, Verdict, find_culprits, waiting_for
 from workers.liveness.flight_record import FlightRecord
-from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, to_json
-from workers.protocol.reports import Event, Report
+from workers.protocol.reports import Event, Report, TrainerStatus
 
 T = TypeVar("T")
 ASK_SECONDS = 2.0

@@ -14,8 +14,7 @@ from pathlib import Path
 from service.kept_logs.parts import Mark, end_of_reports, last_mark
 from workers.paths import rank_stem
 from workers.protocol.reports import Printed, Report
-from workers.system.own_files import open_to_append
-from workers.system.regular_files import open_regular
+from workers.system.regular_files import open_regular, open_to_append
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from service.leases.decisions import RENEW_SECONDS, JobInBrief, LeaseLost, Lease
 from service.store import Store, leases
 from service.store.database import until_done
 from service.store.sqlite import SqliteDatabase
-from workers.protocol.ownership import FOR_ALL
+from workers.protocol.remote_call import FOR_ALL
 
 if TYPE_CHECKING:
     from service.store.postgresql import PostgresDatabase

@@ -22,9 +22,8 @@ from service.torch_facts import TorchFailed, torch_facts
 from workers.calibration.measurements import Measurements
 from workers.errors import MantaError
 from workers.paths import safe_name
-from workers.system.cores import usable_cores
-from workers.system.processor import node_type
 from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
+from workers.system.resources import node_type, usable_cores
 
 OTHER_CORES, SPREAD = 0.25, 0.1
 """Cores that other processes keep busy during a calibration, and the spread of its repetitions, above which it counts
@@ -52,7 +51,7 @@ class Calibrated:
 
     name: str
     """Name of the type: of its GPUs in the planner's MACHINES, or for a node without any from
-    `workers.system.processor.node_type`."""
+    `workers.system.resources.node_type`."""
     device: str
     """Name of the node's GPU, or of its processor."""
     cores: int

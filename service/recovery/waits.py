@@ -22,7 +22,7 @@ from typing import Any, Literal
 from workers.comm.grid import AXES, Axis
 from workers.liveness.progress import DeviceRecord
 from workers.liveness.record_layout import CONNECTING_CHANNEL
-from workers.liveness.trainer_status import Position, TrainerStatus
+from workers.protocol.reports import Position, TrainerStatus
 
 Group = Callable[[Any, int], Sequence[int]]
 """Ranks that share an axis with a rank: (axis, rank) -> ranks."""

@@ -26,8 +26,7 @@ from workers.checkpoint.pruning import remove
 from workers.errors import MantaError
 from workers.node.folders import shares
 from workers.paths import Paths
-from workers.storage.files import files_of
-from workers.storage.local_files import bytes_in
+from workers.storage.files import bytes_in, files_of
 from workers.storage.places import Place
 
 _BEFORE_FIRST_STEP = (JobState.STARTING, JobState.RECOVERING, JobState.RESIZING)

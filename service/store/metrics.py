@@ -15,8 +15,8 @@ from service.store.errors import JobNotFound
 from service.store.generations import TrainedStep
 from service.store.tables import METRIC_NAMES, Job, Metric
 from service.store.types import Reader
-from workers.metrics import names as metric_names
-from workers.metrics.nonfinite import number
+from workers.protocol.json_codec import number
+from workers.training import metric_names
 
 _NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
 _COLUMNS = frozenset({*METRIC_NAMES, "time"})

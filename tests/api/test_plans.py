@@ -12,7 +12,7 @@ from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
-from workers.system.processor import node_type
+from workers.system.resources import node_type
 
 PLAN = {
     "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},

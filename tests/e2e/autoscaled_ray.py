@@ -19,7 +19,7 @@ import psutil
 
 from tests.e2e.machines import SECRET_NAMES
 from tests.e2e.manta import SECONDS
-from workers.system.own_address import outward_address
+from workers.system.ports import outward_address
 
 TYPE, MOST, SLOTS = "small", 2, 2
 IDLE_SECONDS = 6

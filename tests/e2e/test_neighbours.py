@@ -9,7 +9,7 @@ from api.serving.local_service import running_service
 from benchmarks.support import own_processes
 from tests.e2e.manta import PAIR
 from tests.e2e.neighbour_network import HERE, neighbour
-from workers.system.own_address import LOOPBACK, outward_address
+from workers.system.ports import LOOPBACK, outward_address
 
 HELLOS = (b"GET /v1/jobs HTTP/1.1\r\nHost: manta\r\nConnection: close\r\n\r\n", b"\n")
 SETTINGS_FRAME = 4

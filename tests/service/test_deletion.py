@@ -14,7 +14,7 @@ from service.store import JobNotFound, events, jobs, leases
 from service.store.tables import Metric
 from workers.node.folders import mark
 from workers.paths import Paths
-from workers.storage.local_files import LocalFiles
+from workers.storage.files import LocalFiles
 
 
 @pytest.fixture

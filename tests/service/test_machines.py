@@ -25,7 +25,7 @@ from service.planner.machines import (
 )
 from tests.service.planner.test_fitting_gpu import rows as measurements_of
 from tests.service.planner.test_fitting_links import rows as links_rows
-from workers.system.processor import node_type
+from workers.system.resources import node_type
 
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
 

@@ -22,7 +22,7 @@ from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.measured_jobs import ENOUGH, begin, train, train_on
 from workers.liveness.rank_samples import EVERY_SECONDS, RankSample
 from workers.protocol.messages import AgentDescription
-from workers.system.processor import node_type
+from workers.system.resources import node_type
 
 
 class Jobs:

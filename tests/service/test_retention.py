@@ -22,7 +22,7 @@ from service.removal.retention import (
 from service.states import JobState
 from service.store import JobNotFound, audit, deletion, events, exports, jobs, pauses_and_retries
 from workers.paths import Paths
-from workers.storage.local_files import LocalFiles
+from workers.storage.files import LocalFiles
 
 DAYS = 30.0
 OLD = time.time() - (DAYS + 1) * DAY_SECONDS

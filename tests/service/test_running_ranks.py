@@ -8,7 +8,7 @@ from service.cluster.agent_client import AgentTimeout
 from service.control.running_ranks import NoRanks, RankNotFound, RankTimeout, RunningRanks
 from service.states import JobState
 from service.store import JobNotFound, generations, jobs, ranks
-from workers.liveness.trainer_status import Position, TrainerStatus
+from workers.protocol.reports import Position, TrainerStatus
 
 
 class Agent:

@@ -21,8 +21,7 @@ from workers.engine import Engine
 from workers.errors import AskedToRest, MantaError, NonFiniteError
 from workers.liveness import rank_samples
 from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.liveness.rank_samples import unpacked
-from workers.liveness.stragglers import Straggler
+from workers.liveness.rank_samples import Straggler, unpacked
 from workers.numerics.bad_numbers import BadStep
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Metrics

@@ -26,10 +26,7 @@ from workers.calibration.measurements import Measurements
 from workers.calibration.steps import as_busy, busy_seconds, layout_document, step_times
 from workers.comm.lost_peers import first_line
 from workers.errors import MantaError
-from workers.system.cores import usable_cores
-from workers.system.host_memory import keep_freed_memory
-from workers.system.others import OtherWork
-from workers.system.processor import processor_name
+from workers.system.resources import OtherWork, keep_freed_memory, processor_name, usable_cores
 
 MAX_RANKS = 8
 DEVICES = ("cpu", "cuda")

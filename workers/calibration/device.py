@@ -24,8 +24,7 @@ from workers.config import OptimizerConfig
 from workers.parallel.data import adamw
 from workers.parallel.tensor.products import ADDS_WIDER, TorchProducts
 from workers.system import gpu
-from workers.system.cores import usable_cores
-from workers.system.processor import processor_name
+from workers.system.resources import processor_name, usable_cores
 
 
 @dataclass(frozen=True)

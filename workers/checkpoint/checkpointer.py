@@ -17,13 +17,11 @@ from typing import Any
 import torch
 
 from workers.checkpoint import catalog, durable, pruning
-from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Condition, Manifest
 from workers.checkpoint.checksums import FileSums
 from workers.checkpoint.save import Look, Save
-from workers.checkpoint.shared_room import SharedRoom
-from workers.checkpoint.state_parts import needed_rectangles, owned_rectangles, part_lengths
-from workers.checkpoint.uploads import Uploads
+from workers.checkpoint.state_parts import agree, needed_rectangles, owned_rectangles, part_lengths, take_over
+from workers.checkpoint.uploads import SharedRoom, Uploads
 from workers.comm.comm import Comm
 from workers.comm.shared_work import WORLD
 from workers.config import JobSpec

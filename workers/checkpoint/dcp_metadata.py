@@ -1,4 +1,4 @@
-"""The `.metadata` of torch.distributed.checkpoint, written for torch's own readers; `old_metadata.py` reads it in
+"""The `.metadata` of torch.distributed.checkpoint, written for torch's own readers; `opening.py` reads it in
 checkpoints that have nothing else.
 
 It is a pickle of objects of that package, whose import takes as long as torch's own. Nothing else of it is needed here,
@@ -18,8 +18,7 @@ from collections.abc import Iterable
 
 from workers.checkpoint.catalog import manifest_of
 from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from workers.checkpoint.old_metadata import DTYPES, METADATA
-from workers.checkpoint.opening import read_contents
+from workers.checkpoint.opening import DTYPES, METADATA, read_contents
 from workers.errors import MantaError
 from workers.protocol.json_codec import MalformedMessage
 from workers.storage.files import files_of

@@ -21,12 +21,11 @@ from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
 from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, WrittenRectangles, as_text, merged
 from workers.checkpoint.dcp_metadata import metadata_file
-from workers.checkpoint.old_metadata import METADATA
-from workers.checkpoint.opening import opened, read_contents, sentence
-from workers.checkpoint.rectangles import Rectangle
+from workers.checkpoint.opening import METADATA, opened, read_contents, sentence
 from workers.checkpoint.uploads import Uploads
 from workers.comm.shared_work import SharedWork
 from workers.errors import CheckpointError
+from workers.parallel.data.flat import FlatParameters, Range, Slot, answers_for, overlap
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 
@@ -38,8 +37,93 @@ MAX_IN_METADATA = 100_000
 """Most rectangles of a checkpoint for which `.metadata` is written: its readers have torch create objects of them, and
 a million take minutes and gigabytes. `python -m workers.checkpoint.dcp_metadata` writes it later."""
 
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle of a global tensor, and where its elements lie in this rank's part of the flat state."""
+
+    name: str
+    """Layout-free parameter name."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    offsets: tuple[int, ...]
+    """First index of the rectangle in each dimension."""
+    sizes: tuple[int, ...]
+    """Length of the rectangle in each dimension."""
+    start: int
+    """First element in the rank's part."""
+    stride: int
+    """Elements from one row of the rectangle to the next, in the rank's part."""
+
+    def view(self, part: torch.Tensor) -> torch.Tensor:
+        """The rectangle's elements within `part` (1-D), as a tensor of `sizes`."""
+        strides = (1,) if len(self.sizes) == 1 else (self.stride, 1)
+        return part.as_strided(self.sizes, strides, part.storage_offset() + self.start)
+
+
 Rectangles = Mapping[str, Sequence[Rectangle]]
 """Rectangles by KINDS and FROZEN, within the part of that kind."""
+
+
+def rectangles_of(
+    flat: FlatParameters, held: list[Range], wanted: list[Range], owned_only: bool, tensor_index: int
+) -> list[Rectangle]:
+    """The rectangles that make up the ranges `wanted` of the flat buffer, in a state that keeps the ranges `held` one
+    after the other. Each wanted range lies within a held one.
+
+    With ZeRO-1 ranges begin and end anywhere inside a parameter. A range of a row-major matrix is at most three
+    rectangles: the rest of its first row, whole rows, the beginning of its last row.
+
+    `owned_only` leaves out what another rank of the same replica answers for (copies of the tied embedding, and all
+    but the first of equal parts on tensor ranks), so that over all ranks every element of the model appears once.
+    """
+    starts, position = [], 0
+    for start, end in held:
+        starts.append(position - start)
+        position += end - start
+    rectangles: list[Rectangle] = []
+    for slot in (*flat.slots, *flat.frozen):
+        if owned_only and not answers_for(slot.entry, tensor_index):
+            continue
+        for wish in wanted:
+            first, last = overlap((slot.start, slot.end), wish)
+            if first < last:
+                shift = next(s for s, r in zip(starts, held, strict=True) if r[0] <= first and last <= r[1])
+                rectangles += _rectangles(slot, first, last, shift)
+    return rectangles
+
+
+def _rectangles(slot: Slot, start: int, end: int, shift: int) -> Iterator[Rectangle]:
+    local = tuple(slot.entry.parameter.shape)
+    columns = local[1] if len(local) == 2 else 1
+    position = start
+    while position < end:
+        row, column = divmod(position - slot.start, columns)
+        if column or end - position < columns:
+            rows, width = 1, min(columns - column, end - position)
+        else:
+            rows, width = (end - position) // columns, columns
+        rectangle = _global_rectangle(slot, row, column, rows, width, position + shift, columns)
+        if rectangle is not None:
+            yield rectangle
+        position += rows * width
+
+
+def _global_rectangle(
+    slot: Slot, row: int, column: int, rows: int, width: int, start: int, columns: int
+) -> Rectangle | None:
+    """The local rectangle in global indices, cut at the real size of a padded vocabulary."""
+    shard, name = slot.entry.shard, slot.entry.name
+    offsets, sizes = [row, column], [rows, width]
+    if len(shard.shape) == 1:
+        offsets, sizes = [row], [rows]
+    if shard.split_dim is not None:
+        offsets[shard.split_dim] += shard.start
+        room = shard.shape[shard.split_dim] - offsets[shard.split_dim]
+        sizes[shard.split_dim] = min(sizes[shard.split_dim], room)
+    if min(sizes) <= 0:
+        return None
+    return Rectangle(name, shard.shape, tuple(offsets), tuple(sizes), start, columns)
 
 
 @dataclass(frozen=True)

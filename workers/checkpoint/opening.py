@@ -3,15 +3,33 @@ names it. No torch, so that programs that only look at a checkpoint, or copy it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from workers.checkpoint.catalog import Manifest
 from workers.checkpoint.checksums import CheckedFile, checked, damaged
-from workers.checkpoint.contents import CONTENTS, Contents
-from workers.checkpoint.old_metadata import METADATA, read_metadata
+from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, checked_types
 from workers.errors import CheckpointError
 from workers.storage.places import Place, place_of
+
+METADATA = ".metadata"
+
+DTYPES = {"float64", "float32", "float16", "bfloat16"}
+"""Dtypes of tensors in a checkpoint, by torch's names."""
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+"""All names in the pickle of a Metadata except torch.Size and the dtypes, by module."""
 
 
 @contextmanager
@@ -49,3 +67,61 @@ def sentence(error: Exception) -> str:
     """The kind of an error and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def read_metadata(stream: io.RawIOBase) -> Contents:
+    """The contents of a `.metadata` of torch.distributed.checkpoint, for checkpoints that are older than
+    `contents.json`.
+
+    It is a pickle, which torch would load in a way that can execute anything. Here the few names that a Metadata needs
+    are replaced by stand-ins. Raises pickle.UnpicklingError for any other name, and other errors for malformed bytes.
+    """
+    document = _Unpickler(stream).load()
+    if not isinstance(document, _Record):
+        raise TypeError(f"it holds a {type(document).__name__}")
+    places = {
+        (key.fields["fqn"], tuple(key.fields["offset"])): place.fields
+        for key, place in document.fields["storage_data"].items()
+    }
+    tensors = {}
+    for name, entry in document.fields["state_dict_metadata"].items():
+        chunks = [(tuple(each.fields["offsets"]), tuple(each.fields["sizes"])) for each in entry.fields["chunks"]]
+        rectangles = tuple(
+            StoredRectangle(offsets, sizes, place["relative_path"], place["offset"], place["length"])
+            for offsets, sizes in chunks
+            for place in [places[name, offsets]]
+        )
+        dtype = entry.fields["properties"].state[0]
+        tensors[name] = StoredTensor(tuple(entry.fields["size"]), dtype, rectangles)
+    return checked_types(tensors)
+
+
+class _Record:
+    """Stands in for an instance of one of the classes of a Metadata."""
+
+    def __init__(self, *arguments: Any):
+        self.state: Any = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """By name."""
+        if not isinstance(self.state, dict):
+            raise TypeError("a record of it has no fields")
+        return self.state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Resolves only the names of a Metadata, as stand-ins."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in. Raises pickle.UnpicklingError for any other name."""
+        if name in _RECORDS.get(module, ()):
+            return type(name, (_Record,), {})  # a new class, so that the pickle can modify no other one
+        if module == "torch" and name == "Size":
+            return tuple
+        if module == "torch" and name in DTYPES:
+            return name
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no {METADATA} needs, and was refused")

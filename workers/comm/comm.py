@@ -28,8 +28,7 @@ from workers.comm.shared_work import SharedWork
 from workers.errors import PeerLost
 from workers.liveness.progress import Progress
 from workers.protocol.messages import TraceOrder
-from workers.system.own_address import address_towards
-from workers.system.ports import PortRange
+from workers.system.ports import PortRange, address_towards
 from workers.timing.recording import TraceOrders
 from workers.timing.step_phases import StepPhase, StepPhases
 

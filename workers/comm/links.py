@@ -25,8 +25,8 @@ from workers.comm.meeting import Meeting
 from workers.comm.secret import Secret
 from workers.errors import MantaError, PeerLost
 from workers.liveness.progress import Progress
-from workers.system.open_files import make_room
 from workers.system.ports import PortRange
+from workers.system.resources import make_room
 
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
 _BUFFER_BYTES = 4 * 1024 * 1024  # requested from the kernel, which may grant less

@@ -1,7 +1,7 @@
 """Assigns global samples to steps, replicas and micro-batches. Pure Python.
 
 The samples of a job are numbered from 0 in the order in which they are used; a step takes the next ones. If some are
-skipped, the numbers here are positions in that order (`skipped_samples.py`). With a ramp (MT-NLG's, arXiv:2201.11990,
+skipped, the numbers here are positions in that order (`SkippedSamples`). With a ramp (MT-NLG's, arXiv:2201.11990,
 section 3.2) the size of the global batch is a function of the samples consumed so far.
 """
 

@@ -1,4 +1,5 @@
-"""Micro-batches of one replica, read from the corpus in the global sample order.
+"""Micro-batches of one replica, read from the corpus in the global sample order, and from held-out texts for validation
+losses.
 
 Shapes: s sequence, b micro-batch.
 """
@@ -7,7 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +19,115 @@ import torch
 
 from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
-from workers.data.blend import blended, whole_shares
-from workers.data.held_out import BlendedHeldOut, HeldOut, validation_sets
+from workers.data.order import Blend, SkippedSamples, blended, whole_shares
 from workers.data.packed_conversations import Marks
-from workers.data.packed_documents import Documents
 from workers.data.prepare import Corpus, open_corpus, splits_of
-from workers.data.skipped_samples import SkippedSamples
+from workers.data.sources import check_validation_set
 from workers.data.token_cache import SILENT, Watcher
 from workers.errors import DataError
 from workers.storage.places import Place
+from workers.training import metric_names
 
 # Target of a position that has none: it does not contribute to the loss and does not count as a token.
 NO_TARGET = -1
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of some samples, which are consecutive within each sample, so that attention can stay within
+    each."""
+
+    starts: tuple[tuple[int, ...], ...]
+    """For each sample the positions at which a document begins; the first is 0."""
+    length: int
+    """Tokens of a sample (s)."""
+
+    @classmethod
+    def of(cls, tokens_bs: np.ndarray, end: int) -> Documents:
+        """The documents of samples in which `end` is each document's last token."""
+        length = tokens_bs.shape[1]
+        starts = [(0, *(np.flatnonzero(row[: length - 1] == end) + 1).tolist()) for row in tokens_bs]
+        return cls(tuple(starts), length)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, sample after sample; s b in total."""
+        return [end - start for row in self.starts for start, end in pairwise((*row, self.length))]
+
+    def first_tokens(self) -> torch.Tensor:
+        """For each token the position at which its document begins: int64 [b, s]."""
+        rows = [
+            torch.repeat_interleave(torch.tensor(row), torch.tensor([*row, self.length]).diff()) for row in self.starts
+        ]
+        return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Windows of one sequence each, end to end, which are read in their order."""
+
+    name: str | None
+    """Name of the validation set; None: the held-out part of the training corpus."""
+    corpus: Corpus
+    first: int
+    """First token of the text."""
+    tokens: int
+    """Tokens in it."""
+    most_batches: int
+    """Global batches per validation, if there is enough text."""
+
+    @property
+    def metric(self) -> str:
+        """Name of its loss in the metrics."""
+        return metric_names.validation_loss(self.name)
+
+    def windows(self, length: int) -> int:
+        """Sequences of `length` tokens, with the targets of each."""
+        return (self.tokens - 1) // length
+
+    def batches(self, spec: JobSpec) -> int:
+        """Global batches per validation: as configured, or fewer if the text is short."""
+        whole = max(1, self.windows(spec.model.sequence_length) // spec.train.global_batch_size)
+        return min(self.most_batches, whole)
+
+    def start(self, sample: int, length: int) -> int:
+        """First token of sequence number `sample`; past the end of the text it wraps around."""
+        return self.first + (sample % self.windows(length)) * length
+
+
+@dataclass(frozen=True)
+class BlendedHeldOut(HeldOut):
+    """The last part of each part of a blended corpus, in the ratio of the weights."""
+
+    parts: tuple[tuple[int, int], ...]
+    """First held-out token of each part, and their number."""
+    blend: Blend
+    """Which part a window comes from."""
+
+    def windows(self, length: int) -> int:
+        """Sequences of all parts."""
+        return sum((tokens - 1) // length for _, tokens in self.parts)
+
+    def start(self, sample: int, length: int) -> int:
+        """As for a single text; a part wraps around past the end of its text."""
+        part, number = self.blend.place(sample)
+        first, tokens = self.parts[part]
+        return first + (number % ((tokens - 1) // length)) * length
+
+
+def validation_sets(
+    spec: JobSpec, record: Place | None, records: bool, cache: Path | None = None, watcher: Watcher = SILENT
+) -> list[HeldOut]:
+    """The validation sets of a job. `record`: file that records the training corpus as it was when the job began; the
+    records of validation sets are next to it; the other parameters are those of `open_corpus`. Raises DataError if one
+    is unsuitable."""
+    sets = []
+    for each in spec.data.validation:
+        own = None if record is None else record.parent / f"validation-{each.name}.json"
+        corpus = open_corpus(spec, cache, own, records, watcher, spec.data.corpus_of(each))
+        check_validation_set(spec, each, len(corpus))
+        sets.append(HeldOut(each.name, corpus, 0, len(corpus), each.batches or spec.train.validation_batches))
+    return sets
 
 
 @dataclass(frozen=True)
@@ -173,3 +274,31 @@ class Batches:
             return with_marks(batch, marks, self._apart)
         end = self.corpus.end_of_document if self._apart else None
         return batch if end is None else with_documents_apart(batch, end)
+
+
+class Prefetch:
+    """Returns the micro-batches of a step and prepares those of the next one on a thread meanwhile, so that no step
+    waits for a disk. For use by one thread."""
+
+    def __init__(self, batches: Batches, last_step: int):
+        """`last_step`: the last step to prepare."""
+        self._batches, self._last_step = batches, last_step
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._ahead: tuple[int, SkippedSamples, Future[list[MicroBatch]]] | None = None
+        """Step, the samples that were skipped when it was begun, and its future result."""
+
+    def training(self, step: int) -> list[MicroBatch]:
+        """The replica's micro-batches of step `step` (from 1), whichever step was requested before. Raises the errors
+        of `Batches.training`, not before the step is requested."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:2] == (step, self._batches.skipped):
+            made = ahead[2].result()
+        else:
+            made = self._batches.training(step)
+        if step < self._last_step:
+            self._ahead = step + 1, self._batches.skipped, self._thread.submit(self._batches.training, step + 1)
+        return made
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)

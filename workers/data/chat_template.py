@@ -1,5 +1,6 @@
 """Chat templates: Jinja text that turns a conversation into the text that a model reads. They come with weights and are
-written by others, so they run in Jinja's sandbox (`render_bounds.py` limits their time and memory).
+written by others, so they run in Jinja's sandbox, with limits on processor time and on the address space of the
+process.
 
 A template gets what templates for Hugging Face's `transformers` rely on: messages, tools, add_generation_prompt, the
 special tokens by name, raise_exception, strftime_now, tojson, loop controls, `{% generation %}`. Its output depends on
@@ -12,10 +13,14 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import resource
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jinja2
@@ -27,7 +32,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from workers.config import CHATML, DataConfig
 from workers.data.read_errors import is_there, read_error
-from workers.data.render_bounds import MAX_CHARACTERS, TooMuch, bounded
 from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
 from workers.errors import DataError
 from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
@@ -59,6 +63,15 @@ _ERRORS = (
 
 Span = tuple[int, int]
 """First character, and one past the last."""
+
+SECONDS = 10.0
+"""Processor time, so that a busy machine makes no difference."""
+LAST_SECONDS = 20.0
+"""Processor time after which the process is killed: a single long operation cannot be interrupted otherwise."""
+MAX_CHARACTERS = 2**26
+"""Maximum length of the output."""
+MEMORY_BYTES = 2**31
+"""Maximum memory in addition to what is used before."""
 
 
 class TemplateFailed(Exception):
@@ -274,3 +287,40 @@ class _GenerationBlocks(Extension):
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+class TooMuch(Exception):
+    """A limit was reached; says which."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Limits for code of others, which may never end, or use any amount of memory; for the main thread of a process
+    that does nothing else meanwhile. Within the block, raise TooMuch after SECONDS of processor time, or MemoryError
+    beyond MEMORY_BYTES; kill the process, with SIGVTALRM, after LAST_SECONDS."""
+    handler = signal.signal(signal.SIGPROF, _too_long)
+    deadly = signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_lower(_address_space() + MEMORY_BYTES, *before), before[1]))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LAST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGPROF, handler)
+        signal.signal(signal.SIGVTALRM, deadly)
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TooMuch(f"it is not done after {SECONDS:.0f} seconds of computing")
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+
+
+def _lower(*limits: int) -> int:
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)

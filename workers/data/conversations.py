@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.data.chat_template import START, STOP, ChatTemplate, Span, TemplateFailed
-from workers.data.lines import kind_of
+from workers.data.rows import kind_of
 from workers.errors import DataError
 
 ANSWERER = "assistant"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from workers.config import DataConfig
-from workers.data.lines import kind_of, lines_of, object_in
 from workers.data.read_errors import read_error
+from workers.data.rows import kind_of, lines_of, object_in
 from workers.data.shards import PIECE_BYTES, Section, pieces_of
 from workers.data.sources import is_compressed, kind_of_file
 from workers.errors import DataError
@@ -58,7 +58,7 @@ def texts_of(
             for each in _checked(text, conversation.where):
                 yield replace(each, learned=learned)
     elif data.source == "parquet":
-        from workers.data.parquet_documents import texts_of_rows
+        from workers.data.rows import texts_of_rows
 
         for where, text in texts_of_rows(section, data.key):
             yield from _checked(text, where)
@@ -74,7 +74,7 @@ def conversations_of(section: Section, data: DataConfig) -> Iterator[Conversatio
     from workers.data.conversations import conversation_in
 
     if kind_of_file(section.path, data.source) == "parquet":
-        from workers.data.parquet_documents import rows_of
+        from workers.data.rows import rows_of
 
         for where, row in rows_of(section, data.key, ("tools",)):
             yield conversation_in(row, data.key, where)

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import DataConfig, JobSpec
-from workers.data.corpus import ByteCorpus
 from workers.data.corpus_record import as_recorded, as_recorded_tokens, with_digests
 from workers.data.indexed_dataset import IndexedTokens
 from workers.data.packed_conversations import Marks, PackedConversations
@@ -33,6 +32,7 @@ from workers.data.sources import (
     prefixes_of,
     split_tokens,
 )
+from workers.data.steady_file import SteadyFile
 from workers.data.token_cache import (
     SILENT,
     TokenInfo,
@@ -60,6 +60,9 @@ from workers.storage.files import files_of
 from workers.storage.places import Place
 
 _SCAN_TOKENS = 2**24
+
+MAX_OPEN = 256
+"""Files that are open at a time."""
 
 
 class Row(Protocol):
@@ -371,3 +374,44 @@ class _Joined:
         """Let go of the files."""
         for row in self._rows:
             row.close()
+
+
+class ByteCorpus:
+    """The concatenated bytes of the files; one byte is one token (ids 0 to 255)."""
+
+    def __init__(self, files: list[CorpusFile]):
+        self._files = files
+        self._ends = list(accumulate(file.size for file in files))
+        self._open: dict[int, SteadyFile] = {}
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self._ends[-1]
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens [start, start + length) as int64. Raises IndexError outside the corpus, DataError if a file was
+        removed, truncated, overwritten or replaced since the job began, DataUnreadable if its disk or mount does not
+        work."""
+        if start < 0 or start + length > len(self):
+            raise IndexError(f"tokens {start} to {start + length} of a corpus of {len(self)}")
+        tokens = np.empty(length, np.uint8)
+        left, index = tokens.data, bisect.bisect_right(self._ends, start)
+        while left:
+            offset = start - (self._ends[index] - self._files[index].size)
+            count = min(len(left), self._files[index].size - offset)
+            self._opened(index).read_into(left[:count], offset)
+            left, start, index = left[count:], start + count, index + 1
+        return tokens.astype(np.int64)
+
+    def _opened(self, index: int) -> SteadyFile:
+        if index not in self._open:
+            if len(self._open) >= MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            file = self._files[index]
+            self._open[index] = SteadyFile(file.path, file.size, file.digest)
+        return self._open[index]
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            self._open.popitem()[1].close()

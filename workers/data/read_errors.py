@@ -1,14 +1,16 @@
-"""What an error of the system says about a file of a job's data: that the file is not as it should be, or only that its
-disk or mount does not work now."""
+"""Errors about a job's data: what an error of the system says about a file (that the file is not as it should be, or
+only that its disk or mount does not work now), and how a process of its own answers with one."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from workers.errors import DataError, DataUnreadable, WeightsError, WeightsUnreadable
+from workers.errors import DataError, DataNotStored, DataUnreadable, WeightsError, WeightsUnreadable
 
 OF_THE_STORAGE = frozenset(
     {
@@ -20,6 +22,9 @@ OF_THE_STORAGE = frozenset(
 )  # fmt: skip
 """Errors of a device, or of the server behind a mount. They say nothing about what is stored there, unlike a name that
 does not exist or a missing permission."""
+
+_KINDS = {"unreadable": DataUnreadable, "not_stored": DataNotStored, "error": DataError}
+"""By the key of an answer, subclasses first."""
 
 
 def is_of_the_storage(error: OSError) -> bool:
@@ -61,3 +66,16 @@ def at_submission(error: Exception) -> str:
 def _sentence(path: str | os.PathLike[str], error: OSError) -> str:
     where = f"{os.fspath(path)} cannot be read on {socket.gethostname()} now"
     return f"{where} ({error.strerror or error}): its disk or mount has to work again there"
+
+
+def answer_of(error: DataError) -> dict[str, str]:
+    """The answer that stands for `error`."""
+    key = next(key for key, kind in _KINDS.items() if isinstance(error, kind))
+    return {key: str(error)}
+
+
+def raise_answered(answer: Mapping[str, Any]) -> None:
+    """Raise the DataError, DataNotStored or DataUnreadable that `answer` stands for, if it stands for one."""
+    for key, kind in _KINDS.items():
+        if key in answer:
+            raise kind(answer[key])

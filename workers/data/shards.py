@@ -118,7 +118,7 @@ def _row_groups(file: CorpusFile, target: int) -> Iterator[Section]:
     if file.size <= target:
         yield Section(file.path, 0, -1, file.size)  # all, however many there are
         return
-    from workers.data.parquet_documents import row_group_count
+    from workers.data.rows import row_group_count
 
     count = row_group_count(file.path)
     groups = max(1, count * target // file.size)

@@ -25,12 +25,12 @@ import numpy.typing as npt
 
 from workers.config import DataConfig
 from workers.data.documents import Text, raw_pieces_of, texts_of
-from workers.data.process_errors import answer_of
+from workers.data.read_errors import answer_of
 from workers.data.shards import Section
 from workers.data.sources import is_compressed, kind_of_file
 from workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from workers.errors import DataError, DataNotStored
-from workers.system.parent_death import ParentDeathSignal
+from workers.system.processes import ParentDeathSignal
 
 if TYPE_CHECKING:
     from workers.data.chat_template import ChatTemplate

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
-from workers.data.process_errors import raise_answered
+from workers.data.read_errors import raise_answered
 from workers.data.shards import Shard
 from workers.data.token_process import Order, ShardResult
 from workers.errors import DataError
-from workers.liveness.process_state import process_state
+from workers.system.processes import process_state
 
 LOOK_SECONDS = 0.5
 MAX_TRIES = 3

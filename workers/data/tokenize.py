@@ -24,11 +24,11 @@ from workers.data.indexed_dataset import IndexedTokens, read_index, write_index
 from workers.data.prepare import Corpus, open_corpus, splits_of
 from workers.data.sources import check_validation_set
 from workers.data.token_cache import Watcher
-from workers.data.vocabulary import with_vocabulary
 from workers.errors import DataError, MantaError
 from workers.settings import read_token_cache
 from workers.spec.problems import SpecError
 from workers.spec.reading import load_job_spec
+from workers.spec.submitted import with_vocabulary
 
 
 class ProgressLines(Watcher):

@@ -23,14 +23,13 @@ from typing import Any
 
 from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, TRAINED_VOCABULARY, DataConfig
 from workers.data.documents import texts_of
-from workers.data.process_errors import answer_of, raise_answered
+from workers.data.read_errors import answer_of, raise_answered
 from workers.data.shards import Section, Shard, shards_of
 from workers.data.sources import CorpusFile, in_words
 from workers.data.token_cache import FORMAT, Watcher, describe, key_of, locked
 from workers.data.tokenizer import FILE_NAME, ByteTokenizer, library
 from workers.errors import DataError, DataNotStored
-from workers.liveness.process_state import process_state
-from workers.system.parent_death import ParentDeathSignal
+from workers.system.processes import ParentDeathSignal, process_state
 
 TRAINING_BYTES = 2**28
 LOOK_SECONDS = 0.1

@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 
 from workers.checkpoint.catalog import Manifest, manifest_of, while_read
-from workers.checkpoint.durable import load
-from workers.checkpoint.rectangles import Rectangle
+from workers.checkpoint.durable import Rectangle, load
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig

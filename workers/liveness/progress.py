@@ -53,8 +53,7 @@ from workers.liveness.record_layout import (
     Phase,
 )
 from workers.paths import rank_stem
-from workers.system.own_files import make_folder, put
-from workers.system.regular_files import open_regular
+from workers.system.regular_files import make_folder, open_regular, put
 
 _LOOKS = 64
 

@@ -1,5 +1,6 @@
-"""Samples of all ranks that rank 0 gets from the sum on which the ranks agree anyway, one every few seconds: each
-rank's own time of a step, its waiting time and its memory. Pure Python."""
+"""Numbers of all ranks, which rank 0 gets from the sum on which the ranks agree anyway, so that no rank needs to be
+asked: samples of their times and memory every few seconds, and which ranks are persistently slower than others that do
+the same work. Pure Python."""
 
 from __future__ import annotations
 
@@ -7,15 +8,105 @@ import base64
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import add
+from typing import Any
 
-from workers.liveness.stragglers import Straggler
 from workers.protocol.json_codec import JsonObject
 
 EVERY_SECONDS = 2.0
 """The shortest time that a sample covers."""
+
+RATIO = 1.5
+"""A rank is slow in a step if it takes this many times the median of its stage,"""
+MIN_SECONDS = 0.05
+"""and at least this many seconds more: less is not worth reporting."""
+WINDOW, SLOW_STEPS = 24, 20
+"""A straggler is slow in this many of this many consecutive steps."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """One rank that holds up the others."""
+
+    rank: int
+    own_seconds: float
+    """Median own time of the rank over the window."""
+    usual_seconds: float
+    """Median over the window of the median own time in the rank's stage."""
+    slow_steps: int
+    """Steps of the window in which it was slow."""
+
+    @property
+    def sentence(self) -> str:
+        """A sentence for people."""
+        return (
+            f"rank {self.rank} holds up the others: its own work takes {self.own_seconds:.3f} s a step where its peers "
+            f"take {self.usual_seconds:.3f} s, in {self.slow_steps} of the last {WINDOW} steps"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The evidence, for the event's data."""
+        return {
+            "straggler": self.rank,
+            "own_seconds": round(self.own_seconds, 4),
+            "usual_seconds": round(self.usual_seconds, 4),
+            "slow_steps": self.slow_steps,
+            "window": WINDOW,
+        }
+
+
+class Stragglers:
+    """Watches the own times of all ranks, step by step. Own time is the part of a step that a rank did not spend
+    waiting for others, so a straggler shows only in its own number. Only ranks of the same stage, which do equal work,
+    are compared."""
+
+    def __init__(self, stages: Sequence[int]):
+        """`stages`: the stage of each rank."""
+        self._stages = [[rank for rank, of in enumerate(stages) if of == stage] for stage in sorted(set(stages))]
+        self._window: deque[Sequence[float]] = deque(maxlen=WINDOW)
+        self._slow: deque[frozenset[int]] = deque(maxlen=WINDOW)
+        self._named: set[int] = set()
+
+    def add(self, own_seconds: Sequence[float]) -> list[Straggler]:
+        """Add every rank's own time in one more step; returns the ranks that have become stragglers with it. A rank is
+        reported again only after it has kept up for most of a window."""
+        self._window.append(own_seconds)
+        self._slow.append(frozenset(rank for stage in self._stages for rank in _slow_ones(stage, own_seconds)))
+        counts = {rank: sum(rank in slow for slow in self._slow) for rank in {*self._slow[-1], *self._named}}
+        self._named = {rank for rank in self._named if counts[rank] > WINDOW // 2}
+        stragglers = sorted(rank for rank, count in counts.items() if count >= SLOW_STEPS and rank not in self._named)
+        self._named.update(stragglers)
+        return [self._straggler(rank, counts[rank]) for rank in stragglers]
+
+    @property
+    def named(self) -> list[Straggler]:
+        """The reported ones that still hold up the others, with their current numbers."""
+        return [self._straggler(rank, sum(rank in slow for slow in self._slow)) for rank in sorted(self._named)]
+
+    def _straggler(self, rank: int, slow_steps: int) -> Straggler:
+        stage = next(stage for stage in self._stages if rank in stage)
+        usual = [_usual(stage, own) for own in self._window]
+        return Straggler(rank, _median([own[rank] for own in self._window]), _median(usual), slow_steps)
+
+
+def _slow_ones(stage: Sequence[int], own_seconds: Sequence[float]) -> list[int]:
+    if len(stage) < 2:
+        return []
+    usual = _usual(stage, own_seconds)
+    bound = max(RATIO * usual, usual + MIN_SECONDS)
+    return [rank for rank in stage if own_seconds[rank] > bound]
+
+
+def _usual(stage: Sequence[int], own_seconds: Sequence[float]) -> float:
+    return _median([own_seconds[rank] for rank in stage])
+
+
+def _median(values: Sequence[float]) -> float:
+    """The lower one of the two in the middle, so that of two ranks the quicker one is the measure."""
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def packed(numbers: Iterable[float]) -> str:

@@ -14,8 +14,7 @@ import signal
 from pathlib import Path
 
 from workers.paths import rank_stem
-from workers.system.own_files import make_folder, remove
-from workers.system.regular_files import open_regular
+from workers.system.regular_files import make_folder, open_regular, remove
 
 STACKS_SIGNAL = signal.SIGUSR2
 MAX_CHARACTERS = 16_000

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.comm.comm import Comm
-from workers.data.packed_documents import Documents
+from workers.data.batches import Documents
 from workers.parallel.recompute.modules import checkpointed, in_backward
 from workers.parallel.tensor.dropout import derived_keys, kept
 from workers.system import gpu

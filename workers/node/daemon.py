@@ -20,18 +20,14 @@ from typing import Any
 from workers.config import JobSpec
 from workers.data.roots import DataRoots
 from workers.errors import MantaError
-from workers.node import reachability
-from workers.node.folders import paths_on_node
+from workers.node import host as machine
+from workers.node.folders import RuntimeFolder, SharedFolders, paths_on_node
 from workers.node.gpus import GpuWatch
 from workers.node.heartbeat import HeartbeatServer
-from workers.node.host import this_host, visible
+from workers.node.host import own_code, this_host, visible
 from workers.node.local_drain import drain_socket, serve_drains
 from workers.node.notice_sources import notice_sources
-from workers.node.notice_watch import NoticeWatch
-from workers.node.notices import Notice, NoticeSource
-from workers.node.preemption import NOTICE_SECONDS, on_termination
-from workers.node.runtime_folder import RuntimeFolder
-from workers.node.shared_folders import SharedFolders
+from workers.node.notices import NOTICE_SECONDS, Notice, NoticeSource, NoticeWatch, on_termination
 from workers.paths import SHARED_MEMORY, UnsafePath, memory_socket, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
 from workers.protocol.messages import (
@@ -45,9 +41,7 @@ from workers.protocol.messages import (
 from workers.protocol.remote_call import serve
 from workers.snapshot.node_memory import MemoryKeeper
 from workers.system.daemon_threads import in_daemon_thread
-from workers.system.own_address import LOOPBACK
-from workers.system.own_code import own_code
-from workers.system.ports import PortRange
+from workers.system.ports import LOOPBACK, PortRange
 from workers.system.unix_listener import LOOK_SECONDS, UnixListener
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
@@ -226,11 +220,11 @@ class NodeDaemon:
     async def listen_for_a_moment(self, count: int, seconds: float) -> ListeningPorts:
         """Accept connections on `count` of this node's ports for `seconds`, for others to try; returns which. Raises
         OSError if no port is free."""
-        return reachability.listen_for_a_moment(this_host().address, self._ports, count, seconds)
+        return machine.listen_for_a_moment(this_host().address, self._ports, count, seconds)
 
     async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
         """The `addresses` that accept no connection from here within `seconds`."""
-        return await reachability.unreached(addresses, seconds)
+        return await machine.unreached(addresses, seconds)
 
     async def shutdown(self) -> None:
         """End stores and the zygote, and with it every process forked on this node; remove all snapshots."""

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from workers.node.notices import Notice, SourceUnavailable, most_urgent
-from workers.node.preemption import NOTICE_SECONDS
+from workers.node.notices import NOTICE_SECONDS, Notice, SourceUnavailable, most_urgent
 from workers.settings import Pod, read_pod
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -20,7 +20,7 @@ from workers.numerics.bad_numbers import (
     roll_back_target,
 )
 from workers.parallel.data.agreement import StepStatistics
-from workers.snapshot.host_copies import HostCopies
+from workers.snapshot.state_copy import HostCopies
 
 
 class NumberGuard:

@@ -375,5 +375,5 @@ class NodeDescription:
     unshared: tuple[str, ...] = ()
     """Folders of the service that this node does not share, though it should."""
     code: str = ""
-    """Identifies the code that runs there (`workers/system/own_code.py`); empty in releases that do not report it."""
+    """Identifies the code that runs there (`workers/node/host.py`); empty in releases that do not report it."""
     protocol: int = PROTOCOL

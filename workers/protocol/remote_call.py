@@ -1,8 +1,8 @@
 """Calls between processes as JSON: method and arguments by name, encoded and decoded according to the method's
-annotations.
+annotations, whichever transport carries them; and whose calls an agent obeys.
 
 Arguments that the called method does not have are ignored, and those that the caller did not send get their defaults,
-as with the fields of messages (`json_codec.py`). This module does not know which transport carries the JSON.
+as with the fields of messages (`json_codec.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ import typing
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from workers.errors import MantaError
 from workers.protocol.json_codec import Codec, JsonObject, MalformedMessage, codec_of
 
 T = TypeVar("T")
+
+EPOCH = "owner_epoch"
+FOR_ALL = frozenset({"describe", "progress", "stacks", "snapshot_steps", "snapshot_files", "backup_progress", "arm"})
+"""Calls that are answered for every caller: they change nothing, or inject a fault, which a user may ask any control
+plane for."""
 
 
 async def call(
@@ -46,3 +52,28 @@ def _codecs(method: Callable[..., Any]) -> tuple[dict[str, Codec], Codec]:
     hints = typing.get_type_hints(method)
     answer = hints.pop("return")
     return {name: codec_of(kind) for name, kind in hints.items()}, codec_of(answer)
+
+
+class StaleOwner(MantaError):
+    """Another control plane has taken over in the meantime; drop the order and the job."""
+
+
+class Ownership:
+    """Which control plane may give orders to an agent: of several, the one that took over its job last.
+
+    Each call carries the epoch of its caller's lease. Agents of earlier releases ignore it; calls of earlier releases
+    do not have it and are served: these know of only one control plane.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def admit(self, method: str, arguments: JsonObject) -> None:
+        """Record the epoch of a call. Raises StaleOwner if it is lower than the newest owner's and the call is not
+        for all."""
+        epoch = arguments.get(EPOCH)
+        if not isinstance(epoch, int):
+            return
+        if epoch < self.epoch and method not in FOR_ALL:
+            raise StaleOwner(f"{method} was refused: its caller has epoch {epoch}, and another one {self.epoch} by now")
+        self.epoch = max(self.epoch, epoch)

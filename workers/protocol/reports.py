@@ -10,15 +10,75 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from workers.liveness.flight_record import FlightRecord
+from workers.liveness.progress import DeviceRecord, Phase, Record
 from workers.liveness.rank_samples import RankSample
-from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
+from workers.system.processes import ProcessState
 from workers.timing.recording import PackedRecording
 
 REPAIR_SELF_TEST = "repair_self_test"
 """Type of the event by which rank 0 reports whether repair in place works where a job runs."""
 EXIT_SAVED = 77
 """Exit status of a trainer that was asked to save its state and end before the job's last step, and has done so."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The part of a trainer's progress record that leaves its node; fields as in `Record`."""
+
+    pid: int
+    generation: int
+    phase: Phase
+    step: int = 0
+    micro_batch: int | None = None
+    waits_for: int | None = None
+    channel: int | None = None
+    sending: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+    committed: int = 0
+    commits: int = 0
+    heartbeat: int = 0
+    torn: bool = False
+    device: DeviceRecord | None = None
+
+    @classmethod
+    def of(cls, record: Record, device: DeviceRecord | None = None) -> Position:
+        """From a record as it was read; `device`: how far its device is, as far as that can be believed."""
+        return cls(**record.to_json(), device=device)
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """What the kernel says about a process; see `ProcessState`."""
+
+    state: str
+    """The letter of its state."""
+    cpu_seconds: float = 0.0
+    starved: float = 0.0
+    """Seconds in which its main thread was able to run and did not get a processor."""
+
+    @classmethod
+    def of(cls, process: ProcessState) -> ProcessUse:
+        """From one look at a process."""
+        return cls(process.letter, round(process.cpu_seconds, 2), round(process.delay_seconds, 2))
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """Where a trainer stands, and for how long."""
+
+    pid: int
+    overdue: bool = False
+    """Whether it has stood still for longer than it may."""
+    stopped: bool = False
+    """Whether a signal has stopped its process."""
+    standing_seconds: float = 0.0
+    """Since its last change."""
+    burning: bool = False
+    """Whether it used the processor most of that time."""
+    record: Position | None = None
+    """None before it has written its first."""
+    process: ProcessUse | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The log file of one rank: the output of its trainers, one JSON object per line."""
+"""Where the output of a rank's trainers goes: to a log file, one JSON object per line, or to the control plane with the
+reports."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from collections import deque
 from pathlib import Path
 from typing import Protocol
 
-from workers.system.own_files import open_to_append
+from workers.protocol.reports import Printed
+from workers.rank.report_buffer import ReportBuffer
+from workers.system.regular_files import open_to_append
 
 LINE_CHARACTERS = 8192
 TAIL_LINES = 20
@@ -21,10 +24,6 @@ class LineSink(Protocol):
 
     def write(self, generation: int, stream: str, lines: list[str]) -> None:
         """Take `lines` of `stream` (stdout or stderr)."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more follows for now."""
         ...
 
 
@@ -44,9 +43,6 @@ class RankLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:
                 file.write(text)
-
-    def close(self) -> None:
-        """Nothing stays open between two writes."""
 
 
 class LineSplitter:
@@ -71,3 +67,15 @@ class LineSplitter:
 def _pieces(line: bytes) -> list[str]:
     text = line.decode(errors="replace").rstrip("\r")
     return [text[start : start + LINE_CHARACTERS] for start in range(0, len(text), LINE_CHARACTERS)] or [""]
+
+
+class ReportedLines:
+    """Takes the lines of one rank, like `RankLog` if there is a file for them."""
+
+    def __init__(self, reports: ReportBuffer, rank: int):
+        self._reports, self._rank = reports, rank
+
+    def write(self, generation: int, stream: str, lines: list[str]) -> None:
+        """Report `lines` of `stream` (stdout or stderr)."""
+        if lines:
+            self._reports.add(Printed(stream, tuple(lines)), generation, self._rank)

@@ -8,13 +8,66 @@ from collections import deque
 from dataclasses import replace
 
 from workers.protocol.reports import Metrics, Payload, Printed, Report
-from workers.rank.unkept_lines import Kept, UnkeptLines
 
 REPORTS_PER_READ = 2000
 MAX_ROWS = 50_000
 """Most rows of metrics that are kept in full: some 50 MB, and more than an hour of steps of 0.1 s."""
 MAX_LINES = 20_000
 """Most printed lines that wait, if they are sent with the reports: the oldest are left out."""
+
+MAX_CHARACTERS = 8 * 1024 * 1024
+LEFT_OUT = "lines may be missing here: they were not kept in time"
+Kept = tuple[int, int, int]
+"""A rank, and the generation and sequence number of its last report of lines that is stored. A rank has one agent in a
+generation, so the numbers only grow."""
+
+
+class UnkeptLines:
+    """Printed lines of one agent that a control plane has fetched and not confirmed to be stored, so that they may
+    still be lost; the oldest first. If there are too many, the oldest are dropped."""
+
+    def __init__(self, most_characters: int = MAX_CHARACTERS):
+        self._most_characters, self._characters = most_characters, 0
+        self._reports: deque[Report] = deque()
+        self._kept: Kept | None = None
+
+    def add(self, report: Report) -> None:
+        """`report` was fetched."""
+        self._reports.append(report)
+        self._characters += _characters_in(report)
+        if self._characters > self._most_characters:
+            self._leave_out()
+
+    def forget(self, kept: Kept | None) -> None:
+        """Lines up to `kept` are stored; with None all are."""
+        if kept is None:
+            self._reports.clear()
+        elif kept != self._kept:
+            rank, *mark = kept
+            self._reports = deque(
+                each for each in self._reports if each.rank != rank or [each.generation, each.sequence] > mark
+            )
+        self._kept = kept
+        self._characters = sum(map(_characters_in, self._reports))
+
+    def after(self, sequence: int) -> list[Report]:
+        """Reports that came after `sequence`."""
+        if not self._reports or self._reports[-1].sequence <= sequence:
+            return []
+        return [report for report in self._reports if report.sequence > sequence]
+
+    def _leave_out(self) -> None:
+        last = self._reports[0]
+        while self._reports and self._characters > self._most_characters // 2:
+            last = self._reports.popleft()
+            self._characters -= _characters_in(last)
+        note = replace(last, payload=Printed("agent", (LEFT_OUT,)))
+        self._reports.appendleft(note)
+        self._characters += _characters_in(note)
+
+
+def _characters_in(report: Report) -> int:
+    return sum(map(len, report.payload.lines)) if isinstance(report.payload, Printed) else 0
 
 
 class ReportBuffer:

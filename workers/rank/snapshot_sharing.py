@@ -14,8 +14,8 @@ from workers.snapshot.backup import BackupError, BackupProgress, BackupSender, B
 from workers.snapshot.files import snapshot_files, steps_kept
 from workers.snapshot.node_memory import SnapshotMemory
 from workers.snapshot.snapshot_file import committed_steps
-from workers.system.own_files import remove
 from workers.system.ports import PortRange
+from workers.system.regular_files import remove
 
 
 class SnapshotSharing:

@@ -14,10 +14,10 @@ from workers.liveness.flight_record import FlightRecord
 from workers.protocol.json_codec import MalformedMessage
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TraceOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
-from workers.rank.commands import Arm, Command, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
+from workers.rank.control_socket import Arm, Command, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
 from workers.rank.rank_log import LineSink, LineSplitter
 from workers.rank.report_buffer import ReportBuffer
-from workers.system.host_memory import killed_for_memory
+from workers.system.resources import killed_for_memory
 from workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0

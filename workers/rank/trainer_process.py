@@ -1,7 +1,7 @@
 """The trainer process: what the zygote's child runs for one rank.
 
 It reports over its control socket and dies with it: when the agent goes away, so does the trainer. It may live through
-several generations: the first order comes with the fork, the others as commands (`command_reader.py`).
+several generations: the first order comes with the fork, the others as commands (`control_socket.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from workers.protocol.reports import (
     Resting,
     Started,
 )
-from workers.rank.command_reader import CommandReader, exit_orphaned
+from workers.rank.control_socket import CommandReader, exit_orphaned, report_lines, reports_of
 from workers.rank.faults import (
     Faults,
     InjectedError,
@@ -71,13 +71,12 @@ from workers.rank.faults import (
     run_out_of_memory,
     signal_self,
 )
-from workers.rank.priority import lower_priority
-from workers.rank.report_lines import report_lines, reports_of
 from workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
 from workers.snapshot.node_memory import SnapshotMemory
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
+from workers.system.processes import lower_priority
 from workers.system.threads import threads_of
 from workers.timing.recording import TraceOrders
 from workers.trainer import Places, Trainer

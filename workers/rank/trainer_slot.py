@@ -13,15 +13,13 @@ from workers.liveness.flight_record import FlightRecord
 from workers.liveness.hang_detection import TrainerWatch
 from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
 from workers.liveness.stacks import stacks_path, take_stacks
-from workers.liveness.trainer_status import TrainerStatus
 from workers.node.host import this_host, visible
 from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, Launched, LaunchOrder, TraceOrder, TrainerArgument
-from workers.protocol.reports import KillReason
-from workers.rank.rank_log import LineSink, RankLog
+from workers.protocol.reports import KillReason, TrainerStatus
+from workers.rank.rank_log import LineSink, RankLog, ReportedLines
 from workers.rank.report_buffer import ReportBuffer
-from workers.rank.reported_lines import ReportedLines
 from workers.rank.trainer_handle import TrainerHandle
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
 
@@ -182,11 +180,6 @@ class TrainerSlot:
             return None
         return await occupant.trainer.flight_record()
 
-    async def close(self) -> None:
-        """End the trainer, and close everything."""
-        await self.stop()
-        self._log.close()
-
     def _running(self) -> _Occupant | None:
         return self._occupant if self._occupant is not None and not self._occupant.trainer.ended else None
 
@@ -234,7 +227,6 @@ class TrainerSlot:
     def _become(self, rank: int) -> None:
         """Become another rank: the ranks of a smaller layout are renumbered."""
         if rank != self.rank:
-            self._log.close()
             self.rank, self._log = rank, self._log_of(rank)
             if self._occupant is not None:
                 self._occupant.trainer.become(rank, self._log)

@@ -18,12 +18,11 @@ from typing import Any
 from workers.errors import MantaError, SharedMemoryError
 from workers.snapshot import backup_transport as wire
 from workers.snapshot.backup_transport import BackupError
-from workers.snapshot.files import backup_path, snapshot_path, steps_kept
+from workers.snapshot.files import NotificationPipe, backup_path, notification_path, snapshot_path, steps_kept
 from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
-from workers.snapshot.notification import NotificationPipe, notification_path
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
-from workers.system.own_files import put, remove
 from workers.system.ports import PortRange, listen
+from workers.system.regular_files import put, remove
 
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach a partner that refuses or is gone."""

@@ -1,17 +1,23 @@
-"""Finds the snapshot files of a job on a node, and the steps in them. Pure Python, for agents without torch."""
+"""What a job keeps on a node: its snapshot files and the steps in them, and the named pipes that tell of new ones. Pure
+Python, for agents without torch."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
+import select
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workers.paths import rank_stem
 from workers.snapshot.node_memory import in_node_memory
 from workers.snapshot.snapshot_file import committed_steps
-from workers.system.own_files import remove
+from workers.system.regular_files import make_folder, remove
 
 BACKUP_PREFIX = "replica-"
 """Beginning of the name of a backup; the rest is the name of the rank's own file."""
@@ -94,3 +100,55 @@ def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
     the same state (`grid.state_peers`) have that of the first of them."""
     text = json.dumps([spec["model"], _layout_of(spec), spec["data"], spec["train"]["precision"], rank], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def notification_path(folder: str | Path, rank: int) -> Path:
+    """The pipe through which the trainer of `rank` announces that a snapshot has its checksums."""
+    return Path(folder) / f"{rank_stem(rank)}.bell"
+
+
+def notify(path: Path) -> None:
+    """Wake the listener at `path`, if there is one."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return  # nothing listens
+    # The pipe is full of unread notifications, or the listener has just left.
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        os.write(descriptor, b"!")
+    os.close(descriptor)
+
+
+class NotificationPipe:
+    """The listener's end of a named pipe that any process can write to: shared memory has no events, and polling would
+    use too much CPU time."""
+
+    def __init__(self, path: Path):
+        """Create the pipe at `path`, replacing an existing one."""
+        self.path = path
+        make_folder(path.parent)
+        remove(path)
+        os.mkfifo(path, 0o600)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+    def notify(self) -> None:
+        """Wake this listener, even if another pipe is at its path by now."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._descriptor, b"!")
+
+    def wait(self, timeout: float | None = None, connection: socket.socket | None = None) -> bool:
+        """Return True after a notification since the last wait, or when data or the end of `connection` arrives; False
+        after `timeout` seconds."""
+        watched = [self._descriptor] if connection is None else [self._descriptor, connection.fileno()]
+        ready, _, _ = select.select(watched, [], [], timeout)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._descriptor, 4096):
+                continue
+        return bool(ready)
+
+    def close(self) -> None:
+        """Remove the pipe, unless another one is at its path by now."""
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_ino == os.fstat(self._descriptor).st_ino:
+                self.path.unlink()
+        os.close(self._descriptor)

@@ -23,8 +23,8 @@ from typing import Literal
 
 from workers.errors import SharedMemoryError
 from workers.snapshot.snapshot_file import NO_ROOM, Form, SnapshotFile, lay_out
-from workers.system.host_memory import memory_available
-from workers.system.own_files import make_folder, put
+from workers.system.regular_files import make_folder, put
+from workers.system.resources import memory_available
 from workers.system.unix_listener import LOOK_SECONDS, UnixListener
 
 Place = Literal["auto", "shared_memory", "node_memory"]

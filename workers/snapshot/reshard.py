@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.checksums import BLOCK_BYTES
-from workers.checkpoint.durable import FROZEN, KINDS, Rectangles
-from workers.checkpoint.rectangles import Rectangle
-from workers.checkpoint.state_parts import needed_rectangles, part_lengths
+from workers.checkpoint.durable import FROZEN, KINDS, Rectangle, Rectangles
+from workers.checkpoint.state_parts import agree, needed_rectangles, part_lengths, take_over
 from workers.comm.comm import Comm
 from workers.comm.grid import state_peers
 from workers.engine import Engine

@@ -25,12 +25,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
-from workers.checkpoint.crc import crc32
+from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint, crc32
 from workers.errors import CheckpointError, SharedMemoryError
-from workers.system.host_memory import memory_available
-from workers.system.own_files import make_folder, remove
-from workers.system.regular_files import open_regular
+from workers.system.regular_files import make_folder, open_regular, remove
+from workers.system.resources import memory_available
 
 SLOTS = 2
 NOTE_BYTES = 256 * 1024

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
-from workers.checkpoint.shared_room import MappedFile
+from workers.checkpoint.uploads import MappedFile
 from workers.errors import CheckpointError, SharedMemoryError
-from workers.snapshot.files import snapshot_path
+from workers.snapshot.files import notification_path, notify, snapshot_path
 from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
-from workers.snapshot.notification import notification_path, notify
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 from workers.snapshot.state_copy import Done, Ready, StateCopier, copy_tensors
 from workers.system.pinned import PinnedMemory

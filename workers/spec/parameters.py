@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from workers.config import JobSpec, ModelConfig
+from workers.config.model import Family
 from workers.parallel.pipeline.stages import layers_of
-from workers.spec.families import Family
 
 TOKEN_EMBEDDING = "embedding.token.weight"
 """Layout-independent name of the weight that the output layer may share."""

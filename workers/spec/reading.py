@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from workers.config import BUILT_IN_TOKENIZERS, CHATML, JobSpec
 from workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from workers.spec.rules import find_problems
+from workers.spec.submitted import with_shape_of_weights
 from workers.spec.yaml import read_yaml
 from workers.system.regular_files import read_regular
-from workers.weights.submitted import with_shape_of_weights
 
 MAX_BYTES = 2**20
 """Maximum size of a job file: no body of a request may be longer, and parsing a longer text could take minutes."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from workers.config import JobSpec
-from workers.spec.families import FAMILIES
+from workers.config.model import FAMILIES
 from workers.spec.parameters import frozen_names, matching, parameter_names
 from workers.spec.problems import Problem
 from workers.training.learning_rate import decay_steps

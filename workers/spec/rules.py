@@ -9,14 +9,12 @@ import math
 from collections.abc import Callable, Iterator
 
 from workers.config import MIN_WINDOW, JobSpec, ModelConfig, RopeScaling
+from workers.config.model import FAMILIES
 from workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
-from workers.spec.chat_rules import CHAT_RULES
-from workers.spec.cuda_graph_rules import cuda_graphs_fit
-from workers.spec.data_rules import DATA_RULES
+from workers.spec.data_rules import CHAT_RULES, DATA_RULES
 from workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
 from workers.spec.environment import environment_is_allowed
-from workers.spec.families import FAMILIES
-from workers.spec.fp8_rules import fp8_fits
+from workers.spec.kernel_rules import cuda_graphs_fit, fp8_fits
 from workers.spec.pipeline_rules import PIPELINE_RULES
 from workers.spec.problems import Problem
 from workers.spec.recipe_rules import RECIPE_RULES

@@ -25,9 +25,7 @@ from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import CheckpointError, MantaError
-from workers.metrics.names import VALIDATION_LOSS
-from workers.metrics.nonfinite import spell
-from workers.protocol.json_codec import from_json
+from workers.protocol.json_codec import from_json, spell
 from workers.protocol.messages import Resume, TraceOrder
 from workers.protocol.reports import Event, Message, Metrics
 from workers.settings import Launcher, read_token_cache
@@ -37,11 +35,12 @@ from workers.step_traces.perfetto import perfetto
 from workers.storage.files import files_of
 from workers.storage.places import Place
 from workers.system import gpu
-from workers.system.cores import usable_cores
 from workers.system.regular_files import open_regular
+from workers.system.resources import usable_cores
 from workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
 from workers.timing.recording import PackedRecording, Recording
 from workers.trainer import Places, Trainer
+from workers.training.metric_names import VALIDATION_LOSS
 from workers.training.reporter import Reporter
 from workers.training.tracing import Make
 

@@ -1,17 +1,25 @@
-"""Operations on durable files, wherever they are stored. A failure is an OSError, as for a local file: it is
-FileNotFoundError exactly if the store says that there is no such thing, never if the store does not answer."""
+"""Operations on durable files, wherever they are stored, and those on files in folders. A failure is an OSError, as for
+a local file: it is FileNotFoundError exactly if the store says that there is no such thing, never if the store does not
+answer."""
 
 from __future__ import annotations
 
+import io
+import os
+import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from workers.storage.places import Place
+from workers.system.regular_files import open_regular, read_regular
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+_MAX_BYTES = 2**30
+"""Maximum size of a file that is read as a whole: indices, records and manifests, not weights."""
 
 
 class Writer(Protocol):
@@ -100,9 +108,121 @@ class Files(Protocol):
 def files_of(place: Place) -> Files:
     """The operations for files in `place`."""
     if isinstance(place, Path):
-        from workers.storage.local_files import LocalFiles
-
         return LocalFiles()
     from workers.storage.object_files import object_files
 
     return object_files(place.scheme)
+
+
+class LocalFiles:
+    """Files of this machine, or of a mounted file system. See `Files` for what each method raises."""
+
+    def names(self, folder: Place) -> list[str]:
+        """Names of everything in `folder`."""
+        return [each.name for each in _path(folder).iterdir()]
+
+    def check_folder(self, folder: Place) -> None:
+        """Raises an error if it is not there."""
+        _path(folder).stat()
+
+    def is_there(self, folder: Place) -> bool:
+        """True also for a link that leads nowhere."""
+        try:
+            _path(folder).lstat()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def bytes_in(self, folder: Place) -> int:
+        """See the function `bytes_in`."""
+        return bytes_in(_path(folder))
+
+    def newest(self, folder: Place) -> float | None:
+        """See `Files`; folders count as well."""
+        if not self.is_there(folder):
+            return None
+        inside = (
+            Path(at, name) for at, folders, names in os.walk(_path(folder), onerror=_raise) for name in folders + names
+        )
+        return max(each.lstat().st_mtime for each in (_path(folder), *inside))
+
+    def make_folder(self, folder: Place) -> None:
+        """With its parents."""
+        _path(folder).mkdir(parents=True, exist_ok=True)
+
+    def read(self, file: Place) -> bytes:
+        """The whole contents."""
+        return read_regular(_path(file), _MAX_BYTES)
+
+    def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
+        """Each file is opened: one that may not be read is of no use."""
+        for name in names:
+            try:
+                with open_regular(_path(folder) / name) as file:
+                    size: int | OSError = os.fstat(file.fileno()).st_size
+            except OSError as error:
+                size = error
+            yield name, size
+
+    @contextmanager
+    def reader(self, file: Place) -> Iterator[Reader]:
+        """The open file."""
+        with open_regular(_path(file), buffering=0) as opened:
+            yield _LocalReader(opened)
+
+    @contextmanager
+    def writer(self, file: Place) -> Iterator[Writer]:
+        """On disk once the block has ended."""
+        with io.FileIO(_path(file), "w") as opened:
+            yield opened
+            os.fsync(opened.fileno())
+
+    def write_whole(self, file: Place, content: bytes) -> None:
+        """Through a file next to it that is then renamed; the folder, and its parent, survive a power cut too."""
+        path = _path(file)
+        temporary = path.with_name(f".{path.name}")
+        with temporary.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.rename(path)
+        for folder in (path.parent, path.parent.parent):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def remove(self, file: Place) -> None:
+        """Remove one file."""
+        _path(file).unlink(missing_ok=True)
+
+    def remove_folder(self, folder: Place) -> None:
+        """Remove everything in it that can be removed."""
+        shutil.rmtree(_path(folder), ignore_errors=True)
+
+
+def bytes_in(folder: Path) -> int:
+    """Size of all files in `folder`, at any depth; links count as themselves. Raises OSError."""
+    return sum(Path(place, name).lstat().st_size for place, _, names in os.walk(folder) for name in names)
+
+
+class _LocalReader:
+    def __init__(self, opened: IO[bytes]):
+        self._opened = opened
+        self.size = os.fstat(opened.fileno()).st_size
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        return os.preadv(self._opened.fileno(), [buffer], at)
+
+    def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """The kernel reads ahead by itself."""
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _path(place: Place) -> Path:
+    assert isinstance(place, Path)
+    return place

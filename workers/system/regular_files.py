@@ -1,13 +1,16 @@
-"""Reading files that somebody else has named, or could have replaced: regular ones only, and no more than a limit. A
-device may never end, a pipe may never begin, and a sparse file of any size costs nothing to make.
+"""Files that somebody else has named, or could have replaced. Of others only regular ones are read, and no more than a
+limit: a device may never end, a pipe may never begin, and a sparse file of any size costs nothing to make. In folders
+of ours, what is found in the place of a file or folder holds nobody up and is replaced.
 
 `tests/test_file_reads.py` lists every place that opens a file in another way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import IO, Literal
@@ -60,3 +63,43 @@ def _refuse_others(status: os.stat_result, path: str | os.PathLike[str]) -> None
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
         raise OSError(number, f"{kind}, not a regular file", os.fspath(path))
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` unless it is there, for this user alone. Raises OSError."""
+    if not folder.parent.exists():
+        make_folder(folder.parent)  # mkdir(parents=True) would open it to others
+    try:
+        folder.mkdir(exist_ok=True, mode=0o700)
+    except FileExistsError:
+        with contextlib.suppress(IsADirectoryError):  # another process was faster
+            folder.unlink(missing_ok=True)
+        folder.mkdir(exist_ok=True, mode=0o700)
+    mode = folder.stat().st_mode
+    if mode & stat.S_IRWXU != stat.S_IRWXU:
+        folder.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
+
+
+def remove(path: Path) -> None:
+    """Remove what is at `path`, if there is anything. Raises OSError."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor of the file at `path` to append to, which is made unless it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            remove(path)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+
+
+def put(file: Path, path: Path) -> None:
+    """Rename `file` to `path`, in the place of what is there. Raises OSError."""
+    try:
+        file.rename(path)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+        file.rename(path)

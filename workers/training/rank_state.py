@@ -33,8 +33,7 @@ from workers.snapshot.reshard import describe, restore_from_snapshots
 from workers.snapshot.snapshot_file import committed_steps
 from workers.snapshot.snapshots import Snapshots
 from workers.storage.places import Place
-from workers.training.events import announce, named_samples, sample_data
-from workers.training.reporter import Reporter
+from workers.training.reporter import Reporter, announce, named_samples, sample_data
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Ships a rank's reports in batches, on a thread of its own: the training thread only puts into a queue."""
+"""Ships a rank's reports in batches, on a thread of its own: the training thread only puts into a queue. Events that
+people read are also printed into rank 0's log."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.comm.comm import Comm
 from workers.liveness.rank_samples import RankSample
 from workers.protocol.reports import Event, Message, Metrics, Payload
 
@@ -93,3 +95,25 @@ def _made(message: Message | _Unmade) -> Message | None:
     except Exception:  # noqa: BLE001 - later rows and messages must still be sent
         traceback.print_exc()
         return None
+
+
+def announce(comm: Comm, reporter: Reporter, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
+    """On rank 0, print `message` and report it as an event."""
+    if comm.rank == 0:
+        print(message, flush=True)
+        reporter.event(kind, step, message, data)
+
+
+def named_samples(samples: Sequence[range]) -> str:
+    """The samples of a step as text, such as `32 to 47`."""
+    return " and ".join(f"{each.start} to {each.stop - 1}" for each in samples)
+
+
+def sample_data(samples: Sequence[range]) -> dict[str, Any]:
+    """The samples of a step as an event's data: the first and the last, and [first, one past the last] of each
+    range."""
+    return {
+        "first_sample": samples[0].start,
+        "last_sample": samples[-1].stop - 1,
+        "samples": [[each.start, each.stop] for each in samples],
+    }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from workers.comm.comm import Comm
-from workers.data.batches import Batches
-from workers.data.held_out import HeldOut
+from workers.data.batches import Batches, HeldOut
 from workers.engine import Engine
 from workers.parallel.data.elastic_sums import shared_leaves, sum_of_halves
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from workers.config import NO_TOKEN, JobSpec
+from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, JobSpec
 from workers.data.read_errors import weights_error
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
 from workers.data.tokenizer import KEPT_CHAT as CHAT
@@ -16,9 +16,7 @@ from workers.errors import DataError, WeightsError
 from workers.storage.files import files_of
 from workers.storage.places import Place
 from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
-from workers.weights.byte_tokenizer import byte_tokenizer
-from workers.weights.config_in import shape_of
-from workers.weights.config_keys import CONFIG, Keys, read_config
+from workers.weights.config_in import CONFIG, Keys, read_config, shape_of
 from workers.weights.config_out import TOKENS, their_config
 
 GENERATION = "generation_config.json"
@@ -135,3 +133,42 @@ _FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2) + "\n"
+
+
+def byte_tokenizer(has_end: bool = False) -> dict[str, Any]:
+    """The tokenizer `bytes` as the document that Hugging Face's library `tokenizers` reads: byte-pair encoding over
+    bytes, without any pairs; the id of a token is its byte. `has_end`: include the token that ends documents."""
+    words = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    end = {"id": BYTE_VOCABULARY, "content": END_OF_TEXT, **words, "special": True}
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end] if has_end else [],
+        "normalizer": None,
+        "pre_tokenizer": by_bytes,
+        "post_processor": None,
+        "decoder": by_bytes,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {_letter(byte): byte for byte in range(BYTE_VOCABULARY)},
+            "merges": [],
+        },
+    }
+
+
+def _letter(byte: int) -> str:
+    """The character that represents a byte in byte-level encodings (Radford et al. 2019, `bytes_to_unicode` of GPT-2's
+    code): the byte's own if it is printable, otherwise the next one from 256 on."""
+    return chr(byte) if byte in _PRINTED else chr(256 + sum(1 for other in range(byte) if other not in _PRINTED))
+
+
+_PRINTED = frozenset([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)])

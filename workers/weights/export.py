@@ -14,11 +14,15 @@ if __name__ == "__main__":  # before anything is loaded, which takes seconds
     run_command("workers.weights.export")
 
 import argparse
+import fcntl
 import json
 import math
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,23 +31,20 @@ from workers.checkpoint.catalog import Manifest, checkpoint_at, manifest_of, whi
 from workers.checkpoint.contents import Contents
 from workers.checkpoint.opening import read_contents
 from workers.config import JobSpec
-from workers.errors import CheckpointError, MantaError
+from workers.errors import CheckpointError, MantaError, WeightsError
 from workers.interruption import cleaning_up_when_terminated
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import Place, place_of
-from workers.weights.casting import DTYPES
 from workers.weights.companions import add_tokenizer, companion_files, source_config
-from workers.weights.folder import INDEX
-from workers.weights.formats import Dtype, Format
-from workers.weights.mapping import Piece, TheirTensor, their_tensors
-from workers.weights.new_folder import new_folder
-from workers.weights.safetensors_files import NewFiles, NewTensor, index_of, plan_files, write_text
-from workers.weights.stream_out import Source, write_tensors
+from workers.weights.folder import INDEX, NewFiles, NewTensor, index_of, plan_files, write_text
+from workers.weights.mapping import Dtype, Format, Piece, TheirTensor, their_tensors
+from workers.weights.stream_out import DTYPES, Source, write_tensors
 
 SHARD_BYTES = 5 * 10**9
 SPEC = "job.json"
 """File of format safetensors that contains the JobSpec."""
+_UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,78 @@ def _our_tensors(contents: Contents) -> list[TheirTensor]:
     names = [name for name in contents.tensors if name.startswith("model.")]
     shapes = {name.removeprefix("model."): contents.tensors[name].shape for name in names}
     return [TheirTensor(name, shape, (Piece(0, name, 0, shape[0], shape[0], 1),)) for name, shape in shapes.items()]
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `target` when the block ends without an error. At most an empty folder may
+    be there before. What killed attempts have left next to it is removed; what others are still writing is not.
+
+    Raises WeightsError if something is there, OSError.
+    """
+    _check(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_over(target)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_UNFINISHED, dir=target.parent))
+    try:
+        lock = _locked(folder)
+        assert lock is not None, "no other process knows the folder"
+        try:
+            yield folder
+            folder.chmod(0o777 & ~_umask())
+            _sync(folder)
+            _check(target)
+            folder.rename(target)  # replaces an empty folder, nothing else
+            _sync(target.parent)
+        finally:
+            os.close(lock)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(target: Path) -> None:
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+        raise WeightsError(f"there is something at {target} already: name another place, or remove it")
+
+
+def _remove_left_over(target: Path) -> None:
+    for folder in target.parent.glob(f".{_escaped(target.name)}.*{_UNFINISHED}"):
+        lock = None
+        with suppress(OSError):
+            lock = _locked(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock, which ends with the process; None if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _umask() -> int:
+    """The umask of this process; the only way to read it is to set it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from workers.config import JobSpec, ModelConfig
+
+Format = Literal["hf", "safetensors"]
+"""Format of exported weights. hf: what transformers reads; safetensors: our tensors with our names."""
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""Dtype of exported weights."""
 
 
 @dataclass(frozen=True)

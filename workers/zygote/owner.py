@@ -13,8 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from workers.liveness.process_state import process_state
-from workers.system.process_end import ended
+from workers.system.processes import ended, process_state
 from workers.system.threads import OF_COMPUTATION
 
 log = logging.getLogger(__name__)

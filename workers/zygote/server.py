@@ -31,17 +31,17 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn, TextIO
 
-from workers.protocol.json_codec import MalformedMessage, from_json, to_json
+from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 from workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
-from workers.system.parent_death import ParentDeathSignal
-from workers.system.process_end import kill_group
+from workers.system.processes import ParentDeathSignal, kill_group
 from workers.system.threads import OF_COMPUTATION
 from workers.system.unix_listener import LOOK_SECONDS, UnixListener
-from workers.zygote.child import Entry, reset_signals, run_child
 
 DEFAULT_ENTRIES = {
     "trainer": "workers.rank.trainer_process:run",
@@ -52,12 +52,19 @@ DEFAULT_ENTRIES = {
 DEFAULT_WARM = (
     "torch",
     "torch.distributed",
-    "workers.zygote.first_uses:import_them",
+    "workers.zygote.server:import_first_uses",
     "workers.comm.host_names:ask_for_none",
 )
 
 MAXIMUM_REQUEST_BYTES = 16 * 1024 * 1024
 DESCRIPTORS_PER_REQUEST = 3
+
+Entry = Callable[[JsonObject, socket.socket], int]
+"""What a child runs: takes argument and control socket, returns the exit code."""
+
+FIRST_USES = ("torch.utils._device", "torch.fx.experimental.symbolic_shapes", "torch.utils.serialization.config")
+"""What torch imports only on first use: for a device, in a backward, in a save. Each child would import it again,
+taking half a second in its first step."""
 
 
 class BadRequest(Exception):
@@ -329,3 +336,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.freeze()  # a collection in a child must not write to the pages that it shares with us
     Zygote(options.socket, options.owner_pipe, entries).serve()
     return 0
+
+
+def run_child(
+    entry: Entry,
+    argument: JsonObject,
+    environment: Mapping[str, str],
+    descriptors: Sequence[int],
+    leave_zygote: Callable[[], None],
+) -> NoReturn:
+    """Turn this freshly forked process into one that runs `entry`, and exit with its code.
+
+    `descriptors`: control socket, stdout, stderr; `leave_zygote` closes what belongs to the zygote. An uncaught
+    exception prints its traceback and exits with 1.
+    """
+    exit_code = 1
+    try:
+        os.setsid()
+        leave_zygote()
+        control_descriptor, stdout, stderr = descriptors
+        _redirect(stdout, stderr)
+        os.environ.update(environment)
+        exit_code = entry(argument, socket.socket(fileno=control_descriptor))
+    except SystemExit as request:
+        exit_code = _code_of(request)
+    finally:
+        # The zygote's stack is below this frame: nothing may ever unwind into it.
+        _leave(exit_code)
+
+
+def reset_signals() -> None:
+    """Restore the default handling of the signals that the zygote handles."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in any Python process: writes raise BrokenPipeError
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _redirect(stdout: int, stderr: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for descriptor in {null, stdout, stderr} - {0, 1, 2}:
+        os.close(descriptor)
+    sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
+
+
+def _text_stream(descriptor: int) -> TextIO:
+    """A new stream: the zygote's streams remember what kind of file they were opened on."""
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _code_of(request: SystemExit) -> int:
+    if request.code is None or isinstance(request.code, int):
+        return request.code or 0
+    print(request.code, file=sys.stderr)
+    return 1
+
+
+def _leave(exit_code: int) -> NoReturn:
+    try:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        exit_code = exit_code or 1  # nothing reads our output any more, so nobody can be told
+    finally:
+        os._exit(exit_code & 0xFF)
+
+
+def import_first_uses() -> None:
+    """Import FIRST_USES, which are internal to torch: a release that lacks one does without it."""
+    for name in FIRST_USES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)

@@ -23,7 +23,7 @@ from workers.protocol.messages import Resume
 from workers.snapshot.interval import AGREE_EVERY
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
-from workers.system.host_memory import memory_available
+from workers.system.resources import memory_available
 from workers.trainer import NO_PLACES, Places, Trainer
 from workers.training.reporter import Reporter
 

@@ -18,8 +18,7 @@ from tests.service.support.simulated_training import SimulatedTraining
 from workers.config import ParallelConfig
 from workers.protocol.json_codec import JsonObject, to_json
 from workers.protocol.messages import Endpoint, Heartbeat
-from workers.protocol.ownership import Ownership, StaleOwner
-from workers.protocol.remote_call import serve
+from workers.protocol.remote_call import Ownership, StaleOwner, serve
 
 HOST = "127.0.0.1"
 

@@ -20,8 +20,7 @@ from workers.config import ParallelConfig
 from workers.paths import Paths
 from workers.protocol.json_codec import JsonObject, MalformedMessage
 from workers.protocol.messages import Endpoint, NodeDescription
-from workers.protocol.ownership import StaleOwner
-from workers.protocol.remote_call import call
+from workers.protocol.remote_call import StaleOwner, call
 
 T = TypeVar("T")
 ERRORS: dict[str, type[Exception]] = {

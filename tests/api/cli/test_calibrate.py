@@ -19,7 +19,7 @@ from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
-from workers.system.processor import node_type
+from workers.system.resources import node_type
 
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 LINKS = Links(3.6e11, 3e-6, 0.1)

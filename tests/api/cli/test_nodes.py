@@ -14,7 +14,7 @@ from api.cli import nodes as commands
 from api.cli.main import app
 from api.schemas import Node
 from workers.node import local_drain
-from workers.rank.agent_on_node import AgentOnNode
+from workers.rank.agent import AgentOnNode
 
 commands.register(app)
 

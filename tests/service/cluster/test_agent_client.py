@@ -34,8 +34,7 @@ from workers.protocol.messages import (
     ProtocolMismatch,
     TraceOrder,
 )
-from workers.protocol.ownership import EPOCH, StaleOwner
-from workers.protocol.remote_call import serve
+from workers.protocol.remote_call import EPOCH, StaleOwner, serve
 from workers.rank.agent import Agent
 
 

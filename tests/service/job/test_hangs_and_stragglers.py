@@ -14,8 +14,7 @@ from tests.workers.support.flight_dumps import FlightDump
 from workers.comm.grid import AXES
 from workers.liveness.flight_record import FlightRecord, read_flight_record
 from workers.liveness.progress import DeviceRecord
-from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
-from workers.protocol.reports import Event, KillReason, Report
+from workers.protocol.reports import Event, KillReason, Position, ProcessUse, Report, TrainerStatus
 
 COUNTS = {"tensor": 5, "pipeline": 0, "data": 3, "embedding": 0, "world": 2, "sent": 0, "received": 0}
 

@@ -28,8 +28,8 @@ from tests.service.support.control_planes import start_training
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
-from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.messages import AgentDescription, Resume
+from workers.protocol.reports import TrainerStatus
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from service.store import checkpoints, jobs
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
-from workers.liveness.trainer_status import Position, TrainerStatus
+from workers.protocol.reports import Position, TrainerStatus
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from service.store import checkpoints
 from tests.service.support.supervised_job import save_checkpoint
 from tests.service.support.virtual_time import in_virtual_time
 from workers.checkpoint.catalog import Listing
-from workers.liveness.trainer_status import Position, TrainerStatus
+from workers.protocol.reports import Position, TrainerStatus
 
 AT_ONCE = 3.0
 """Seconds in which a job in memory is on its way again."""

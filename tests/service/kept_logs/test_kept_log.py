@@ -9,7 +9,7 @@ from service.kept_logs import kept_log
 from service.kept_logs.kept_log import Blocks, KeptLog
 from service.kept_logs.parts import PartWriter, Piece
 from service.logs.pages import LogsUnavailable
-from workers.storage.local_files import LocalFiles
+from workers.storage.files import LocalFiles
 
 
 @pytest.fixture

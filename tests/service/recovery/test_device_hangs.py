@@ -12,7 +12,7 @@ from service.recovery.waits import Look, find_culprits, waiting_for
 from tests.service.support.drawn_hangs import LAYOUTS, grid_of, hang
 from workers.comm.grid import AXES
 from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.liveness.trainer_status import Position, TrainerStatus
+from workers.protocol.reports import Position, TrainerStatus
 
 
 def looks(gang, tmp_path, known=True, unable=None):

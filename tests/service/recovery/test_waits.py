@@ -7,7 +7,7 @@ from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.liveness.progress import DeviceRecord
 from workers.liveness.record_layout import CONNECTING_CHANNEL
-from workers.liveness.trainer_status import Position, TrainerStatus
+from workers.protocol.reports import Position, TrainerStatus
 
 TENSOR, PIPELINE, DATA = 0, 1, 2
 COUNTS = dict.fromkeys(("tensor", "pipeline", "data", "embedding", "world", "sent", "received"), 5)

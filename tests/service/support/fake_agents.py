@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from service.cluster.agent_client import AgentFailed, AgentLost
 from workers.liveness.flight_record import FlightRecord
-from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.messages import (
     AgentDescription,
     Endpoint,
@@ -30,6 +29,7 @@ from workers.protocol.reports import (
     Report,
     Resting,
     Started,
+    TrainerStatus,
 )
 from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit

@@ -5,8 +5,7 @@ import asyncio
 from service.job.generation import RunningGeneration
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.waiting import SECONDS
-from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.reports import Exited, Failure
+from workers.protocol.reports import Exited, Failure, TrainerStatus
 
 
 def agent_of(rank):

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
 from workers.config import JobSpec
-from workers.liveness.trainer_status import TrainerStatus
+from workers.protocol.reports import TrainerStatus
 
 START_SECONDS = 0.3
 STEP_SECONDS = 0.5

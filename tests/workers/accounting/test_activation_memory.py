@@ -13,7 +13,7 @@ from one_layer import held_by_layer, held_bytes, lone_rank
 
 from workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
 from workers.config import JobSpec
-from workers.data.packed_documents import Documents
+from workers.data.batches import Documents
 from workers.engine import Engine
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.recompute import Recompute

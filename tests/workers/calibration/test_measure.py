@@ -15,7 +15,7 @@ from workers.calibration.collectives import collective_times
 from workers.calibration.local_ranks import LocalRanks
 from workers.calibration.measurements import BusyTime, Measurements, step_job
 from workers.spec.reading import parse_job_spec
-from workers.system.others import OtherWork
+from workers.system.resources import OtherWork
 
 CPU = torch.device("cpu")
 

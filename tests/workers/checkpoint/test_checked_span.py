@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.checkpoint import checked_span, checksums
-from workers.checkpoint.checked_span import ALIGNMENT, CheckedSpan
+from workers.checkpoint import checksums, stored_rows
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked
+from workers.checkpoint.stored_rows import ALIGNMENT, CheckedSpan
 
 BLOCK, SIZE = 64, 1000
 CONTENT = bytes(n * 7 % 251 for n in range(SIZE))
@@ -30,7 +30,7 @@ def written(path: Path) -> FileSums:
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 300)), max_size=12), st.sampled_from([0, 200, 400, 4096])
 )
 def test_pieces_have_the_files_content_in_any_order(pieces, span):
-    with tempfile.TemporaryDirectory() as folder, patch.object(checked_span, "SPAN_BYTES", span):
+    with tempfile.TemporaryDirectory() as folder, patch.object(stored_rows, "SPAN_BYTES", span):
         path = Path(folder) / "file"
         with checked(path, written(path)) as file:
             here = CheckedSpan(file)
@@ -41,7 +41,7 @@ def test_pieces_have_the_files_content_in_any_order(pieces, span):
 
 @pytest.mark.parametrize("step", [10, 64, 100, 230])
 def test_pieces_asked_for_in_order_read_each_block_once(step, tmp_path, monkeypatch):
-    monkeypatch.setattr(checked_span, "SPAN_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(stored_rows, "SPAN_BYTES", 4 * BLOCK)
     with checked(tmp_path / "file", written(tmp_path / "file")) as file:
         read: list[int] = []
         once = file.read_block

@@ -38,7 +38,7 @@ from workers.comm.shared_work import SharedWork
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
 from workers.protocol.messages import Resume
-from workers.storage.local_files import LocalFiles
+from workers.storage.files import LocalFiles
 from workers.trainer import Trainer
 
 BLOCK = 4096

@@ -12,7 +12,7 @@ from torch_reader import metadata_by_torch
 
 from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
 from workers.checkpoint.dcp_metadata import metadata_file
-from workers.checkpoint.old_metadata import METADATA, read_metadata
+from workers.checkpoint.opening import METADATA, read_metadata
 from workers.protocol.json_codec import MalformedMessage
 
 FAR = 2**31

@@ -14,7 +14,7 @@ from torch_reader import metadata_by_torch, state_by_torch
 
 from workers.checkpoint import durable
 from workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
-from workers.checkpoint.rectangles import Rectangle, rectangles_of
+from workers.checkpoint.durable import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig

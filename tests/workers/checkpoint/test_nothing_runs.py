@@ -17,7 +17,7 @@ from torch_reader import metadata_by_torch
 
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.checkpoint.contents import CONTENTS, Contents
-from workers.checkpoint.old_metadata import METADATA
+from workers.checkpoint.opening import METADATA
 from workers.errors import CheckpointError
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Resume

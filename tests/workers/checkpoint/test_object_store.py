@@ -14,7 +14,7 @@ from workers.checkpoint.pruning import prune
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.protocol.messages import Resume
-from workers.storage import s3_upload
+from workers.storage import object_files
 from workers.storage.files import files_of
 from workers.trainer import Places, Trainer
 from workers.training.reporter import Reporter
@@ -103,7 +103,7 @@ def test_checkpoint_in_a_bucket_is_deleted_once_newer_ones_replace_it(bucket):
 
 
 def test_a_save_that_the_store_breaks_off_is_an_event_and_leaves_nothing(wired_bucket, wire, monkeypatch):
-    monkeypatch.setattr(s3_upload, "PART_BYTES", 5 * 1024 * 1024)
+    monkeypatch.setattr(object_files, "PART_BYTES", 5 * 1024 * 1024)
     wire.meddle = lambda head: "cut" if head.startswith(b"PUT") and b"step-00000002" in head else None
     _, reported = _trained(Places(job="job-1", checkpoints=str(_folder(wired_bucket))))
     types = [(each.type, each.step) for each in reported if getattr(each, "type", "").startswith("checkpoint_")]

@@ -10,10 +10,9 @@ from s3_server import S3Server, Wire, answer, reached_at
 
 from workers.checkpoint.catalog import Condition, Manifest, look_at, seal, verify
 from workers.checkpoint.checksums import UnreadableCheckpoint
-from workers.checkpoint.shared_room import SharedRoom
 from workers.checkpoint.transfer import copy
-from workers.checkpoint.uploads import Uploads
-from workers.storage import s3_upload
+from workers.checkpoint.uploads import SharedRoom, Uploads
+from workers.storage import object_files
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath
 
@@ -47,7 +46,7 @@ class Saved:
     """A checkpoint of one file that the process beside a trainer uploads; in parts of the size that users have."""
 
     def __init__(self) -> None:
-        self._room = SharedRoom((3 * s3_upload.PART_BYTES,), torch.uint8)
+        self._room = SharedRoom((3 * object_files.PART_BYTES,), torch.uint8)
         self._room.tensor.copy_(torch.arange(len(self._room.tensor)) % 251)
         self._uploads = Uploads(self._room)
 
@@ -73,7 +72,7 @@ def save(seed, tmp_path, monkeypatch):
         yield saved.save
         saved.close()
     else:
-        monkeypatch.setattr(s3_upload, "PART_BYTES", PART)
+        monkeypatch.setattr(object_files, "PART_BYTES", PART)
         source = made(tmp_path / "source")
         yield lambda target: copy(source, target)
 

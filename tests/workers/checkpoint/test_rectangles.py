@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from workers.checkpoint.rectangles import rectangles_of
+from workers.checkpoint.durable import rectangles_of
 from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
 from workers.parallel.tensor.shards import NamedShard, ParameterShard
 

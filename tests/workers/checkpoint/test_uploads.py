@@ -14,8 +14,7 @@ from s3_server import answer
 
 from workers.checkpoint import uploads as uploads_module
 from workers.checkpoint.checksums import BLOCK_BYTES
-from workers.checkpoint.shared_room import SharedRoom, offset_within
-from workers.checkpoint.uploads import Uploads
+from workers.checkpoint.uploads import SharedRoom, Uploads, offset_within
 from workers.storage.files import files_of
 
 ELEMENTS = 3 * BLOCK_BYTES // 4 + 5

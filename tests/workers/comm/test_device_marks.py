@@ -10,7 +10,7 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.liveness.stragglers import WINDOW, Stragglers
+from workers.liveness.rank_samples import WINDOW, Stragglers
 
 NUMBER = torch.zeros(8)
 

@@ -7,7 +7,7 @@ import torch
 from engine_specs import spec
 
 from workers.data.batches import Batches
-from workers.data.skipped_samples import SkippedSamples
+from workers.data.order import SkippedSamples
 from workers.errors import DataError
 
 CPU = torch.device("cpu")

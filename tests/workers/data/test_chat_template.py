@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from workers.data import render_bounds
+from workers.data import chat_template
 from workers.data.chat_template import ChatTemplate, TemplateFailed
 from workers.errors import DataError
 
@@ -85,7 +85,7 @@ def test_a_template_that_fails_says_why():
 
 
 def test_a_template_that_loops_for_ever_is_ended(monkeypatch):
-    monkeypatch.setattr(render_bounds, "SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     for_ever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(TemplateFailed, match=r"it is not done after 0 seconds of computing"):
         render(for_ever)
@@ -102,7 +102,7 @@ def test_a_template_that_loops_for_ever_is_ended(monkeypatch):
     ],
 )
 def test_a_template_that_wants_gigabytes_is_ended(monkeypatch, source):
-    monkeypatch.setattr(render_bounds, "MEMORY_BYTES", 2**28)
+    monkeypatch.setattr(chat_template, "MEMORY_BYTES", 2**28)
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(TemplateFailed, match=r"it takes too much memory|it writes more than 67108864 characters"):
         render(source)
@@ -116,8 +116,8 @@ def test_checking_a_template_evaluates_none_of_its_expressions():
 
 def test_template_operation_that_cannot_be_interrupted_ends_with_its_process():
     program = (
-        "from workers.data import render_bounds\n"
-        "render_bounds.SECONDS, render_bounds.LAST_SECONDS = 99.0, 0.3\n"
+        "from workers.data import chat_template\n"
+        "chat_template.SECONDS, chat_template.LAST_SECONDS = 99.0, 0.3\n"
         "from workers.data.chat_template import ChatTemplate\n"
         "ChatTemplate('{{ 9 ** (9 ** 9) }}').render([])"
     )

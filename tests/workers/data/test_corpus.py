@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.data.corpus import ByteCorpus
+from workers.data.prepare import ByteCorpus
 from workers.data.sources import CorpusFile
 from workers.errors import DataError
 

@@ -8,11 +8,11 @@ import pytest
 
 from workers.config import DataConfig
 from workers.data import corpus_record
-from workers.data.corpus import ByteCorpus
 from workers.data.corpus_record import as_recorded, as_recorded_tokens
+from workers.data.prepare import ByteCorpus
 from workers.data.sources import corpus_files
 from workers.errors import DataError
-from workers.storage.local_files import LocalFiles
+from workers.storage.files import LocalFiles
 
 LENGTH = 10_000
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from engine_specs import spec
 
-from workers.data.corpus import ByteCorpus
-from workers.data.held_out import BlendedHeldOut, HeldOut, validation_sets
+from workers.data.batches import BlendedHeldOut, HeldOut, validation_sets
+from workers.data.prepare import ByteCorpus
 from workers.errors import DataError
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from engine_specs import axes, spec
 
-from workers.data.batches import NO_TARGET, Batches
-from workers.data.packed_documents import Documents
+from workers.data.batches import NO_TARGET, Batches, Documents
 from workers.errors import DataError
 
 CPU, END = torch.device("cpu"), 256

@@ -8,9 +8,8 @@ import pytest
 import torch
 from engine_specs import spec
 
-from workers.data.batches import Batches
-from workers.data.prefetch import Prefetch
-from workers.data.skipped_samples import SkippedSamples
+from workers.data.batches import Batches, Prefetch
+from workers.data.order import SkippedSamples
 from workers.errors import DataError
 
 SECONDS = 60.0

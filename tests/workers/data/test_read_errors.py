@@ -21,11 +21,10 @@ from tokenizer_files import byte_level
 from workers.config import DataConfig
 from workers.data import token_cache, token_process, trained_tokenizer
 from workers.data.chat_template import open_template
-from workers.data.corpus import ByteCorpus
 from workers.data.corpus_record import with_digests
 from workers.data.documents import raw_pieces_of, texts_of
 from workers.data.indexed_dataset import IndexedTokens
-from workers.data.prepare import open_corpus
+from workers.data.prepare import ByteCorpus, open_corpus
 from workers.data.read_errors import read_error
 from workers.data.roots import ANYWHERE
 from workers.data.shards import Section, shards_of
@@ -33,9 +32,9 @@ from workers.data.sources import CorpusFile, corpus_files
 from workers.data.token_cache import Watcher
 from workers.data.token_processes import tokenize_shards
 from workers.data.tokenizer import ByteTokenizer, file_tokenizer, open_tokenizer
-from workers.data.vocabulary import with_vocabulary
 from workers.errors import DataError, DataNotStored, DataUnreadable
 from workers.spec.problems import SpecError
+from workers.spec.submitted import with_vocabulary
 
 OF_THE_STORAGE = [
     errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV

@@ -86,7 +86,7 @@ def test_short_rest_of_a_file_joins_the_shard_before_it(small, tmp_path):
 
 
 def test_row_groups_are_shared_out_and_the_last_section_may_have_fewer(small, monkeypatch):
-    monkeypatch.setattr("workers.data.parquet_documents.row_group_count", lambda path: 5)
+    monkeypatch.setattr("workers.data.rows.row_group_count", lambda path: 5)
     made = shards_of([CorpusFile("a.parquet", 1250)], DataConfig(source="parquet", paths=["a"]), False)
     sections = [(each.start, each.stop, each.bytes) for shard in made for each in shard]
     assert sections == [(0, 2, 500), (2, 4, 500), (4, 5, 250)]

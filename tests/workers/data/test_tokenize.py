@@ -14,8 +14,8 @@ from workers.data import tokenize
 from workers.data.indexed_dataset import IndexedTokens, read_index
 from workers.data.prepare import open_corpus
 from workers.data.token_cache import Watcher
-from workers.data.vocabulary import with_vocabulary
 from workers.spec.reading import load_job_spec
+from workers.spec.submitted import with_vocabulary
 
 
 @pytest.fixture

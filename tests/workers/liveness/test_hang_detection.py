@@ -12,11 +12,11 @@ import pytest
 from workers.liveness import hang_detection
 from workers.liveness.hang_detection import DEVICE_SECONDS, LOOK_SECONDS, TrainerWatch
 from workers.liveness.hang_timeouts import BURNING_FACTOR, MIN_SECONDS, STOPPED_SECONDS, WAITING_FACTOR, Standstill
-from workers.liveness.process_state import ProcessState, process_state
 from workers.liveness.progress import Progress
 from workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
 from workers.liveness.stacks import stacks_path, take_stacks
 from workers.snapshot.files import snapshot_path
+from workers.system.processes import ProcessState, process_state
 
 ROOT = Path(__file__).parents[3]
 BEGIN = """

@@ -17,8 +17,8 @@ from workers.liveness.hang_timeouts import (
     hang_timeout,
     slowest_ordinary,
 )
-from workers.liveness.process_state import ProcessState
 from workers.liveness.progress import PHASES
+from workers.system.processes import ProcessState
 
 ORDINARY = sorted(set(PHASES) - set(LONG))
 phases = st.sampled_from(PHASES)

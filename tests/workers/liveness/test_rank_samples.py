@@ -2,8 +2,15 @@
 
 import pytest
 
-from workers.liveness.rank_samples import EVERY_SECONDS, RankSample, RankSampler, packed, unpacked
-from workers.liveness.stragglers import SLOW_STEPS, Stragglers
+from workers.liveness.rank_samples import (
+    EVERY_SECONDS,
+    SLOW_STEPS,
+    RankSample,
+    RankSampler,
+    Stragglers,
+    packed,
+    unpacked,
+)
 from workers.protocol.json_codec import from_json, to_json
 
 

@@ -11,7 +11,7 @@ import torch
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
-from workers.data.packed_documents import Documents
+from workers.data.batches import Documents
 from workers.model.core_attention import Visible, explicit_attention, fused_attention
 from workers.parallel.tensor.dropout import derived_keys, kept
 

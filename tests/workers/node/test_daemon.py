@@ -23,8 +23,7 @@ from workers.node import local_drain
 from workers.node.daemon import NodeDaemon, StoreUnavailable
 from workers.node.host import Host
 from workers.node.local_drain import _ask, drain_socket
-from workers.node.notice_watch import NoticeWatch
-from workers.node.preemption import NOTICE_SECONDS
+from workers.node.notices import NOTICE_SECONDS, NoticeWatch
 from workers.paths import Paths
 from workers.protocol.messages import Endpoint
 from workers.snapshot.node_memory import SnapshotMemory, in_node_memory

@@ -171,7 +171,7 @@ def test_one_that_hangs_up_does_not_disturb_the_others(heartbeat):
 
 PROGRAM = """
 import signal, time
-from workers.node.preemption import on_termination
+from workers.node.notices import on_termination
 on_termination(lambda: print("told", flush=True))
 print("ready", flush=True)
 while True:

@@ -7,8 +7,7 @@ from kubernetes_api import KubernetesApi, make_certificate
 
 from workers.node import kubernetes_notices
 from workers.node.kubernetes_notices import CONDITIONS, TAINTS, KubernetesSource, node_notice
-from workers.node.notices import Notice, SourceUnavailable
-from workers.node.preemption import NOTICE_SECONDS
+from workers.node.notices import NOTICE_SECONDS, Notice, SourceUnavailable
 
 NOW = datetime(2026, 11, 24, 12, 0, 0, tzinfo=UTC)
 SOON = NOTICE_SECONDS

@@ -8,8 +8,7 @@ from metadata_service import MetadataService
 
 from workers.node import cloud_notices
 from workers.node.cloud_notices import MetadataSource
-from workers.node.notice_watch import NoticeWatch
-from workers.node.notices import Notice, SourceUnavailable
+from workers.node.notices import Notice, NoticeWatch, SourceUnavailable
 
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from workers.node.reachability import listen_for_a_moment, unreached
+from workers.node.host import listen_for_a_moment, unreached
 from workers.protocol.messages import Endpoint
 from workers.system.ports import PortRange
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.node import runtime_folder
-from workers.node.runtime_folder import RuntimeFolder
+from workers.node import folders
+from workers.node.folders import RuntimeFolder
 from workers.paths import Paths
 
 OLD = 1_000_000_000
@@ -72,7 +72,7 @@ def test_all_that_is_in_the_folder_is_as_new_as_its_daemons_last_turn(paths, mon
     folder = RuntimeFolder(paths)
     folder.keep()
     assert path.stat().st_mtime == OLD, "not each second"
-    monkeypatch.setattr(runtime_folder, "TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr(folders, "TOUCH_SECONDS", 0.0)
     folder.keep()
     folder.release()
     all_there = [paths.runtime_folder, *paths.runtime_folder.rglob("*")]

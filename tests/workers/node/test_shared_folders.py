@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.node import shared_folders
-from workers.node.shared_folders import SharedFolders
+from workers.node import folders as module
+from workers.node.folders import SharedFolders
 
 FOLDERS = ("/here", "/not/here")
 
@@ -22,8 +22,8 @@ def mount(monkeypatch):
         assert answers.wait(20)
         return folders[1:]
 
-    monkeypatch.setattr(shared_folders, "unshared", look)
-    monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "unshared", look)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
     answers.asked = asked
     yield answers
     answers.set()
@@ -31,14 +31,14 @@ def mount(monkeypatch):
 
 def test_mount_that_does_not_answer_is_waited_for_once_and_what_was_known_holds(go, mount, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(shared_folders, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     async def body():
         folders = SharedFolders(FOLDERS, "manta-1")
         assert await folders.unshared() == (), "at first"
         now[0] += 3600.0
         with monkeypatch.context() as patient:
-            patient.setattr(shared_folders, "LOOK_SECONDS", 3600.0)
+            patient.setattr(module, "LOOK_SECONDS", 3600.0)
             for _ in range(3):  # the time to wait is that of the look, not of each caller
                 assert await folders.unshared() == ()
         mount.set()
@@ -52,7 +52,7 @@ def test_mount_that_does_not_answer_is_waited_for_once_and_what_was_known_holds(
 
 
 def test_callers_at_the_same_time_wait_for_the_same_look(go, mount, monkeypatch):
-    monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 20.0)
 
     async def body():
         folders = SharedFolders(FOLDERS, "manta-1")
@@ -65,7 +65,7 @@ def test_callers_at_the_same_time_wait_for_the_same_look(go, mount, monkeypatch)
 
 def test_folders_are_looked_at_anew_each_time(go, mount, monkeypatch):
     mount.set()
-    monkeypatch.setattr(shared_folders, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 20.0)
 
     async def body():
         folders = SharedFolders(FOLDERS, "manta-1")
@@ -80,9 +80,9 @@ def test_error_of_a_look_is_its_callers_alone(go, monkeypatch):
     async def body():
         folders = SharedFolders(FOLDERS, "manta-1")
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(shared_folders, "unshared", lambda *about: (_ for _ in ()).throw(MemoryError("no more")))
+            patch.setattr(module, "unshared", lambda *about: (_ for _ in ()).throw(MemoryError("no more")))
             await folders.unshared()
-        monkeypatch.setattr(shared_folders, "unshared", lambda *about: ())
+        monkeypatch.setattr(module, "unshared", lambda *about: ())
         assert await folders.unshared() == ()
 
     go(body)

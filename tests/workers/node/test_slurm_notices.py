@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from workers.node.notice_sources import LEAD_SECONDS, SlurmSource
 from workers.node.notices import Notice, SourceUnavailable
-from workers.node.slurm_notices import LEAD_SECONDS, SlurmSource
 
 END = 1_800_000_000
 

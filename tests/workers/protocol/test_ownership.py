@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.protocol.ownership import EPOCH, FOR_ALL, Ownership, StaleOwner
+from workers.protocol.remote_call import EPOCH, FOR_ALL, Ownership, StaleOwner
 from workers.rank.agent import Agent
 
 

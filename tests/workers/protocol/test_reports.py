@@ -6,7 +6,6 @@ import pytest
 
 from workers.liveness.flight_record import FlightOperation, FlightRecord, FlightSequence
 from workers.liveness.progress import DeviceRecord
-from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
 from workers.protocol.json_codec import MalformedMessage
 from workers.protocol.reports import (
     PAYLOADS,
@@ -16,14 +15,17 @@ from workers.protocol.reports import (
     Finished,
     KillReason,
     Metrics,
+    Position,
     Prepared,
     Printed,
+    ProcessUse,
     Profiled,
     Report,
     Resting,
     Started,
     TraceBegan,
     Traced,
+    TrainerStatus,
 )
 from workers.timing.recording import PackedRecording
 

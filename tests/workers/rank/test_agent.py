@@ -14,7 +14,7 @@ from workers.node.host import Host
 from workers.paths import Paths
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import PROTOCOL, Endpoint, Fault, Launched, LaunchOrder, ProtocolMismatch
-from workers.protocol.ownership import StaleOwner
+from workers.protocol.remote_call import StaleOwner
 from workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
 from workers.rank import agent as module
 from workers.rank import trainer_handle, trainer_slot
@@ -451,7 +451,7 @@ def test_an_agent_hands_on_what_it_is_asked_about_its_trainer(parts, go):
 def test_what_was_fetched_and_sent_ends_with_the_agent_after_its_trainer(parts, go):
     agent, trainer, snapshots = parts
     go(agent.close)
-    assert (trainer, snapshots) == ([("close",)], [("close", 5)])
+    assert (trainer, snapshots) == ([("stop",)], [("close", 5)])
 
 
 def test_an_order_of_another_release_is_carried_out_by_nobody(parts, go):

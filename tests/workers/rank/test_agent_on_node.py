@@ -7,7 +7,7 @@ import pytest
 from workers.node.folders import mark
 from workers.paths import Paths, memory_socket
 from workers.protocol.messages import Launched, LaunchOrder
-from workers.rank.agent_on_node import AgentOnNode
+from workers.rank.agent import AgentOnNode
 from workers.rank.trainer_slot import TrainerSlot
 
 ID = "manta-0123456789abcdef"

@@ -6,9 +6,19 @@ import socket
 import pytest
 
 from workers.protocol.messages import Fault, LaunchOrder, TraceOrder
-from workers.rank import command_reader
-from workers.rank.command_reader import EXIT_ORPHANED, CommandReader, exit_orphaned
-from workers.rank.commands import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
+from workers.rank import control_socket
+from workers.rank.control_socket import (
+    EXIT_ORPHANED,
+    Arm,
+    CommandReader,
+    DumpFlightRecord,
+    Go,
+    Rest,
+    SaveAndEnd,
+    Trace,
+    command_line,
+    exit_orphaned,
+)
 
 SECONDS = 20.0
 
@@ -65,7 +75,7 @@ def test_orders_of_generations_that_are_over_are_passed_over(reader):
 
 
 def test_what_makes_no_sense_is_the_end_of_an_agent_that_would_not_be_understood(reader, monkeypatch):
-    monkeypatch.setattr(command_reader.threading, "excepthook", lambda arguments: None)
+    monkeypatch.setattr(control_socket.threading, "excepthook", lambda arguments: None)
     ours, _, called = reader
     ours.sendall(b"nonsense\n")
     assert called.get(timeout=SECONDS) == "orphaned"
@@ -74,6 +84,6 @@ def test_what_makes_no_sense_is_the_end_of_an_agent_that_would_not_be_understood
 
 def test_an_orphan_ends_at_once_and_says_why_by_its_status(monkeypatch):
     statuses = []
-    monkeypatch.setattr(command_reader.os, "_exit", statuses.append)
+    monkeypatch.setattr(control_socket.os, "_exit", statuses.append)
     exit_orphaned()
     assert statuses == [EXIT_ORPHANED]

@@ -22,15 +22,12 @@ def test_lines_say_when_who_and_where_and_are_there_at_once(tmp_path, monkeypatc
     log.write(2, "stderr", ["ä", "why"])
     stamp = {"time": 7.5, "rank": 3, "generation": 2, "stream": "stderr"}
     assert written(tmp_path / "logs" / "rank.jsonl") == [{**stamp, "text": "ä"}, {**stamp, "text": "why"}]
-    log.close()
 
 
 def test_a_log_goes_on_where_the_one_before_it_ended(tmp_path):
     for generation in (1, 2):
         log = RankLog(tmp_path / "rank.jsonl", 3)
         log.write(generation, "stdout", ["here"])
-        log.close()
-        log.close()  # a second time is no harm
     assert [line["generation"] for line in written(tmp_path / "rank.jsonl")] == [1, 2]
 
 
@@ -41,7 +38,6 @@ def test_a_disk_that_was_full_loses_lines_and_takes_the_next_ones(tmp_path):
     log.write(1, "stdout", ["lost"])
     folder.unlink()
     log.write(1, "stdout", ["kept"])
-    log.close()
     assert [line["text"] for line in written(folder / "rank.jsonl")] == ["kept"]
 
 
@@ -50,7 +46,6 @@ def test_what_is_no_file_in_the_place_of_a_log_blocks_no_trainer_and_is_replaced
     be(tmp_path / "rank.jsonl")
     log = RankLog(tmp_path / "rank.jsonl", 3)
     log.write(1, "stdout", ["kept"])
-    log.close()
     assert [line["text"] for line in written(tmp_path / "rank.jsonl")] == ["kept"]
 
 

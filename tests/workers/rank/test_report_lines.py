@@ -5,8 +5,8 @@ import json
 from workers.liveness.rank_samples import RankSample, packed
 from workers.protocol.messages import LaunchOrder
 from workers.protocol.reports import Event, Finished, Message, Metrics, Report
-from workers.rank import report_lines as module
-from workers.rank.report_lines import report_lines, reports_of
+from workers.rank import control_socket as module
+from workers.rank.control_socket import report_lines, reports_of
 
 ORDER = LaunchOrder("job-1", 2, 3, {})
 

@@ -6,8 +6,8 @@ import pytest
 
 from workers.protocol.reports import Event, Printed, Report
 from workers.rank import report_buffer
+from workers.rank.rank_log import ReportedLines
 from workers.rank.report_buffer import ReportBuffer
-from workers.rank.reported_lines import ReportedLines
 
 
 def waiting(buffer):

@@ -8,7 +8,7 @@ from trainer_rig import SECONDS, order
 from workers.protocol.messages import Fault
 from workers.protocol.reports import Event
 from workers.rank import trainer_process
-from workers.rank.commands import Arm, Rest
+from workers.rank.control_socket import Arm, Rest
 from workers.rank.trainer_process import EXIT_FAILED
 
 

@@ -10,7 +10,7 @@ from workers.liveness.flight_record import FlightRecord
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
 from workers.rank import trainer_handle
-from workers.rank.commands import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, read_command
+from workers.rank.control_socket import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, read_command
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_handle import TrainerHandle
 from workers.zygote.client import Exit

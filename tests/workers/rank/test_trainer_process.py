@@ -33,7 +33,7 @@ from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Resume, TrainerArgument
 from workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Resting, Started
 from workers.rank import trainer_process
-from workers.rank.commands import DumpFlightRecord, Go, Rest, SaveAndEnd
+from workers.rank.control_socket import DumpFlightRecord, Go, Rest, SaveAndEnd
 from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST
 
 

@@ -6,7 +6,7 @@ from trainer_rig import finish, lose_peer, order
 
 from workers.protocol.reports import Finished, Resting, Started
 from workers.rank import trainer_process
-from workers.rank.commands import Go
+from workers.rank.control_socket import Go
 from workers.rank.trainer_process import EXIT_PEER_LOST
 
 REPAIR = {"seconds": 0.5, "way": "by hand", "torch_version": "2.13.0", "nccl_version": None}

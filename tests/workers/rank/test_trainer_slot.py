@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from workers.liveness.stacks import stacks_path
-from workers.liveness.trainer_status import TrainerStatus
 from workers.node.host import Host
 from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import from_json
 from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
-from workers.protocol.reports import KillReason
+from workers.protocol.reports import KillReason, TrainerStatus
 from workers.rank import trainer_slot
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
@@ -247,7 +246,7 @@ def test_another_rank_has_another_log_and_another_record(rig):
         trainer.log.write(3, "stdout", ["here"])
         (line,) = Paths.of(rig.home).rank_log("job-1", 1).read_text().splitlines()
         assert json.loads(line)["rank"] == 1
-        await rig.slot.close()
+        await rig.slot.stop()
 
     asyncio.run(body())
 
@@ -383,7 +382,7 @@ def test_stacks_are_taken_of_the_trainer_and_written_into_its_log(rig, monkeypat
     async def body():
         await rig.slot.launch(order(4))
         assert await rig.slot.stacks(100) == "here\nthere"
-        await rig.slot.close()
+        await rig.slot.stop()
 
     asyncio.run(body())
     assert asked == [(100, stacks_path(rig.home / "shm", 3))]

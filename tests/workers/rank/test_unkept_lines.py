@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from workers.protocol.reports import Event, Printed
-from workers.rank.report_buffer import ReportBuffer
-from workers.rank.unkept_lines import UnkeptLines
+from workers.rank.report_buffer import ReportBuffer, UnkeptLines
 
 
 def filled(*payloads):

@@ -20,8 +20,7 @@ from workers.rank.agent import Agent
 from workers.rank.trainer_slot import StaleGeneration
 from workers.snapshot import backup_transport as wire
 from workers.snapshot.backup import MAX_UNAUTHENTICATED, BackupError, BackupSender, BackupServer, fetch
-from workers.snapshot.files import backup_path, snapshot_path
-from workers.snapshot.notification import NotificationPipe, notification_path, notify
+from workers.snapshot.files import NotificationPipe, backup_path, notification_path, notify, snapshot_path
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from workers.snapshot.snapshots import Snapshots
 

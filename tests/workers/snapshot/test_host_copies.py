@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from workers.snapshot import host_copies
-from workers.snapshot.host_copies import HostCopies
+from workers.snapshot import state_copy
+from workers.snapshot.state_copy import HostCopies
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_memory_of_copies_is_pinned_whole_and_released_before_it_is_freed(monkey
         def release(self):
             registered.pop(self.address, None)
 
-    monkeypatch.setattr(host_copies, "PinnedMemory", Noted)
+    monkeypatch.setattr(state_copy, "PinnedMemory", Noted)
     copies = HostCopies([torch.zeros(33), torch.zeros(5, dtype=torch.bfloat16)])
     keep(copies, 1)
     keep(copies, 2)

@@ -17,8 +17,7 @@ from checkpoint_programs import RankOutcome, fail_to_load_from_memory, job, load
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint.durable import FROZEN, KINDS
-from workers.checkpoint.rectangles import Rectangle
+from workers.checkpoint.durable import FROZEN, KINDS, Rectangle
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_files

@@ -21,7 +21,7 @@ from workers.errors import CheckpointError
 from workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from workers.snapshot.snapshots import Snapshots
-from workers.system.own_files import put
+from workers.system.regular_files import put
 
 
 def test_changed_constant_in_a_snapshot_file_is_found_after_its_slot_is_summed_again(tmp_path):

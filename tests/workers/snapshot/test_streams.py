@@ -22,7 +22,7 @@ from workers.parallel import recompute
 from workers.parallel.data import offloaded
 from workers.parallel.data.zero import ArrivingParameters
 from workers.parallel.tensor import products
-from workers.snapshot import host_copies, state_copy
+from workers.snapshot import state_copy
 from workers.snapshot.snapshots import Snapshots
 from workers.system import pinned
 from workers.system.pinned import copy_streams
@@ -274,7 +274,7 @@ def test_an_optimizers_state_in_host_memory_is_waited_for(corpus, tmp_path, monk
 
 def test_weights_of_a_step_before_wait_for_parameters_that_are_on_their_way(corpus, tmp_path, monkeypatch):
     """A step that was refused has begun to gather them, and what is rolled back goes to the same place."""
-    monkeypatch.setattr(host_copies, "PinnedMemory", MagicMock())  # which would be let go of after the test
+    monkeypatch.setattr(state_copy, "PinnedMemory", MagicMock())  # which would be let go of after the test
     monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", 1024)
     monkeypatch.setattr(products.TorchProducts, "add_weight_gradient", added)
     row = PLAIN | {"layout": (1, 2, 2), "sequence_parallel": False, "precision": "bf16", "validates": False}

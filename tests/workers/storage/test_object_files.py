@@ -7,7 +7,7 @@ import fsspec
 import pytest
 from s3_server import MIN_PART, answer, reached_at
 
-from workers.storage import object_files, s3_upload
+from workers.storage import object_files
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath
 
@@ -17,7 +17,7 @@ CONTENT = bytes(bytearray(itertools.islice(itertools.cycle(range(251)), 3 * PART
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(s3_upload, "PART_BYTES", PART)
+    monkeypatch.setattr(object_files, "PART_BYTES", PART)
 
 
 def _upload(file, content=CONTENT):
@@ -69,12 +69,12 @@ def test_what_breaks_off_once_is_done_again(wire, wired_bucket, said):
 
 
 def test_a_file_of_more_bytes_than_small_parts_could_hold_is_uploaded_in_larger_ones(bucket, monkeypatch):
-    monkeypatch.setattr(s3_upload, "SMALL_PARTS", 3)
-    monkeypatch.setattr(s3_upload, "LARGE", 2)
+    monkeypatch.setattr(object_files, "SMALL_PARTS", 3)
+    monkeypatch.setattr(object_files, "LARGE", 2)
     file, whole, sent = bucket / "file", CONTENT[: 3 * PART] * 3 + b"end", []
-    send = s3_upload.S3Upload._send_part
+    send = object_files.S3Upload._send_part
     noted = lambda upload, number, body: sent.append((number, len(body))) or send(upload, number, body)  # noqa: E731
-    monkeypatch.setattr(s3_upload.S3Upload, "_send_part", noted)
+    monkeypatch.setattr(object_files.S3Upload, "_send_part", noted)
     _upload(file, whole)
     assert sorted(sent) == [*((n, PART) for n in (1, 2, 3)), *((n, 2 * PART) for n in (4, 5, 6)), (7, 3)]
     assert files_of(file).read(file) == whole
@@ -152,12 +152,12 @@ def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch):
 
 def test_no_more_parts_are_on_their_way_than_memory_is_meant_for(wire, wired_bucket):
     wire.pace, most = 1e6, []
-    upload = s3_upload.S3Upload
+    upload = object_files.S3Upload
     file = wired_bucket / "file"
     with files_of(file).writer(file) as opened:
         assert isinstance(opened, upload)
         for _ in range(8):
             opened.write(CONTENT[:PART])
             most.append(len(opened._under_way))
-    assert max(most) == s3_upload.PARTS_AT_ONCE
+    assert max(most) == object_files.PARTS_AT_ONCE
     assert files_of(file).bytes_in(file) == 8 * PART

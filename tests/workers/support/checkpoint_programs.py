@@ -21,7 +21,7 @@ from workers.checkpoint import catalog, checkpointer, checksums, durable
 from workers.checkpoint.catalog import MANIFEST, manifest_of, seal
 from workers.checkpoint.checksums import SummingFile
 from workers.checkpoint.contents import CONTENTS
-from workers.checkpoint.rectangles import rectangles_of
+from workers.checkpoint.durable import rectangles_of
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.engine import Engine

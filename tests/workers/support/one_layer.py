@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from benchmarks.support.faked_comm import FakedComm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
-from workers.data.packed_documents import Documents
+from workers.data.batches import Documents
 from workers.model.families import parts_of
 from workers.model.shared import Shared
 from workers.parallel.data.flat import FlatParameters

@@ -31,7 +31,7 @@ from workers.config import ParallelConfig
 from workers.errors import PeerLost
 from workers.liveness.stacks import answer_with_stacks, stacks_path, take_stacks
 from workers.system.threads import OF_COMPUTATION
-from workers.zygote.first_uses import MODULES
+from workers.zygote.server import FIRST_USES
 
 RANKS = 8
 HOST = "127.0.0.1"
@@ -60,7 +60,7 @@ def begin_process(body: Callable[..., Any], *arguments: Any) -> Any:
     """A process that runs `body`, a function of a module that it can import, and has imported torch already. It ends
     with this one at the latest."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "workers.trainer", *MODULES])
+    context.set_forkserver_preload(["torch", "workers.trainer", *FIRST_USES])
     process = context.Process(target=body, args=arguments, daemon=True)
     with mock.patch.dict(os.environ, OF_COMPUTATION):  # for the server that forks them, which loads torch
         process.start()

@@ -20,7 +20,7 @@ from reported import events_of, rows_of
 
 from workers import run
 from workers.checkpoint import checkpointer
-from workers.checkpoint.rectangles import Rectangle, rectangles_of
+from workers.checkpoint.durable import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batch_plan import replica_micro_batches

@@ -28,7 +28,7 @@ from dispatch_mode import DispatchMode
 from recorded_groups import Recorder, _ends, _Work, code_line
 
 from workers.checkpoint import checkpointer
-from workers.data import batches, prefetch
+from workers.data import batches
 from workers.data.batches import MicroBatch
 from workers.parallel.data import offloaded
 from workers.parallel.recompute import offload
@@ -416,7 +416,7 @@ def pretended_loader(cuda: PretendedCuda, stream: str = COMPUTE) -> Iterator[Non
         if threading.current_thread() is not threading.main_thread():
             cuda.current.name = stream
 
-    threads = mock.patch.object(prefetch, "ThreadPoolExecutor", _threads_of(cuda))
+    threads = mock.patch.object(batches, "ThreadPoolExecutor", _threads_of(cuda))
     with threads, mock.patch.object(batches, "_on_device", _to_device(cuda, on_stream)):
         yield
 

@@ -12,7 +12,7 @@ from workers.errors import PeerLost
 from workers.liveness.progress import Progress
 from workers.protocol.messages import LaunchOrder
 from workers.protocol.reports import Report
-from workers.rank.commands import command_line
+from workers.rank.control_socket import command_line
 from workers.rank.trainer_process import TrainerProcess
 
 SECONDS = 20.0

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from workers.system.cores import usable_cores
+from workers.system.resources import usable_cores
 
 
 @pytest.fixture

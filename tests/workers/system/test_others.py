@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from workers.system import others
-from workers.system.others import OtherWork
+from workers.system import resources
+from workers.system.resources import OtherWork
 
 
 @pytest.fixture
 def clocks(monkeypatch):
     """Seconds that went by, that all cores were busy, and that this process was."""
     now = {"passed": 0.0, "busy": 0.0, "own": 0.0}
-    monkeypatch.setattr(others.time, "monotonic", lambda: now["passed"])
-    monkeypatch.setattr(others, "_busy_seconds", lambda: now["busy"])
-    monkeypatch.setattr(others, "_own_seconds", lambda: now["own"])
+    monkeypatch.setattr(resources.time, "monotonic", lambda: now["passed"])
+    monkeypatch.setattr(resources, "_busy_seconds", lambda: now["busy"])
+    monkeypatch.setattr(resources, "_own_seconds", lambda: now["own"])
     return now
 
 
@@ -36,8 +36,8 @@ def test_a_kernel_that_does_not_tell_is_no_failure(clocks):
 
 def test_this_kernel_tells():
     work, until = OtherWork(), time.process_time() + 0.05
-    before = others._busy_seconds(), others._own_seconds()
+    before = resources._busy_seconds(), resources._own_seconds()
     while time.process_time() < until:
         pass
-    assert others._own_seconds() > before[1] and others._busy_seconds() >= before[0]
+    assert resources._own_seconds() > before[1] and resources._busy_seconds() >= before[0]
     assert work.cores() >= 0.0

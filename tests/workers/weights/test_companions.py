@@ -12,8 +12,7 @@ from engine_specs import document
 from workers.config import JobSpec
 from workers.data.tokenizer import MAX_BYTES
 from workers.errors import WeightsError
-from workers.weights.byte_tokenizer import byte_tokenizer
-from workers.weights.companions import add_tokenizer, companion_files
+from workers.weights.companions import add_tokenizer, byte_tokenizer, companion_files
 
 
 def added(folder: Path, **data: str) -> dict[str, str]:

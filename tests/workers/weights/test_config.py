@@ -11,8 +11,7 @@ from their_models import KINDS, LLAMA3, YARN
 
 from workers.errors import WeightsError
 from workers.spec.reading import parse_job_spec
-from workers.weights.config_in import shape_of
-from workers.weights.config_keys import Keys, read_config
+from workers.weights.config_in import Keys, read_config, shape_of
 from workers.weights.config_out import their_config
 
 LLAMA = {

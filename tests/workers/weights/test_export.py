@@ -23,8 +23,7 @@ from workers.errors import CheckpointError, WeightsError
 from workers.protocol.messages import Resume
 from workers.weights import export as module
 from workers.weights import stream_out
-from workers.weights.export import export, main
-from workers.weights.new_folder import new_folder
+from workers.weights.export import export, main, new_folder
 
 MODELS = {
     "gpt without biases": {"bias": False, "kv_heads": None},
@@ -131,7 +130,7 @@ def test_numbers_that_fp16_cannot_hold_are_named_and_nothing_is_left(corpus, tmp
 def test_a_killed_export_leaves_nothing_in_its_place_and_the_next_one_clears_up(checkpoint, tmp_path):
     target = tmp_path / "out"
     program = (
-        "import sys, time; from workers.weights import export as e, safetensors_files as s\n"
+        "import sys, time; from workers.weights import export as e, folder as s\n"
         "s.put_on_disk = lambda stream: (print('writing', flush=True), time.sleep(60))\n"
         "e.main(sys.argv[1:])"
     )
@@ -152,10 +151,10 @@ def test_an_export_that_is_asked_to_end_removes_what_it_has_written_first(checkp
     """Also if it is asked again meanwhile."""
     program = (
         "import os, shutil, signal, sys, time\n"
-        "from workers.weights import export as e, new_folder as n, safetensors_files as s\n"
+        "from workers.weights import export as e, folder as s\n"
         "s.put_on_disk = lambda stream: (print('writing', flush=True), time.sleep(60))\n"
         "remove = shutil.rmtree\n"
-        "n.shutil.rmtree = lambda *a, **o: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.1), remove(*a, **o))\n"
+        "e.shutil.rmtree = lambda *a, **o: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.1), remove(*a, **o))\n"
         "e.main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, checkpoint, "--to", str(tmp_path / "out")]

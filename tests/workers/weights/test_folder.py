@@ -19,9 +19,9 @@ from workers.data.roots import DataRoots
 from workers.errors import DataError, WeightsError, WeightsUnreadable
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
-from workers.weights.config_keys import read_config
+from workers.spec.submitted import with_shape_of_weights
+from workers.weights.config_in import read_config
 from workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of, weight_files
-from workers.weights.submitted import with_shape_of_weights
 
 
 @pytest.fixture(scope="module")

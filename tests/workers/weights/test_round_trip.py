@@ -15,8 +15,8 @@ from their_models import KINDS, saved
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm
 from workers.protocol.messages import Resume
+from workers.spec.submitted import with_shape_of_weights
 from workers.weights.export import export
-from workers.weights.submitted import with_shape_of_weights
 
 LENGTH = 8
 LAYOUTS = [(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 2)]

@@ -8,14 +8,14 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-from workers.weights import safetensors_files
-from workers.weights.safetensors_files import NewFiles, NewTensor, plan_files
+from workers.weights import folder
+from workers.weights.folder import NewFiles, NewTensor, plan_files
 
 TENSORS = [NewTensor("a", (3, 4)), NewTensor("b", (5,)), NewTensor("c", (2, 2))]
 
 
 def test_pieces_may_come_in_any_order_and_what_is_not_written_is_zero(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_files, "FLUSH_BYTES", 8)
+    monkeypatch.setattr(folder, "FLUSH_BYTES", 8)
     written: list[int] = []
     values = numpy.arange(12, dtype=numpy.float32)
     pieces = [("c", 0, values[:4]), *(("a", 4 * n, values[n : n + 3]) for n in (9, 0, 6, 3))]
@@ -48,7 +48,7 @@ def test_a_flush_that_fails_is_an_error_of_the_whole(tmp_path, monkeypatch):
     def fail(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(safetensors_files, "FLUSH_BYTES", 8)
-    monkeypatch.setattr(safetensors_files.os, "fdatasync", fail)
+    monkeypatch.setattr(folder, "FLUSH_BYTES", 8)
+    monkeypatch.setattr(folder.os, "fdatasync", fail)
     with pytest.raises(OSError, match="Input/output error"), NewFiles(tmp_path, {"file": TENSORS}, "float32") as files:
         files.write("a", 0, bytes(8))

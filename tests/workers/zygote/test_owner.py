@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.liveness.process_state import ProcessState
+from workers.system.processes import ProcessState
 from workers.zygote import owner as owning
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner

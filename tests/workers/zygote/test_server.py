@@ -17,8 +17,8 @@ from engine_specs import document
 
 from workers.protocol import messages
 from workers.protocol.messages import PROTOCOL, ForkAnswer
-from workers.zygote import child as forked
 from workers.zygote import server
+from workers.zygote import server as forked
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
 from workers.zygote.server import BadRequest, Connection, _answer, _parse_request
 

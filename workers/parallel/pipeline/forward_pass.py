@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.data.packed_documents import Documents
+from workers.data.batches import Documents
 from workers.parallel.recompute import NOTHING, Recompute
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from workers.errors import ModelError
 from workers.parallel.tensor.products import TorchProducts
-from workers.spec.fp8_rules import UNIT
+from workers.spec.kernel_rules import UNIT
 
 Kind = Literal["tensorwise", "rowwise"]
 MIN_CAPABILITY = (8, 9)

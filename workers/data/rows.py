@@ -1,11 +1,12 @@
-"""Lines of files that may be compressed with gzip or zstd, and the JSON in them."""
+"""Rows of files: lines, which may be compressed with gzip or zstd, with the JSON in them, and those of parquet
+files."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from workers.data.read_errors import read_error
@@ -15,6 +16,8 @@ from workers.system.regular_files import open_regular
 
 _BLOCK = 2**20
 _KINDS = {"str": "a text", "dict": "an object", "list": "a list", "bool": "a boolean", "NoneType": "null"}
+
+_ROWS = 256
 
 
 def lines_of(section: Section) -> Iterator[bytes]:
@@ -137,3 +140,71 @@ def _split(block: bytes) -> list[bytes]:
     """Split at line feeds only: `splitlines` also splits at carriage returns, which are blanks in JSON."""
     lines = block.split(b"\n")
     return [line + b"\n" for line in lines[:-1]] + [lines[-1]] * bool(lines[-1])
+
+
+def row_group_count(path: str) -> int:
+    """Groups of rows in the file. Raises DataError."""
+    return int(_parquet_file(path).num_row_groups)
+
+
+def texts_of_rows(section: Section, column: str) -> Iterator[tuple[str, str]]:
+    """Place and text of each row. Raises DataError."""
+    for where, row in rows_of(section, column):
+        text = row[column]
+        if not isinstance(text, str):
+            kind = "null" if text is None else _parquet_file(section.path).schema_arrow.field(column).type
+            raise DataError(f"{where}: column {column!r} holds {kind}, not text")
+        yield where, text
+
+
+def rows_of(section: Section, column: str, more: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place of each row, and its values in `column` and in those of `more` that exist; from row group `section.start`
+    on. Raises DataError."""
+    file = _parquet_file(section.path)
+    if column not in file.schema_arrow.names:
+        there = ", ".join(map(repr, file.schema_arrow.names[:10])) or "none"
+        raise DataError(f"{section.path}: no column {column!r}, only {there}: set data.text_key")
+    stop = file.num_row_groups if section.stop < 0 else section.stop
+    row = sum(file.metadata.row_group(group).num_rows for group in range(section.start))
+    groups = list(range(section.start, stop))
+    batches = file.iter_batches(
+        _ROWS, row_groups=groups, columns=[column, *(name for name in more if name in file.schema_arrow.names)]
+    )
+    while True:
+        try:
+            batch = next(batches, None)
+        except (OSError, ValueError) as error:  # Arrow's errors are among these
+            raise _parquet_error(section.path, f"cannot be read after row {row}", error) from error
+        if batch is None:
+            return
+        for values in zip(*batch.columns, strict=True):
+            row += 1
+            where = f"{section.path}, row {row}"
+            yield where, {name: _value(each, where) for name, each in zip(batch.schema.names, values, strict=True)}
+
+
+def _value(value: Any, where: str) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the text)") from error
+
+
+def _parquet_file(path: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError("source parquet needs the library pyarrow here: pip install pyarrow") from error
+    try:
+        return pyarrow.parquet.ParquetFile(open_regular(path))
+    except (OSError, ValueError) as error:
+        raise _parquet_error(path, "is not a parquet file that can be read", error) from error
+
+
+def _parquet_error(path: str, what: str, error: OSError | ValueError) -> DataError:
+    message = f"{path} {what}: {_first_line(error)}"
+    return read_error(path, error, message) if isinstance(error, OSError) else DataError(message)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

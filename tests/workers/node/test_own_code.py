@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.system import own_code as module
+from workers.node import host as module
 
 
 @pytest.fixture

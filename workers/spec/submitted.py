@@ -1,21 +1,26 @@
-"""`model: {from: FOLDER}` of a submitted JobSpec: the shape in the folder's config.json is filled in once, so that
-later readers of the spec know the whole model without the folder. Pure Python."""
+"""What a submitted JobSpec leaves to files, read once and stored in it, so that later readers know all without them:
+the model's shape (`model: {from: FOLDER}`), and the number of token ids of the tokenizer. Pure Python."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from workers.config import ModelConfig
+from workers.config import JobSpec, ModelConfig
 from workers.data.read_errors import at_submission
 from workers.data.roots import ANYWHERE, DataRoots
-from workers.errors import WeightsError
+from workers.data.tokenizer import file_tokenizer, tokenizer_path
+from workers.errors import DataError, DataUnreadable, WeightsError
 from workers.spec.problems import Problem, SpecError
-from workers.weights.config_in import Shape, shape_of
-from workers.weights.config_keys import CONFIG, read_config
+from workers.spec.rules import find_problems
+from workers.weights.config_in import CONFIG, Shape, read_config, shape_of
+
+_SAID_OF_THIS_MACHINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
+"""Errors in reading a file that another machine, or another user, may not have."""
 
 
 def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
@@ -81,3 +86,32 @@ def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def with_vocabulary(spec: JobSpec) -> JobSpec:
+    """`spec` with `data.tokenizer_vocabulary` from its tokenizer's file. Raises SpecError if that cannot be read and
+    the spec itself does not say enough, or if they contradict each other."""
+    file = spec.data.tokenizer_file
+    if file is None:
+        return spec
+    try:
+        tokenizer = file_tokenizer(spec.data, tokenizer_path(file))
+    except DataError as error:
+        if spec.data.tokenizer_vocabulary is not None and _may_be_readable_elsewhere(error):
+            return spec  # where the job runs it is tried again
+        raise SpecError([Problem("data.tokenizer", at_submission(error))]) from error
+    said, size = spec.data.tokenizer_vocabulary, tokenizer.vocabulary
+    if said not in (None, size):
+        problem = f"tokenizer_vocabulary is {said}, but {file} has {size} token ids"
+        raise SpecError([Problem("data.tokenizer_vocabulary", problem, str(size))])
+    resolved = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer_vocabulary": size})})
+    problems = find_problems(resolved)
+    if problems:
+        raise SpecError(problems)
+    return resolved
+
+
+def _may_be_readable_elsewhere(error: DataError) -> bool:
+    """Whether `error` says nothing about the tokenizer's content, nor about its name."""
+    cause = error.__cause__
+    return isinstance(error, DataUnreadable) or (isinstance(cause, OSError) and cause.errno in _SAID_OF_THIS_MACHINE)

@@ -1,1 +1,0 @@
-"""Names and spelling of metrics."""
