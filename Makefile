@@ -21,11 +21,11 @@ $(STAMP): requirements.lock pyproject.toml
 		--index-url "$(TORCH_INDEX_URL)" $$(grep '^torch==' requirements.lock)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(BIN)/python -m compileall -q api service workers benchmarks
+	@$(BIN)/python -m compileall -q src/manta/*/ benchmarks
 	@touch $(STAMP)
 
 demo: setup
-	@$(BIN)/python -m api.demo
+	@$(BIN)/python -P -m manta.api.demo
 
 check: lint types
 

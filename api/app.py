@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping
 from fastapi import Depends, FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from api import problems
-from api.app_state import AppState, attach_state
-from api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
-from api.control import ControlPlane
-from api.metrics.control_plane import ControlPlaneCollector
-from api.metrics.requests import RequestTimer
-from api.openapi import describe, operation_id
-from api.routes import (
+from manta.api import problems
+from manta.api.app_state import AppState, attach_state
+from manta.api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
+from manta.api.control import ControlPlane
+from manta.api.metrics.control_plane import ControlPlaneCollector
+from manta.api.metrics.requests import RequestTimer
+from manta.api.openapi import describe, operation_id
+from manta.api.routes import (
     all_events,
     audit,
     checkpoints,
@@ -39,17 +39,17 @@ from api.routes import (
     recoveries,
     traces,
 )
-from api.security.access import JobProjects, authorize
-from api.security.auditing import Audit
-from api.security.credentials import Identities
-from api.security.identification import Identification
-from api.security.rate_limits import CallerLimits
-from api.security.request_guard import RequestGuard, TellVersion
-from api.streams.changes import Changes, StateWaits, StoredVersions
-from api.threads import ReadThreads
-from service.settings import RequestLimits
-from service.step_traces.reading import TraceReader
-from service.store import jobs as store_jobs
+from manta.api.security.access import JobProjects, authorize
+from manta.api.security.auditing import Audit
+from manta.api.security.credentials import Identities
+from manta.api.security.identification import Identification
+from manta.api.security.rate_limits import CallerLimits
+from manta.api.security.request_guard import RequestGuard, TellVersion
+from manta.api.streams.changes import Changes, StateWaits, StoredVersions
+from manta.api.threads import ReadThreads
+from manta.service.settings import RequestLimits
+from manta.service.step_traces.reading import TraceReader
+from manta.service.store import jobs as store_jobs
 
 _RESOURCES = (
     job_lists,  # before the routes that would take the next part of its path for a job's id

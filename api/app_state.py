@@ -1,4 +1,4 @@
-"""The objects that one app of `api.app.create_app` shares among its requests."""
+"""The objects that one app of `manta.api.app.create_app` shares among its requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fastapi import FastAPI
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
-    from api.control import ControlPlane
-    from api.security.access import JobProjects
-    from api.security.credentials import Identities
-    from api.security.rate_limits import CallerLimits
-    from api.streams.changes import Changes, StateWaits
-    from api.threads import ReadThreads
-    from service.step_traces.reading import TraceReader
+    from manta.api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
+    from manta.api.control import ControlPlane
+    from manta.api.security.access import JobProjects
+    from manta.api.security.credentials import Identities
+    from manta.api.security.rate_limits import CallerLimits
+    from manta.api.streams.changes import Changes, StateWaits
+    from manta.api.threads import ReadThreads
+    from manta.service.step_traces.reading import TraceReader
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from typing import Any, Generic, TypeVar
 from pydantic_core import to_json
 from sqlalchemy import Connection
 
-from api import schemas, views
-from service.store import Store, job_rows, metric_points, metrics
-from service.store.job_rows import JobRow
-from service.store.paging import Page
-from workers.protocol.json_codec import spell_series
+from manta.api import schemas, views
+from manta.service.store import Store, job_rows, metric_points, metrics
+from manta.service.store.job_rows import JobRow
+from manta.service.store.paging import Page
+from manta.workers.protocol.json_codec import spell_series
 
 Question = TypeVar("Question", bound=Hashable)
 Answer = TypeVar("Answer")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from service.control.options import ModelPackages
-from service.control.running_ranks import RankStack, SeenWaits
-from service.exports import Exports
-from service.logs.pages import JobLogs
-from service.monitoring.cluster_view import Measurements
-from service.removal.deletion import Deletion
-from service.store import Checkpoint, Store
-from workers.config import JobSpec
-from workers.data.roots import DataRoots
-from workers.protocol.messages import Fault
+from manta.service.control.options import ModelPackages
+from manta.service.control.running_ranks import RankStack, SeenWaits
+from manta.service.exports import Exports
+from manta.service.logs.pages import JobLogs
+from manta.service.monitoring.cluster_view import Measurements
+from manta.service.removal.deletion import Deletion
+from manta.service.store import Checkpoint, Store
+from manta.workers.config import JobSpec
+from manta.workers.data.roots import DataRoots
+from manta.workers.protocol.messages import Fault
 
 
 class ControlPlane(Protocol):
@@ -80,18 +80,18 @@ class ControlPlane(Protocol):
         """A trace of a job was requested: wake its owner."""
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
-        """Have all jobs leave a node; returns the node, in the form of `api.schemas.Node`. Raises NodeNotFound,
+        """Have all jobs leave a node; returns the node, in the form of `manta.api.schemas.Node`. Raises NodeNotFound,
         NodeUnreachable."""
 
     def undrain(self, node: str) -> dict[str, Any]:
-        """Use a node again; returns it, in the form of `api.schemas.Node`. Raises NodeNotFound, NodeUnreachable,
+        """Use a node again; returns it, in the form of `manta.api.schemas.Node`. Raises NodeNotFound, NodeUnreachable,
         NodeLeaving."""
 
     def cluster(self) -> dict[str, Any]:
-        """The cluster, in the form of `api.schemas.Cluster`."""
+        """The cluster, in the form of `manta.api.schemas.Cluster`."""
 
     def check_cluster(self) -> dict[str, Any]:
-        """Problems between the nodes, in the form of `api.schemas.ClusterCheck`. May take half a minute."""
+        """Problems between the nodes, in the form of `manta.api.schemas.ClusterCheck`. May take half a minute."""
 
     def problem_of_data(self, spec: JobSpec) -> str | None:
         """Why a job's data cannot be trained on; None if it can, or no node reports. Raises ClusterUnavailable."""

@@ -10,10 +10,10 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from api import requests, schemas
-from api.problem_codes import Responses
-from api.security.permissions import NEEDS
-from workers.config import JobSpec
+from manta.api import requests, schemas
+from manta.api.problem_codes import Responses
+from manta.api.security.permissions import NEEDS
+from manta.workers.config import JobSpec
 
 _COMPONENTS = "#/components/schemas/"
 _READ_BY_ROUTES = (

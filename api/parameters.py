@@ -12,11 +12,11 @@ from fastapi import Depends, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from api.app_state import state_of
-from api.control import ControlPlane
-from api.problems import MalformedJson
-from api.streams.changes import LONGEST_SECONDS
-from service.store import InvalidCursor
+from manta.api.app_state import state_of
+from manta.api.control import ControlPlane
+from manta.api.problems import MalformedJson
+from manta.api.streams.changes import LONGEST_SECONDS
+from manta.service.store import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)
 _LARGEST_INTEGER = 2**63 - 1

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from api import schemas
-from api.control import ControlPlane
-from service.cluster.errors import ClusterUnavailable
-from service.job.planning import SeenJobs
-from service.planner.answer import to_json
-from service.planner.hardware import Cluster, CpuNode
-from service.planner.job_plan import NotPlanned, refuse_unplannable
-from service.planner.machines import BadCalibration, measured_machines, this_node
-from service.planner.request import CurrentCluster, Machines, PlanRequest, cluster_of_nodes, for_job
-from workers.config import JobSpec
-from workers.paths import Paths
-from workers.spec.problems import Problem, SpecError
+from manta.api import schemas
+from manta.api.control import ControlPlane
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.job.planning import SeenJobs
+from manta.service.planner.answer import to_json
+from manta.service.planner.hardware import Cluster, CpuNode
+from manta.service.planner.job_plan import NotPlanned, refuse_unplannable
+from manta.service.planner.machines import BadCalibration, measured_machines, this_node
+from manta.service.planner.request import CurrentCluster, Machines, PlanRequest, cluster_of_nodes, for_job
+from manta.workers.config import JobSpec
+from manta.workers.paths import Paths
+from manta.workers.spec.problems import Problem, SpecError
 
 
 def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan | None, str | None]:

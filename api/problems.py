@@ -15,30 +15,30 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
-from api.schemas import FieldProblem, Problem
-from api.security.access import Forbidden, PriorityTooHigh, Unauthenticated
-from api.security.permissions import shown
-from api.security.rate_limits import TooManyRequests
-from api.threads import FilesTimeout
-from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
-from service.cluster.sizes import SizeOutOfBounds
-from service.control.faults import FaultNotPossible, FaultsNotAllowed
-from service.control.running_ranks import NoRanks, RankNotFound, RankTimeout
-from service.exports import BadTarget, ExportNotPossible
-from service.ids import KEY_ID_PATTERN, NODE_ID_PATTERN, TARGET_PATTERN
-from service.keys.identity import PROJECT_PATTERN
-from service.logs.pages import LogsUnavailable
-from service.planner.job_plan import NotPlanned
-from service.removal.deletion import (
+from manta.api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
+from manta.api.schemas import FieldProblem, Problem
+from manta.api.security.access import Forbidden, PriorityTooHigh, Unauthenticated
+from manta.api.security.permissions import shown
+from manta.api.security.rate_limits import TooManyRequests
+from manta.api.threads import FilesTimeout
+from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
+from manta.service.cluster.sizes import SizeOutOfBounds
+from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
+from manta.service.control.running_ranks import NoRanks, RankNotFound, RankTimeout
+from manta.service.exports import BadTarget, ExportNotPossible
+from manta.service.ids import KEY_ID_PATTERN, NODE_ID_PATTERN, TARGET_PATTERN
+from manta.service.keys.identity import PROJECT_PATTERN
+from manta.service.logs.pages import LogsUnavailable
+from manta.service.planner.job_plan import NotPlanned
+from manta.service.removal.deletion import (
     CheckpointNeeded,
     CheckpointNotRemoved,
     CheckpointStillRemoving,
     FilesNotRemoved,
     StillRemoving,
 )
-from service.step_traces.reading import NothingMeasured
-from service.store import (
+from manta.service.step_traces.reading import NothingMeasured
+from manta.service.store import (
     CheckpointNotFound,
     DatabaseLost,
     ExportNotFound,
@@ -59,9 +59,9 @@ from service.store import (
     TraceNotFound,
     TraceNotPossible,
 )
-from service.stored_specs import SpecNotUnderstood
-from workers.errors import MantaError
-from workers.spec.problems import SpecError, rule_in_words
+from manta.service.stored_specs import SpecNotUnderstood
+from manta.workers.errors import MantaError
+from manta.workers.spec.problems import SpecError, rule_in_words
 
 log = logging.getLogger(__name__)
 

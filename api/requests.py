@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from service.keys.identity import PROJECT_PATTERN, Scope
-from workers.config import MAX_LABELS, JobName, LabelKey, LabelValue, Priority
-from workers.protocol.messages import FaultKind, FaultPhase
-from workers.timing.recording import MAX_STEPS
-from workers.weights.mapping import Dtype, Format
+from manta.service.keys.identity import PROJECT_PATTERN, Scope
+from manta.workers.config import MAX_LABELS, JobName, LabelKey, LabelValue, Priority
+from manta.workers.protocol.messages import FaultKind, FaultPhase
+from manta.workers.timing.recording import MAX_STEPS
+from manta.workers.weights.mapping import Dtype, Format
 
 
 class Body(BaseModel):

@@ -1,4 +1,5 @@
-"""The service in one process: control plane, REST, dashboard. `python -m api.server` is what `manta up` starts."""
+"""The service in one process: control plane, REST, dashboard. `python -m manta.api.server` is what `manta up`
+starts."""
 
 from __future__ import annotations
 
@@ -17,24 +18,24 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from api.serving.local_service import LOCK, LockedFile, announce, running_service, sign, write_whole
-from service.cluster.cluster import NodeOptions
-from service.cluster.existing_ray import ExistingRay
-from service.cluster.ray_head import RayHead
-from service.control.control_plane import ControlPlane
-from service.control.options import ControlPlaneOptions, ModelPackages, roots_of
-from service.control.takeover import MAX_NAMED
-from service.home.own_files import HomeUnusable, writing_in
-from service.ids import is_job_id
-from service.keys import installation_keys
-from service.settings import DEFAULT_HOST, LOOPBACK_HOSTS, Settings, Tls
-from service.store import Store, StoreUnusable, keys
-from service.store.health import never_had_jobs
-from service.store.location import RECORD, file_of, noted_in, parse_url, url_in
-from service.traces.traces import refuse_without_packages
-from workers.errors import MantaError
-from workers.storage.files import files_of
-from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
+from manta.api.serving.local_service import LOCK, LockedFile, announce, running_service, sign, write_whole
+from manta.service.cluster.cluster import NodeOptions
+from manta.service.cluster.existing_ray import ExistingRay
+from manta.service.cluster.ray_head import RayHead
+from manta.service.control.control_plane import ControlPlane
+from manta.service.control.options import ControlPlaneOptions, ModelPackages, roots_of
+from manta.service.control.takeover import MAX_NAMED
+from manta.service.home.own_files import HomeUnusable, writing_in
+from manta.service.ids import is_job_id
+from manta.service.keys import installation_keys
+from manta.service.settings import DEFAULT_HOST, LOOPBACK_HOSTS, Settings, Tls
+from manta.service.store import Store, StoreUnusable, keys
+from manta.service.store.health import never_had_jobs
+from manta.service.store.location import RECORD, file_of, noted_in, parse_url, url_in
+from manta.service.traces.traces import refuse_without_packages
+from manta.workers.errors import MantaError
+from manta.workers.storage.files import files_of
+from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -193,7 +194,7 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
     """Serve until SIGTERM or SIGINT."""
     import uvicorn  # after the jobs are under control, like the imports of `build_app`
 
-    from api.serving.connections import HttpServer, connections_at_once, limited_to
+    from manta.api.serving.connections import HttpServer, connections_at_once, limited_to
 
     config = uvicorn.Config(
         app,
@@ -215,11 +216,11 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
 
 def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
     """REST on top of `control`, and the dashboard if it is enabled, with `settings` for a service on `host`."""
-    from api.app import create_app  # imports FastAPI, which only the server needs
+    from manta.api.app import create_app  # imports FastAPI, which only the server needs
 
     app = create_app(control, settings.allowed_hosts, settings.limits, settings.tls.is_used, host)
     if settings.dashboard:
-        from api.ui import mount
+        from manta.api.ui import mount
 
         mount(app)
     return app
@@ -339,7 +340,7 @@ def _start_over(settings: Settings, host: str, port: int, slots: int | None) -> 
 
 def serve_command(settings: Settings, host: str, port: int, slots: int | None, ray: str | None = None) -> list[str]:
     """The command that runs a service in the foreground, for an environment whose MANTA_HOME is that of `settings`."""
-    command = [sys.executable, "-m", "api.cli", "serve", "--host", host, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "manta.api.cli", "serve", "--host", host, "--port", str(port)]
     command += ["--slots", str(slots)] if slots is not None else []
     command += ["--ray", ray] if ray is not None else []
     command += ["--allow-faults"] if settings.allow_faults else []

@@ -10,11 +10,11 @@ from typing import Annotated, TypeVar
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
-from api.app_state import state_of
-from service.file_work import AT_ONCE
-from service.store import Store
-from workers.errors import MantaError
-from workers.system.daemon_threads import in_daemon_thread
+from manta.api.app_state import state_of
+from manta.service.file_work import AT_ONCE
+from manta.service.store import Store
+from manta.workers.errors import MantaError
+from manta.workers.system.daemon_threads import in_daemon_thread
 
 T = TypeVar("T")
 LONG_READS = 8

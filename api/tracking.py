@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from api.cli.progress import JobReader, watch
-from api.client.patience import Patience
-from api.schemas import Job, MetricSeries
-from service.states import JobState
-from workers.errors import MantaError
+from manta.api.cli.progress import JobReader, watch
+from manta.api.client.patience import Patience
+from manta.api.schemas import Job, MetricSeries
+from manta.service.states import JobState
+from manta.workers.errors import MantaError
 
 Row = Mapping[str, float]
 """Finite numbers of one step, by metric name."""
@@ -135,7 +135,7 @@ def _package(module: str, name: str) -> ModuleType:
 
 
 class MetricReader(JobReader, Protocol):
-    """What can be asked for a job and its metrics, such as `api.client.MantaClient`."""
+    """What can be asked for a job and its metrics, such as `manta.api.client.Client`."""
 
     def metrics(
         self, job_id: str, names: Sequence[str] | None = None, after_step: int = 0, max_points: int = 1000

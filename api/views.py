@@ -11,24 +11,34 @@ from pydantic import ValidationError
 from sqlalchemy import Row
 from sqlalchemy.orm import Session
 
-from api import schemas
-from api.schemas import access as access_schemas
-from service.cluster.sizes import layout_in_use
-from service.keys.identity import Identity
-from service.ledger import Interval, Ledger
-from service.logs.pages import LogLine
-from service.planner.drift import compared
-from service.planner.hardware import Machine
-from service.planner.machines import KeptCalibration
-from service.planner.refinement import moved
-from service.removal.deletion import Deletion
-from service.states import JobState
-from service.store import checkpoints, edits, exports, installation_tables, jobs, ledgers, metrics, recoveries, tables
-from service.store.plans import KeptPlan
-from service.store.types import Reader
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec, ParallelConfig
-from workers.liveness.rank_samples import unpacked
+from manta.api import schemas
+from manta.api.schemas import access as access_schemas
+from manta.service.cluster.sizes import layout_in_use
+from manta.service.keys.identity import Identity
+from manta.service.ledger import Interval, Ledger
+from manta.service.logs.pages import LogLine
+from manta.service.planner.drift import compared
+from manta.service.planner.hardware import Machine
+from manta.service.planner.machines import KeptCalibration
+from manta.service.planner.refinement import moved
+from manta.service.removal.deletion import Deletion
+from manta.service.states import JobState
+from manta.service.store import (
+    checkpoints,
+    edits,
+    exports,
+    installation_tables,
+    jobs,
+    ledgers,
+    metrics,
+    recoveries,
+    tables,
+)
+from manta.service.store.plans import KeptPlan
+from manta.service.store.types import Reader
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.liveness.rank_samples import unpacked
 
 MAX_RANKS_LISTED = 4096
 LikeJob = tables.Job | Row[Any]

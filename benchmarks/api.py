@@ -29,10 +29,10 @@ from sqlalchemy.orm import Session
 
 from benchmarks.support.filled_database import DOCUMENT, Filled, fill
 from benchmarks.support.report import ROOT, Report, deliver, parser, percentile
-from service.keys.identity import Scope, digest_of, new_key
-from service.store import Store, keys
-from service.store.location import sqlite_url
-from workers.errors import MantaError
+from manta.service.keys.identity import Scope, digest_of, new_key
+from manta.service.store import Store, keys
+from manta.service.store.location import sqlite_url
+from manta.workers.errors import MantaError
 
 CLIENTS = 8
 POINTS = 1000

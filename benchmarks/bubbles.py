@@ -1,7 +1,7 @@
 """Pipeline bubbles as the engine's runtime really has them, compared with those that the schedule promises.
 
-Four stages whose work is a timed wait run whole steps through `workers.parallel.pipeline.runtime`, messages and all;
-the step is compared with the event simulation of the same schedule, and the idle time with the papers' formulas.
+Four stages whose work is a timed wait run whole steps through `manta.workers.parallel.pipeline.runtime`, messages and
+all; the step is compared with the event simulation of the same schedule, and the idle time with the papers' formulas.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import nn
 
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import Report, deliver, parser
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.pipeline.runtime import Pipeline
-from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from workers.parallel.pipeline.stages import virtual_stage
-from workers.parallel.tensor.products import TorchProducts
-from workers.parallel.tensor.weight_gradients import WeightGradients
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import MicroBatch
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.pipeline.runtime import Pipeline
+from manta.workers.parallel.pipeline.schedules import schedule
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
+from manta.workers.parallel.pipeline.stages import virtual_stage
+from manta.workers.parallel.tensor.products import TorchProducts
+from manta.workers.parallel.tensor.weight_gradients import WeightGradients
 
 STAGES = 4
 MICRO_BATCHES = (4, 8, 16)

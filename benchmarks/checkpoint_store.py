@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.store_turns import Plan, Turn, train_in_turns
-from workers.storage.object_files import PART_BYTES, PARTS_AT_ONCE
-from workers.storage.places import place_of
+from manta.workers.storage.object_files import PART_BYTES, PARTS_AT_ONCE
+from manta.workers.storage.places import place_of
 
 LAYERS = 17
 VOCABULARY_SIZE = 65536

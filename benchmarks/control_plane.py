@@ -25,13 +25,13 @@ import psutil
 
 from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.simulation.processes import ClusterProcess, ControlPlaneProcess, simulated_installation
-from service.states import SUPERVISED, JobState, is_final
-from service.store import Store, jobs, leases
-from service.store.installation_tables import ControlPlaneRow
-from service.store.location import sqlite_url
+from manta.service.states import SUPERVISED, JobState, is_final
+from manta.service.store import Store, jobs, leases
+from manta.service.store.installation_tables import ControlPlaneRow
+from manta.service.store.location import sqlite_url
+from manta.workers.errors import MantaError
+from manta.workers.spec.reading import parse_job_spec
 from tests.service.support.postgresql_server import NOT_FOUND, PostgresServer, programs
-from workers.errors import MantaError
-from workers.spec.reading import parse_job_spec
 
 NODES, SLOTS = 8, 16
 MIN_STEPS = 4

@@ -24,17 +24,17 @@ from typing import Any
 
 import psutil
 
-from api.serving.local_service import running_service
 from benchmarks.support.filled_database import fill
 from benchmarks.support.jobs import quickstart
 from benchmarks.support.own_processes import of_service
 from benchmarks.support.own_service import OwnService, own_service
 from benchmarks.support.report import ROOT, Report, deliver, parser
-from service.keys.identity import Scope, digest_of, new_key
-from service.keys.installation_keys import read_key
-from service.store import Store, keys
-from service.store.location import sqlite_url
-from workers.errors import MantaError
+from manta.api.serving.local_service import running_service
+from manta.service.keys.identity import Scope, digest_of, new_key
+from manta.service.keys.installation_keys import read_key
+from manta.service.store import Store, keys
+from manta.service.store.location import sqlite_url
+from manta.workers.errors import MantaError
 
 PAINT_TARGET, SERIES_TARGET = 1.0, 1.0
 CORE_TARGET, MEMORY_TARGET, STEP_TARGET = 0.5, 200.0, 1.01

@@ -14,11 +14,11 @@ import sys
 import time
 from typing import Any
 
-from api.schemas import Job
 from benchmarks.support.jobs import quickstart
 from benchmarks.support.own_service import JobWentWrong, OwnService, own_service
 from benchmarks.support.report import Report, deliver, parser
-from service.states import is_final
+from manta.api.schemas import Job
+from manta.service.states import is_final
 
 LAYOUT = (2, 1, 2)
 MINUTES = 10.0

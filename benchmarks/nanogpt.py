@@ -5,7 +5,7 @@ machine's other work meets both. The loss is that of the whole held-out tenth of
 overlap. nanoGPT publishes 1.88 from a small sample of it.
 
 With `--processes` nothing is compared but time: whole processes take turns, each started as its users start it, on one
-core and on two, `python -m workers.run` and a plain loop, or with `--nanogpt DIR` nanoGPT itself.
+core and on two, `python -m manta.workers.run` and a plain loop, or with `--nanogpt DIR` nanoGPT itself.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from benchmarks.support.jobs import SHAKESPEARE, nanogpt
 from benchmarks.support.nanogpt_processes import SETTLING, engine, plain_loop, take_turns, their_program
 from benchmarks.support.plain_gpt import PlainLoop
 from benchmarks.support.report import Report, deliver, parser
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.data.batches import Batches
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.protocol.messages import Resume
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Trainer
-from workers.training.learning_rate import learning_rate
-from workers.training.reporter import Reporter
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import Batches
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.protocol.messages import Resume
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Trainer
+from manta.workers.training.learning_rate import learning_rate
+from manta.workers.training.reporter import Reporter
 
 STEPS = 2000
 BLOCK = 25

@@ -25,18 +25,18 @@ from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.published.rows import rank_correlation
 from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.tensor_bytes import peak_bytes, tracker_of_bytes
-from service.planner.hardware import Cluster, Core, cpu_machine
-from service.planner.machines import Calibrated
-from service.planner.memory import memory_of
-from service.planner.software import engine_on
-from service.planner.step_time import StepModel
-from workers.calibration.steps import random_batch
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.engine import Engine
-from workers.spec.reading import parse_job_spec
-from workers.system.resources import usable_cores
-from workers.system.threads import with_threads
+from manta.service.planner.hardware import Cluster, Core, cpu_machine
+from manta.service.planner.machines import Calibrated
+from manta.service.planner.memory import memory_of
+from manta.service.planner.software import engine_on
+from manta.service.planner.step_time import StepModel
+from manta.workers.calibration.steps import random_batch
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.engine import Engine
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system.resources import usable_cores
+from manta.workers.system.threads import with_threads
 
 JOBS, TURNS, STEPS, WARM_UP = 30, 3, 5, 2
 SLOTS = 8

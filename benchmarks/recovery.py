@@ -23,7 +23,7 @@ from benchmarks.support.jobs import quickstart
 from benchmarks.support.kills import JOB_SECONDS, STEPS_BETWEEN, WATCH_SECONDS, kills_of
 from benchmarks.support.own_service import POLL_SECONDS, JobWentWrong, OwnService, own_service
 from benchmarks.support.report import Report, deliver, parser
-from service.states import is_final
+from manta.service.states import is_final
 
 FOURS = {"tensor_data": (2, 1, 2), "pipeline_data": (1, 2, 2)}
 EIGHT = (2, 2, 2)

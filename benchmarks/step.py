@@ -30,21 +30,21 @@ from benchmarks.support.hugging_face import transformers_like
 from benchmarks.support.plain_gpt import Layer as PlainLayer
 from benchmarks.support.plain_gpt import PlainLoop
 from benchmarks.support.report import Report, deliver, parser
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.engine import Engine
-from workers.model.families import parts_of
-from workers.model.shared import Shared
-from workers.model.stage import ModelStage
-from workers.parallel.data.flat import FlatParameters
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.tensor.products import TorchProducts
-from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.shards import fill_initial, named_shards
-from workers.spec.reading import parse_job_spec
-from workers.system.resources import keep_freed_memory
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import MicroBatch
+from manta.workers.engine import Engine
+from manta.workers.model.families import parts_of
+from manta.workers.model.shared import Shared
+from manta.workers.model.stage import ModelStage
+from manta.workers.parallel.data.flat import FlatParameters
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.tensor.products import TorchProducts
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.shards import fill_initial, named_shards
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system.resources import keep_freed_memory
 
 LEARNING_RATE = 1e-4
 LIMITS = {"plain": 1 / 0.97, "transformers": 1.0}

@@ -39,12 +39,12 @@ from benchmarks.support.gpu.page import CONTESTANTS, page_of
 from benchmarks.support.gpu.sizes import CURVES, PAIRED, SIZES, WIDE_VOCABULARY, Size, tiny
 from benchmarks.support.gpu.snapshot_cost import measure_snapshots
 from benchmarks.support.report import Report, parser
-from workers.accounting.device_bytes import device_bytes
-from workers.accounting.device_peak import measure_peak_flops
-from workers.accounting.flops import parameter_count, step_flops
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.spec.reading import parse_job_spec
+from manta.workers.accounting.device_bytes import device_bytes
+from manta.workers.accounting.device_peak import measure_peak_flops
+from manta.workers.accounting.flops import parameter_count, step_flops
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.spec.reading import parse_job_spec
 
 PARTS = ("models", "fp8_rates", "fp8_losses", "memory", "graphs", "pairs", "kill", "snapshots", "repair", "trace")
 SNAPSHOT_SIZES = GRAPH_SIZES = ("gpt_125m", "llama_1b5")

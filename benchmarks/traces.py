@@ -18,19 +18,19 @@ import torch
 
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import Report, deliver, parser
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec, ParallelConfig
-from workers.liveness.progress import Progress
-from workers.protocol.messages import Resume
-from workers.step_traces.analysis import bubble
-from workers.step_traces.assembly import assembled
-from workers.timing.recorder import HostMoments, Recorder
-from workers.timing.recording import Recording
-from workers.timing.step_phases import StepPhases
-from workers.trainer import Trainer
-from workers.training.reporter import Reporter
-from workers.training.tracing import Make
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.liveness.progress import Progress
+from manta.workers.protocol.messages import Resume
+from manta.workers.step_traces.analysis import bubble
+from manta.workers.step_traces.assembly import assembled
+from manta.workers.timing.recorder import HostMoments, Recorder
+from manta.workers.timing.recording import Recording
+from manta.workers.timing.step_phases import StepPhases
+from manta.workers.trainer import Trainer
+from manta.workers.training.reporter import Reporter
+from manta.workers.training.tracing import Make
 
 WARM_UP, PHASES = 4, 20_000
 TURN = 5

@@ -11,8 +11,8 @@ import ray
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from workers.integrations.ray_train import torch_trainer
-from workers.spec.reading import load_job_spec, read_document
+from manta.workers.integrations.ray_train import torch_trainer
+from manta.workers.spec.reading import load_job_spec, read_document
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("job", nargs="?", type=Path, default=Path(__file__).with_name("single.yaml"))

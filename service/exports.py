@@ -1,5 +1,5 @@
 """Weights of checkpoints written to folders of the service's machine, each by a separate process (`python -m
-workers.weights.export`): the service itself handles no arrays."""
+manta.workers.weights.export`): the service itself handles no arrays."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import IO
 
 from sqlalchemy.orm import Session
 
-from service.backoff import backoff
-from service.file_work import LOOK_SECONDS, FileWork, NotFinished
-from service.settings import without_secrets
-from service.store import Store, checkpoints, events, exports
-from service.store.database import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, may_pass
-from service.store.tables import Checkpoint, Export
-from workers.errors import MantaError
-from workers.system.daemon_threads import in_daemon_thread
-from workers.weights.mapping import Dtype, Format
+from manta.service.backoff import backoff
+from manta.service.file_work import LOOK_SECONDS, FileWork, NotFinished
+from manta.service.settings import without_secrets
+from manta.service.store import Store, checkpoints, events, exports
+from manta.service.store.database import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, may_pass
+from manta.service.store.tables import Checkpoint, Export
+from manta.workers.errors import MantaError
+from manta.workers.system.daemon_threads import in_daemon_thread
+from manta.workers.weights.mapping import Dtype, Format
 
 AT_ONCE = 2
 NOTE_SECONDS = 2.0
@@ -190,7 +190,17 @@ def _refuse_incomplete(checkpoint: Checkpoint) -> None:
 
 
 def _started(source: str, target: Path, format: Format, dtype: Dtype | None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "workers.weights.export", source, "--to", str(target), "--format", format]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "manta.workers.weights.export",
+        source,
+        "--to",
+        str(target),
+        "--format",
+        format,
+    ]
     command += ["--json", *([] if dtype is None else ["--dtype", dtype])]
     return subprocess.Popen(
         command,

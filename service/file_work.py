@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
-from workers.errors import MantaError
-from workers.system.daemon_threads import in_daemon_thread
+from manta.workers.errors import MantaError
+from manta.workers.system.daemon_threads import in_daemon_thread
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from service.recovery.timeline import RecoveryTimeline
-from service.states import SUPERVISED, JobState, is_final
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import SUPERVISED, JobState, is_final
 
 LedgerClass = Literal[
     "queue",

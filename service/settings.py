@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from service.cluster.node_shapes import BadNodeShapes, NodeShape, shapes_in
-from workers.errors import MantaError
-from workers.node.notice_sources import UnknownSource, notice_sources
-from workers.storage.places import BadPlace, ObjectPath, Place, place_of
-from workers.system.ports import BadPorts, PortRange
+from manta.service.cluster.node_shapes import BadNodeShapes, NodeShape, shapes_in
+from manta.workers.errors import MantaError
+from manta.workers.node.notice_sources import UnknownSource, notice_sources
+from manta.workers.storage.places import BadPlace, ObjectPath, Place, place_of
+from manta.workers.system.ports import BadPorts, PortRange
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
@@ -92,8 +92,8 @@ class Settings:
     """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `roots_of` decides, by the
     address on which the service listens."""
     database_url: str | None = field(default=None, repr=False)
-    """Where the job database is (MANTA_DATABASE_URL, or `manta up --database`), as `service.store.location` reads it;
-    None: in the home."""
+    """Where the job database is (MANTA_DATABASE_URL, or `manta up --database`), as `manta.service.store.location` reads
+    it; None: in the home."""
     api_key: str | None = field(default=None, repr=False)
     """The key that the client sends (MANTA_API_KEY); None: that of the service running in `home`."""
     tls: Tls = Tls()
@@ -113,14 +113,14 @@ class Settings:
     store of MANTA_CHECKPOINTS, if that is one; None, or MANTA_LOGS=home: in the home only."""
     node_notices: str | None = None
     """Whom the nodes ask whether they are about to be taken away (MANTA_NODE_NOTICES: aws, gcp, azure, kubernetes,
-    slurm, several separated by commas, as `workers.node.notice_sources` reads it); None: nobody is asked."""
+    slurm, several separated by commas, as `manta.workers.node.notice_sources` reads it); None: nobody is asked."""
     ports: PortRange | None = None
     """Ports on which the processes on the nodes listen, for firewalls (MANTA_PORTS, such as 20000-20999); None: any."""
     ship_code: bool = False
     """Whether the nodes of an existing Ray get this installation's code instead of their own (MANTA_SHIP_CODE=1)."""
     node_shapes: tuple[NodeShape, ...] = ()
     """Nodes that the autoscaler of an existing Ray can add (MANTA_NODE_SHAPES, such as `workers=4x8 slots`, as
-    `service.cluster.node_shapes` reads it); none: nothing is requested of an autoscaler."""
+    `manta.service.cluster.node_shapes` reads it); none: nothing is requested of an autoscaler."""
     model_packages: tuple[str, ...] = ()
     """Installed packages from which jobs may use models (MANTA_MODEL_PACKAGES, separated by commas)."""
     traces: str | None = None

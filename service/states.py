@@ -71,7 +71,7 @@ TIME_LIMITS: dict[JobState, float] = {
     _S.STARTING: 300.0,
     _S.RECOVERING: 300.0,
     _S.RESIZING: 480.0,  # as PAUSING, when it saves its state for the queue
-    _S.PAUSING: 480.0,  # `service.job.leave.SAVE_SECONDS`, and the time to release everything
+    _S.PAUSING: 480.0,  # `manta.service.job.leave.SAVE_SECONDS`, and the time to release everything
     _S.CANCELLING: 120.0,
 }
 """Seconds in which a job leaves a state, provided that the database, Ray and checkpoints answer and there are places

@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service.store.tables import Job
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.system.threads import BEFORE
+from manta.service.store.tables import Job
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.system.threads import BEFORE
 
 Document = Mapping[str, Any]
 

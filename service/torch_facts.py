@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 SECONDS = 120.0
 _ASK = """
@@ -34,7 +34,7 @@ def torch_facts() -> dict[str, Any]:
     """`version`, `cuda` and `nccl` (versions, or None) and `devices` (the name of each GPU). Raises TorchFailed."""
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=SECONDS, check=False
+            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise TorchFailed(f"torch did not start within {SECONDS:g} s", "see whether the disk is slow") from error

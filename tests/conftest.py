@@ -220,7 +220,7 @@ def ranks() -> Iterator[Any]:
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migrated database, to be copied: a migration takes longer than most tests."""
     path = tmp_path_factory.mktemp("database") / "manta.db"
-    from service.store import Store
+    from manta.service.store import Store
 
     store = Store(f"sqlite:///{path}")
     store.migrate()
@@ -261,7 +261,7 @@ def database_url(kind_of_database: str, request: pytest.FixtureRequest, tmp_path
 @pytest.fixture
 def store(database_url: str, kind_of_database: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """An empty job database."""
-    from service.store import Store
+    from manta.service.store import Store
 
     with contextlib.ExitStack() as stack:
         if kind_of_database == "postgresql":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("api", "service", "workers")
+PACKAGES = ("src/manta/api", "src/manta/service", "src/manta/workers")
 LEANS_ON_WHAT_IS_ABOVE = re.compile(r"(The same|It|Its|They|Their|Them|These|Those|That|He|She|His|Her|Same|Such)\b")
 MAX_NAME = 90
 

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("api", "service", "workers")
+HOUSE = ROOT / "src" / "manta"
 IMPORT = re.compile(r"^ *(?:import (\w+)(?:[\w.]*)(?: as \w+)?$|from (\w+)[\w.]* import )", re.MULTILINE)
 DISTRIBUTIONS = {
     "opentelemetry": "opentelemetry-sdk",
@@ -24,9 +24,9 @@ FOR_TYPES = {"_typeshed"}
 
 def imported() -> set[str]:
     """Modules, in functions too."""
-    texts = (path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    texts = (path.read_text() for room in HOUSE.iterdir() for path in room.rglob("*.py"))
     found = (name or other for text in texts for name, other in IMPORT.findall(text))
-    return set(found) - sys.stdlib_module_names - {*PACKAGES, *OF_USERS, *FOR_TYPES}
+    return set(found) - sys.stdlib_module_names - {"manta", *OF_USERS, *FOR_TYPES}
 
 
 def declared() -> set[str]:

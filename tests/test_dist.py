@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.users_packages import make_packages
+
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+ROOMS = ("api", "service", "workers")
 SECONDS = 1800.0
 
 
@@ -56,14 +59,16 @@ def test_the_wheel_holds_the_service_and_nothing_that_needs_a_checkout(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0] for name in names} == {
-        "api", "service", "workers", f"manta_train-{VERSION}.dist-info",
+        "manta", f"manta_train-{VERSION}.dist-info",
     }  # fmt: skip
     sources = {
-        str(path.relative_to(ROOT)) for room in ("api", "service", "workers") for path in (ROOT / room).rglob("*.py")
+        str(path.relative_to(ROOT / "src")) for room in ROOMS for path in (ROOT / "src" / "manta" / room).rglob("*.py")
     }
     held = {name for name in names if name.endswith(".py")}
-    assert sources - held == {name for name in sources if name.startswith("api/demo/")}
-    assert {"api/ui/static/style.css", "api/ui/static/pages/job/ranks.js"} <= set(names)
+    assert sources - held == {name for name in sources if name.startswith("manta/api/demo/")}
+    assert {"manta/__init__.py", "manta/api/ui/static/style.css", "manta/api/ui/static/pages/job/ranks.js"} <= set(
+        names
+    )
 
 
 @pytest.mark.soak
@@ -82,13 +87,20 @@ def test_an_installed_wheel_runs_a_job(wheel, tmp_path, from_nothing):
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MANTA", "VIRTUAL"))}
     options = {"cwd": tmp_path, "env": {**kept, "MANTA_HOME": str(tmp_path / "home")}}
-    manta = programs / "manta"
+    manta, imported = programs / "manta", tmp_path / "imported"
+    make_packages(tmp_path, imported)
+    make_packages(next((tmp_path / "environment" / "lib").glob("python*/site-packages")), imported)
     assert run(manta, "--version", **options).startswith(f"manta {VERSION} ")
-    where = run(programs / "python", "-c", "import workers; print(workers.__file__)", **options)
+    where = run(programs / "python", "-c", "import manta; print(manta.__file__)", **options)
     assert Path(where).is_relative_to(tmp_path / "environment")
     try:
         run(manta, "up", "--port", "0", "--slots", "2", **options)
         assert "SUCCEEDED" in run(manta, "submit", "job.yaml", "--follow", **options)
+        single = {**job, "parallel": {}, "data": {"source": "text", "paths": [str(tmp_path / "words.txt")]}}
+        (tmp_path / "single.yaml").write_text(yaml.safe_dump(single))
+        run(manta, "run", "single.yaml", **options)
+        run(programs / "python", "-m", "manta.workers.run", "single.yaml", **options)
+        assert not imported.exists(), "packages of the user, beside Manta and where the command runs"
     finally:
         run(manta, "down", **options)
 

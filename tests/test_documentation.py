@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+HOUSE = ROOT / "src" / "manta"
 PACKAGES = ("api", "service", "workers")
-FOLDERS = (*PACKAGES, "benchmarks", "deploy", "docs", "examples", "helm", "tests")
+FOLDERS = ("benchmarks", "deploy", "docs", "examples", "helm", "src", "tests")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILES = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
+FILES |= {str(path.relative_to(HOUSE)) for package in PACKAGES for path in (HOUSE / package).rglob("*.*")}
 ENDINGS = {file[start:] for file in FILES for start in [0, *(at.end() for at in re.finditer("/", file))]}
 """Of their paths, from each folder on: pages leave out what the text before says."""
 OF_OTHERS = {"preprocess_data.py", "benchmark/alpa/suite_auto_gpt.py"}
@@ -43,7 +45,7 @@ def test_headings_that_a_page_names_exist(page):
 
 
 def test_headings_that_messages_name_exist():
-    sources = (path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    sources = (path.read_text() for package in PACKAGES for path in (HOUSE / package).rglob("*.py"))
     whole = (re.sub(r'"\s*\n\s*f?"', "", source) for source in sources)
     named = {page for text in whole for page in re.findall(r"\((docs/[\w/]+\.md), ([A-Z][\w ]+)\)", text)}
     assert named

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+HOUSE = Path(__file__).parents[1] / "src" / "manta"
 READERS = {
     "FileIO", "ParquetFile", "ZipFile", "copyfile", "copytree", "fromfile", "load_cert_chain",
     "memmap", "np.load", "open", "open_memory_map", "read_bytes", "read_table", "read_text", "safe_open", "shutil.copy",
@@ -92,8 +92,8 @@ SAFE = {
 
 def reads() -> Iterator[str]:
     for package in ("api", "service", "workers"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield from _reads_in(ast.parse(path.read_text()), f"{path.relative_to(ROOT)}", "")
+        for path in sorted((HOUSE / package).rglob("*.py")):
+            yield from _reads_in(ast.parse(path.read_text()), f"{path.relative_to(HOUSE)}", "")
 
 
 def _reads_in(node: ast.AST, file: str, within: str) -> Iterator[str]:

@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.model.stage import ModelStage, compile_layers, compute_in_fp8, wait_before_parts
-from workers.parallel.data.agreement import CountedNorm, StepStatistics, StepSums
-from workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
-from workers.parallel.data.flat import FlatParameters
-from workers.parallel.data.reduction import GradientReduction, SharedGradients
-from workers.parallel.data.zero import ZeroOptimizer
-from workers.parallel.pipeline.graphed import CudaRecording, GraphedPipeline, Recording
-from workers.parallel.pipeline.runtime import Pipeline
-from workers.parallel.tensor.fp8 import Fp8Products
-from workers.parallel.tensor.products import Products
-from workers.parallel.tensor.shards import NamedShard, fill_initial
-from workers.system.resources import keep_freed_memory
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import MicroBatch
+from manta.workers.model.stage import ModelStage, compile_layers, compute_in_fp8, wait_before_parts
+from manta.workers.parallel.data.agreement import CountedNorm, StepStatistics, StepSums
+from manta.workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
+from manta.workers.parallel.data.flat import FlatParameters
+from manta.workers.parallel.data.reduction import GradientReduction, SharedGradients
+from manta.workers.parallel.data.zero import ZeroOptimizer
+from manta.workers.parallel.pipeline.graphed import CudaRecording, GraphedPipeline, Recording
+from manta.workers.parallel.pipeline.runtime import Pipeline
+from manta.workers.parallel.tensor.fp8 import Fp8Products
+from manta.workers.parallel.tensor.products import Products
+from manta.workers.parallel.tensor.shards import NamedShard, fill_initial
+from manta.workers.system.resources import keep_freed_memory
 
 
 class Engine:

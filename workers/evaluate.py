@@ -1,4 +1,4 @@
-"""How good a trained model is: `python -m workers.evaluate CHECKPOINT (--text | --last-word | --choices | --chat)
+"""How good a trained model is: `python -m manta.workers.evaluate CHECKPOINT (--text | --last-word | --choices | --chat)
 FILE`.
 
 CHECKPOINT may have been written under any layout; it is read by one process. --text takes plain text or JSONL with
@@ -9,22 +9,22 @@ CHECKPOINT may have been written under any layout; it is read by one process. --
 from __future__ import annotations
 
 if __name__ == "__main__":  # before anything is loaded, which takes seconds
-    from workers.interruption import run_command
+    from manta.workers.interruption import run_command
 
-    run_command("workers.evaluate")
+    run_command("manta.workers.evaluate")
 
 import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
 
-from workers.checkpoint.catalog import checkpoint_at
-from workers.inference import tasks
-from workers.inference.chats import ChatResult, chat, read_conversations, template_of
-from workers.inference.command import add_template_to, loaded, options_for, positive, run
+from manta.workers.checkpoint.catalog import checkpoint_at
+from manta.workers.inference import tasks
+from manta.workers.inference.chats import ChatResult, chat, read_conversations, template_of
+from manta.workers.inference.command import add_template_to, loaded, options_for, positive, run
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m workers.evaluate") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.evaluate") -> int:
     """Entry point; returns the exit status. `called`: the command, as it was typed."""
     parser = options_for(called, "Evaluate a trained model.")
     kind = parser.add_mutually_exclusive_group(required=True)

@@ -1,4 +1,4 @@
-"""Text that a trained model writes: `python -m workers.generate CHECKPOINT --prompt TEXT`.
+"""Text that a trained model writes: `python -m manta.workers.generate CHECKPOINT --prompt TEXT`.
 
 CHECKPOINT may have been written under any layout; it is read by one process.
 """
@@ -6,22 +6,22 @@ CHECKPOINT may have been written under any layout; it is read by one process.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before anything is loaded, which takes seconds
-    from workers.interruption import run_command
+    from manta.workers.interruption import run_command
 
-    run_command("workers.generate")
+    run_command("manta.workers.generate")
 
 import argparse
 import json
 from pathlib import Path
 
-from workers.checkpoint.catalog import checkpoint_at
-from workers.inference.chats import End, end_of_answer, question, template_of
-from workers.inference.command import add_template_to, loaded, options_for, run
-from workers.inference.generation import Sampling, generate
-from workers.inference.tasks import read_texts
+from manta.workers.checkpoint.catalog import checkpoint_at
+from manta.workers.inference.chats import End, end_of_answer, question, template_of
+from manta.workers.inference.command import add_template_to, loaded, options_for, run
+from manta.workers.inference.generation import Sampling, generate
+from manta.workers.inference.tasks import read_texts
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m workers.generate") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.generate") -> int:
     """Entry point; returns the exit status. `called`: the command, as it was typed."""
     parser = options_for(called, "Let a trained model write.")
     prompts = parser.add_mutually_exclusive_group(required=True)

@@ -14,8 +14,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.errors import MantaError
-from workers.storage.places import Place
+from manta.workers.errors import MantaError
+from manta.workers.storage.places import Place
 
 SHARED_MEMORY = Path("/dev/shm")
 RUNTIME_FOLDERS = Path("/tmp"), "manta-{user}-{tag}"

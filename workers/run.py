@@ -1,35 +1,34 @@
-"""The engine alone: `python -m workers.run CONFIG.yaml [--metrics FILE] [--checkpoints FOLDER] [--cache FOLDER]
+"""The engine alone: `python -m manta.workers.run CONFIG.yaml [--metrics FILE] [--checkpoints FOLDER] [--cache FOLDER]
 [--stop-after-step N] [--trace FILE [--trace-steps K] [--trace-first-step N]]`.
 
-One process for a layout of one rank; for more, `torchrun --nproc-per-node N -m workers.run CONFIG.yaml`. CONFIG is a
-JobSpec, of which the engine reads what concerns it. torch, whose import takes seconds, is imported once the job is
-known to be valid.
-"""
+One process for a layout of one rank; for more, `torchrun --nproc-per-node N -m manta.workers.run CONFIG.yaml`. CONFIG
+is a JobSpec, of which the engine reads what concerns it. torch, whose import takes seconds, is imported once the job is
+known to be valid."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before anything is loaded, which takes seconds
-    from workers.interruption import run_command
+    from manta.workers.interruption import run_command
 
-    run_command("workers.run")
+    run_command("manta.workers.run")
 
 import argparse
 import sys
 from pathlib import Path
 
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.interruption import ending_at_once
-from workers.settings import Launcher, read_launcher
-from workers.spec.problems import Problem, SpecError
-from workers.spec.reading import load_job_spec
-from workers.spec.submitted import with_vocabulary
-from workers.storage.places import BadPlace, Place, place_of
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.interruption import ending_at_once
+from manta.workers.settings import Launcher, read_launcher
+from manta.workers.spec.problems import Problem, SpecError
+from manta.workers.spec.reading import load_job_spec
+from manta.workers.spec.submitted import with_vocabulary
+from manta.workers.storage.places import BadPlace, Place, place_of
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status. Errors of the user are one sentence on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m workers.run", description="Train one job without the service.")
+def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.run") -> int:
+    """Entry point; returns the exit status. Errors of the user are one sentence on stderr. `called`: name in help."""
+    parser = argparse.ArgumentParser(prog=called, description="Train one job without the service.")
     parser.add_argument("config", type=Path, help="JobSpec in YAML")
     parser.add_argument(
         "--metrics",
@@ -58,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         launcher = read_launcher()
         _check_world(spec, launcher)
         with ending_at_once():
-            from workers.standalone.job import TraceFile, train
+            from manta.workers.standalone.job import TraceFile, train
 
         trace = TraceFile(options.trace, options.trace_steps, options.trace_first_step) if options.trace else None
         train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache, trace)
@@ -98,5 +97,5 @@ def _check_world(spec: JobSpec, launcher: Launcher | None) -> None:
     if world_size != needed:
         raise MantaError(
             f"the layout has {needed} ranks, but {world_size} process(es) were started: use "
-            f"torchrun --nproc-per-node {needed} -m workers.run CONFIG.yaml, or change parallel"
+            f"torchrun --nproc-per-node {needed} -m manta.workers.run CONFIG.yaml, or change parallel"
         )

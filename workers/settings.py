@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from workers.paths import Paths
+from manta.workers.paths import Paths
 
 
 @dataclass(frozen=True)

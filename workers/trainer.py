@@ -6,26 +6,26 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from workers.accounting.device_table import peak_of_stages
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.data.batches import Batches, Prefetch
-from workers.data.order import SkippedSamples
-from workers.data.watch import DataWatch, check_same_tokens
-from workers.engine import Engine
-from workers.errors import AskedToRest, PeerLost, ReplicaDiffers
-from workers.liveness.rank_samples import RankSampler, Straggler, Stragglers
-from workers.numerics.bad_numbers import BadStep
-from workers.numerics.guard import error_of
-from workers.parallel.data.agreement import StepStatistics
-from workers.parallel.data.replica_check import ReplicaCheck
-from workers.protocol.messages import Resume
-from workers.training.learning_rate import learning_rate
-from workers.training.rank_state import NO_PLACES, Places, RankState
-from workers.training.reporter import Reporter, announce, named_samples, sample_data
-from workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
-from workers.training.tracing import Tracing
-from workers.training.validation import Validation
+from manta.workers.accounting.device_table import peak_of_stages
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import Batches, Prefetch
+from manta.workers.data.order import SkippedSamples
+from manta.workers.data.watch import DataWatch, check_same_tokens
+from manta.workers.engine import Engine
+from manta.workers.errors import AskedToRest, PeerLost, ReplicaDiffers
+from manta.workers.liveness.rank_samples import RankSampler, Straggler, Stragglers
+from manta.workers.numerics.bad_numbers import BadStep
+from manta.workers.numerics.guard import error_of
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.parallel.data.replica_check import ReplicaCheck
+from manta.workers.protocol.messages import Resume
+from manta.workers.training.learning_rate import learning_rate
+from manta.workers.training.rank_state import NO_PLACES, Places, RankState
+from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
+from manta.workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
+from manta.workers.training.tracing import Tracing
+from manta.workers.training.validation import Validation
 
 
 class Trainer:

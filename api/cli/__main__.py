@@ -1,11 +1,11 @@
-"""The `manta` command, also as `python -m api.cli`."""
+"""The `manta` command, also as `python -m manta.api.cli`."""
 
 import errno
 import os
 import sys
 from pathlib import Path
 
-from workers.interruption import EXIT_INTERRUPTED, ending_at_once
+from manta.workers.interruption import EXIT_INTERRUPTED, ending_at_once
 
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -13,7 +13,7 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main() -> None:
     """Run the command. What it loads takes a moment, in which it may be interrupted like later on."""
     with ending_at_once():
-        from api.cli.main import command_line
+        from manta.api.cli.main import command_line
 
         command = command_line(sys.argv[1] if len(sys.argv) > 1 else None)
     try:

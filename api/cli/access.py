@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, bad_options, connect, fail, show, show_page
-from api.client import calls
-from api.requests import NewKey
-from service.keys import installation_keys
-from service.keys.identity import Scope, new_key
-from service.settings import Settings
-from service.store import ApiKey, Store
-from service.store.location import url_in
-from workers.errors import MantaError
+from manta.api.cli import render
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, bad_options, connect, fail, show, show_page
+from manta.api.client import calls
+from manta.api.requests import NewKey
+from manta.service.keys import installation_keys
+from manta.service.keys.identity import Scope, new_key
+from manta.service.settings import Settings
+from manta.service.store import ApiKey, Store
+from manta.service.store.location import url_in
+from manta.workers.errors import MantaError
 
 DAY_SECONDS = 86_400.0
 

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from api import schemas
-from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
-from api.cli.render import table
-from service.planner.machines import (
+from manta.api import schemas
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
+from manta.api.cli.render import table
+from manta.service.planner.machines import (
     Calibrated,
     forget_jobs_before_now,
     measure,
@@ -21,8 +21,8 @@ from service.planner.machines import (
     save,
     with_links_of_before,
 )
-from service.settings import Settings
-from workers.paths import Paths
+from manta.service.settings import Settings
+from manta.workers.paths import Paths
 
 _UNITS = {
     "product_fp32": (1e9, "GFLOP/s, products in fp32"),

@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from api.cli import render
-from api.cli.main import (
+from manta.api.cli import render
+from manta.api.cli.main import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_UNREACHABLE,
@@ -34,11 +34,11 @@ from api.cli.main import (
     show,
     to_the_last,
 )
-from api.cli.render import counted, size
-from api.client import ApiError, MantaClient, ServiceUnreachable, calls
-from api.schemas import Checkpoint, Items
-from service.ids import is_job_id
-from workers.checkpoint.catalog import (
+from manta.api.cli.render import counted, size
+from manta.api.client import ApiError, Client, ServiceUnreachable, calls
+from manta.api.schemas import Checkpoint, Items
+from manta.service.ids import is_job_id
+from manta.workers.checkpoint.catalog import (
     Manifest,
     checkpoint_path,
     generation_of,
@@ -48,14 +48,14 @@ from workers.checkpoint.catalog import (
     verify,
     while_read,
 )
-from workers.checkpoint.checksums import DamagedCheckpoint
-from workers.checkpoint.transfer import copy
-from workers.errors import MantaError
-from workers.interruption import cleaning_up_when_terminated
-from workers.storage.places import Place, place_of
+from manta.workers.checkpoint.checksums import DamagedCheckpoint
+from manta.workers.checkpoint.transfer import copy
+from manta.workers.errors import MantaError
+from manta.workers.interruption import cleaning_up_when_terminated
+from manta.workers.storage.places import Place, place_of
 
 if TYPE_CHECKING:
-    from workers.weights.export import Exported
+    from manta.workers.weights.export import Exported
 
 FORMATS = (
     "dcp: the whole checkpoint, for torch.distributed.checkpoint; hf: weights, config and tokenizer for "
@@ -221,7 +221,7 @@ def source_of(what: str, step: int | None, url: str | None) -> Place:
     return place_of(newest.path)
 
 
-def _job_called(client: MantaClient, what: str) -> str:
+def _job_called(client: Client, what: str) -> str:
     try:
         return client.id_of(what)
     except ServiceUnreachable as error:
@@ -232,11 +232,11 @@ def _job_called(client: MantaClient, what: str) -> str:
         raise NoCheckpoint(f"there is no folder {what}, and {error}") from error
 
 
-def _complete(client: MantaClient, job: str) -> list[Checkpoint]:
+def _complete(client: Client, job: str) -> list[Checkpoint]:
     return [row for row in _all(client, job) if row.state == "complete"]
 
 
-def _all(client: MantaClient, job: str) -> list[Checkpoint]:
+def _all(client: Client, job: str) -> list[Checkpoint]:
     job_id = client.id_of(job)
     return [*to_the_last(lambda cursor: client.checkpoints(job_id, limit=PAGE, cursor=cursor))]
 
@@ -315,7 +315,7 @@ def _export(
     checkpoint: str, target: Path, to_format: Format, dtype: Dtype | None, shard_bytes: int, quiet: bool
 ) -> Exported:
     """Shows the progress meanwhile."""
-    from workers.weights.export import export  # other commands need no arrays
+    from manta.workers.weights.export import export  # other commands need no arrays
 
     bars = Progress(transient=True, disable=quiet or not Console().is_terminal)
     with cleaning_up_when_terminated(), bars as bar:

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli import render
-from api.cli.jobs import Filters
-from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, console, fail
-from api.cli.render import table
-from api.schemas import Items, Job
-from workers.protocol.json_codec import spell
+from manta.api.cli import render
+from manta.api.cli.jobs import Filters
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, console, fail
+from manta.api.cli.render import table
+from manta.api.schemas import Items, Job
+from manta.workers.protocol.json_codec import spell
 
 MAX_JOBS = 1000
 """Maximum number of jobs with a label: the length of a page of the list."""

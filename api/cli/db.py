@@ -11,18 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.main import EXIT_BAD_INPUT, Json
-from api.cli.service import Database, settings_with
-from api.server import lock_home
-from service.control.takeover import MAX_NAMED
-from service.settings import Settings
-from service.states import SUPERVISED
-from service.store import Store
-from service.store.backup_file import back_up, restore
-from service.store.health import problems
-from service.store.jobs import unfinished_in_brief
-from service.store.location import parse_url, shown, url_in
-from workers.errors import MantaError
+from manta.api.cli.main import EXIT_BAD_INPUT, Json
+from manta.api.cli.service import Database, settings_with
+from manta.api.server import lock_home
+from manta.service.control.takeover import MAX_NAMED
+from manta.service.settings import Settings
+from manta.service.states import SUPERVISED
+from manta.service.store import Store
+from manta.service.store.backup_file import back_up, restore
+from manta.service.store.health import problems
+from manta.service.store.jobs import unfinished_in_brief
+from manta.service.store.location import parse_url, shown, url_in
+from manta.workers.errors import MantaError
 
 db = typer.Typer(no_args_is_help=True, help="The job database: migrate, check, back up, restore.")
 

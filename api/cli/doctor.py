@@ -10,17 +10,17 @@ from typing import Annotated
 
 import typer
 
-from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, fail
-from api.cli.render import counted
-from api.cli.service import Database, settings_with
-from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.serving.local_service import running_service
-from service.doctor import Finding
-from service.doctor.checkup import findings, looks
-from service.settings import Settings
-from workers.config import JobSpec
-from workers.spec.reading import load_job_spec
-from workers.spec.submitted import with_vocabulary
+from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, fail
+from manta.api.cli.render import counted
+from manta.api.cli.service import Database, settings_with
+from manta.api.client import ApiError, Client, ServiceUnreachable
+from manta.api.serving.local_service import running_service
+from manta.service.doctor import Finding
+from manta.service.doctor.checkup import findings, looks
+from manta.service.settings import Settings
+from manta.workers.config import JobSpec
+from manta.workers.spec.reading import load_job_spec
+from manta.workers.spec.submitted import with_vocabulary
 
 _MARKS = {"ok": "ok  ", "warning": "WARN", "problem": "FAIL", "skipped": "-   "}
 
@@ -77,7 +77,7 @@ def _service(settings: Settings) -> Iterator[Finding]:
         yield Finding("service", "skipped", f"no service is running with home {settings.home}")
         return
     try:
-        with MantaClient.of_home(settings.home) if settings.url is None else MantaClient(settings.url) as client:
+        with Client.of_home(settings.home) if settings.url is None else Client(settings.url) as client:
             client.ready()
             nodes = client.cluster().nodes
             address = client.url
@@ -101,7 +101,7 @@ def _service(settings: Settings) -> Iterator[Finding]:
     yield from ways
 
 
-def _ways(client: MantaClient) -> Iterator[Finding]:
+def _ways(client: Client) -> Iterator[Finding]:
     """Whether the nodes reach each other, and what would be lost with Ray's head node."""
     try:
         seen = client.check_cluster()

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show, show_page
-from api.client import calls
-from api.schemas import Direction, JobSort
-from service.states import STATE_NAMES
+from manta.api.cli import render
+from manta.api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show, show_page
+from manta.api.client import calls
+from manta.api.schemas import Direction, JobSort
+from manta.service.states import STATE_NAMES
 
 Filters = Annotated[
     list[str] | None,

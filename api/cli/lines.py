@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from api.cli import render
-from api.cli.main import (
+from manta.api.cli import render
+from manta.api.cli.main import (
     EXIT_BAD_INPUT,
     PAGE,
     Follow,
@@ -21,9 +21,9 @@ from api.cli.main import (
     show_lines,
     to_the_last,
 )
-from api.client import MantaClient
-from api.client.calls import WantedEvents, WantedLines
-from api.schemas import Event, JobEvent
+from manta.api.client import Client
+from manta.api.client.calls import WantedEvents, WantedLines
+from manta.api.schemas import Event, JobEvent
 
 
 def register(app: typer.Typer) -> None:
@@ -90,10 +90,10 @@ def _none_of(what: str, narrowed: bool) -> str:
     return f"no {what} matches" if narrowed else f"no {what}s yet"
 
 
-def _events_of(client: MantaClient, job: str, wanted: WantedEvents) -> Iterator[Event]:
+def _events_of(client: Client, job: str, wanted: WantedEvents) -> Iterator[Event]:
     job_id = client.id_of(job)
     return to_the_last(lambda cursor: client.events(job_id, cursor, **wanted))
 
 
-def _events_of_all(client: MantaClient, type: str | None) -> Iterator[JobEvent]:
+def _events_of_all(client: Client, type: str | None) -> Iterator[JobEvent]:
     return to_the_last(lambda cursor: client.all_events(None, type, cursor, limit=PAGE))

@@ -17,16 +17,16 @@ from rich.console import Console
 from typer.core import TyperGroup
 from typer.models import CommandInfo, TyperInfo
 
-from api.cli import render
-from api.client import ApiError, MantaClient, ServiceUnreachable, calls
-from api.requests import FaultRequest
-from api.rest_version import SPOKEN as SPOKEN_REST
-from api.schemas import Items, JobPlan, MetricSeries, Recovery
-from api.schemas import Job as JobView
-from workers.errors import MantaError
-from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
-from workers.protocol.messages import SPOKEN as SPOKEN_PROTOCOLS
-from workers.spec.problems import Problem, SpecError, rule_in_words
+from manta.api.cli import render
+from manta.api.client import ApiError, Client, ServiceUnreachable, calls
+from manta.api.requests import FaultRequest
+from manta.api.rest_version import SPOKEN as SPOKEN_REST
+from manta.api.schemas import Items, JobPlan, MetricSeries, Recovery
+from manta.api.schemas import Job as JobView
+from manta.workers.errors import MantaError
+from manta.workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
+from manta.workers.protocol.messages import SPOKEN as SPOKEN_PROTOCOLS
+from manta.workers.spec.problems import Problem, SpecError, rule_in_words
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "checkpoints": ("export", "checkpoints"),
     "db": ("db",),
     "doctor": ("doctor",),
-    "inference": ("evaluate", "generate"),
+    "engine": ("run", "evaluate", "generate"),
     "jobs": ("ps", "edit", "ranks", "waits", "stack"),
     "lines": ("logs", "events"),
     "nodes": ("drain", "nodes"),
@@ -56,7 +56,7 @@ PANELS = {
     "Jobs": "submit ps status logs events metrics compare pause resume resize edit cancel retry delete",
     "What a job does, and where its time goes": "ranks waits stack trace traces budget ledger recoveries track",
     "Checkpoints and trained models": "export evaluate generate checkpoints",
-    "Before a job": "plan calibrate tokenize doctor",
+    "Before a job, or without a service": "plan calibrate tokenize doctor run",
     "The service and its nodes": "up down serve nodes drain link",
     "Administration": "audit inject keys projects db",
 }
@@ -123,9 +123,9 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the
 RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
 
 
-def connect(url: str | None) -> MantaClient:
+def connect(url: str | None) -> Client:
     """A client for the service at `url`, or for the service given by the environment."""
-    return MantaClient(url)
+    return Client(url)
 
 
 def console() -> Console:
@@ -173,7 +173,7 @@ def status(job: JobId, url: Url = None, as_json: Json = False) -> None:
     show(answer, as_json, lambda console: render.job_page(console, answer, plan))
 
 
-def _plan_of(client: MantaClient, job: str) -> JobPlan | None:
+def _plan_of(client: Client, job: str) -> JobPlan | None:
     """None if the service's release does not plan."""
     try:
         return client.job_plan(job)
@@ -344,7 +344,7 @@ def command_line(wanted: str | None = None) -> typer.Typer:
     here = {_name_of(command) for command in app.registered_commands}
     files = [file for file, commands in _FILES.items() if wanted in commands] or ([] if wanted in here else [*_FILES])
     for file in files:
-        importlib.import_module(f"api.cli.{file}").register(app)
+        importlib.import_module(f"manta.api.cli.{file}").register(app)
     _put_in_order(app)
     return app
 
@@ -383,7 +383,7 @@ def _name_of(registered: CommandInfo | TyperInfo) -> str:
 
 def version_line() -> str:
     """What tells one release from another, as `docs/operations.md` uses it for upgrades."""
-    from service.store.database import newest_revision  # with SQLAlchemy, which most commands do without
+    from manta.service.store.database import newest_revision  # with SQLAlchemy, which most commands do without
 
     release = importlib.metadata.version("manta-train")
     rest, protocols = (", ".join(map(str, sorted(spoken))) for spoken in (SPOKEN_REST, SPOKEN_PROTOCOLS))

@@ -12,10 +12,10 @@ from typing import Annotated
 import psutil
 import typer
 
-from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, Url, connect, fail, show
-from api.client import MantaClient
-from workers.node.local_drain import drain_nodes_here
+from manta.api.cli import render
+from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, Url, connect, fail, show
+from manta.api.client import Client
+from manta.workers.node.local_drain import drain_nodes_here
 
 LOOK_SECONDS = 0.5
 AGENT = "ray::AgentOnNode"[:15]
@@ -83,7 +83,7 @@ def agents_here() -> list[int]:
     return pids
 
 
-def _is_empty(client: MantaClient, node: str) -> bool:
+def _is_empty(client: Client, node: str) -> bool:
     return not any(each.ranks for each in client.cluster().nodes if each.id == node and each.alive)
 
 

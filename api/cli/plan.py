@@ -8,21 +8,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from api import schemas
-from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
-from api.cli.render import table
-from api.cli.submit import Changes, read_file
-from service.planner.answer import to_json
-from service.planner.hardware import Cluster
-from service.planner.machines import measured_machines, this_node
-from service.planner.pictures import picture
-from service.planner.request import read_request
-from service.planner.stage_shares import in_words
-from service.settings import Settings
-from workers.paths import Paths
-from workers.spec.problems import Problem, SpecError
-from workers.spec.submitted import with_shape_of_weights
+from manta.api import schemas
+from manta.api.cli import render
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
+from manta.api.cli.render import table
+from manta.api.cli.submit import Changes, read_file
+from manta.api.client.plan import plan as plan_here
+from manta.service.planner.pictures import picture
+from manta.service.planner.stage_shares import in_words
 
 
 def register(app: typer.Typer) -> None:
@@ -87,13 +80,7 @@ def _answer(document: Any, url: str | None) -> schemas.Plans:
     if isinstance(cluster, dict) and cluster.get("current") is True:
         with connect(url) as client:
             return client.plans({**document, "cluster": cluster})
-    folder = Paths.of(Settings.from_environment().home).machines
-    wanted = read_request(with_shape_of_weights(document), _nowhere, this_node(folder), measured_machines(folder))
-    return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
-
-
-def _nowhere(_accelerator: str | None) -> Cluster:
-    raise SpecError([Problem("cluster.current", "the current cluster is only known to a service", "false")])
+    return plan_here(document)
 
 
 def plans_page(console: Console, answer: schemas.Plans) -> None:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from api.client.patience import Patience
-from api.schemas import Job
-from service.states import HELD, JobState, is_final
+from manta.api.client.patience import Patience
+from manta.api.schemas import Job
+from manta.service.states import HELD, JobState, is_final
 
 POLL_SECONDS = 0.25
 PLAIN_SECONDS = 5.0
@@ -22,7 +22,7 @@ _BAR_WIDTH = 24
 
 
 class JobReader(Protocol):
-    """A source of jobs, such as `api.client.MantaClient`."""
+    """A source of jobs, such as `manta.api.client.Client`."""
 
     def job(self, job_id: str) -> Job:
         """The current state of the job."""

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from api import schemas
-from api.cli.progress import duration, figure, percent, progress_line
-from api.schemas import access as access_schemas
-from service.words import byte_count
-from workers.training import metric_names
+from manta.api import schemas
+from manta.api.cli.progress import duration, figure, percent, progress_line
+from manta.api.schemas import access as access_schemas
+from manta.service.words import byte_count
+from manta.workers.training import metric_names
 
 GAP = 2
 SHORT = 20

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from service.home.own_files import OwnFileUnusable, read_own
-from workers.system.processes import ParentDeathSignal
+from manta.service.home.own_files import OwnFileUnusable, read_own
+from manta.workers.system.processes import ParentDeathSignal
 
 log = logging.getLogger(__name__)
 

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from api.cli.main import EXIT_BAD_INPUT, Json
-from api.cli.restarts import run_again_when_ended_by_ray
-from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.serving.local_service import leaves_without_an_answer, running_service, service_process
-from service.cluster.existing_ray import end_raylet
-from service.cluster.processes import wait_until_ended
-from service.cluster.ray_head import RayHead
-from service.home.own_files import read_key, writing_in
-from service.settings import DEFAULT_HOST, DEFAULT_PORT, LOOPBACK_HOSTS, Settings, Tls
-from service.states import JobState
-from workers.errors import MantaError
-from workers.paths import Paths
+from manta.api.cli.main import EXIT_BAD_INPUT, Json
+from manta.api.cli.restarts import run_again_when_ended_by_ray
+from manta.api.client import ApiError, Client, ServiceUnreachable
+from manta.api.serving.local_service import leaves_without_an_answer, running_service, service_process
+from manta.service.cluster.existing_ray import end_raylet
+from manta.service.cluster.processes import wait_until_ended
+from manta.service.cluster.ray_head import RayHead
+from manta.service.home.own_files import read_key, writing_in
+from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, LOOPBACK_HOSTS, Settings, Tls
+from manta.service.states import JobState
+from manta.workers.errors import MantaError
+from manta.workers.paths import Paths
 
 if TYPE_CHECKING:  # imported where it is needed: on a busy machine that takes half a minute
-    from service.store import Job
+    from manta.service.store import Job
 
 UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 240.0, 60.0, 0.1
 SILENT_SECONDS = 30.0
@@ -92,7 +92,7 @@ def up(
     home = Settings.from_environment().home
     url, running = "", _running_and_well(home)
     if running is None:
-        from api import server
+        from manta.api import server
 
         settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
         server.refuse_without_protection(settings, host)
@@ -111,7 +111,7 @@ def up(
     everywhere = " and this machine's other addresses" if host in server.EVERY_ADDRESS else ""
     typer.echo(f"Manta is up: {url}{everywhere} (home: {home})")
     if settings.dashboard and read_key(home) is not None and host in LOOPBACK_HOSTS:
-        with MantaClient.of_home(home) as client:
+        with Client.of_home(home) as client:
             typer.echo(f"Dashboard, link valid once: {url}{client.link().path} (`manta link` prints another one)")
 
 
@@ -146,7 +146,7 @@ def _with_options(
 
 def settings_with(database: str | None) -> Settings:
     """Settings from the environment, except for the database if one is given. Raises BadSetting, BadDatabaseUrl."""
-    from service.store.location import parse_url, url_in
+    from manta.service.store.location import parse_url, url_in
 
     settings = Settings.from_environment()
     settings = replace(settings, database_url=database or settings.database_url)
@@ -156,7 +156,7 @@ def settings_with(database: str | None) -> Settings:
 
 def down(database: Database = None, as_json: Json = False) -> None:
     """Stop the service and everything it runs, and list what was running."""
-    from service.store.location import parse_url, shown, url_in
+    from manta.service.store.location import parse_url, shown, url_in
 
     settings = settings_with(database)
     home, looked_at = settings.home, shown(parse_url(url_in(settings.home, settings.database_url)))
@@ -202,10 +202,10 @@ def running_jobs(home: Path, database: str | None = None) -> list[tuple[Job, int
     is running; none if it cannot be read."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    from service.store import Store
-    from service.store.checkpoints import newest
-    from service.store.jobs import unfinished_in_brief
-    from service.store.location import file_of, parse_url, url_in
+    from manta.service.store import Store
+    from manta.service.store.checkpoints import newest
+    from manta.service.store.jobs import unfinished_in_brief
+    from manta.service.store.location import file_of, parse_url, url_in
 
     file = file_of(parse_url(url_in(home, database)))
     if file is not None and not file.exists():
@@ -234,7 +234,7 @@ def serve_in_foreground(
     database: Database = None,
 ) -> None:
     """Run the service in the foreground, for containers."""
-    from api import server
+    from manta.api import server
 
     server.configure_logging()
     settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
@@ -250,7 +250,7 @@ def serve_in_foreground(
 def start_service(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> str:
     """Start the service in the background and return its address once it is ready. Raises HomeUnusable and NotStarted;
     in these cases a Ray that was already running keeps running, with its jobs."""
-    from api.server import serve_command
+    from manta.api.server import serve_command
 
     home = settings.home
     ray_ran = RayHead(home).record() is not None
@@ -312,7 +312,7 @@ def _why_it_ended(status: int, log: Path, began: int) -> str:
 
 def _is_ready(home: Path) -> bool:
     try:
-        with MantaClient.of_home(home) as client:
+        with Client.of_home(home) as client:
             return bool(client.ready())
     except (ServiceUnreachable, ApiError):
         return False

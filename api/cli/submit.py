@@ -15,16 +15,16 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Json, Url, connect, console, fail, show
-from api.cli.progress import follow as follow_progress
-from api.client import MantaClient
-from api.schemas import DryRun, Job
-from service.states import JobState
-from workers.config import JobSpec
-from workers.config.fields import MAX_CHARACTERS_OF_A_NAME
-from workers.spec.changes import changes_in, combinations_in, with_changes
-from workers.spec.reading import MAX_BYTES, document_of, read_document, with_absolute_paths
+from manta.api.cli import render
+from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Json, Url, connect, console, fail, show
+from manta.api.cli.progress import follow as follow_progress
+from manta.api.client import Client
+from manta.api.schemas import DryRun, Job
+from manta.service.states import JobState
+from manta.workers.config import JobSpec
+from manta.workers.config.fields import MAX_CHARACTERS_OF_A_NAME
+from manta.workers.spec.changes import changes_in, combinations_in, with_changes
+from manta.workers.spec.reading import MAX_BYTES, document_of, read_document, with_absolute_paths
 
 Changes = Annotated[
     list[str] | None,
@@ -111,7 +111,7 @@ def submit(
             show(job, as_json, lambda console: console.print(job.id, highlight=False))
 
 
-def _follow(client: MantaClient, job: Job, as_json: bool) -> None:
+def _follow(client: Client, job: Job, as_json: bool) -> None:
     # With --json only the final job is printed to standard output.
     out = Console(stderr=True, markup=False) if as_json else console()
     out.print(f"submitted {job.id}", highlight=False)
@@ -151,7 +151,7 @@ def variants(document: Any, sweeps: Sequence[str], sweep: str) -> list[Variant]:
     return made
 
 
-def submit_sweep(client: MantaClient, document: Any, sweeps: Sequence[str], dry_run: bool, as_json: bool) -> None:
+def submit_sweep(client: Client, document: Any, sweeps: Sequence[str], dry_run: bool, as_json: bool) -> None:
     """Check all jobs of a sweep and, unless it is a `dry_run`, submit them; each is printed as soon as it is
     submitted."""
     sweep = secrets.token_hex(4)

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from api.cli.main import EXIT_BAD_INPUT, Json, fail
-from service.settings import Settings
-from workers.paths import Paths
-from workers.settings import read_token_cache
-from workers.spec.reading import load_job_spec
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, fail
+from manta.service.settings import Settings
+from manta.workers.paths import Paths
+from manta.workers.settings import read_token_cache
+from manta.workers.spec.reading import load_job_spec
 
 
 def register(app: typer.Typer) -> None:
@@ -41,9 +41,9 @@ def tokenize(
     A job that starts here uses the stored tokens; without them it tokenizes by itself. An interrupted run is continued.
     Needs no service."""
     # Imported here: numpy takes longer to import than most commands take to run.
-    from workers.data.token_cache import Watcher
-    from workers.data.tokenize import ProgressLines
-    from workers.data.tokenize import tokenize as make_tokens
+    from manta.workers.data.token_cache import Watcher
+    from manta.workers.data.tokenize import ProgressLines
+    from manta.workers.data.tokenize import tokenize as make_tokens
 
     folder = (cache or read_token_cache(Paths.of(Settings.from_environment().home).token_cache)).absolute()
     try:

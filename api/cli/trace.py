@@ -10,13 +10,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, Json, Url, connect, fail, show
-from api.cli.render import table
-from api.client import MantaClient, calls
-from api.requests import TraceRequest
-from api.schemas import traces as trace_schemas
-from workers.timing.recording import MAX_STEPS
+from manta.api.cli import render
+from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, Json, Url, connect, fail, show
+from manta.api.cli.render import table
+from manta.api.client import Client, calls
+from manta.api.requests import TraceRequest
+from manta.api.schemas import traces as trace_schemas
+from manta.workers.timing.recording import MAX_STEPS
 
 ENDINGS = (".json", ".pftrace")
 _OVER = tuple(f"trace_{state}" for state in ("complete", "partial", "failed"))
@@ -75,14 +75,14 @@ def trace(
     show(made, as_json, lambda console: _page(console, made, output))
 
 
-def _wait(client: MantaClient, asked: trace_schemas.Trace) -> None:
+def _wait(client: Client, asked: trace_schemas.Trace) -> None:
     """Return when the trace is final."""
     for event in client.follow_events(asked.job_id):
         if event.type in _OVER and event.data.get("trace") == asked.id:
             return
 
 
-def _write(file: Path, client: MantaClient, made: trace_schemas.TraceDocument) -> None:
+def _write(file: Path, client: Client, made: trace_schemas.TraceDocument) -> None:
     if file.suffix == ".json":
         _write_bytes(file, json.dumps(made.model_dump(mode="json")).encode())
     else:

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show
-from api.schemas import Job
-from api.tracking import MlflowRun, Target, TensorBoardFiles, WandbRun
-from api.tracking import track as carry_over
+from manta.api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show
+from manta.api.schemas import Job
+from manta.api.tracking import MlflowRun, Target, TensorBoardFiles, WandbRun
+from manta.api.tracking import track as carry_over
 
 
 def register(app: typer.Typer) -> None:

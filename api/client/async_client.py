@@ -10,9 +10,9 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from api.client import job_names
-from api.client.patience import EventParser, FollowedStream, ServerEvent
-from api.client.rest_call import (
+from manta.api.client import job_names
+from manta.api.client.patience import EventParser, FollowedStream, ServerEvent
+from manta.api.client.rest_call import (
     STREAM_TIMEOUT,
     ApiError,
     Call,
@@ -21,14 +21,14 @@ from api.client.rest_call import (
     proxies_in_words,
     raise_for_problem,
 )
-from api.serving.local_service import find_url
-from service.ids import is_job_id
-from service.settings import Settings
+from manta.api.serving.local_service import find_url
+from manta.service.ids import is_job_id
+from manta.service.settings import Settings
 
 T = TypeVar("T")
 
 
-class AsyncMantaClient:
+class AsyncClient:
     """Talks to a Manta service from an event loop: `await client.send(calls.job(job_id))`. A name that no other job has
     can be used instead of a job's id."""
 
@@ -72,7 +72,7 @@ class AsyncMantaClient:
             raise ServiceUnreachable(self.url, error) from error
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
-        """Send a call that answers with a stream, and yield its items until the job is final; see MantaClient."""
+        """Send a call that answers with a stream, and yield its items until the job is final; see Client."""
         followed = FollowedStream(await self._by_id(call))
         while not followed.ended:
             try:

@@ -1,4 +1,4 @@
-"""The Python client (docs/python.md): `MantaClient` for programs and the command line, `AsyncMantaClient` for event
+"""The Python client (docs/python.md): `Client` for programs and the command line, `AsyncClient` for event
 loops (`api/client/async_client.py`).
 
 Both send the calls of `api/client/calls.py`. They raise ApiError when the service refuses (its `problem` says why) and
@@ -17,10 +17,10 @@ from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
-from api.client import calls, job_names
-from api.client.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
-from api.client.patience import EventParser, FollowedStream, Patience, ServerEvent
-from api.client.rest_call import (
+from manta.api.client import calls, job_names
+from manta.api.client.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
+from manta.api.client.patience import EventParser, FollowedStream, Patience, ServerEvent
+from manta.api.client.rest_call import (
     STREAM_TIMEOUT,
     ApiError,
     Call,
@@ -29,8 +29,8 @@ from api.client.rest_call import (
     proxies_in_words,
     raise_for_problem,
 )
-from api.requests import FaultRequest, NewKey, TraceRequest
-from api.schemas import (
+from manta.api.requests import FaultRequest, NewKey, TraceRequest
+from manta.api.schemas import (
     Checkpoint,
     Cluster,
     ClusterCheck,
@@ -56,15 +56,15 @@ from api.schemas import (
     Recovery,
     Stream,
 )
-from api.schemas.access import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
-from api.schemas.traces import StepBudget, Trace, TraceDocument
-from api.serving.local_service import find_key, find_url
-from service.ids import is_job_id
-from service.keys.identity import Scope
-from service.settings import Settings
-from service.states import is_final
-from workers.protocol.messages import FaultKind
-from workers.spec.changes import with_changes
+from manta.api.schemas.access import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
+from manta.api.schemas.traces import StepBudget, Trace, TraceDocument
+from manta.api.serving.local_service import find_key, find_url
+from manta.service.ids import is_job_id
+from manta.service.keys.identity import Scope
+from manta.service.settings import Settings
+from manta.service.states import is_final
+from manta.workers.protocol.messages import FaultKind
+from manta.workers.spec.changes import with_changes
 
 T = TypeVar("T")
 LONGEST_WAIT_SECONDS = 60.0
@@ -73,7 +73,7 @@ _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol
 """Errors after which the service has certainly received nothing."""
 
 
-class MantaClient:
+class Client:
     """Talks to a Manta service; blocks until it answers. Can be shared between threads; a context manager. A name that
     no other job has can be used instead of a job's id."""
 

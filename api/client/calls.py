@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
-from api import requests, schemas
-from api.client.rest_call import ApiError, Call, JobPath
-from api.schemas import access as access_schemas
-from api.schemas import traces as trace_schemas
-from workers.config.fields import JOB_NAME, MAX_CHARACTERS_OF_A_NAME
+from manta.api import requests, schemas
+from manta.api.client.rest_call import ApiError, Call, JobPath
+from manta.api.schemas import access as access_schemas
+from manta.api.schemas import traces as trace_schemas
+from manta.workers.config.fields import JOB_NAME, MAX_CHARACTERS_OF_A_NAME
 
 T = TypeVar("T")
 _DELETION_SECONDS = 600.0  # checkpoints may be large, and file systems slow

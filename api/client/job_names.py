@@ -6,10 +6,10 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from api import schemas
-from api.client.calls import checked_job, no_such_job
-from api.client.rest_call import ApiError, Call
-from service.ids import is_job_id
+from manta.api import schemas
+from manta.api.client.calls import checked_job, no_such_job
+from manta.api.client.rest_call import ApiError, Call
+from manta.service.ids import is_job_id
 
 MAX_LISTED = 10
 """Maximum number of jobs of one name that a user can choose from."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
-from api.client.calls import resumed
-from api.client.rest_call import ApiError, Call, ServiceUnreachable
+from manta.api.client.calls import resumed
+from manta.api.client.rest_call import ApiError, Call, ServiceUnreachable
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 300.0

@@ -14,14 +14,14 @@ from urllib.request import getproxies
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from api import schemas
-from api.rest_version import HEADER, REST, other_service
-from api.serving.local_service import DEFAULT_URL, find_key, trust_in
-from service.settings import Settings
-from workers.errors import MantaError
-from workers.protocol.json_codec import spell
-from workers.spec.problems import Problem, SpecError
-from workers.system.ports import is_loopback
+from manta.api import schemas
+from manta.api.rest_version import HEADER, REST, other_service
+from manta.api.serving.local_service import DEFAULT_URL, find_key, trust_in
+from manta.service.settings import Settings
+from manta.workers.errors import MantaError
+from manta.workers.protocol.json_codec import spell
+from manta.workers.spec.problems import Problem, SpecError
+from manta.workers.system.ports import is_loopback
 
 T = TypeVar("T")
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)

@@ -10,20 +10,20 @@ from typing import Any
 
 from rich.console import Console
 
-from api.cli.progress import duration, follow
-from api.cli.service import start_service, stop_service
-from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.demo.failure import RankKiller, outcome_of, replay
-from api.demo.summary import show
-from api.schemas import Cluster, Job
-from service.settings import Settings
-from service.states import JobState, is_final
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec, read_document
+from manta.api.cli.progress import duration, follow
+from manta.api.cli.service import start_service, stop_service
+from manta.api.client import ApiError, Client, ServiceUnreachable
+from manta.api.demo.failure import RankKiller, outcome_of, replay
+from manta.api.demo.summary import show
+from manta.api.schemas import Cluster, Job
+from manta.service.settings import Settings
+from manta.service.states import JobState, is_final
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec, read_document
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).parents[4]
 HOME = ROOT / ".demo"
 SPEC = ROOT / "examples" / "quickstart.yaml"
 STEPS_BEFORE_KILL, STEPS_REPLAYED = 4, 8
@@ -49,7 +49,7 @@ def _demo(console: Console) -> int:
     console.print(f"Starting Manta (home {HOME.name}/, a local Ray, SQLite) ...", highlight=False)
     began = time.monotonic()
     url = start_service(Settings(HOME), "127.0.0.1", 0, None, None)
-    with MantaClient.of_home(HOME) as client:
+    with Client.of_home(HOME) as client:
         up = f"Manta is up after {duration(time.monotonic() - began)}"
         console.print(f"{up}: {url}{client.link().path} (dashboard, good once)", highlight=False, soft_wrap=True)
         _cancel_leftovers(client)
@@ -67,7 +67,7 @@ def _demo(console: Console) -> int:
 
 
 def _judge(
-    console: Console, client: MantaClient, document: dict[str, Any], job: Job, killer: RankKiller, saved: int
+    console: Console, client: Client, document: dict[str, Any], job: Job, killer: RankKiller, saved: int
 ) -> bool:
     """Train the steps around the failure again, show the summary; whether all is as promised."""
     outcome, same_bits = None, None
@@ -86,7 +86,7 @@ def last_checkpoint_on_the_way(spec: JobSpec) -> int:
     return every * ((spec.train.steps - 1) // every)
 
 
-def _cancel_leftovers(client: MantaClient) -> None:
+def _cancel_leftovers(client: Client) -> None:
     """End what an interrupted demo left: the service has just taken it up again."""
     for job in client.jobs().items:
         if not is_final(job.state):

@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from api.client import MantaClient
-from api.schemas import Job, Rank, Recovery
-from workers.errors import MantaError
+from manta.api.client import Client
+from manta.api.schemas import Job, Rank, Recovery
+from manta.workers.errors import MantaError
 
 COMPARED = ("loss", "grad_norm")
 REPLAY_SECONDS = 120.0
@@ -60,7 +60,7 @@ class Outcome:
 class RankKiller:
     """Kills one rank of a job, once, when the job has committed a certain step."""
 
-    def __init__(self, client: MantaClient, job_id: str, at_step: int, console: Console):
+    def __init__(self, client: Client, job_id: str, at_step: int, console: Console):
         self._client, self._job_id, self._at_step, self._console = client, job_id, at_step, console
         self.killed: Killed | None = None
         """None until it is done."""
@@ -117,9 +117,7 @@ class Comparison:
         return f"of {steps}, trained again without the kill, {list(self.differing)} have OTHER BITS"
 
 
-def replay(
-    client: MantaClient, document: dict[str, Any], job_id: str, saved: int, last: int, folder: Path
-) -> Comparison:
+def replay(client: Client, document: dict[str, Any], job_id: str, saved: int, last: int, folder: Path) -> Comparison:
     """Train the steps from the job's checkpoint of step `saved` to step `last` again, in `folder`, and compare losses
     and gradient norms with the job's. Raises ReplayFailed."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -142,7 +140,7 @@ def _train(document: dict[str, Any], folder: Path, last: int) -> dict[int, list[
     layout = document["parallel"]
     ranks = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("data", 1)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "workers.run", str(config), "--metrics", str(metrics)]
+    command += ["-m", "manta.workers.run", str(config), "--metrics", str(metrics)]
     command += ["--checkpoints", str(folder / "checkpoints"), "--stop-after-step", str(last)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=REPLAY_SECONDS, check=False)

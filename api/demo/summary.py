@@ -10,15 +10,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from api.cli.progress import figure, percent
-from api.client import MantaClient
-from api.demo.failure import Comparison, Outcome, described
-from api.schemas import Job
-from service.states import JobState
+from manta.api.cli.progress import figure, percent
+from manta.api.client import Client
+from manta.api.demo.failure import Comparison, Outcome, described
+from manta.api.schemas import Job
+from manta.service.states import JobState
 
 
 def show(
-    console: Console, client: MantaClient, job: Job, outcome: Outcome | None, same_bits: Comparison | None, root: Path
+    console: Console, client: Client, job: Job, outcome: Outcome | None, same_bits: Comparison | None, root: Path
 ) -> None:
     """Print what the job did and what the failure cost. `root`: the folder that paths are shown from."""
     table = Table(title=f"{job.name}: {job.state}", show_header=False)
@@ -31,7 +31,7 @@ def show(
         console.print(job.message or job.reason or "no reason given", style="red", highlight=False)
 
 
-def _training(client: MantaClient, job: Job) -> dict[str, str]:
+def _training(client: Client, job: Job) -> dict[str, str]:
     metrics, latest, layout = client.metrics(job.id), job.metrics.latest, job.parallel
     losses = [loss for loss in metrics.series["loss"] if isinstance(loss, float)]
     on_cpu = all(rank.device in (None, "cpu") for rank in client.ranks(job.id).items)
@@ -62,7 +62,7 @@ def _failure(outcome: Outcome | None, same_bits: Comparison | None) -> dict[str,
     }
 
 
-def _places(client: MantaClient, job: Job, root: Path) -> dict[str, str]:
+def _places(client: Client, job: Job, root: Path) -> dict[str, str]:
     saved = [entry for entry in client.checkpoints(job.id).items if entry.state == "complete"]
     manta = _short(Path(sys.executable).parent / "manta", root)
     return {

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from api.control import ControlPlane
-from api.metrics.families import Family, Samples, counter, gauge
-from service.cluster.errors import ClusterUnavailable
-from service.monitoring.cluster_view import NODE_STATES, Measurements, NodeMeasurements
-from service.store import Store
-from workers.protocol.messages import PROTOCOL, GpuReading
+from manta.api.control import ControlPlane
+from manta.api.metrics.families import Family, Samples, counter, gauge
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.monitoring.cluster_view import NODE_STATES, Measurements, NodeMeasurements
+from manta.service.store import Store
+from manta.workers.protocol.messages import PROTOCOL, GpuReading
 
 _BUILD = gauge("manta_build_info", "1, with the release that runs", "version", "protocol", "python")
 _ANSWERS = gauge("manta_control_thread_up", "1 where the control plane's own thread answers, else 0")

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from api.metrics.families import Family, Samples, counter, gauge
-from service.states import FINAL, SUPERVISED
-from service.store import Store, job_numbers
-from service.store.job_numbers import RECENT_TYPES, FleetNumbers, JobNumbers
+from manta.api.metrics.families import Family, Samples, counter, gauge
+from manta.service.states import FINAL, SUPERVISED
+from manta.service.store import Store, job_numbers
+from manta.service.store.job_numbers import RECENT_TYPES, FleetNumbers, JobNumbers
 
 Read = Callable[[JobNumbers, float], Samples]
 """The samples of one job, its id aside, at a Unix time."""

@@ -8,17 +8,17 @@ from typing import Annotated, cast
 
 from fastapi import APIRouter, Query, Request, Response
 
-from api import schemas, views
-from api.openapi import event_stream
-from api.parameters import Control, Cursor, LastEventId, Limit, event_number
-from api.problem_codes import reads
-from api.security.access import Caller
-from api.streams.changes import Watched
-from api.streams.sse_server import Batch, Entry, stream, wants_stream
-from api.threads import Threads
-from service.ids import JOB_ID_PATTERN
-from service.store import Event, Store, events
-from service.store.paging import Page
+from manta.api import schemas, views
+from manta.api.openapi import event_stream
+from manta.api.parameters import Control, Cursor, LastEventId, Limit, event_number
+from manta.api.problem_codes import reads
+from manta.api.security.access import Caller
+from manta.api.streams.changes import Watched
+from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
+from manta.api.threads import Threads
+from manta.service.ids import JOB_ID_PATTERN
+from manta.service.store import Event, Store, events
+from manta.service.store.paging import Page
 
 router = APIRouter(prefix="/v1/events", tags=["events"])
 

@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from api import schemas, views
-from api.parameters import Control, Cursor, Limit
-from api.problem_codes import reads
-from api.schemas import access as access_schemas
-from api.security.access import Caller
-from service.ids import KEY_ID_PATTERN, TARGET_PATTERN
-from service.store import audit
+from manta.api import schemas, views
+from manta.api.parameters import Control, Cursor, Limit
+from manta.api.problem_codes import reads
+from manta.api.schemas import access as access_schemas
+from manta.api.security.access import Caller
+from manta.service.ids import KEY_ID_PATTERN, TARGET_PATTERN
+from manta.service.store import audit
 
 router = APIRouter(prefix="/v1/audit", tags=["access"])
 

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from api import requests, schemas, views
-from api.openapi import json_request
-from api.parameters import CheckpointId, Control, Cursor, ExportId, Limit, body_as
-from api.problem_codes import OF_A_JOB, changes, reads
-from api.security.access import JobId
-from api.threads import read_threads_of
-from service.store import checkpoints, exports, jobs, leases
+from manta.api import requests, schemas, views
+from manta.api.openapi import json_request
+from manta.api.parameters import CheckpointId, Control, Cursor, ExportId, Limit, body_as
+from manta.api.problem_codes import OF_A_JOB, changes, reads
+from manta.api.security.access import JobId
+from manta.api.threads import read_threads_of
+from manta.service.store import checkpoints, exports, jobs, leases
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["checkpoints"])
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from api import schemas
-from api.control import ControlPlane
-from api.parameters import Control
-from api.problem_codes import changes, reads
-from api.security.access import Caller
-from api.threads import read_threads_of
-from service.store import jobs
+from manta.api import schemas
+from manta.api.control import ControlPlane
+from manta.api.parameters import Control
+from manta.api.problem_codes import changes, reads
+from manta.api.security.access import Caller
+from manta.api.threads import read_threads_of
+from manta.service.store import jobs
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"])
 

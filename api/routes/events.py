@@ -7,18 +7,18 @@ from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from api import schemas, views
-from api.openapi import event_stream
-from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber, event_number
-from api.problem_codes import OF_A_JOB, reads
-from api.security.access import JobId
-from api.streams.changes import Watched
-from api.streams.sse_server import Batch, Entry, stream, wants_stream
-from api.threads import Threads
-from service.control.running_ranks import RankNotFound
-from service.states import is_final
-from service.store import Store, events, jobs
-from service.store.events import EventFilter
+from manta.api import schemas, views
+from manta.api.openapi import event_stream
+from manta.api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber, event_number
+from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.security.access import JobId
+from manta.api.streams.changes import Watched
+from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
+from manta.api.threads import Threads
+from manta.service.control.running_ranks import RankNotFound
+from manta.service.states import is_final
+from manta.service.store import Store, events, jobs
+from manta.service.store.events import EventFilter
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/events", tags=["events"])
 

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
-from api import requests, schemas
-from api.openapi import json_request
-from api.parameters import Control, body_as
-from api.problem_codes import OF_A_JOB, changes
-from api.security.access import Caller, Forbidden, JobId
-from api.security.permissions import NEEDS
-from service.store import jobs
-from workers.protocol.messages import Fault
+from manta.api import requests, schemas
+from manta.api.openapi import json_request
+from manta.api.parameters import Control, body_as
+from manta.api.problem_codes import OF_A_JOB, changes
+from manta.api.security.access import Caller, Forbidden, JobId
+from manta.api.security.permissions import NEEDS
+from manta.service.store import jobs
+from manta.workers.protocol.messages import Fault
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
 

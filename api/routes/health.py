@@ -7,15 +7,15 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from sqlalchemy.exc import SQLAlchemyError
 
-from api import schemas
-from api.app_state import state_of
-from api.control import ControlPlane
-from api.metrics.jobs import JobCollector
-from api.parameters import Control
-from api.problem_codes import anonymous, reads
-from api.problems import NotReady
-from api.security.access import Caller, request_of_caller
-from api.security.permissions import DESCRIPTION
+from manta.api import schemas
+from manta.api.app_state import state_of
+from manta.api.control import ControlPlane
+from manta.api.metrics.jobs import JobCollector
+from manta.api.parameters import Control
+from manta.api.problem_codes import anonymous, reads
+from manta.api.problems import NotReady
+from manta.api.security.access import Caller, request_of_caller
+from manta.api.security.permissions import DESCRIPTION
 
 router = APIRouter(tags=["health"])
 

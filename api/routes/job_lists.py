@@ -7,17 +7,17 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
-from api import schemas
-from api.app_state import state_of
-from api.caches import MAX_JOBS
-from api.parameters import Control, Cursor, Limit
-from api.problem_codes import reads
-from api.security.access import Caller
-from api.threads import read_threads_of
-from service.ids import is_job_id
-from service.states import STATE_NAMES
-from service.store import job_rows
-from service.store.job_rows import JobFilter, JobOrder
+from manta.api import schemas
+from manta.api.app_state import state_of
+from manta.api.caches import MAX_JOBS
+from manta.api.parameters import Control, Cursor, Limit
+from manta.api.problem_codes import reads
+from manta.api.security.access import Caller
+from manta.api.threads import read_threads_of
+from manta.service.ids import is_job_id
+from manta.service.states import STATE_NAMES
+from manta.service.store import job_rows
+from manta.service.store.job_rows import JobFilter, JobOrder
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

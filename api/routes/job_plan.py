@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from api import schemas, views
-from api.control import ControlPlane
-from api.parameters import Control
-from api.problem_codes import OF_A_JOB, reads
-from api.security.access import JobId
-from api.threads import read_threads_of
-from service.planner.job_plan import NotPlanned, drawn
-from service.store import jobs, plans
-from service.stored_specs import stored_spec
+from manta.api import schemas, views
+from manta.api.control import ControlPlane
+from manta.api.parameters import Control
+from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.security.access import JobId
+from manta.api.threads import read_threads_of
+from manta.service.planner.job_plan import NotPlanned, drawn
+from manta.service.store import jobs, plans
+from manta.service.stored_specs import stored_spec
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/plan", tags=["plans"])
 SVG = "image/svg+xml"

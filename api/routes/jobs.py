@@ -10,11 +10,11 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
-from api import requests, schemas, views
-from api.app_state import state_of
-from api.control import ControlPlane
-from api.openapi import json_request
-from api.parameters import (
+from manta.api import requests, schemas, views
+from manta.api.app_state import state_of
+from manta.api.control import ControlPlane
+from manta.api.openapi import json_request
+from manta.api.parameters import (
     Body,
     Control,
     IdempotencyKey,
@@ -24,21 +24,21 @@ from api.parameters import (
     digest_of,
     versions_in,
 )
-from api.planning import current_cluster, plan_of_layout
-from api.problem_codes import OF_A_JOB, changes, reads
-from api.security.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
-from api.security.auditing import append_with_change
-from api.threads import FileReads, ReadThreads, read_threads_of
-from service.cluster.errors import ClusterUnavailable
-from service.planner.request import asks_for_layout, bounds_in, for_job, with_layout, without_layout
-from service.states import STATE_NAMES
-from service.store import edits, jobs, pauses_and_retries
-from service.store.tables import Job
-from workers.config import JobSpec
-from workers.data.roots import named_paths
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
-from workers.spec.submitted import with_shape_of_weights, with_vocabulary
+from manta.api.planning import current_cluster, plan_of_layout
+from manta.api.problem_codes import OF_A_JOB, changes, reads
+from manta.api.security.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
+from manta.api.security.auditing import append_with_change
+from manta.api.threads import FileReads, ReadThreads, read_threads_of
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.planner.request import asks_for_layout, bounds_in, for_job, with_layout, without_layout
+from manta.service.states import STATE_NAMES
+from manta.service.store import edits, jobs, pauses_and_retries
+from manta.service.store.tables import Job
+from manta.workers.config import JobSpec
+from manta.workers.data.roots import named_paths
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

@@ -7,16 +7,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from api import requests, schemas, views
-from api.app_state import state_of
-from api.openapi import json_request
-from api.parameters import Control, Cursor, Limit, body_as
-from api.problem_codes import changes, reads
-from api.schemas import access as access_schemas
-from api.security.access import Caller, Forbidden, refuse_priority, request_of_caller
-from api.security.permissions import Need
-from service.keys.identity import Identity, digest_of, new_key
-from service.store import ProjectNotFound, keys
+from manta.api import requests, schemas, views
+from manta.api.app_state import state_of
+from manta.api.openapi import json_request
+from manta.api.parameters import Control, Cursor, Limit, body_as
+from manta.api.problem_codes import changes, reads
+from manta.api.schemas import access as access_schemas
+from manta.api.security.access import Caller, Forbidden, refuse_priority, request_of_caller
+from manta.api.security.permissions import Need
+from manta.service.keys.identity import Identity, digest_of, new_key
+from manta.service.store import ProjectNotFound, keys
 
 router = APIRouter(prefix="/v1/keys", tags=["access"])
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from api import schemas, views
-from api.parameters import Control
-from api.problem_codes import OF_A_JOB, reads
-from api.security.access import JobId
-from service.store import ledgers
+from manta.api import schemas, views
+from manta.api.parameters import Control
+from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.security.access import JobId
+from manta.service.store import ledgers
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/ledger", tags=["ledger"])
 

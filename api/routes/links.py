@@ -11,18 +11,18 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from sqlalchemy.orm import Session
 
-from api import views
-from api.app_state import state_of
-from api.parameters import Control
-from api.problem_codes import anonymous, changes
-from api.schemas import access as access_schemas
-from api.security.access import Caller, request_of_caller
-from api.security.credentials import cookie_name
-from api.security.permissions import DASHBOARD_PATH, LINK_PATH
-from service.keys.identity import digest_of, new_browser_token
-from service.store import LinkInvalid, audit, keys
-from service.store.audit import AuditRecord
-from service.store.installation_tables import BrowserToken
+from manta.api import views
+from manta.api.app_state import state_of
+from manta.api.parameters import Control
+from manta.api.problem_codes import anonymous, changes
+from manta.api.schemas import access as access_schemas
+from manta.api.security.access import Caller, request_of_caller
+from manta.api.security.credentials import cookie_name
+from manta.api.security.permissions import DASHBOARD_PATH, LINK_PATH
+from manta.service.keys.identity import digest_of, new_browser_token
+from manta.service.store import LinkInvalid, audit, keys
+from manta.service.store.audit import AuditRecord
+from manta.service.store.installation_tables import BrowserToken
 
 router = APIRouter(tags=["access"])
 

@@ -11,17 +11,17 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
-from api import schemas, views
-from api.openapi import event_stream
-from api.parameters import LONGEST_CURSOR, Control, Cursor, Follow, LastEventId, Limit, RankNumber
-from api.problem_codes import OF_A_JOB, reads
-from api.security.access import JobId
-from api.streams.changes import Watched
-from api.streams.sse_server import Batch, Entry, stream, wants_stream
-from api.threads import Threads
-from service.control.running_ranks import RankNotFound
-from service.logs.filters import MAX_REGEX_CHARACTERS, BadPattern, Level, LineTest, LogFilter, Stream
-from service.logs.pages import (
+from manta.api import schemas, views
+from manta.api.openapi import event_stream
+from manta.api.parameters import LONGEST_CURSOR, Control, Cursor, Follow, LastEventId, Limit, RankNumber
+from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.security.access import JobId
+from manta.api.streams.changes import Watched
+from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
+from manta.api.threads import Threads
+from manta.service.control.running_ranks import RankNotFound
+from manta.service.logs.filters import MAX_REGEX_CHARACTERS, BadPattern, Level, LineTest, LogFilter, Stream
+from manta.service.logs.pages import (
     JobLogs,
     LogCursors,
     LogLine,
@@ -31,10 +31,10 @@ from service.logs.pages import (
     Position,
     read_page,
 )
-from service.logs.tail import LogTail, read_tail
-from service.states import is_final
-from service.store import Store, jobs
-from service.store.tables import Job
+from manta.service.logs.tail import LogTail, read_tail
+from manta.service.states import is_final
+from manta.service.store import Store, jobs
+from manta.service.store.tables import Job
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/logs", tags=["logs"])
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from api import schemas, views
-from api.parameters import Control
-from api.planning import seen_jobs
-from api.problem_codes import reads
-from service.planner.machines import kept
-from workers.paths import Paths
-from workers.system.resources import node_type
+from manta.api import schemas, views
+from manta.api.parameters import Control
+from manta.api.planning import seen_jobs
+from manta.api.problem_codes import reads
+from manta.service.planner.machines import kept
+from manta.workers.paths import Paths
+from manta.workers.system.resources import node_type
 
 router = APIRouter(prefix="/v1/machines", tags=["plans"])
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from api import views
-from api.app_state import state_of
-from api.parameters import Control
-from api.problem_codes import changes, reads
-from api.schemas import access as access_schemas
-from api.security.access import Caller, request_of_caller
-from api.security.credentials import cookie_name
-from service.store import keys
+from manta.api import views
+from manta.api.app_state import state_of
+from manta.api.parameters import Control
+from manta.api.problem_codes import changes, reads
+from manta.api.schemas import access as access_schemas
+from manta.api.security.access import Caller, request_of_caller
+from manta.api.security.credentials import cookie_name
+from manta.service.store import keys
 
 router = APIRouter(tags=["access"])
 

@@ -12,14 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from api import schemas
-from api.app_state import state_of
-from api.parameters import AfterStep, Control
-from api.problem_codes import OF_A_JOB, reads
-from api.security.access import JobId
-from api.threads import read_threads_of
-from service.store import JobNotFound, Store, jobs, metric_bins
-from service.store.metric_points import LAST_STEP
+from manta.api import schemas
+from manta.api.app_state import state_of
+from manta.api.parameters import AfterStep, Control
+from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.security.access import JobId
+from manta.api.threads import read_threads_of
+from manta.service.store import JobNotFound, Store, jobs, metric_bins
+from manta.service.store.metric_points import LAST_STEP
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
 

@@ -6,12 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request
 
-from api import requests, schemas
-from api.openapi import json_request
-from api.parameters import Control, body_as
-from api.problem_codes import changes
-from api.threads import read_threads_of
-from service.ids import NODE_ID_PATTERN
+from manta.api import requests, schemas
+from manta.api.openapi import json_request
+from manta.api.parameters import Control, body_as
+from manta.api.problem_codes import changes
+from manta.api.threads import read_threads_of
+from manta.service.ids import NODE_ID_PATTERN
 
 router = APIRouter(prefix="/v1/nodes/{node_id}", tags=["cluster"])
 

@@ -8,16 +8,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from api import requests, schemas
-from api.openapi import json_request
-from api.parameters import Body, Control
-from api.planning import cpu_node, current_cluster, gpus, refined_cluster
-from api.problem_codes import changes
-from api.security.access import request_of_caller
-from api.threads import read_threads_of
-from service.planner.answer import to_json
-from service.planner.request import read_request
-from workers.spec.submitted import with_shape_of_weights
+from manta.api import requests, schemas
+from manta.api.openapi import json_request
+from manta.api.parameters import Body, Control
+from manta.api.planning import cpu_node, current_cluster, gpus, refined_cluster
+from manta.api.problem_codes import changes
+from manta.api.security.access import request_of_caller
+from manta.api.threads import read_threads_of
+from manta.service.planner.answer import to_json
+from manta.service.planner.request import read_request
+from manta.workers.spec.submitted import with_shape_of_weights
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 

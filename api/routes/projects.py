@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from api import requests, schemas, views
-from api.openapi import json_request
-from api.parameters import Control, Cursor, Limit, body_as
-from api.problem_codes import changes, reads
-from api.schemas import access as access_schemas
-from api.security.access import Caller, request_of_caller
-from service.store import projects
+from manta.api import requests, schemas, views
+from manta.api.openapi import json_request
+from manta.api.parameters import Control, Cursor, Limit, body_as
+from manta.api.problem_codes import changes, reads
+from manta.api.schemas import access as access_schemas
+from manta.api.security.access import Caller, request_of_caller
+from manta.service.store import projects
 
 router = APIRouter(prefix="/v1/projects", tags=["access"])
 

@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from api import schemas, views
-from api.parameters import AfterStep, Control
-from api.problem_codes import OF_A_JOB, reads
-from api.security.access import JobId
-from api.threads import read_threads_of
-from service.control.running_ranks import SeenWaits
-from service.store import jobs, ranks
+from manta.api import schemas, views
+from manta.api.parameters import AfterStep, Control
+from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.security.access import JobId
+from manta.api.threads import read_threads_of
+from manta.service.control.running_ranks import SeenWaits
+from manta.service.store import jobs, ranks
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])
 

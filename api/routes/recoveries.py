@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from api import schemas, views
-from api.parameters import Control, Cursor, Limit
-from api.problem_codes import OF_A_JOB, reads
-from api.security.access import JobId
-from service.store import jobs, recoveries
+from manta.api import schemas, views
+from manta.api.parameters import Control, Cursor, Limit
+from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.security.access import JobId
+from manta.service.store import jobs, recoveries
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/recoveries", tags=["recoveries"])
 

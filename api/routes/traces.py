@@ -8,24 +8,24 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from api import requests, schemas
-from api.app_state import state_of
-from api.control import ControlPlane
-from api.openapi import json_request
-from api.parameters import Control, body_as
-from api.planning import current_cluster
-from api.problem_codes import OF_A_JOB, changes, reads
-from api.schemas import traces as trace_schemas
-from api.security.access import JobId
-from api.threads import read_threads_of
-from api.views import moment, moment_or_none
-from service.cluster.errors import ClusterUnavailable
-from service.planner.hardware import Cluster
-from service.planner.request import for_job
-from service.step_traces.reading import PlannerCluster, TraceReader
-from service.store import step_traces, trace_requests
-from workers.config import JobSpec
-from workers.spec.problems import SpecError
+from manta.api import requests, schemas
+from manta.api.app_state import state_of
+from manta.api.control import ControlPlane
+from manta.api.openapi import json_request
+from manta.api.parameters import Control, body_as
+from manta.api.planning import current_cluster
+from manta.api.problem_codes import OF_A_JOB, changes, reads
+from manta.api.schemas import traces as trace_schemas
+from manta.api.security.access import JobId
+from manta.api.threads import read_threads_of
+from manta.api.views import moment, moment_or_none
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.planner.hardware import Cluster
+from manta.service.planner.request import for_job
+from manta.service.step_traces.reading import PlannerCluster, TraceReader
+from manta.service.store import step_traces, trace_requests
+from manta.workers.config import JobSpec
+from manta.workers.spec.problems import SpecError
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["traces"])
 TraceId = Annotated[str, Path(pattern=r"^trace_[1-9][0-9]{0,8}$", description="Id of one of the job's traces")]

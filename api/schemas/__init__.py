@@ -1,8 +1,19 @@
 """Responses of the REST API. The client parses them with the same models that the server writes them with."""
 
-from api.schemas.base import Answer, Direction, FieldProblem, Health, Items, Number, Problem, Stream, Time, rfc3339
-from api.schemas.cluster import Cluster, ClusterCheck, Gpu, Node, RunningRank
-from api.schemas.history import (
+from manta.api.schemas.base import (
+    Answer,
+    Direction,
+    FieldProblem,
+    Health,
+    Items,
+    Number,
+    Problem,
+    Stream,
+    Time,
+    rfc3339,
+)
+from manta.api.schemas.cluster import Cluster, ClusterCheck, Gpu, Node, RunningRank
+from manta.api.schemas.history import (
     Checkpoint,
     Event,
     Export,
@@ -14,8 +25,8 @@ from api.schemas.history import (
     MetricSeries,
     Recovery,
 )
-from api.schemas.jobs import DeletedJob, DryRun, Job, JobCounts, JobSort, LatestMetrics, Layout, Queue, Sparkline
-from api.schemas.plans import (
+from manta.api.schemas.jobs import DeletedJob, DryRun, Job, JobCounts, JobSort, LatestMetrics, Layout, Queue, Sparkline
+from manta.api.schemas.plans import (
     BesideSteps,
     ComparedPart,
     JobPlan,
@@ -36,4 +47,4 @@ from api.schemas.plans import (
     StepParts,
     StepShare,
 )
-from api.schemas.ranks import Fault, Rank, RankHistory, RankPlace, RankStack, Straggler, WaitingRank, Waits
+from manta.api.schemas.ranks import Fault, Rank, RankHistory, RankPlace, RankStack, Straggler, WaitingRank, Waits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api.schemas import Answer, Time
+from manta.api.schemas import Answer, Time
 
 
 class Project(Answer):

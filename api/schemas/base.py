@@ -7,7 +7,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
 
-from workers.protocol.json_codec import number, spell
+from manta.workers.protocol.json_codec import number, spell
 
 T = TypeVar("T")
 

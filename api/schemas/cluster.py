@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from api.schemas.base import Answer
+from manta.api.schemas.base import Answer
 
 
 class RunningRank(Answer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from api.schemas.base import Answer, Number, Stream, Time
+from manta.api.schemas.base import Answer, Number, Stream, Time
 
 
 class MetricSeries(Answer):

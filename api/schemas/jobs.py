@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from api.schemas.base import Answer, Number, Time
-from api.schemas.plans import Plan
-from api.schemas.ranks import RankPlace
+from manta.api.schemas.base import Answer, Number, Time
+from manta.api.schemas.plans import Plan
+from manta.api.schemas.ranks import RankPlace
 
 JobSort = Literal["created", "name", "state", "step", "loss", "priority", "finished"]
 """Sort key of a list of jobs."""

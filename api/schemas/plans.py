@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from api.schemas.base import Answer
+from manta.api.schemas.base import Answer
 
 
 class PlanMemory(Answer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api.schemas.base import Answer, Time
+from manta.api.schemas.base import Answer, Time
 
 
 class RankPlace(Answer):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from api.schemas import Answer, RankPlace, Time
-from workers.timing.recording import SliceKind
+from manta.api.schemas import Answer, RankPlace, Time
+from manta.workers.timing.recording import SliceKind
 
 TraceState = Literal["requested", "recording", "complete", "partial", "failed"]
 

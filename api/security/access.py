@@ -14,13 +14,13 @@ from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Scope as AsgiScope
 
-from api.app_state import state_of
-from api.security.credentials import KNOWN_SECONDS, Credential
-from api.security.permissions import Need, is_anonymous, needs
-from service.ids import is_job_id
-from service.keys.identity import Identity
-from service.store import JobNotFound, Store, jobs
-from workers.errors import MantaError
+from manta.api.app_state import state_of
+from manta.api.security.credentials import KNOWN_SECONDS, Credential
+from manta.api.security.permissions import Need, is_anonymous, needs
+from manta.service.ids import is_job_id
+from manta.service.keys.identity import Identity
+from manta.service.store import JobNotFound, Store, jobs
+from manta.workers.errors import MantaError
 
 _REQUEST = "manta.request"
 _MAX_KNOWN = 10_000

@@ -11,12 +11,12 @@ from fastapi import Request
 from sqlalchemy.orm import Session
 from starlette.types import Message, Scope, Send
 
-from api.problem_codes import MEDIA_TYPE
-from api.security.access import RequestOfCaller, caller_of, request_of_caller
-from api.security.permissions import DASHBOARD_PATH, shown
-from service.keys.identity import Identity
-from service.store import Store, audit
-from service.store.audit import AuditRecord
+from manta.api.problem_codes import MEDIA_TYPE
+from manta.api.security.access import RequestOfCaller, caller_of, request_of_caller
+from manta.api.security.permissions import DASHBOARD_PATH, shown
+from manta.service.keys.identity import Identity
+from manta.service.store import Store, audit
+from manta.service.store.audit import AuditRecord
 
 log = logging.getLogger(__name__)
 

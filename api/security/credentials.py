@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import cookie_parser
 
-from service.keys.identity import Identity, digest_of
-from service.store import Store, keys
+from manta.service.keys.identity import Identity, digest_of
+from manta.service.store import Store, keys
 
 KNOWN_SECONDS = 1.0
 """Seconds that an answer of the database is used; a key that another process revoked is refused after that."""

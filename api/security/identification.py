@@ -9,13 +9,13 @@ from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.problems import DATABASE_AWAY, database_unavailable, problem, too_many
-from api.security.access import RequestOfCaller, Unauthenticated, attach
-from api.security.auditing import Audit
-from api.security.credentials import Identities, credential_in
-from api.security.permissions import DASHBOARD_PATH, is_anonymous
-from api.security.rate_limits import CallerLimits, TooManyRequests
-from service.keys.identity import Identity
+from manta.api.problems import DATABASE_AWAY, database_unavailable, problem, too_many
+from manta.api.security.access import RequestOfCaller, Unauthenticated, attach
+from manta.api.security.auditing import Audit
+from manta.api.security.credentials import Identities, credential_in
+from manta.api.security.permissions import DASHBOARD_PATH, is_anonymous
+from manta.api.security.rate_limits import CallerLimits, TooManyRequests
+from manta.service.keys.identity import Identity
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.settings import RequestLimits
-from workers.errors import MantaError
+from manta.service.settings import RequestLimits
+from manta.workers.errors import MantaError
 
 _BURST_SECONDS = 2.0
 _MAX_CALLERS = 10_000

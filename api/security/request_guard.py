@@ -20,13 +20,13 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.problem_codes import KINDS
-from api.problems import problem
-from api.rest_version import HEADER, REST, other_client
-from api.security.access import is_stranger
-from api.security.credentials import credential_in
-from api.security.permissions import LINK_PATH, PROBED
-from workers.system.ports import is_loopback
+from manta.api.problem_codes import KINDS
+from manta.api.problems import problem
+from manta.api.rest_version import HEADER, REST, other_client
+from manta.api.security.access import is_stranger
+from manta.api.security.credentials import credential_in
+from manta.api.security.permissions import LINK_PATH, PROBED
+from manta.workers.system.ports import is_loopback
 
 MAX_BODY_BYTES = 1024 * 1024
 """Maximum size of a body; a job spec is about a thousand times smaller."""

@@ -16,10 +16,10 @@ import uvicorn
 from fastapi import FastAPI, Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api.app_state import state_of
-from api.problems import problem
-from api.rest_version import HEADER, REST
-from workers.system.resources import raise_limit
+from manta.api.app_state import state_of
+from manta.api.problems import problem
+from manta.api.rest_version import HEADER, REST
+from manta.workers.system.resources import raise_limit
 
 HEAD_SECONDS = 15.0
 """Seconds that a connection may take to send everything before a request's body, for each request."""
@@ -178,8 +178,8 @@ def _as_bytes(response: Response) -> bytes:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an app of `api.app.create_app`. At its end it ends open streams and waits; uvicorn by itself would give
-    them its grace period for requests, and then break them off."""
+    """Serves an app of `api/app.py`. At its end it ends open streams and waits; uvicorn by itself would give them its
+    grace period for requests, and then break them off."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI):
         super().__init__(config)

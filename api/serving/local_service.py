@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import IO, Self
 from urllib.parse import urlsplit
 
-from service.cluster.processes import same_process, start_of, started_in
-from service.home.own_files import OwnFileUnusable, read_key, read_own, writing_in
-from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
-from workers.errors import MantaError
-from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
+from manta.service.cluster.processes import same_process, start_of, started_in
+from manta.service.home.own_files import OwnFileUnusable, read_key, read_own, writing_in
+from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from manta.workers.errors import MantaError
+from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
 log = logging.getLogger(__name__)
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"

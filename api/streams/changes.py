@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.logs.pages import JobLogs
-from service.states import is_final
-from service.store import Store, events, jobs
+from manta.service.logs.pages import JobLogs
+from manta.service.states import is_final
+from manta.service.store import Store, events, jobs
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
-from api.app_state import state_of
-from api.problems import DATABASE_AWAY
-from api.security.access import begin_stream, is_still_authorized
-from api.streams.changes import Changes, Watched
-from api.threads import LongReads, long_reads_of
-from service.store import JobNotFound
+from manta.api.app_state import state_of
+from manta.api.problems import DATABASE_AWAY
+from manta.api.security.access import begin_stream, is_still_authorized
+from manta.api.streams.changes import Changes, Watched
+from manta.api.threads import LongReads, long_reads_of
+from manta.service.store import JobNotFound
 
 PRESENCE_SECONDS = 1.0
 """Maximum seconds until it is noticed that a client, or its key, is gone."""

@@ -1,5 +1,5 @@
 """The dashboard: one document and its modules in `static/`, which ask REST for all that they show (decision 0023)."""
 
-from api.ui.mounting import mount
+from manta.api.ui.mounting import mount
 
 __all__ = ["mount"]

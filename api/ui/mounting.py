@@ -19,14 +19,14 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from api.parameters import body_as
-from api.problems import problem
-from api.security.access import request_of_caller
-from api.security.permissions import DASHBOARD, DASHBOARD_PATH
-from service.states import ACTIONS, FINAL, STATE_NAMES
-from service.store.tables import METRIC_NAMES
-from workers.protocol.json_codec import spell
-from workers.spec.reading import document_in
+from manta.api.parameters import body_as
+from manta.api.problems import problem
+from manta.api.security.access import request_of_caller
+from manta.api.security.permissions import DASHBOARD, DASHBOARD_PATH
+from manta.service.states import ACTIONS, FINAL, STATE_NAMES
+from manta.service.store.tables import METRIC_NAMES
+from manta.workers.protocol.json_codec import spell
+from manta.workers.spec.reading import document_in
 
 _ROOT = Path(__file__).parent / "static"
 _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}

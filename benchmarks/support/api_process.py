@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import uvicorn
 
-from api.app import create_app
-from api.control import ControlPlane
-from api.serving.connections import connections_at_once, limited_to
-from api.ui import mount
-from service.control.options import NO_MODELS
-from service.monitoring.cluster_view import Measurements
-from service.settings import RequestLimits
-from service.store import Store
-from workers.data.roots import ANYWHERE
+from manta.api.app import create_app
+from manta.api.control import ControlPlane
+from manta.api.serving.connections import connections_at_once, limited_to
+from manta.api.ui import mount
+from manta.service.control.options import NO_MODELS
+from manta.service.monitoring.cluster_view import Measurements
+from manta.service.settings import RequestLimits
+from manta.service.store import Store
+from manta.workers.data.roots import ANYWHERE
 
 UNLIMITED = RequestLimits(0, 10_000, 10_000, 0)
 

@@ -16,7 +16,7 @@ import ray.train
 
 from benchmarks.support.baseline_ray_train import fit
 from benchmarks.support.jobs import quickstart
-from workers.integrations.ray_train import train
+from manta.workers.integrations.ray_train import train
 
 SEED = 1
 

@@ -23,8 +23,8 @@ import psutil
 
 from benchmarks.support import baseline_toy
 from benchmarks.support.report import ROOT, Report
-from service.cluster.processes import wait_until_ended
-from workers.errors import MantaError
+from manta.service.cluster.processes import wait_until_ended
+from manta.workers.errors import MantaError
 
 START_SECONDS, RECOVER_SECONDS, POLL_SECONDS = 180.0, 120.0, 0.02
 STEPS_BETWEEN = 12

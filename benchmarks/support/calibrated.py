@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from service.planner.hardware import Core
-from service.planner.machines import Calibrated
-from service.planner.machines import measure as measure_machine
+from manta.service.planner.hardware import Core
+from manta.service.planner.machines import Calibrated
+from manta.service.planner.machines import measure as measure_machine
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

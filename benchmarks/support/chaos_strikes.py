@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 
-from api.client import ApiError
 from benchmarks.support import own_processes
 from benchmarks.support.chaos_schedule import Strike
 from benchmarks.support.own_service import POLL_SECONDS, UNHURRIED_SECONDS, JobWentWrong, OwnService
-from service.states import is_final
-from workers.paths import rank_stem
-from workers.snapshot.snapshot_file import SLOTS, SnapshotFile
+from manta.api.client import ApiError
+from manta.service.states import is_final
+from manta.workers.paths import rank_stem
+from manta.workers.snapshot.snapshot_file import SLOTS, SnapshotFile
 
 WAIT_SECONDS = 240.0
 FLIPPED_BYTES = 64

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from workers.accounting.flops import step_flops
-from workers.config import JobSpec
-from workers.spec.rules import find_problems
+from manta.workers.accounting.flops import step_flops
+from manta.workers.config import JobSpec
+from manta.workers.spec.rules import find_problems
 
 MAX_RANKS = 8
 FLOPS = (8e9, 1.2e11)

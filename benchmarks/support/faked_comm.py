@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from workers.comm.backend import DONE, Handle
-from workers.comm.comm import Comm
-from workers.comm.grid import Axis
+from manta.workers.comm.backend import DONE, Handle
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import Axis
 
 
 class FakedComm(Comm):

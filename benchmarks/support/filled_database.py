@@ -8,10 +8,10 @@ from typing import Any
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from service.store import Store, job_rows, jobs, metric_bins
-from service.store.job_rows import JobFilter
-from service.store.tables import Job
-from workers.spec.reading import parse_job_spec
+from manta.service.store import Store, job_rows, jobs, metric_bins
+from manta.service.store.job_rows import JobFilter
+from manta.service.store.tables import Job
+from manta.workers.spec.reading import parse_job_spec
 
 DOCUMENT: dict[str, Any] = {
     "name": "bench",

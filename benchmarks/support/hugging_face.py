@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.config import JobSpec
+from manta.workers.config import JobSpec
 
 
 def gpt2_like(spec: JobSpec, attention: str = "sdpa") -> Any:

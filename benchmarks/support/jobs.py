@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.report import ROOT
-from workers.errors import DataError
-from workers.spec.reading import read_document
+from manta.workers.errors import DataError
+from manta.workers.spec.reading import read_document
 
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"

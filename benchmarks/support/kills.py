@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.support.own_service import JobWentWrong, OwnService
 from benchmarks.support.report import Report
-from service.states import is_final
+from manta.service.states import is_final
 
 JOB_SECONDS = 300.0
 STEPS_BETWEEN = 10

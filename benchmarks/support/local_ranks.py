@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from workers.calibration import local_ranks
-from workers.calibration.local_ranks import SECONDS, RanksFailed
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.protocol.messages import Resume
-from workers.trainer import Trainer
-from workers.training.reporter import Reporter
+from manta.workers.calibration import local_ranks
+from manta.workers.calibration.local_ranks import SECONDS, RanksFailed
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.protocol.messages import Resume
+from manta.workers.trainer import Trainer
+from manta.workers.training.reporter import Reporter
 
 __all__ = ["LocalRanks", "RankResult", "RanksFailed"]
 

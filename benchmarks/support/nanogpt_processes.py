@@ -1,9 +1,8 @@
 """nanoGPT's settings for a CPU as whole processes that take turns, each started as its users start it.
 
-One is `python -m workers.run`. The other is nanoGPT itself, from a folder that holds a copy of its repository, with the
-command of its README; without one it is `benchmarks/support/plain_process.py`. Each says by itself how long an
-iteration took. All have one token for each character that occurs in the text, as nanoGPT has.
-"""
+One is `python -m manta.workers.run`. The other is nanoGPT itself, from a folder that holds a copy of its repository,
+with the command of its README; without one it is `benchmarks/support/plain_process.py`. Each says by itself how long an
+iteration took. All have one token for each character that occurs in the text, as nanoGPT has."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ import yaml
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from benchmarks.support.report import ROOT
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 SETTLING = 20
 """First iterations of each process that do not count."""
@@ -68,7 +67,7 @@ def take_turns(programs: Sequence[Program], cores: Sequence[int], turns: int) ->
 
 
 def engine(document: dict[str, Any], text: Path, folder: Path) -> Program:
-    """`python -m workers.run` with the job `document`, whose text becomes characters; files go to `folder`."""
+    """`python -m manta.workers.run` with the job `document`, whose text becomes characters; files go to `folder`."""
     job, metrics = folder / "job.yaml", folder / "metrics.jsonl"
     tokenizer = folder / "characters.json"
     _tokenizer_of(text.read_text(encoding="utf-8")).save(str(tokenizer))
@@ -76,7 +75,16 @@ def engine(document: dict[str, Any], text: Path, folder: Path) -> Program:
     job.write_text(yaml.safe_dump({**document, "data": data}), encoding="utf-8")
 
     def run(cores: int) -> list[float]:
-        command = [sys.executable, "-m", "workers.run", str(job), "--metrics", str(metrics), "--cache", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "manta.workers.run",
+            str(job),
+            "--metrics",
+            str(metrics),
+            "--cache",
+            str(folder),
+        ]
         _output(command, ROOT, cores)
         rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
         return [1e3 * row["step_seconds"] for row in rows]
@@ -121,10 +129,7 @@ def _output(command: list[str], folder: Path, cores: int) -> str:
     """What a program prints that runs on the first so many cores of this process. Raises ProcessFailed."""
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     command = ["taskset", "--cpu-list", ",".join(map(str, allowed)), *command]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or ["it says nothing"]
         raise ProcessFailed(f"{' '.join(command[3:6])} ... ended with {ended.returncode}: {lines[-1]}")

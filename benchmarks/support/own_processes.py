@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import psutil
 
-from service.cluster.ray_head import MARK
-from workers.paths import Paths
+from manta.service.cluster.ray_head import MARK
+from manta.workers.paths import Paths
 
 
 def zygotes(paths: Paths) -> list[psutil.Process]:
@@ -17,10 +17,10 @@ def zygotes(paths: Paths) -> list[psutil.Process]:
 def _is_zygote(process: psutil.Process, paths: Paths) -> bool:
     try:
         words, parent = process.cmdline(), process.parent()
-        forked = parent is not None and "workers.zygote" in parent.cmdline()
+        forked = parent is not None and "manta.workers.zygote" in parent.cmdline()
     except psutil.Error:
         return False
-    return "workers.zygote" in words and not forked and any(paths.tag in word for word in words)
+    return "manta.workers.zygote" in words and not forked and any(paths.tag in word for word in words)
 
 
 def forked(paths: Paths) -> list[psutil.Process]:

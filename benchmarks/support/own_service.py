@@ -13,16 +13,16 @@ from unittest.mock import patch
 
 import psutil
 
-from api.cli.service import start_service, stop_service
-from api.client import MantaClient
-from api.schemas import Event, Job, Recovery
-from api.serving.local_service import running_service
-from service.cluster.processes import wait_until_ended
-from service.settings import Settings
-from service.states import is_final
-from workers.errors import MantaError
-from workers.paths import Paths
-from workers.snapshot.files import steps_kept
+from manta.api.cli.service import start_service, stop_service
+from manta.api.client import Client
+from manta.api.schemas import Event, Job, Recovery
+from manta.api.serving.local_service import running_service
+from manta.service.cluster.processes import wait_until_ended
+from manta.service.settings import Settings
+from manta.service.states import is_final
+from manta.workers.errors import MantaError
+from manta.workers.paths import Paths
+from manta.workers.snapshot.files import steps_kept
 
 POLL_SECONDS = 0.02
 UNHURRIED_SECONDS = 0.1
@@ -47,7 +47,7 @@ class OwnService:
         """Start it, also after its process was killed; it is ready when this returns."""
         with patch.dict(os.environ, self._environment):
             start_service(Settings(self.home, allow_faults=self._allow_faults), "127.0.0.1", 0, None, None)
-        self.client = MantaClient.of_home(self.home)
+        self.client = Client.of_home(self.home)
 
     def kill(self) -> None:
         """SIGKILL to the service's process, and to nothing else; returns when it is gone."""

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workers.config import JobSpec, ModelConfig
-from workers.data.batches import MicroBatch
+from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.data.batches import MicroBatch
 
 
 class Attention(nn.Module):

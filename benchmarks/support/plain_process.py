@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.support.jobs import nanogpt
 from benchmarks.support.plain_gpt import PlainGPT, PlainLoop
-from workers.data.batches import MicroBatch
-from workers.spec.reading import parse_job_spec
-from workers.training.learning_rate import learning_rate
+from manta.workers.data.batches import MicroBatch
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.training.learning_rate import learning_rate
 
 
 def main(text: Path, steps: int) -> None:

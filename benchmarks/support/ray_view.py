@@ -13,7 +13,7 @@ from typing import Self
 
 from benchmarks.support.own_service import JobWentWrong
 from benchmarks.support.report import ROOT
-from service.cluster.ray_head import RayHead
+from manta.service.cluster.ray_head import RayHead
 
 
 class RayView:

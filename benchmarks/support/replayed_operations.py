@@ -103,7 +103,7 @@ def _alone(value: Any) -> Any:
 
 
 class ReplayedOperations:
-    """A `workers.parallel.pipeline.graphed.Recording`."""
+    """A `manta.workers.parallel.pipeline.graphed.Recording`."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.errors import MantaError
-from workers.spec.problems import SpecError
+from manta.workers.errors import MantaError
+from manta.workers.spec.problems import SpecError
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 1234

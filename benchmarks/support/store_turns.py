@@ -16,16 +16,16 @@ import psutil
 from benchmarks.support.plain_store import READ_SECONDS
 from benchmarks.support.report import ROOT
 from benchmarks.support.resident_memory import forget_peak, status_bytes
-from workers.checkpoint.checkpointer import Checkpointer
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.protocol.messages import Resume
-from workers.storage import object_files
-from workers.storage.files import files_of
-from workers.storage.places import place_of
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint.checkpointer import Checkpointer
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.protocol.messages import Resume
+from manta.workers.storage import object_files
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import place_of
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 WARM_UP_STEPS = 3
 

@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.backups.partners import partners, reachable
-from service.cluster.agent_client import AgentClient, AgentError
-from workers.protocol.messages import Endpoint, StoredSnapshot
-from workers.snapshot.files import BACKUP_PREFIX
+from manta.service.backups.partners import partners, reachable
+from manta.service.cluster.agent_client import AgentClient, AgentError
+from manta.workers.protocol.messages import Endpoint, StoredSnapshot
+from manta.workers.snapshot.files import BACKUP_PREFIX
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from service.leases.decisions import LeaseLost
-from workers.errors import MantaError
-from workers.liveness.flight_record import FlightRecord
-from workers.protocol.json_codec import JsonObject
-from workers.protocol.messages import (
+from manta.service.leases.decisions import LeaseLost
+from manta.workers.errors import MantaError
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.protocol.json_codec import JsonObject
+from manta.workers.protocol.messages import (
     PROTOCOL,
     AgentDescription,
     Endpoint,
@@ -29,10 +29,10 @@ from workers.protocol.messages import (
     TraceOrder,
     check_protocol,
 )
-from workers.protocol.remote_call import EPOCH, StaleOwner, call
-from workers.protocol.reports import Report, TrainerStatus
-from workers.snapshot.backup import BackupProgress
-from workers.zygote.client import Exit
+from manta.workers.protocol.remote_call import EPOCH, StaleOwner, call
+from manta.workers.protocol.reports import Report, TrainerStatus
+from manta.workers.snapshot.backup import BackupProgress
+from manta.workers.zygote.client import Exit
 
 T = TypeVar("T")
 _OTHER_AGENT = "a release of Manta that speaks it continues the job, or cancel the job"
@@ -61,7 +61,7 @@ class AgentFailed(AgentError):
 
 
 class AgentClient(Protocol):
-    """The agent of one rank (`workers.rank.agent.Agent`). Every method raises AgentError."""
+    """The agent of one rank (`manta.workers.rank.agent.Agent`). Every method raises AgentError."""
 
     async def describe(self) -> AgentDescription:
         """Where the agent is, and what runs under it. Raises ProtocolMismatch."""
@@ -161,7 +161,7 @@ class AgentClient(Protocol):
 
 
 class NodeClient(Protocol):
-    """The daemon of one node (`workers.node.daemon.NodeDaemon`). Every method raises AgentError."""
+    """The daemon of one node (`manta.workers.node.daemon.NodeDaemon`). Every method raises AgentError."""
 
     async def start(self) -> NodeDescription:
         """Start the node's zygote unless it runs. Raises ProtocolMismatch."""
@@ -248,7 +248,7 @@ way to end or move what a job has. Raises LeaseLost, LeaseUncertain if the call 
 
 
 class Calls(Protocol):
-    """How calls to what is on a node are made (`service.cluster.agents.CallsToNodes`)."""
+    """How calls to what is on a node are made (`manta.service.cluster.agents.CallsToNodes`)."""
 
     async def answer(self, node: str | None, call: Callable[[], Awaitable[T]]) -> T:
         """The answer to `call`. Raises AgentLost as soon as `node` is lost; None: not known."""

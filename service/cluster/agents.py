@@ -8,15 +8,15 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from service.cluster.agent_client import AgentClient, AgentError, AgentLost, OrderEpoch, RayAgent, within
-from service.cluster.connection import RayConnection, detached
-from service.cluster.nodes import Nodes
-from service.cluster.placement import Seat, Unit, agent_name, job_of
-from service.cluster.ray_private import actors_on, node_of_actor
-from workers.paths import Paths
-from workers.protocol.messages import AgentDescription
-from workers.rank.agent import AgentOnNode
-from workers.system.ports import PortRange
+from manta.service.cluster.agent_client import AgentClient, AgentError, AgentLost, OrderEpoch, RayAgent, within
+from manta.service.cluster.connection import RayConnection, detached
+from manta.service.cluster.nodes import Nodes
+from manta.service.cluster.placement import Seat, Unit, agent_name, job_of
+from manta.service.cluster.ray_private import actors_on, node_of_actor
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import AgentDescription
+from manta.workers.rank.agent import AgentOnNode
+from manta.workers.system.ports import PortRange
 
 T = TypeVar("T")
 

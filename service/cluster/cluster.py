@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.cluster.agent_client import AgentClient, OrderEpoch
-from service.cluster.agents import Agents, describe
-from service.cluster.connection import RayConnection
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.node_daemons import NodeDaemons
-from service.cluster.node_shapes import NodeShape
-from service.cluster.nodes import Nodes, keep_keys
-from service.cluster.placement import Seat, Unit, job_of
-from service.cluster.placement_groups import NodeRequests, PlacementGroups
-from service.cluster.ray_private import session_name
-from service.leases.decisions import LeaseLost, LeaseUncertain
-from workers.paths import Paths
-from workers.system.ports import PortRange
+from manta.service.cluster.agent_client import AgentClient, OrderEpoch
+from manta.service.cluster.agents import Agents, describe
+from manta.service.cluster.connection import RayConnection
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.node_daemons import NodeDaemons
+from manta.service.cluster.node_shapes import NodeShape
+from manta.service.cluster.nodes import Nodes, keep_keys
+from manta.service.cluster.placement import Seat, Unit, job_of
+from manta.service.cluster.placement_groups import NodeRequests, PlacementGroups
+from manta.service.cluster.ray_private import session_name
+from manta.service.leases.decisions import LeaseLost, LeaseUncertain
+from manta.workers.paths import Paths
+from manta.workers.system.ports import PortRange
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class NodeOptions:
     """Options for all nodes of a cluster."""
 
     notices: str | None = None
-    """Which services the nodes ask whether they are about to be taken away, as `workers.node.notice_sources` reads it;
-    None: none."""
+    """Which services the nodes ask whether they are about to be taken away, as `manta.workers.node.notice_sources`
+    reads it; None: none."""
     ports: PortRange | None = None
     """Ports on which the processes on the nodes listen; None: any."""
     shapes: Sequence[NodeShape] = ()

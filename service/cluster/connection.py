@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
-from service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.errors import ClusterUnavailable
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.errors import MantaError
-from workers.protocol.messages import NodeDescription
-from workers.system.ports import address_towards
+from manta.workers.errors import MantaError
+from manta.workers.protocol.messages import NodeDescription
+from manta.workers.system.ports import address_towards
 
 OPEN_OURS = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
 OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"
@@ -99,7 +99,7 @@ def problem_of_start(node: str, error: str) -> str:
     name = f"node {node[:12]}"
     if "No module named" in error:
         missing = error.rpartition("No module named")[2].strip(" '\".")
-        if missing.partition(".")[0] in ("workers", "service", "api"):
+        if missing.partition(".")[0] == "manta":
             return f"{name} has no Manta: {SAME_CODE}"
         return f"{name} lacks the Python package {missing!r}, which Manta needs there: install it"
     return f"the daemon of {name} does not start: {error}"

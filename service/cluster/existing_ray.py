@@ -17,13 +17,13 @@ from typing import Any
 
 import psutil
 
-from service.cluster.processes import children_named, end_all, session_leader
-from service.cluster.ray_head import NAMESPACE, ROOT, RayUnavailable, answers, connect
-from service.cluster.ray_private import RAYLET, RECONNECT_SECONDS, START_COMMAND, Raylet, outlives_head, raylets
-from service.settings import without_secrets
-from workers.paths import Paths
-from workers.system.ports import PortRange, address_towards
-from workers.system.processes import ends_of
+from manta.service.cluster.processes import children_named, end_all, session_leader
+from manta.service.cluster.ray_head import IMPORTED_FROM, NAMESPACE, RayUnavailable, answers, connect
+from manta.service.cluster.ray_private import RAYLET, RECONNECT_SECONDS, START_COMMAND, Raylet, outlives_head, raylets
+from manta.service.settings import without_secrets
+from manta.workers.paths import Paths
+from manta.workers.system.ports import PortRange, address_towards
+from manta.workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ExistingRay:
     def _runtime_environment(self) -> dict[str, Any] | None:
         if not self._ship_code:
             return None
-        return {"py_modules": [str(ROOT / "workers")], "excludes": ["**/__pycache__"]}
+        return {"py_modules": [str(IMPORTED_FROM / "manta")], "excludes": ["**/__pycache__", "/api", "/service"]}
 
 
 def ensure_raylet(address: str, paths: Paths, ports: PortRange | None) -> None:
@@ -188,7 +188,7 @@ def _spawn(address: str, paths: Paths, ports: PortRange | None) -> subprocess.Po
     }
     if ports is not None:
         options |= _listening_on(ports)
-    command = [sys.executable, "-c", START_COMMAND, "start", "--block", "--disable-usage-stats"]
+    command = [sys.executable, "-P", "-c", START_COMMAND, "start", "--block", "--disable-usage-stats"]
     with paths.ray_log.open("ab") as output:
         return subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],

@@ -9,9 +9,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
 
-from service.cluster.agent_client import AgentError, AgentFailed, NodeClient, within
-from service.cluster.cluster import Cluster
-from service.cluster.errors import needs_traceback
+from manta.service.cluster.agent_client import AgentError, AgentFailed, NodeClient, within
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.errors import needs_traceback
 
 log = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from service.cluster.agent_client import AgentError, AgentTimeout, NodeClient, RayNodeDaemon, within
-from service.cluster.connection import RayConnection, detached
-from service.cluster.errors import problem_of, problem_of_start
-from service.cluster.nodes import Nodes, keep_keys
-from service.cluster.placement import job_of, node_daemon_name
-from service.cluster.ray_private import node_of_actor
-from workers.node.daemon import NodeDaemon
-from workers.node.host import own_code
-from workers.paths import Paths
-from workers.protocol.messages import ProtocolMismatch
-from workers.system.ports import PortRange
+from manta.service.cluster.agent_client import AgentError, AgentTimeout, NodeClient, RayNodeDaemon, within
+from manta.service.cluster.connection import RayConnection, detached
+from manta.service.cluster.errors import problem_of, problem_of_start
+from manta.service.cluster.nodes import Nodes, keep_keys
+from manta.service.cluster.placement import job_of, node_daemon_name
+from manta.service.cluster.ray_private import node_of_actor
+from manta.workers.node.daemon import NodeDaemon
+from manta.workers.node.host import own_code
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import ProtocolMismatch
+from manta.workers.system.ports import PortRange
 
 log = logging.getLogger(__name__)
 

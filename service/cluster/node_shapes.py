@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from service.cluster.placement import Capacity, Unit, bundle_of, counted, plural_of, stage_types
-from workers.config import ParallelConfig
-from workers.errors import MantaError
+from manta.service.cluster.placement import Capacity, Unit, bundle_of, counted, plural_of, stage_types
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import MantaError
 
 _ONE = re.compile(r"\s*(?P<type>[^=,\s]+)\s*=\s*(?P<most>\d+)\s*x\s*(?P<units>\d+)\s*(?P<unit>slots?|gpus?)\s*", re.I)
 

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from service.cluster.cluster import Cluster
-from service.cluster.errors import problem_of_port
-from service.cluster.node_daemons import HeartbeatSource
-from service.cluster.nodes import GpuReadings, RayNode
-from service.tasks import Lag
-from workers.protocol.json_codec import MalformedMessage, from_json
-from workers.protocol.messages import Heartbeat
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.errors import problem_of_port
+from manta.service.cluster.node_daemons import HeartbeatSource
+from manta.service.cluster.nodes import GpuReadings, RayNode
+from manta.service.tasks import Lag
+from manta.workers.protocol.json_codec import MalformedMessage, from_json
+from manta.workers.protocol.messages import Heartbeat
 
 log = logging.getLogger(__name__)
 

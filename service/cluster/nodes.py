@@ -9,12 +9,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.cluster.connection import RayConnection
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.node_shapes import NodeShape, grown
-from service.cluster.placement import TYPE_RESOURCE, UNITS, Capacity, Unit
-from service.cluster.ray_private import free_resources, node_types
-from workers.protocol.messages import GpuReading
+from manta.service.cluster.connection import RayConnection
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.node_shapes import NodeShape, grown
+from manta.service.cluster.placement import TYPE_RESOURCE, UNITS, Capacity, Unit
+from manta.service.cluster.ray_private import free_resources, node_types
+from manta.workers.protocol.messages import GpuReading
 
 # How long it may take until units that were given back are shown as free, and how often to check.
 SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05

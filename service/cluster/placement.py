@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from workers.comm.grid import RankGrid
-from workers.config import Accelerator, ParallelConfig
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import Accelerator, ParallelConfig
 
 Unit = Literal["GPU", "manta_slot"]
 """The Ray resource of which each rank takes one."""

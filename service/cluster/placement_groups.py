@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.cluster.agent_client import OrderEpoch
-from service.cluster.connection import RayConnection
-from service.cluster.nodes import Nodes
-from service.cluster.placement import (
+from manta.service.cluster.agent_client import OrderEpoch
+from manta.service.cluster.connection import RayConnection
+from manta.service.cluster.nodes import Nodes
+from manta.service.cluster.placement import (
     Unit,
     anywhere_but,
     avoidable,
@@ -29,10 +29,10 @@ from service.cluster.placement import (
     placement_group_name,
     replica_bundles,
 )
-from service.cluster.ray_private import placement_group_states
-from service.leases.held import new_id
-from workers.config import ParallelConfig
-from workers.errors import MantaError
+from manta.service.cluster.ray_private import placement_group_states
+from manta.service.leases.held import new_id
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import MantaError
 
 log = logging.getLogger(__name__)
 

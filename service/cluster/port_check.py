@@ -8,13 +8,13 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from service.cluster.agent_client import AgentError, NodeClient, within
-from service.cluster.cluster import Cluster
-from service.cluster.errors import OPEN_OURS, OPEN_RAYS, problem_of_ports
-from service.cluster.nodes import RayNode
-from workers.node.host import unreached
-from workers.protocol.messages import Endpoint
-from workers.system.ports import address_towards
+from manta.service.cluster.agent_client import AgentError, NodeClient, within
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.errors import OPEN_OURS, OPEN_RAYS, problem_of_ports
+from manta.service.cluster.nodes import RayNode
+from manta.workers.node.host import unreached
+from manta.workers.protocol.messages import Endpoint
+from manta.workers.system.ports import address_towards
 
 MAX_NODES, PEERS = 256, 16
 """If there are more nodes, this many are drawn, and each tries this many others: a thousand nodes would need a million

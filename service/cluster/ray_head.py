@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from service.cluster.processes import (
+from manta.service.cluster.processes import (
     children_named,
     end_all,
     freeze_all,
@@ -32,7 +32,7 @@ from service.cluster.processes import (
     start_of,
     started_in,
 )
-from service.cluster.ray_private import (
+from manta.service.cluster.ray_private import (
     HEAD_PROCESSES,
     MEMORY_MONITOR_MILLISECONDS,
     NO_AUTOSCALER,
@@ -41,11 +41,11 @@ from service.cluster.ray_private import (
     address_file,
     sockets_of,
 )
-from service.home.own_files import OwnFileUnusable, read_own, write_private, writing_in
-from service.settings import without_secrets
-from workers.errors import MantaError
-from workers.paths import Paths
-from workers.system.processes import ends_of
+from manta.service.home.own_files import OwnFileUnusable, read_own, write_private, writing_in
+from manta.service.settings import without_secrets
+from manta.workers.errors import MantaError
+from manta.workers.paths import Paths
+from manta.workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ SILENT_SECONDS = 60.0
 """How long a living head that does not answer is waited for; after that it is replaced, as if it were dead."""
 MARK = "MANTA_RAY_HEAD"
 """Environment variable of all processes of a head; its value is the tag of the home."""
-ROOT = Path(__file__).resolve().parents[2]
+IMPORTED_FROM = Path(__file__).parents[3]
+"""Folder from which Python imports `manta`."""
 
 
 class RayUnavailable(MantaError):
@@ -244,7 +245,7 @@ class RayHead:
 
     def freeze_ranks(self) -> None:
         """Let no rank of this home train on, so that the service can store what they have reported before it ends."""
-        freeze_all((MARK, self._paths.tag), "workers.zygote")
+        freeze_all((MARK, self._paths.tag), "manta.workers.zygote")
 
     def _prepare(self) -> None:
         with writing_in(self._paths.home):
@@ -262,8 +263,8 @@ class RayHead:
             **without_secrets(os.environ),
             **self._authentication(),
             MARK: self._paths.tag,
-            # The agents' modules if the distribution is not installed, with precedence over others of the same names.
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            # The agents' modules, if the distribution is not installed.
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(IMPORTED_FROM), os.environ.get("PYTHONPATH")))),
             "RAY_USAGE_STATS_ENABLED": "0",
             STARTS_AT_ONCE: str(self._warm),  # otherwise as many at once as there are cores
             MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents
@@ -292,7 +293,7 @@ class RayHead:
             "resources": json.dumps({SLOT: self._slots}),
         }
         arguments = [f"--{name}={value}" for name, value in options.items()]
-        ray = [sys.executable, "-c", START_COMMAND, "start"]
+        ray = [sys.executable, "-P", "-c", START_COMMAND, "start"]
         return [*ray, "--head", "--block", "--disable-usage-stats", NO_AUTOSCALER, *arguments]
 
     def _wait_for_address(self, process: subprocess.Popen[bytes]) -> str:
@@ -324,13 +325,15 @@ def connect(address: str, namespace: str, runtime_environment: Mapping[str, Any]
     import ray
 
     try:
-        ray.init(
-            address=address,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env=None if runtime_environment is None else dict(runtime_environment),
-        )
+        # Ray has its workers look for modules in the driver's folder first, which is any folder of the user.
+        with contextlib.chdir("/"):
+            ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env=None if runtime_environment is None else dict(runtime_environment),
+            )
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         raise RayUnavailable(f"Ray at {address} refused the connection: {' '.join(str(error).split())}") from error
     return ray

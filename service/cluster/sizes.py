@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from service.cluster.placement import Capacity, stage_types
-from workers.config import JobSpec, ParallelConfig
-from workers.errors import MantaError
-from workers.spec.divisors import divisors
-from workers.spec.rules import find_problems
+from manta.service.cluster.placement import Capacity, stage_types
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.errors import MantaError
+from manta.workers.spec.divisors import divisors
+from manta.workers.spec.rules import find_problems
 
 
 class SizeOutOfBounds(MantaError):

@@ -16,39 +16,39 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from service.cluster.cluster import Cluster
-from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
-from service.cluster.existing_ray import ExistingRay
-from service.cluster.node_care import NodeCare
-from service.cluster.node_watch import NodeWatch
-from service.cluster.port_check import check_ports
-from service.cluster.ray_head import RayHead, RayUnavailable
-from service.control.faults import FaultInjector, FaultsNotAllowed
-from service.control.housekeeping import Housekeeping
-from service.control.options import DEFAULTS, ControlPlaneOptions
-from service.control.owners import JobOwners
-from service.control.running_ranks import RankStack, RunningRanks, SeenWaits
-from service.control.takeover import refuse_what_cannot_be_taken_over
-from service.exports import Exports
-from service.file_work import FileWork
-from service.home.home_of_jobs import HomeOfJobs
-from service.kept_logs.keeper import LogKeeper
-from service.leases.decisions import LEASE_SECONDS, OtherRay
-from service.leases.held import Leases, new_id
-from service.logs.pages import JobLogs, LogsInHome
-from service.monitoring.cluster_view import Measurements, cluster_view, measured
-from service.removal.deletion import Deletion, delete_checkpoint_in_time, delete_job
-from service.removal.retention import Retention
-from service.states import JobState
-from service.store import Store, installation_tables, jobs
-from service.store.leases import connection_name
-from service.store.location import url_in
-from service.store.tables import Checkpoint, Job
-from service.tasks import BackgroundTasks, log_failure
-from service.traces.traces import Traces
-from workers.config import JobSpec
-from workers.paths import Paths
-from workers.protocol.messages import Fault
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
+from manta.service.cluster.existing_ray import ExistingRay
+from manta.service.cluster.node_care import NodeCare
+from manta.service.cluster.node_watch import NodeWatch
+from manta.service.cluster.port_check import check_ports
+from manta.service.cluster.ray_head import RayHead, RayUnavailable
+from manta.service.control.faults import FaultInjector, FaultsNotAllowed
+from manta.service.control.housekeeping import Housekeeping
+from manta.service.control.options import DEFAULTS, ControlPlaneOptions
+from manta.service.control.owners import JobOwners
+from manta.service.control.running_ranks import RankStack, RunningRanks, SeenWaits
+from manta.service.control.takeover import refuse_what_cannot_be_taken_over
+from manta.service.exports import Exports
+from manta.service.file_work import FileWork
+from manta.service.home.home_of_jobs import HomeOfJobs
+from manta.service.kept_logs.keeper import LogKeeper
+from manta.service.leases.decisions import LEASE_SECONDS, OtherRay
+from manta.service.leases.held import Leases, new_id
+from manta.service.logs.pages import JobLogs, LogsInHome
+from manta.service.monitoring.cluster_view import Measurements, cluster_view, measured
+from manta.service.removal.deletion import Deletion, delete_checkpoint_in_time, delete_job
+from manta.service.removal.retention import Retention
+from manta.service.states import JobState
+from manta.service.store import Store, installation_tables, jobs
+from manta.service.store.leases import connection_name
+from manta.service.store.location import url_in
+from manta.service.store.tables import Checkpoint, Job
+from manta.service.tasks import BackgroundTasks, log_failure
+from manta.service.traces.traces import Traces
+from manta.workers.config import JobSpec
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import Fault
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -402,12 +402,13 @@ class ControlPlane:
             return jobs.get(session, job_id)
 
     def cluster(self) -> dict[str, Any]:
-        """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
+        """Nodes, slots and which ranks run where, in the form of `manta.api.schemas.Cluster`. Raises
+        ClusterUnavailable."""
         return self._call(cluster_view(self._started_cluster, self._store))
 
     def check_cluster(self) -> dict[str, Any]:
         """Problems between the nodes, and what the end of Ray's head would mean, in the form of
-        `api.schemas.ClusterCheck`. Raises ClusterUnavailable."""
+        `manta.api.schemas.ClusterCheck`. Raises ClusterUnavailable."""
         ports = self._call(check_ports(self._started_cluster), CHECK_SECONDS)
         head = self._head.problem_of_head() if isinstance(self._head, ExistingRay) else None
         warnings = [*ports.left_out, *([head] if head is not None else [])]

@@ -9,10 +9,10 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
-from workers.config import JobSpec
-from workers.data.roots import DataRoots, named_paths
-from workers.errors import MantaError
-from workers.system.daemon_threads import in_daemon_thread
+from manta.workers.config import JobSpec
+from manta.workers.data.roots import DataRoots, named_paths
+from manta.workers.errors import MantaError
+from manta.workers.system.daemon_threads import in_daemon_thread
 
 LOOK_SECONDS = 1.0
 """How long the queue is held up at a time."""

@@ -6,19 +6,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from service.cluster.agent_client import AgentClient, AgentError, within
-from service.cluster.cluster import Cluster
-from service.cluster.placement import agent_name
-from service.cluster.sizes import in_use
-from service.states import SUPERVISED
-from service.store import Store, events, jobs, ranks
-from service.store.tables import Job
-from service.stored_specs import stored_spec
-from service.words import no_such_rank
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import BETWEEN_STEPS, Fault
+from manta.service.cluster.agent_client import AgentClient, AgentError, within
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.placement import agent_name
+from manta.service.cluster.sizes import in_use
+from manta.service.states import SUPERVISED
+from manta.service.store import Store, events, jobs, ranks
+from manta.service.store.tables import Job
+from manta.service.stored_specs import stored_spec
+from manta.service.words import no_such_rank
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.messages import BETWEEN_STEPS, Fault
 
 # Seconds after which an agent that is arming a fault counts as dead.
 INJECT_SECONDS = 10.0

@@ -11,22 +11,22 @@ from functools import partial
 
 from sqlalchemy.orm import Session
 
-from service.backoff import backoff
-from service.cluster.cluster import Cluster
-from service.cluster.errors import ClusterUnavailable, needs_traceback
-from service.cluster.node_care import IdleNodes, NodeCare
-from service.control.scheduler import Placed, Scheduler
-from service.job.owner import catch_up
-from service.job.record import JobRecord
-from service.leases.decisions import HOUSEKEEPING
-from service.leases.held import HeldLease, Leases
-from service.removal.retention import Retention, SeenExpired
-from service.states import SUPERVISED, JobState, is_final
-from service.store import Store, checkpoints, deletion, jobs, pauses_and_retries
-from service.store.database import in_a_line, may_pass
-from service.stored_specs import SpecNotUnderstood
-from workers.data.roots import ANYWHERE, DataRoots
-from workers.protocol.messages import ProtocolMismatch
+from manta.service.backoff import backoff
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.errors import ClusterUnavailable, needs_traceback
+from manta.service.cluster.node_care import IdleNodes, NodeCare
+from manta.service.control.scheduler import Placed, Scheduler
+from manta.service.job.owner import catch_up
+from manta.service.job.record import JobRecord
+from manta.service.leases.decisions import HOUSEKEEPING
+from manta.service.leases.held import HeldLease, Leases
+from manta.service.removal.retention import Retention, SeenExpired
+from manta.service.states import SUPERVISED, JobState, is_final
+from manta.service.store import Store, checkpoints, deletion, jobs, pauses_and_retries
+from manta.service.store.database import in_a_line, may_pass
+from manta.service.stored_specs import SpecNotUnderstood
+from manta.workers.data.roots import ANYWHERE, DataRoots
+from manta.workers.protocol.messages import ProtocolMismatch
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.cluster.cluster import ANY_NODES, NodeOptions
-from service.job.context import DEFAULT_MEMORY_SECONDS
-from service.settings import LOOPBACK_HOSTS
-from workers.config import JobSpec
-from workers.data.roots import ANYWHERE, DataRoots
-from workers.spec.problems import Problem
-from workers.storage.places import Place
+from manta.service.cluster.cluster import ANY_NODES, NodeOptions
+from manta.service.job.context import DEFAULT_MEMORY_SECONDS
+from manta.service.settings import LOOPBACK_HOSTS
+from manta.workers.config import JobSpec
+from manta.workers.data.roots import ANYWHERE, DataRoots
+from manta.workers.spec.problems import Problem
+from manta.workers.storage.places import Place
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ NO_MODELS = ModelPackages()
 
 @dataclass(frozen=True)
 class ControlPlaneOptions:
-    """What the operator of a service decides about its jobs; `service.settings` reads most of it."""
+    """What the operator of a service decides about its jobs; `manta.service.settings` reads most of it."""
 
     database_url: str | None = None
     """Where the job database is; None: in the home."""

@@ -8,20 +8,20 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from service.cluster.agent_client import AgentClient
-from service.cluster.cluster import Cluster
-from service.control.housekeeping import Housekeeping
-from service.job.owner import JobOwner
-from service.job.report_writer import FirstStep
-from service.kept_logs.keeper import LogKeeper
-from service.kept_logs.spool import Spool
-from service.leases.decisions import JobInBrief, LeaseLost
-from service.leases.held import HeldLease, Leases
-from service.states import SUPERVISED, JobState
-from service.store import Store, step_traces
-from service.store.database import in_a_line, may_pass
-from service.store.tables import Job
-from service.tasks import Lag, log_failure
+from manta.service.cluster.agent_client import AgentClient
+from manta.service.cluster.cluster import Cluster
+from manta.service.control.housekeeping import Housekeeping
+from manta.service.job.owner import JobOwner
+from manta.service.job.report_writer import FirstStep
+from manta.service.kept_logs.keeper import LogKeeper
+from manta.service.kept_logs.spool import Spool
+from manta.service.leases.decisions import JobInBrief, LeaseLost
+from manta.service.leases.held import HeldLease, Leases
+from manta.service.states import SUPERVISED, JobState
+from manta.service.store import Store, step_traces
+from manta.service.store.database import in_a_line, may_pass
+from manta.service.store.tables import Job
+from manta.service.tasks import Lag, log_failure
 
 log = logging.getLogger(__name__)
 

@@ -8,17 +8,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.cluster.agent_client import AgentClient, AgentError, within
-from service.cluster.agents import ask
-from service.cluster.cluster import Cluster
-from service.cluster.sizes import in_use
-from service.recovery.waits import Waits, waits_now
-from service.store import Store, jobs, ranks
-from service.store.tables import Job, Rank
-from service.stored_specs import stored_spec
-from service.words import no_such_rank
-from workers.comm.grid import RankGrid
-from workers.errors import MantaError
+from manta.service.cluster.agent_client import AgentClient, AgentError, within
+from manta.service.cluster.agents import ask
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.sizes import in_use
+from manta.service.recovery.waits import Waits, waits_now
+from manta.service.store import Store, jobs, ranks
+from manta.service.store.tables import Job, Rank
+from manta.service.stored_specs import stored_spec
+from manta.service.words import no_such_rank
+from manta.workers.comm.grid import RankGrid
+from manta.workers.errors import MantaError
 
 ASK_SECONDS = 2.0
 STACK_SECONDS = 5.0

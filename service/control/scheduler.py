@@ -18,25 +18,25 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from service.cluster.cluster import Cluster
-from service.cluster.errors import ClusterUnavailable, needs_traceback
-from service.cluster.node_shapes import Demand, in_words
-from service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
-from service.cluster.placement_groups import NotPlaced
-from service.cluster.sizes import fitting, resized, shapes_of, smallest
-from service.control.data_looks import DataLooks, DataTimeout, problem_here
-from service.job.record import JobRecord
-from service.leases.decisions import LeaseLost
-from service.leases.held import Leases
-from service.states import JobState
-from service.store import IllegalTransition, JobNotFound, Store, jobs
-from service.store.database import may_pass
-from service.store.tables import Job
-from service.stored_specs import SpecNotUnderstood, stored_spec
-from service.tasks import Lag
-from workers.config import JobSpec, ParallelConfig
-from workers.data.roots import ANYWHERE, DataRoots
-from workers.errors import MantaError
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.errors import ClusterUnavailable, needs_traceback
+from manta.service.cluster.node_shapes import Demand, in_words
+from manta.service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.cluster.sizes import fitting, resized, shapes_of, smallest
+from manta.service.control.data_looks import DataLooks, DataTimeout, problem_here
+from manta.service.job.record import JobRecord
+from manta.service.leases.decisions import LeaseLost
+from manta.service.leases.held import Leases
+from manta.service.states import JobState
+from manta.service.store import IllegalTransition, JobNotFound, Store, jobs
+from manta.service.store.database import may_pass
+from manta.service.store.tables import Job
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
+from manta.service.tasks import Lag
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.data.roots import ANYWHERE, DataRoots
+from manta.workers.errors import MantaError
 
 log = logging.getLogger(__name__)
 

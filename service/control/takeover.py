@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 
-from service.cluster.agent_client import AgentClient, AgentError, within
-from service.cluster.cluster import Cluster
-from service.cluster.placement import job_of
-from service.states import JobState, is_final
-from workers.errors import MantaError
-from workers.protocol.messages import SPOKEN, ProtocolMismatch
+from manta.service.cluster.agent_client import AgentClient, AgentError, within
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.placement import job_of
+from manta.service.states import JobState, is_final
+from manta.workers.errors import MantaError
+from manta.workers.protocol.messages import SPOKEN, ProtocolMismatch
 
 ASK_SECONDS = 10.0
 MAX_NAMED = 5

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from service.doctor import Finding, machine, packages, stores
-from service.settings import Settings
-from workers.config import JobSpec
-from workers.paths import Paths
+from manta.service.doctor import Finding, machine, packages, stores
+from manta.service.settings import Settings
+from manta.workers.config import JobSpec
+from manta.workers.paths import Paths
 
 Look = Callable[[], Iterable[Finding]]
 

@@ -10,15 +10,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.cluster.ray_head import count_gpus
-from service.doctor import Finding
-from service.words import byte_count
-from workers.accounting.activation_bytes import host_bytes_of_rank
-from workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
-from workers.config import JobSpec
-from workers.paths import SHARED_MEMORY, Paths
-from workers.system.ports import LOOPBACK, outward_address
-from workers.system.resources import memory_available
+from manta.service.cluster.ray_head import count_gpus
+from manta.service.doctor import Finding
+from manta.service.words import byte_count
+from manta.workers.accounting.activation_bytes import host_bytes_of_rank
+from manta.workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
+from manta.workers.config import JobSpec
+from manta.workers.paths import SHARED_MEMORY, Paths
+from manta.workers.system.ports import LOOPBACK, outward_address
+from manta.workers.system.resources import memory_available
 
 OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)
 MIN_SHARED_BYTES = 1 << 30

@@ -10,10 +10,10 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from service.cluster.ray_head import count_gpus
-from service.cluster.ray_private import TRIED_WITH
-from service.doctor import Finding
-from service.torch_facts import TorchFailed, torch_facts
+from manta.service.cluster.ray_head import count_gpus
+from manta.service.cluster.ray_private import TRIED_WITH
+from manta.service.doctor import Finding
+from manta.service.torch_facts import TorchFailed, torch_facts
 
 DISTRIBUTION = "manta-train"
 DRIVER = Path("/proc/driver/nvidia/version")

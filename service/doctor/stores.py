@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.doctor import Finding
-from service.settings import Settings
-from service.store import Store, leases
-from service.store.database import newest_revision
-from service.store.errors import StoreEmpty
-from service.store.health import refuse_none
-from service.store.location import file_of, noted_in, parse_url, shown, url_in
-from workers.errors import MantaError
-from workers.storage.files import files_of
-from workers.storage.places import Place
+from manta.service.doctor import Finding
+from manta.service.settings import Settings
+from manta.service.store import Store, leases
+from manta.service.store.database import newest_revision
+from manta.service.store.errors import StoreEmpty
+from manta.service.store.health import refuse_none
+from manta.service.store.location import file_of, noted_in, parse_url, shown, url_in
+from manta.workers.errors import MantaError
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
 
 SKEW_SECONDS = 5.0
 """A larger difference between clocks makes times hard to read; S3 refuses clients that are off by 15 minutes."""

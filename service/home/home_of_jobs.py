@@ -6,12 +6,12 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from service.store import Store, installation_tables
-from workers.errors import MantaError
-from workers.node.folders import mark
-from workers.paths import Paths
-from workers.storage.places import Place
-from workers.system.daemon_threads import answered_within
+from manta.service.store import Store, installation_tables
+from manta.workers.errors import MantaError
+from manta.workers.node.folders import mark
+from manta.workers.paths import Paths
+from manta.workers.storage.places import Place
+from manta.workers.system.daemon_threads import answered_within
 
 log = logging.getLogger(__name__)
 

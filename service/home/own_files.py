@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from workers.errors import MantaError
-from workers.system.regular_files import open_regular, read_regular
+from manta.workers.errors import MantaError
+from manta.workers.system.regular_files import open_regular, read_regular
 
 _MAX_BYTES = 2**20
 KEY_FILE = "api.key"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.job.changes import Change
-from service.job.incident import Incident
-from service.recovery.decisions import Death
-from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState
+from manta.service.job.changes import Change
+from manta.service.job.incident import Incident
+from manta.service.recovery.decisions import Death
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import JobState
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from service.cluster.cluster import Cluster
-from service.cluster.sizes import in_use
-from service.job.gang import AgentSet, Gang
-from service.job.incident import Incident
-from service.job.record import JobRecord
-from service.job.report_writer import FirstStep
-from service.kept_logs.spool import Spool
-from service.recovery.budgets import PastFailure, past_failures
-from service.store import Store
-from service.store.tables import Generation, Job
-from service.stored_specs import stored_spec
-from workers.checkpoint.catalog import Listing, list_checkpoints
-from workers.config import JobSpec
-from workers.storage.places import Place
-from workers.system.daemon_threads import in_daemon_thread
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.sizes import in_use
+from manta.service.job.gang import AgentSet, Gang
+from manta.service.job.incident import Incident
+from manta.service.job.record import JobRecord
+from manta.service.job.report_writer import FirstStep
+from manta.service.kept_logs.spool import Spool
+from manta.service.recovery.budgets import PastFailure, past_failures
+from manta.service.store import Store
+from manta.service.store.tables import Generation, Job
+from manta.service.stored_specs import stored_spec
+from manta.workers.checkpoint.catalog import Listing, list_checkpoints
+from manta.workers.config import JobSpec
+from manta.workers.storage.places import Place
+from manta.workers.system.daemon_threads import in_daemon_thread
 
 LOOK_SECONDS = 20.0
 """Seconds after which a file system that is listing a job's checkpoints counts as not answering."""

@@ -8,16 +8,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.cluster.agent_client import AgentClient
-from service.cluster.agents import describe, describe_each
-from service.cluster.cluster import Cluster
-from service.cluster.placement import Capacity, Unit, agent_name, placement_group_name, replica_of, seats_of, unit_of
-from service.cluster.placement_groups import NotPlaced
-from service.cluster.sizes import given_back, resized
-from workers.comm.grid import state_groups
-from workers.config import JobSpec, ParallelConfig
-from workers.protocol.messages import AgentDescription
-from workers.snapshot.files import layout_tag
+from manta.service.cluster.agent_client import AgentClient
+from manta.service.cluster.agents import describe, describe_each
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.placement import (
+    Capacity,
+    Unit,
+    agent_name,
+    placement_group_name,
+    replica_of,
+    seats_of,
+    unit_of,
+)
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.cluster.sizes import given_back, resized
+from manta.workers.comm.grid import state_groups
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.protocol.messages import AgentDescription
+from manta.workers.snapshot.files import layout_tag
 
 REPLICA_SECONDS = 10.0
 """Seconds that placing a replica may take if there should be room for it."""

@@ -12,13 +12,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from service.cluster.agent_client import AgentClient, AgentError, within
-from service.recovery.decisions import SENTENCE_KINDS, Death, culprit_of, describe_exit
-from workers.accounting.flops import rank_parameters
-from workers.accounting.state_costs import STATE_BYTES
-from workers.config import JobSpec
-from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
-from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting, TrainerStatus
+from manta.service.cluster.agent_client import AgentClient, AgentError, within
+from manta.service.recovery.decisions import SENTENCE_KINDS, Death, culprit_of, describe_exit
+from manta.workers.accounting.flops import rank_parameters
+from manta.workers.accounting.state_costs import STATE_BYTES
+from manta.workers.config import JobSpec
+from manta.workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
+from manta.workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting, TrainerStatus
 
 POLL_SECONDS = 30.0
 POLLS_A_SECOND = 0.5

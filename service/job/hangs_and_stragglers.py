@@ -13,14 +13,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from service.cluster.agent_client import AgentClient, AgentError, AgentTimeout, within
-from service.cluster.agents import ask
-from service.recovery.decisions import NOT_SAVED
-from service.recovery.flight_matching import refined
-from service.recovery.waits import AXES, Group, Look, Verdict, find_culprits, waiting_for
-from workers.liveness.flight_record import FlightRecord
-from workers.protocol.json_codec import JsonObject, to_json
-from workers.protocol.reports import Event, Report, TrainerStatus
+from manta.service.cluster.agent_client import AgentClient, AgentError, AgentTimeout, within
+from manta.service.cluster.agents import ask
+from manta.service.recovery.decisions import NOT_SAVED
+from manta.service.recovery.flight_matching import refined
+from manta.service.recovery.waits import AXES, Group, Look, Verdict, find_culprits, waiting_for
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.protocol.json_codec import JsonObject, to_json
+from manta.workers.protocol.reports import Event, Report, TrainerStatus
 
 T = TypeVar("T")
 ASK_SECONDS = 2.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.recovery.budgets import PastFailure
-from service.recovery.decisions import Death
-from service.recovery.timeline import RecoveryTimeline
-from service.store.recoveries import Beginning
+from manta.service.recovery.budgets import PastFailure
+from manta.service.recovery.decisions import Death
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.store.recoveries import Beginning
 
 
 @dataclass(frozen=True)

@@ -11,28 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.backups import rank_backups
-from service.cluster.agent_client import AgentError, AgentFailed, within
-from service.cluster.agents import ask
-from service.cluster.sizes import most_ranks
-from service.job.actions import Launch
-from service.job.context import JobContext
-from service.job.generation import RunningGeneration
-from service.job.hangs_and_stragglers import HangWatch
-from service.job.planning import plan_generation
-from service.job.received_lines import ReceivedLines
-from service.job.report_writer import ReportWriter
-from service.job.resume import newest_state
-from service.recovery.durable_state import beginning_of
-from service.store import StepTrace
-from service.store.ranks import EXITED, RUNNING, STARTING
-from workers.comm.grid import RankGrid
-from workers.comm.secret import SECRET_LENGTH
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume, TraceOrder
-from workers.protocol.reports import Metrics, Report
-from workers.system.threads import decided_threads, threads_of, with_threads
+from manta.service.backups import rank_backups
+from manta.service.cluster.agent_client import AgentError, AgentFailed, within
+from manta.service.cluster.agents import ask
+from manta.service.cluster.sizes import most_ranks
+from manta.service.job.actions import Launch
+from manta.service.job.context import JobContext
+from manta.service.job.generation import RunningGeneration
+from manta.service.job.hangs_and_stragglers import HangWatch
+from manta.service.job.planning import plan_generation
+from manta.service.job.received_lines import ReceivedLines
+from manta.service.job.report_writer import ReportWriter
+from manta.service.job.resume import newest_state
+from manta.service.recovery.durable_state import beginning_of
+from manta.service.store import StepTrace
+from manta.service.store.ranks import EXITED, RUNNING, STARTING
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.secret import SECRET_LENGTH
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume, TraceOrder
+from manta.workers.protocol.reports import Metrics, Report
+from manta.workers.system.threads import decided_threads, threads_of, with_threads
 
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0

@@ -16,15 +16,15 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
 
-from service.cluster.agents import ask
-from service.job.actions import End
-from service.job.context import JobContext
-from service.job.generation import RunningGeneration
-from service.job.record import JobRecord
-from service.job.resume import known_checkpoints
-from service.ledger import StateEntry, seconds_taken
-from service.states import JobState
-from service.store import checkpoints
+from manta.service.cluster.agents import ask
+from manta.service.job.actions import End
+from manta.service.job.context import JobContext
+from manta.service.job.generation import RunningGeneration
+from manta.service.job.record import JobRecord
+from manta.service.job.resume import known_checkpoints
+from manta.service.ledger import StateEntry, seconds_taken
+from manta.service.states import JobState
+from manta.service.store import checkpoints
 
 log = logging.getLogger(__name__)
 

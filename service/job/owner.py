@@ -14,24 +14,24 @@ import logging
 import time
 from collections.abc import Mapping
 
-from service.backoff import backoff
-from service.cluster.agent_client import AgentClient
-from service.cluster.agents import describe_each
-from service.cluster.cluster import Cluster
-from service.cluster.errors import needs_traceback
-from service.cluster.placement import job_of
-from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
-from service.job.record import JobRecord
-from service.job.report_writer import FirstStep
-from service.job.supervisor import Supervisor
-from service.kept_logs.spool import Spool
-from service.leases.decisions import LeaseLost, LeaseUncertain
-from service.states import PAUSABLE, SUPERVISED, JobState
-from service.store import Store, restored
-from service.store.restored import NewerGang
-from service.store.tables import Job
-from service.stored_specs import SpecNotUnderstood, left_out_sentence, stored_spec
-from workers.protocol.messages import AgentDescription, ProtocolMismatch
+from manta.service.backoff import backoff
+from manta.service.cluster.agent_client import AgentClient
+from manta.service.cluster.agents import describe_each
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.errors import needs_traceback
+from manta.service.cluster.placement import job_of
+from manta.service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
+from manta.service.job.record import JobRecord
+from manta.service.job.report_writer import FirstStep
+from manta.service.job.supervisor import Supervisor
+from manta.service.kept_logs.spool import Spool
+from manta.service.leases.decisions import LeaseLost, LeaseUncertain
+from manta.service.states import PAUSABLE, SUPERVISED, JobState
+from manta.service.store import Store, restored
+from manta.service.store.restored import NewerGang
+from manta.service.store.tables import Job
+from manta.service.stored_specs import SpecNotUnderstood, left_out_sentence, stored_spec
+from manta.workers.protocol.messages import AgentDescription, ProtocolMismatch
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.5

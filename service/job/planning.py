@@ -17,16 +17,23 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from service.job.context import JobContext
-from service.planner.hardware import Cluster, Machine
-from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
-from service.planner.machines import BadCalibration, jobs_since, machine_of_type, measured_machines, this_node, type_of
-from service.planner.refinement import Observation, refined
-from service.store import plans
-from workers.config import JobSpec
-from workers.protocol.messages import AgentDescription
-from workers.spec.problems import SpecError
-from workers.system.threads import threads_of, with_threads
+from manta.service.job.context import JobContext
+from manta.service.planner.hardware import Cluster, Machine
+from manta.service.planner.job_plan import NotPlanned, Place, cluster_of, planned
+from manta.service.planner.machines import (
+    BadCalibration,
+    jobs_since,
+    machine_of_type,
+    measured_machines,
+    this_node,
+    type_of,
+)
+from manta.service.planner.refinement import Observation, refined
+from manta.service.store import plans
+from manta.workers.config import JobSpec
+from manta.workers.protocol.messages import AgentDescription
+from manta.workers.spec.problems import SpecError
+from manta.workers.system.threads import threads_of, with_threads
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +90,7 @@ class SeenJobs:
     """What jobs say about machines."""
 
     by_type: dict[str, list[Observation]]
-    """Newest first, by `service.planner.machines.type_of`."""
+    """Newest first, by `manta.service.planner.machines.type_of`."""
 
     @classmethod
     def read(cls, session: Session, folder: Path) -> SeenJobs:

@@ -11,10 +11,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from service.kept_logs.parts import Mark, end_of_reports, last_mark
-from workers.paths import rank_stem
-from workers.protocol.reports import Printed, Report
-from workers.system.regular_files import open_regular, open_to_append
+from manta.service.kept_logs.parts import Mark, end_of_reports, last_mark
+from manta.workers.paths import rank_stem
+from manta.workers.protocol.reports import Printed, Report
+from manta.workers.system.regular_files import open_regular, open_to_append
 
 log = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from service.cluster.placement import insufficient, unit_of
-from service.job.incident import Incident
-from service.ledger import StateEntry
-from service.recovery.budgets import avoided_nodes, past_failures
-from service.states import HELD, JobState, can
-from service.store import StepTrace, Store, checkpoints, events, generations, jobs, ranks, recoveries, step_traces
-from service.store.database import until_done
-from service.store.tables import Checkpoint, Generation, Job
-from workers.checkpoint.catalog import Listing
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
-from workers.protocol.reports import REPAIR_SELF_TEST
+from manta.service.cluster.placement import insufficient, unit_of
+from manta.service.job.incident import Incident
+from manta.service.ledger import StateEntry
+from manta.service.recovery.budgets import avoided_nodes, past_failures
+from manta.service.states import HELD, JobState, can
+from manta.service.store import StepTrace, Store, checkpoints, events, generations, jobs, ranks, recoveries, step_traces
+from manta.service.store.database import until_done
+from manta.service.store.tables import Checkpoint, Generation, Job
+from manta.workers.checkpoint.catalog import Listing
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
+from manta.workers.protocol.reports import REPAIR_SELF_TEST
 
 T = TypeVar("T")
 Outcome = Mapping[str, Any]

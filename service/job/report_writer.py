@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
-from service.job.received_lines import ReceivedLines
-from service.leases.decisions import LeaseLost
-from service.states import JobState
-from service.store import (
+from manta.service.job.received_lines import ReceivedLines
+from manta.service.leases.decisions import LeaseLost
+from manta.service.states import JobState
+from manta.service.store import (
     Store,
     checkpoints,
     events,
@@ -25,12 +25,12 @@ from service.store import (
     recoveries,
     trace_requests,
 )
-from service.store.database import until_done
-from service.store.generations import TrainedStep
-from service.store.tables import Recovery
-from workers.checkpoint.catalog import generation_of
-from workers.protocol.json_codec import JsonObject
-from workers.protocol.reports import (
+from manta.service.store.database import until_done
+from manta.service.store.generations import TrainedStep
+from manta.service.store.tables import Recovery
+from manta.workers.checkpoint.catalog import generation_of
+from manta.workers.protocol.json_codec import JsonObject
+from manta.workers.protocol.reports import (
     Event,
     Exited,
     Finished,

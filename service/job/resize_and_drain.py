@@ -12,20 +12,29 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from service.cluster.agent_client import AgentClient, AgentError, within
-from service.cluster.agents import describe
-from service.cluster.placement import Capacity, missing, replica_of, unit_of
-from service.cluster.sizes import fitting, given_back, resized, room_for, shapes_of, size_within, sizes_of, smallest
-from service.job.changes import Change, Grow, Move, PlaceAgain, Shrink, WaitInQueue
-from service.job.context import JobContext
-from service.job.gang import AgentSet
-from service.job.generation import RunningGeneration
-from service.job.launch import CommonOrder, order_for
-from service.job.leave import time_to_save
-from service.store import JobNotFound, jobs
-from service.stored_specs import SpecNotUnderstood, stored_spec
-from workers.config import JobSpec
-from workers.protocol.messages import LaunchOrder
+from manta.service.cluster.agent_client import AgentClient, AgentError, within
+from manta.service.cluster.agents import describe
+from manta.service.cluster.placement import Capacity, missing, replica_of, unit_of
+from manta.service.cluster.sizes import (
+    fitting,
+    given_back,
+    resized,
+    room_for,
+    shapes_of,
+    size_within,
+    sizes_of,
+    smallest,
+)
+from manta.service.job.changes import Change, Grow, Move, PlaceAgain, Shrink, WaitInQueue
+from manta.service.job.context import JobContext
+from manta.service.job.gang import AgentSet
+from manta.service.job.generation import RunningGeneration
+from manta.service.job.launch import CommonOrder, order_for
+from manta.service.job.leave import time_to_save
+from manta.service.store import JobNotFound, jobs
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
+from manta.workers.config import JobSpec
+from manta.workers.protocol.messages import LaunchOrder
 
 log = logging.getLogger(__name__)
 

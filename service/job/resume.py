@@ -8,20 +8,20 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from service.backups import rank_backups
-from service.backups.rank_backups import spread, whole_states
-from service.cluster.agent_client import AgentClient, within
-from service.cluster.sizes import resized, shapes_of, sizes_of
-from service.job.context import LOOK_SECONDS, JobContext
-from service.job.gang import Gang
-from service.recovery.decisions import choose_resume, unusable_sources
-from service.recovery.durable_state import DurableState, durable_state
-from service.store import checkpoints, restored
-from workers.checkpoint.catalog import generation_of
-from workers.comm.grid import state_groups
-from workers.config import JobSpec, ParallelConfig
-from workers.protocol.messages import Resume, StoredSnapshot
-from workers.snapshot.files import layout_tag
+from manta.service.backups import rank_backups
+from manta.service.backups.rank_backups import spread, whole_states
+from manta.service.cluster.agent_client import AgentClient, within
+from manta.service.cluster.sizes import resized, shapes_of, sizes_of
+from manta.service.job.context import LOOK_SECONDS, JobContext
+from manta.service.job.gang import Gang
+from manta.service.recovery.decisions import choose_resume, unusable_sources
+from manta.service.recovery.durable_state import DurableState, durable_state
+from manta.service.store import checkpoints, restored
+from manta.workers.checkpoint.catalog import generation_of
+from manta.workers.comm.grid import state_groups
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.protocol.messages import Resume, StoredSnapshot
+from manta.workers.snapshot.files import layout_tag
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

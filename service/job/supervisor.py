@@ -14,12 +14,12 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from service.cluster.agent_client import AgentClient, AgentError
-from service.cluster.agents import describe_each
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.placement_groups import NotPlaced
-from service.cluster.sizes import in_use
-from service.job.actions import (
+from manta.service.cluster.agent_client import AgentClient, AgentError
+from manta.service.cluster.agents import describe_each
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.cluster.sizes import in_use
+from manta.service.job.actions import (
     Action,
     End,
     Launch,
@@ -32,17 +32,17 @@ from service.job.actions import (
     launch_after,
     while_leaving,
 )
-from service.job.changes import Stay, WaitInQueue, carry_out, place_all, replace_lost, standby_of
-from service.job.context import JobContext
-from service.job.generation import RunningGeneration, time_to_rest
-from service.job.incident import Incident
-from service.job.launch import LaunchFailed, finish_launch, launch_generation, watch_generation
-from service.job.leave import ask_to_save, keep_time, leave
-from service.job.planning import plan_generation
-from service.job.record import NODES_TO_BE_LEFT
-from service.job.resize_and_drain import ElasticityPlanner
-from service.job.resume import known_checkpoints
-from service.recovery.decisions import (
+from manta.service.job.changes import Stay, WaitInQueue, carry_out, place_all, replace_lost, standby_of
+from manta.service.job.context import JobContext
+from manta.service.job.generation import RunningGeneration, time_to_rest
+from manta.service.job.incident import Incident
+from manta.service.job.launch import LaunchFailed, finish_launch, launch_generation, watch_generation
+from manta.service.job.leave import ask_to_save, keep_time, leave
+from manta.service.job.planning import plan_generation
+from manta.service.job.record import NODES_TO_BE_LEFT
+from manta.service.job.resize_and_drain import ElasticityPlanner
+from manta.service.job.resume import known_checkpoints
+from manta.service.recovery.decisions import (
     NODE_EXHAUSTED,
     NOT_SAVED,
     UNREADABLE,
@@ -52,14 +52,14 @@ from service.recovery.decisions import (
     decide,
     failure_of,
 )
-from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
-from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState, is_final
-from service.store import ranks
-from service.store.pauses_and_retries import RESUMED
-from service.store.tables import Job
-from service.tasks import BackgroundTasks, log_failure
-from workers.protocol.messages import AgentDescription
+from manta.service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import JobState, is_final
+from manta.service.store import ranks
+from manta.service.store.pauses_and_retries import RESUMED
+from manta.service.store.tables import Job
+from manta.service.tasks import BackgroundTasks, log_failure
+from manta.workers.protocol.messages import AgentDescription
 
 log = logging.getLogger(__name__)
 

@@ -21,18 +21,18 @@ from functools import partial
 
 from sqlalchemy.orm import Session
 
-from service.backoff import backoff_after
-from service.kept_logs.kept_log import Blocks, KeptLog
-from service.kept_logs.parts import PART_BYTES, SMALL_PARTS, PartWriter
-from service.kept_logs.spool import Spool, SpooledLog
-from service.leases.held import HeldLease, Leases
-from service.logs.pages import LogFiles, LogSource, log_folder, ranks_in, sizes_in
-from service.states import SUPERVISED, JobState, is_final
-from service.store import Store, deletion, jobs
-from workers.paths import Paths
-from workers.storage.files import files_of
-from workers.storage.places import Place
-from workers.system.daemon_threads import in_daemon_thread
+from manta.service.backoff import backoff_after
+from manta.service.kept_logs.kept_log import Blocks, KeptLog
+from manta.service.kept_logs.parts import PART_BYTES, SMALL_PARTS, PartWriter
+from manta.service.kept_logs.spool import Spool, SpooledLog
+from manta.service.leases.held import HeldLease, Leases
+from manta.service.logs.pages import LogFiles, LogSource, log_folder, ranks_in, sizes_in
+from manta.service.states import SUPERVISED, JobState, is_final
+from manta.service.store import Store, deletion, jobs
+from manta.workers.paths import Paths
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
+from manta.workers.system.daemon_threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class _KeptLogs:
 
 
 class LogKeeper:
-    """`service.logs.pages.JobLogs` if logs are also stored elsewhere. Everything beyond that interface is for the
+    """`manta.service.logs.pages.JobLogs` if logs are also stored elsewhere. Everything beyond that interface is for the
     control plane's loop."""
 
     def __init__(self, store: Store, leases: Leases, paths: Paths):

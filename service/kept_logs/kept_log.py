@@ -10,11 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
-from service.logs.pages import LogBytes, LogsUnavailable
-from workers.storage.files import files_of
-from workers.storage.places import Place
-from workers.system.daemon_threads import in_daemon_thread
+from manta.service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
+from manta.service.logs.pages import LogBytes, LogsUnavailable
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
+from manta.workers.system.daemon_threads import in_daemon_thread
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
-from workers.storage.files import files_of
-from workers.storage.places import Place
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
 
 Mark = tuple[int, int]
 """Generation and sequence number of a report. A rank has one agent in a generation, so marks only increase."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from service.job.received_lines import ReceivedLines
-from service.kept_logs.kept_log import KeptLog
-from service.kept_logs.parts import Mark, Piece, end_of, end_of_reports, last_mark
-from service.logs.pages import LogBytes, ranks_in, reading_files, size_of
-from workers.system.regular_files import open_regular
+from manta.service.job.received_lines import ReceivedLines
+from manta.service.kept_logs.kept_log import KeptLog
+from manta.service.kept_logs.parts import Mark, Piece, end_of, end_of_reports, last_mark
+from manta.service.logs.pages import LogBytes, ranks_in, reading_files, size_of
+from manta.workers.system.regular_files import open_regular
 
 CHUNK_BYTES = 16 * 1024
 """At least this many bytes of each rank are taken for one part."""

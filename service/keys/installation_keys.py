@@ -11,11 +11,11 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-from service.home.own_files import KEY_FILE, read_key, write_key
-from service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, may_be_key, new_key
-from service.store import ApiKey, Store, audit, keys
-from service.store.audit import AuditRecord
-from workers.errors import MantaError
+from manta.service.home.own_files import KEY_FILE, read_key, write_key
+from manta.service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, may_be_key, new_key
+from manta.service.store import ApiKey, Store, audit, keys
+from manta.service.store.audit import AuditRecord
+from manta.workers.errors import MantaError
 
 
 def ensure_automatic(store: Store, home: Path) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
-from service.states import SUPERVISED, JobState
-from workers.errors import MantaError
+from manta.service.states import SUPERVISED, JobState
+from manta.workers.errors import MantaError
 
 LEASE_SECONDS = 6.0
 """How long a control plane counts as living after its last renewal."""

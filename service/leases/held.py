@@ -18,16 +18,16 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from service.backoff import backoff
-from service.leases import decisions
-from service.leases.decisions import RENEW_SECONDS, JobInBrief, LeaseLost, LeaseUncertain
-from service.store import Store, leases
-from service.store.database import until_done
-from service.store.sqlite import SqliteDatabase
-from workers.protocol.remote_call import FOR_ALL
+from manta.service.backoff import backoff
+from manta.service.leases import decisions
+from manta.service.leases.decisions import RENEW_SECONDS, JobInBrief, LeaseLost, LeaseUncertain
+from manta.service.store import Store, leases
+from manta.service.store.database import until_done
+from manta.service.store.sqlite import SqliteDatabase
+from manta.workers.protocol.remote_call import FOR_ALL
 
 if TYPE_CHECKING:
-    from service.store.postgresql import PostgresDatabase
+    from manta.service.store.postgresql import PostgresDatabase
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import re2
 
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 Stream = Literal["stdout", "stderr", "agent"]
 Level = Literal["debug", "info", "warning", "error", "critical"]

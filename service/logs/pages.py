@@ -16,12 +16,12 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from service.ids import is_job_id
-from service.logs.filters import Level, LineTest, LogFilter, level_of
-from service.store.errors import InvalidCursor
-from service.store.paging import Cursors
-from workers.errors import MantaError
-from workers.system.regular_files import open_regular
+from manta.service.ids import is_job_id
+from manta.service.logs.filters import Level, LineTest, LogFilter, level_of
+from manta.service.store.errors import InvalidCursor
+from manta.service.store.paging import Cursors
+from manta.workers.errors import MantaError
+from manta.workers.system.regular_files import open_regular
 
 DEFAULT_LIMIT = 1000
 EVERY_LINE = LogFilter()

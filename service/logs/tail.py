@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from service.logs.filters import LineTest
-from service.logs.pages import Chunk, LogLine, LogSource, Position, merge, understood
+from manta.service.logs.filters import LineTest
+from manta.service.logs.pages import Chunk, LogLine, LogSource, Position, merge, understood
 
 CHUNK_BYTES = 64 * 1024
 """Bytes read first of a rank; then twice as many, and so on up to LARGEST_CHUNK_BYTES."""

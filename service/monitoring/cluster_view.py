@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from service.cluster.cluster import Cluster
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.nodes import GpuReadings, Nodes, RayNode
-from service.cluster.placement import UNITS, Unit
-from service.store import Store, ranks
-from workers.protocol.messages import GpuReading
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.nodes import GpuReadings, Nodes, RayNode
+from manta.service.cluster.placement import UNITS, Unit
+from manta.service.store import Store, ranks
+from manta.workers.protocol.messages import GpuReading
 
 RAY_SECONDS = 3.0
 FRESH_SECONDS = 60.0
@@ -94,7 +94,7 @@ def _state(nodes: Nodes, node: str) -> NodeState:
 
 
 async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
-    """The cluster in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
+    """The cluster in the form of `manta.api.schemas.Cluster`. Raises ClusterUnavailable."""
     gpus = await cluster.nodes.capacity("GPU", all_living=True)
     slots = await cluster.nodes.capacity("manta_slot", all_living=True)
     known = {node.id: node for node in await cluster.nodes.known()}
@@ -133,7 +133,7 @@ def _places(gpus: tuple[int, int], slots: tuple[int, int]) -> dict[str, Any]:
 
 
 def _gpu(reading: GpuReading) -> dict[str, Any]:
-    """A GPU in the form of `api.schemas.Gpu`."""
+    """A GPU in the form of `manta.api.schemas.Gpu`."""
     return {
         "index": reading.index,
         "answers": reading.answers,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from service.planner import explain
-from service.planner.beside_steps import beside_steps
-from service.planner.hardware import Cluster, Machine, parts_of
-from service.planner.memory import host_bytes
-from service.planner.refinement import moved
-from service.planner.request import PlanRequest
-from service.planner.search import Answer, Plan
-from service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
-from service.planner.software import engine_on
-from service.planner.step_time import step_model
+from manta.service.planner import explain
+from manta.service.planner.beside_steps import beside_steps
+from manta.service.planner.hardware import Cluster, Machine, parts_of
+from manta.service.planner.memory import host_bytes
+from manta.service.planner.refinement import moved
+from manta.service.planner.request import PlanRequest
+from manta.service.planner.search import Answer, Plan
+from manta.service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
+from manta.service.planner.software import engine_on
+from manta.service.planner.step_time import step_model
 
 ASSUMED = (
     "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured (`manta calibrate` "
@@ -73,7 +73,7 @@ def _refined(machine: Machine) -> str:
 
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
-    """In the form of `api.schemas.Plans`."""
+    """In the form of `manta.api.schemas.Plans`."""
     return {
         "note": _note(request.cluster),
         "plans": [_plan(plan, request) for plan in answer.plans],

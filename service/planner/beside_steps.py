@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.planner.hardware import HOST_COPY, HOST_CORE_COPY
-from service.planner.operations import host_wait, memory_seconds
-from service.planner.step_time import StepModel, StepTime, slowest_of
-from workers.accounting.flops import trained_parameters
-from workers.accounting.state_costs import STATE_BYTES, checkpoint_bytes, steps_between
-from workers.config import CheckpointConfig, JobSpec
+from manta.service.planner.hardware import HOST_COPY, HOST_CORE_COPY
+from manta.service.planner.operations import host_wait, memory_seconds
+from manta.service.planner.step_time import StepModel, StepTime, slowest_of
+from manta.workers.accounting.flops import trained_parameters
+from manta.workers.accounting.state_costs import STATE_BYTES, checkpoint_bytes, steps_between
+from manta.workers.config import CheckpointConfig, JobSpec
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class BesideSteps:
         return tuple(said)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON, in the form of `api.schemas.BesideSteps`."""
+        """As JSON, in the form of `manta.api.schemas.BesideSteps`."""
         return {
             "validation_seconds": self.validation_seconds if self.validations else None,
             "validation_hours": self.validation / 3600,

@@ -6,23 +6,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from service.planner.candidates import Candidate, rank_totals
-from service.planner.communication import groups_of
-from service.planner.engine_passes import layer_time
-from service.planner.frozen import FrozenPasses, FrozenSizes
-from service.planner.hardware import Cluster, Machine, with_threads
-from service.planner.memory import RankMemory, layers_with_room, step_peak_on, usable_bytes, worst_rank
-from service.planner.operations import Passes
-from service.planner.pipeline import StageTimes, least_pipeline, shape_of
-from service.planner.software import Software
-from service.planner.stage_shares import chunks_of, shared_out
-from service.planner.step_time import StepModel, StepTime, least_backward, slowest_of, threads_in
-from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
-from workers.accounting.flops import rank_parameters
-from workers.accounting.step_peak import StepPeak
-from workers.config import JobSpec, ParallelConfig
-from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from workers.parallel.pipeline.stages import even_counts
+from manta.service.planner.candidates import Candidate, rank_totals
+from manta.service.planner.communication import groups_of
+from manta.service.planner.engine_passes import layer_time
+from manta.service.planner.frozen import FrozenPasses, FrozenSizes
+from manta.service.planner.hardware import Cluster, Machine, with_threads
+from manta.service.planner.memory import RankMemory, layers_with_room, step_peak_on, usable_bytes, worst_rank
+from manta.service.planner.operations import Passes
+from manta.service.planner.pipeline import StageTimes, least_pipeline, shape_of
+from manta.service.planner.software import Software
+from manta.service.planner.stage_shares import chunks_of, shared_out
+from manta.service.planner.step_time import StepModel, StepTime, least_backward, slowest_of, threads_in
+from manta.workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
+from manta.workers.accounting.flops import rank_parameters
+from manta.workers.accounting.step_peak import StepPeak
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from manta.workers.parallel.pipeline.stages import even_counts
 
 SLACK = 1 - 1e-9
 """Tolerance for rounding: bounds are summed in another order than the quantities they bound."""

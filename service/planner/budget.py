@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.planner.operations import Budget
-from service.planner.pipeline import ROUNDING
-from service.planner.step_time import StepModel, StepTime
-from workers.accounting.flops import step_flops
-from workers.config import JobSpec
-from workers.spec.divisors import divisors
-from workers.spec.rules import broken_keys
+from manta.service.planner.operations import Budget
+from manta.service.planner.pipeline import ROUNDING
+from manta.service.planner.step_time import StepModel, StepTime
+from manta.workers.accounting.flops import step_flops
+from manta.workers.config import JobSpec
+from manta.workers.spec.divisors import divisors
+from manta.workers.spec.rules import broken_keys
 
 WORTH_SAYING = 0.04
 """Smallest part of a step that gets a sentence."""

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from service.planner.hardware import Cluster
-from workers.config import JobSpec, ParallelConfig
-from workers.parallel.pipeline.stages import even_counts
-from workers.spec.batch_rules import smallest_batch
-from workers.spec.divisors import divisors
-from workers.spec.rules import broken_keys
+from manta.service.planner.hardware import Cluster
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.parallel.pipeline.stages import even_counts
+from manta.workers.spec.batch_rules import smallest_batch
+from manta.workers.spec.divisors import divisors
+from manta.workers.spec.rules import broken_keys
 
 RECOMPUTE = ("none", "selective", "full")
 MAX_STAGES = 256

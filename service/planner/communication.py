@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from service.planner.hardware import BETWEEN_LATENCY, NUMA_BANDWIDTH, Cluster, Core, Machine
-from service.planner.software import Software
-from workers.config import ParallelConfig
+from manta.service.planner.hardware import BETWEEN_LATENCY, NUMA_BANDWIDTH, Cluster, Core, Machine
+from manta.service.planner.software import Software
+from manta.workers.config import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Measured:
     """Interquartile range of the step times, relative to their median; None with fewer than four steps."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON, in the form of `api.schemas.MeasuredStep`."""
+        """As JSON, in the form of `manta.api.schemas.MeasuredStep`."""
         return dict(vars(self))
 
 

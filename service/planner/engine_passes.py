@@ -7,11 +7,11 @@ between two products into one kernel (decision 0029). Shapes are those of `layer
 
 from __future__ import annotations
 
-from service.planner.communication import Groups
-from service.planner.layer_time import CAST_BOTH, CAST_ROWS, LayerTime
-from service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds
-from service.planner.software import Software
-from workers.config import JobSpec
+from manta.service.planner.communication import Groups
+from manta.service.planner.layer_time import CAST_BOTH, CAST_ROWS, LayerTime
+from manta.service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds
+from manta.service.planner.software import Software
+from manta.workers.config import JobSpec
 
 LAYER, COMPILED_LAYER = (35, 45), (45, 60)
 """Host time of a layer in addition to launching its kernels, in units of one kernel launch, forward and backward:

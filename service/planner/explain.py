@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from service.cluster.sizes import sizes_of
-from service.planner.beside_steps import BesideSteps, beside_steps
-from service.planner.budget import Share, sentences, step_shares
-from service.planner.hardware import Cluster
-from service.planner.long_run import Advice, NeverDone, Run, advise
-from service.planner.memory import RankMemory, by_stage, fits
-from service.planner.pipeline import PASS_NAMES, Bar
-from service.planner.search import Plan, no_place
-from service.planner.step_time import step_model
-from workers.config import JobSpec
-from workers.parallel.pipeline.schedules import KINDS
-from workers.parallel.pipeline.stages import even_counts, layer_counts
-from workers.spec.rules import find_problems
+from manta.service.cluster.sizes import sizes_of
+from manta.service.planner.beside_steps import BesideSteps, beside_steps
+from manta.service.planner.budget import Share, sentences, step_shares
+from manta.service.planner.hardware import Cluster
+from manta.service.planner.long_run import Advice, NeverDone, Run, advise
+from manta.service.planner.memory import RankMemory, by_stage, fits
+from manta.service.planner.pipeline import PASS_NAMES, Bar
+from manta.service.planner.search import Plan, no_place
+from manta.service.planner.step_time import step_model
+from manta.workers.config import JobSpec
+from manta.workers.parallel.pipeline.schedules import KINDS
+from manta.workers.parallel.pipeline.stages import even_counts, layer_counts
+from manta.workers.spec.rules import find_problems
 
 MAX_PASSES = 20_000
 """Most passes of a timeline: browsers can draw that many, and an answer can hold them."""
@@ -106,7 +106,7 @@ def _run_to_json(advice: Advice) -> dict[str, Any]:
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
-    """As JSON, in the form of `api.schemas.PlanExplanation`."""
+    """As JSON, in the form of `manta.api.schemas.PlanExplanation`."""
     run, said = explanation.run, [*sentences(explanation.shares), *explanation.beside.sentences()]
     if isinstance(run, NeverDone):
         run, said = None, [*said, f"Of the whole training: {run}."]

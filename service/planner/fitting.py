@@ -1,5 +1,5 @@
 """The constants of a core, a GPU, and the links between the GPUs of a node, fitted to the measurements of `python -m
-workers.calibration`. Pure Python.
+manta.workers.calibration`. Pure Python.
 
 Rates are medians over rows of one kind; constants that several kinds of rows depend on are fitted by least squares of
 relative errors, with equal weights. Nothing is fitted to layouts: the rows are single operations, steps of one rank,
@@ -19,8 +19,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from service.planner.communication import Group, gather_seconds, message_seconds, reduce_seconds
-from service.planner.hardware import (
+from manta.service.planner.communication import Group, gather_seconds, message_seconds, reduce_seconds
+from manta.service.planner.hardware import (
     MACHINES,
     Cluster,
     Core,
@@ -33,11 +33,11 @@ from service.planner.hardware import (
     measured,
     named_by_driver,
 )
-from service.planner.operations import attention_seconds, product_seconds
-from service.planner.pipeline import SharedCores
-from service.planner.software import MANTA_ON_CPU, engine_on
-from service.planner.step_time import StepModel
-from workers.calibration.measurements import (
+from manta.service.planner.operations import attention_seconds, product_seconds
+from manta.service.planner.pipeline import SharedCores
+from manta.service.planner.software import MANTA_ON_CPU, engine_on
+from manta.service.planner.step_time import StepModel
+from manta.workers.calibration.measurements import (
     SMALL,
     UPDATE,
     AttentionTime,

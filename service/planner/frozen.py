@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from service.planner.candidates import Candidate
-from service.planner.layer_time import LayerTime
-from service.planner.operations import Budget, Passes, host_wait
-from service.planner.pipeline import StageTimes
-from service.planner.stage_shares import Counts, chunks_of
-from workers.accounting.activation_bytes import kept_terms
-from workers.accounting.flops import frozen_of_layers, rank_parameters, trained_parameters
-from workers.config import JobSpec, ParallelConfig
-from workers.parallel.pipeline.stages import even_counts
-from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names
+from manta.service.planner.candidates import Candidate
+from manta.service.planner.layer_time import LayerTime
+from manta.service.planner.operations import Budget, Passes, host_wait
+from manta.service.planner.pipeline import StageTimes
+from manta.service.planner.stage_shares import Counts, chunks_of
+from manta.workers.accounting.activation_bytes import kept_terms
+from manta.workers.accounting.flops import frozen_of_layers, rank_parameters, trained_parameters
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.parallel.pipeline.stages import even_counts
+from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names
 
 Budgets = tuple[Budget, Budget, Budget]
 """Forward, and both halves of backward."""

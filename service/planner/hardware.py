@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from workers.accounting.device_table import known_peak
-from workers.config import JobSpec
-from workers.errors import MantaError
+from manta.workers.accounting.device_table import known_peak
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
 
 GIB = 2**30
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from service.planner import explain
-from service.planner.budget import Share, step_shares
-from service.planner.hardware import (
+from manta.service.planner import explain
+from manta.service.planner.budget import Share, step_shares
+from manta.service.planner.hardware import (
     MACHINES,
     Cluster,
     Core,
@@ -23,16 +23,16 @@ from service.planner.hardware import (
     known_as,
     measured,
 )
-from service.planner.pictures import picture
-from service.planner.refinement import constants_of, dependence_of, measured_of, with_constants
-from service.planner.request import NONE_MEASURED, Machines, cluster_of_nodes, too_large
-from service.planner.search import plan_of
-from service.planner.sizes import elastic_sizes
-from service.planner.step_time import step_model, threads_in
-from workers.config import JobSpec, ParallelConfig
-from workers.errors import MantaError
-from workers.spec.problems import Problem, SpecError
-from workers.system.threads import with_threads
+from manta.service.planner.pictures import picture
+from manta.service.planner.refinement import constants_of, dependence_of, measured_of, with_constants
+from manta.service.planner.request import NONE_MEASURED, Machines, cluster_of_nodes, too_large
+from manta.service.planner.search import plan_of
+from manta.service.planner.sizes import elastic_sizes
+from manta.service.planner.step_time import step_model, threads_in
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.errors import MantaError
+from manta.workers.spec.problems import Problem, SpecError
+from manta.workers.system.threads import with_threads
 
 
 class NotPlanned(MantaError):
@@ -81,7 +81,7 @@ def refuse_unplannable(spec: JobSpec) -> None:
 
 
 def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
-    """The planned step of `spec` on `cluster`, in the form of `api.schemas.PlannedStep`. Raises NotPlanned."""
+    """The planned step of `spec` on `cluster`, in the form of `manta.api.schemas.PlannedStep`. Raises NotPlanned."""
     refuse_unplannable(spec)
     try:
         model = step_model(spec, cluster)

@@ -11,14 +11,22 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from service.planner.communication import Groups, gather_seconds, reduce_seconds
-from service.planner.hardware import HOST_COPY
-from service.planner.operations import ROW_BYTES, WIDE, Budget, Passes, memory_seconds, product_rate, product_seconds
-from service.planner.software import Software
-from workers.accounting.activation_bytes import kept_terms, offloaded
-from workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes
-from workers.config import JobSpec
-from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
+from manta.service.planner.communication import Groups, gather_seconds, reduce_seconds
+from manta.service.planner.hardware import HOST_COPY
+from manta.service.planner.operations import (
+    ROW_BYTES,
+    WIDE,
+    Budget,
+    Passes,
+    memory_seconds,
+    product_rate,
+    product_seconds,
+)
+from manta.service.planner.software import Software
+from manta.workers.accounting.activation_bytes import kept_terms, offloaded
+from manta.workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes
+from manta.workers.config import JobSpec
+from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
 
 MASK = 1
 """Bytes of an element of a dropout mask."""

@@ -15,7 +15,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 SEEDS = 5
 """Simulated runs whose mean is an outcome."""

@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.planner.fitting import fit_core, fit_gpu, fit_links, machine_measured, planned_as
-from service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, measured, other_form
-from service.torch_facts import TorchFailed, torch_facts
-from workers.calibration.measurements import Measurements
-from workers.errors import MantaError
-from workers.paths import safe_name
-from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
-from workers.system.resources import node_type, usable_cores
+from manta.service.planner.fitting import fit_core, fit_gpu, fit_links, machine_measured, planned_as
+from manta.service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, measured, other_form
+from manta.service.torch_facts import TorchFailed, torch_facts
+from manta.workers.calibration.measurements import Measurements
+from manta.workers.errors import MantaError
+from manta.workers.paths import safe_name
+from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
+from manta.workers.system.resources import node_type, usable_cores
 
 OTHER_CORES, SPREAD = 0.25, 0.1
 """Cores that other processes keep busy during a calibration, and the spread of its repetitions, above which it counts
 as disturbed."""
 _MAY_BE_NOTHING = ("attention_width", "error")
 _JOBS_SINCE = "jobs_since"
-_COMMAND = (sys.executable, "-m", "workers.calibration")
+_COMMAND = (sys.executable, "-P", "-m", "manta.workers.calibration")
 
 
 class CalibrationFailed(MantaError):
@@ -51,7 +51,7 @@ class Calibrated:
 
     name: str
     """Name of the type: of its GPUs in the planner's MACHINES, or for a node without any from
-    `workers.system.resources.node_type`."""
+    `manta.workers.system.resources.node_type`."""
     device: str
     """Name of the node's GPU, or of its processor."""
     cores: int

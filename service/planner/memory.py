@@ -10,17 +10,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from service.planner.hardware import GIB, Cluster, Machine, parts_of
-from service.planner.stage_shares import chunks_of, shared_out
-from workers.accounting.activation_bytes import host_bytes_of_rank
-from workers.accounting.device_bytes import bytes_of_stage
-from workers.accounting.flops import stages_held
-from workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
-from workers.accounting.step_peak import StepPeak
-from workers.config import JobSpec
-from workers.parallel.pipeline.stages import layer_counts, layers_of, virtual_stage
-from workers.spec.parameters import first_trained_layer, frozen_by_layer
-from workers.spec.rules import broken_keys
+from manta.service.planner.hardware import GIB, Cluster, Machine, parts_of
+from manta.service.planner.stage_shares import chunks_of, shared_out
+from manta.workers.accounting.activation_bytes import host_bytes_of_rank
+from manta.workers.accounting.device_bytes import bytes_of_stage
+from manta.workers.accounting.flops import stages_held
+from manta.workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
+from manta.workers.accounting.step_peak import StepPeak
+from manta.workers.config import JobSpec
+from manta.workers.parallel.pipeline.stages import layer_counts, layers_of, virtual_stage
+from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer
+from manta.workers.spec.rules import broken_keys
 
 RESERVE = 0.04
 """Part of a device's memory that stays free for fragmentation, since the allocator keeps blocks of the sizes that were

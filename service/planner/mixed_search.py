@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise, permutations, product
 
-from service.planner.bounds import SLACK, Bounds
-from service.planner.candidates import (
+from manta.service.planner.bounds import SLACK, Bounds
+from manta.service.planner.candidates import (
     COMPLETE,
     RECOMPUTE,
     Candidate,
@@ -25,16 +25,16 @@ from service.planner.candidates import (
     replicas_allowed,
     schedules,
 )
-from service.planner.hardware import Cluster
-from service.planner.memory import RankMemory, by_kind, least_to_spare
-from service.planner.pipeline import StageTimes, least_pipeline
-from service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
-from service.planner.software import engine_on
-from service.planner.stage_shares import Counts, chunks_of, shared_out
-from service.planner.step_time import MixedStepModel, slowest_of
-from workers.config import JobSpec
-from workers.spec.divisors import divisors
-from workers.spec.rules import find_problems
+from manta.service.planner.hardware import Cluster
+from manta.service.planner.memory import RankMemory, by_kind, least_to_spare
+from manta.service.planner.pipeline import StageTimes, least_pipeline
+from manta.service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
+from manta.service.planner.software import engine_on
+from manta.service.planner.stage_shares import Counts, chunks_of, shared_out
+from manta.service.planner.step_time import MixedStepModel, slowest_of
+from manta.workers.config import JobSpec
+from manta.workers.spec.divisors import divisors
+from manta.workers.spec.rules import find_problems
 
 MAX_IN_A_PIPELINE = 3
 """Most kinds of nodes in one pipeline."""

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from service.planner.hardware import Machine
-from service.planner.pipeline import StageTimes
+from manta.service.planner.hardware import Machine
+from manta.service.planner.pipeline import StageTimes
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of a product's tile, and the rate of its inner loop relative to the largest: small tiles read more

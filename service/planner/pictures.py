@@ -27,7 +27,7 @@ _MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 def picture(title: str, explanation: Mapping[str, Any]) -> str:
-    """The picture of a plan from its explanation, in the form of `api.schemas.PlanExplanation`."""
+    """The picture of a plan from its explanation, in the form of `manta.api.schemas.PlanExplanation`."""
     parts: list[str] = [_text(8, 24, title, 16)]
     top = 40
     memory = _memory(explanation["memory_by_stage"], explanation["usable_by_stage"])

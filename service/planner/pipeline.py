@@ -1,7 +1,7 @@
 """Event simulation of a pipeline whose stages differ, over the schedules that the engine runs, and a lower bound of its
 time without simulating it. Pure Python.
 
-`workers.parallel.pipeline.schedules.simulate` times equal stages with messages that never block; here every virtual
+`workers/parallel/pipeline/schedules/simulate.py` times equal stages with messages that never block; here every virtual
 stage has times of its own, and messages may take time at both ends. Where both apply they agree.
 
 Ranks may share the cores of a node, and there may be more ranks than cores: ranks that compute get equal parts of them.
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from service.planner.candidates import rank_totals
-from workers.parallel.pipeline.schedules import compute_of_rank, forward_only
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import place, virtual_stage
+from manta.service.planner.candidates import rank_totals
+from manta.workers.parallel.pipeline.schedules import compute_of_rank, forward_only
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.stages import place, virtual_stage
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
 """Kinds of passes in the simulation."""

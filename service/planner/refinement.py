@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from service.planner.budget import step_shares
-from service.planner.drift import GROUPS, Measured
-from service.planner.hardware import ASSUMED_CORE, Cluster, Machine, Refined, cpu_machine
-from service.planner.step_time import StepModel
+from manta.service.planner.budget import step_shares
+from manta.service.planner.drift import GROUPS, Measured
+from manta.service.planner.hardware import ASSUMED_CORE, Cluster, Machine, Refined, cpu_machine
+from manta.service.planner.step_time import StepModel
 
 MAX_JOBS = 20
 """Most jobs per type of machine that are looked at, the newest first."""

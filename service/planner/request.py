@@ -11,13 +11,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service.planner.candidates import MAX_STAGES
-from service.planner.hardware import MACHINES, Cluster, CpuNode, Machine, UnknownMachine, known_as, machine_of, ray_type
-from service.planner.mixed_search import best_layouts
-from service.planner.search import Answer, evaluate, smallest_cluster
-from workers.config import ElasticConfig, JobSpec, ParallelConfig
-from workers.spec.problems import Problem, SpecError, kind_of, problems_of
-from workers.spec.rules import find_problems
+from manta.service.planner.candidates import MAX_STAGES
+from manta.service.planner.hardware import (
+    MACHINES,
+    Cluster,
+    CpuNode,
+    Machine,
+    UnknownMachine,
+    known_as,
+    machine_of,
+    ray_type,
+)
+from manta.service.planner.mixed_search import best_layouts
+from manta.service.planner.search import Answer, evaluate, smallest_cluster
+from manta.workers.config import ElasticConfig, JobSpec, ParallelConfig
+from manta.workers.spec.problems import Problem, SpecError, kind_of, problems_of
+from manta.workers.spec.rules import find_problems
 
 CurrentCluster = Callable[[str | None], Cluster]
 """Returns the cluster that a service runs on; may need to be given its type of accelerators. Raises SpecError."""
@@ -289,10 +298,10 @@ def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
 def cluster_of_nodes(
     nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode, known: Machines = NONE_MEASURED
 ) -> Cluster:
-    """The cluster made of `nodes` (in the form of `api.schemas.Node`), as far as nodes of one type are equal: the size
-    that most of them have counts. Nodes that take no new ranks are left out, and if there are GPUs, nodes without any.
-    `accelerator`: the type that all GPUs are assumed to be, or `cpu` for the slots; `cpu_node`: a node without GPUs;
-    `known`: machines whose GPUs were measured. Raises SpecError."""
+    """The cluster made of `nodes` (in the form of `manta.api.schemas.Node`), as far as nodes of one type are equal: the
+    size that most of them have counts. Nodes that take no new ranks are left out, and if there are GPUs, nodes without
+    any. `accelerator`: the type that all GPUs are assumed to be, or `cpu` for the slots; `cpu_node`: a node without
+    GPUs; `known`: machines whose GPUs were measured. Raises SpecError."""
     alive = [node for node in nodes if node.get("alive")]
     usable = [node for node in alive if not node.get("draining") and node.get("problem") is None]
     if accelerator == CPU or (accelerator is None and not any(map(_has_gpus, alive))):

@@ -14,16 +14,16 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from service.planner.bounds import SLACK, Bounds
-from service.planner.candidates import RECOMPUTE, Candidate, axes, candidates, micro_batch_sizes
-from service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
-from service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
-from service.planner.software import MANTA, Software, engine_on
-from service.planner.step_time import StepTime, step_model, threads_in
-from service.planner.uneven import fitted, refined
-from workers.accounting.flops import StepFlops, step_flops
-from workers.config import JobSpec
-from workers.spec.rules import find_problems
+from manta.service.planner.bounds import SLACK, Bounds
+from manta.service.planner.candidates import RECOMPUTE, Candidate, axes, candidates, micro_batch_sizes
+from manta.service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
+from manta.service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
+from manta.service.planner.software import MANTA, Software, engine_on
+from manta.service.planner.step_time import StepTime, step_model, threads_in
+from manta.service.planner.uneven import fitted, refined
+from manta.workers.accounting.flops import StepFlops, step_flops
+from manta.workers.config import JobSpec
+from manta.workers.spec.rules import find_problems
 
 MAX_REJECTED = 20
 MIN_REFINED = 5

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.cluster.sizes import most_ranks, resized, shapes_of, sizes_of
-from service.planner.bounds import Bounds
-from service.planner.candidates import Candidate, candidates, is_complete
-from service.planner.hardware import Cluster
-from service.planner.memory import Fit, tightest, usable_bytes
-from service.planner.mixed_search import best_layouts
-from service.planner.search import Plan, fastest, no_place, plan_of
-from service.planner.software import Software
-from workers.config import JobSpec
+from manta.service.cluster.sizes import most_ranks, resized, shapes_of, sizes_of
+from manta.service.planner.bounds import Bounds
+from manta.service.planner.candidates import Candidate, candidates, is_complete
+from manta.service.planner.hardware import Cluster
+from manta.service.planner.memory import Fit, tightest, usable_bytes
+from manta.service.planner.mixed_search import best_layouts
+from manta.service.planner.search import Plan, fastest, no_place, plan_of
+from manta.service.planner.software import Software
+from manta.workers.config import JobSpec
 
 MAX_SIZES = 64
 """Most sizes that are listed for one job."""
@@ -41,7 +41,7 @@ class SizedPlan:
         return self.plan.spec.layout.world_size
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON, in the form of `api.schemas.PlanSize`."""
+        """As JSON, in the form of `manta.api.schemas.PlanSize`."""
         spec, seconds = self.plan.spec, self.plan.time.seconds
         fit = Fit(*tightest(spec, self.cluster))
         return {

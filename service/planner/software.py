@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from service.planner.hardware import Machine
+from manta.service.planner.hardware import Machine
 
 
 @dataclass(frozen=True)

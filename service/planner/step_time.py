@@ -6,20 +6,27 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from service.planner.communication import Group, Groups, gather_seconds, groups_of, message_seconds, reduce_seconds
-from service.planner.engine_passes import layer_time
-from service.planner.frozen import FrozenPasses
-from service.planner.hardware import HOST_COPY, Cluster, parts_of, with_threads
-from service.planner.layer_time import CAST_BOTH
-from service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
-from service.planner.pipeline import Pipeline, SharedCores, StageTimes
-from service.planner.software import MANTA, Software, engine_on
-from workers.accounting.flops import layer_matrices, padded_vocabulary, trained_parameters
-from workers.accounting.state_costs import SLICE_ELEMENTS, STATE_BYTES
-from workers.config import JobSpec
-from workers.parallel.pipeline.stages import ends_share_rank, layer_counts, layers_of, place
-from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
-from workers.system.threads import decided_threads
+from manta.service.planner.communication import (
+    Group,
+    Groups,
+    gather_seconds,
+    groups_of,
+    message_seconds,
+    reduce_seconds,
+)
+from manta.service.planner.engine_passes import layer_time
+from manta.service.planner.frozen import FrozenPasses
+from manta.service.planner.hardware import HOST_COPY, Cluster, parts_of, with_threads
+from manta.service.planner.layer_time import CAST_BOTH
+from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
+from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
+from manta.service.planner.software import MANTA, Software, engine_on
+from manta.workers.accounting.flops import layer_matrices, padded_vocabulary, trained_parameters
+from manta.workers.accounting.state_costs import SLICE_ELEMENTS, STATE_BYTES
+from manta.workers.config import JobSpec
+from manta.workers.parallel.pipeline.stages import ends_share_rank, layer_counts, layers_of, place
+from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
+from manta.workers.system.threads import decided_threads
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 
-from service.planner.bounds import SLACK, Bounds
-from service.planner.candidates import Candidate
-from service.planner.memory import worst_rank
-from service.planner.stage_shares import FEW_STAGES, moves
+from manta.service.planner.bounds import SLACK, Bounds
+from manta.service.planner.candidates import Candidate
+from manta.service.planner.memory import worst_rank
+from manta.service.planner.stage_shares import FEW_STAGES, moves
 
 MAX_MISSING = 0.25
 """Largest part of a device's memory that may be missing with even stages for uneven ones to be tried: beyond it another

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from service.backoff import backoff_after
+from manta.service.backoff import backoff_after
 
 FIRST_WAIT_SECONDS = 0.25
 LONGEST_WAIT_SECONDS = 60.0
@@ -32,7 +32,7 @@ class PastFailure:
     """One failure that a job survived, or that is about to be judged."""
 
     kind: str
-    """As in `service.recovery.decisions.Death`."""
+    """As in `manta.service.recovery.decisions.Death`."""
     at: float
     """Unix seconds."""
     step: int | None = None

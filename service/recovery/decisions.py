@@ -6,8 +6,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from service.recovery.budgets import GenerationRow, PastFailure, comes_again, count_by_kind, wait_seconds, within
-from workers.protocol.messages import Resume
+from manta.service.recovery.budgets import GenerationRow, PastFailure, comes_again, count_by_kind, wait_seconds, within
+from manta.workers.protocol.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
 HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite", "spike")}

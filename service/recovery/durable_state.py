@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from service.backoff import backoff_after
-from workers.checkpoint.catalog import Condition, Listing, generation_of
-from workers.errors import MantaError
-from workers.protocol.messages import Resume
+from manta.service.backoff import backoff_after
+from manta.workers.checkpoint.catalog import Condition, Listing, generation_of
+from manta.workers.errors import MantaError
+from manta.workers.protocol.messages import Resume
 
 FIRST_HOLD_SECONDS = 1.0
 LONGEST_HOLD_SECONDS = 30.0

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.recovery.waits import Group, Verdict
-from workers.liveness.flight_record import FlightOperation, FlightRecord, FlightSequence
+from manta.service.recovery.waits import Group, Verdict
+from manta.workers.liveness.flight_record import FlightOperation, FlightRecord, FlightSequence
 
 _AXES = {"pipeline_up": "pipeline", "pipeline_down": "pipeline"}
 """Axes of groups whose names differ from their axes'."""

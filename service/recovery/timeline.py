@@ -32,7 +32,7 @@ class RecoveryTimeline:
     """The next step was committed."""
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Begin and end of each phase that has ended, as returned by `service.recovery.timeline.intervals`."""
+        """Begin and end of each phase that has ended, as returned by `manta.service.recovery.timeline.intervals`."""
         ends = (self.noticed_at, self.rested_at, self.connected_at, self.restored_at, self.first_step_at)
         return dict(zip(PHASES, intervals(self.began_at, ends), strict=False))
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from workers.comm.grid import AXES, Axis
-from workers.liveness.progress import DeviceRecord
-from workers.liveness.record_layout import CONNECTING_CHANNEL
-from workers.protocol.reports import Position, TrainerStatus
+from manta.workers.comm.grid import AXES, Axis
+from manta.workers.liveness.progress import DeviceRecord
+from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
+from manta.workers.protocol.reports import Position, TrainerStatus
 
 Group = Callable[[Any, int], Sequence[int]]
 """Ranks that share an axis with a rank: (axis, rank) -> ranks."""

@@ -17,17 +17,17 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from service.file_work import REMOVAL_SECONDS, FileWork, NotFinished
-from service.states import JobState, after_action, is_final
-from service.store import JobNotFound, Store, checkpoints, deletion, events, exports, generations, jobs, leases
-from service.store.tables import Checkpoint, Job
-from workers.checkpoint.catalog import checkpoint_path
-from workers.checkpoint.pruning import remove
-from workers.errors import MantaError
-from workers.node.folders import shares
-from workers.paths import Paths
-from workers.storage.files import bytes_in, files_of
-from workers.storage.places import Place
+from manta.service.file_work import REMOVAL_SECONDS, FileWork, NotFinished
+from manta.service.states import JobState, after_action, is_final
+from manta.service.store import JobNotFound, Store, checkpoints, deletion, events, exports, generations, jobs, leases
+from manta.service.store.tables import Checkpoint, Job
+from manta.workers.checkpoint.catalog import checkpoint_path
+from manta.workers.checkpoint.pruning import remove
+from manta.workers.errors import MantaError
+from manta.workers.node.folders import shares
+from manta.workers.paths import Paths
+from manta.workers.storage.files import bytes_in, files_of
+from manta.workers.storage.places import Place
 
 _BEFORE_FIRST_STEP = (JobState.STARTING, JobState.RECOVERING, JobState.RESIZING)
 

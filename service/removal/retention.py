@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from service.cluster.errors import ClusterUnavailable
-from service.file_work import LOOK_SECONDS as FILE_SECONDS
-from service.file_work import FileWork, NotFinished
-from service.removal.deletion import FilesNotRemoved, StillRemoving, delete_rest_in_time
-from service.store import JobNotFound, Store, deletion
-from workers.paths import Paths
-from workers.storage.files import files_of
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.file_work import LOOK_SECONDS as FILE_SECONDS
+from manta.service.file_work import FileWork, NotFinished
+from manta.service.removal.deletion import FilesNotRemoved, StillRemoving, delete_rest_in_time
+from manta.service.store import JobNotFound, Store, deletion
+from manta.workers.paths import Paths
+from manta.workers.storage.files import files_of
 
 log = logging.getLogger(__name__)
 

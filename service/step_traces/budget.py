@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.planner.budget import Share
-from workers.accounting.flops import step_flops
-from workers.config import JobSpec
-from workers.data.batch_plan import BatchPlan
-from workers.step_traces.analysis import idle_slices, own_seconds
-from workers.step_traces.assembly import PASSES, StepTrace, TracedRank
-from workers.timing.recording import Slice
+from manta.service.planner.budget import Share
+from manta.workers.accounting.flops import step_flops
+from manta.workers.config import JobSpec
+from manta.workers.data.batch_plan import BatchPlan
+from manta.workers.step_traces.analysis import idle_slices, own_seconds
+from manta.workers.step_traces.assembly import PASSES, StepTrace, TracedRank
+from manta.workers.timing.recording import Slice
 
 PARTS = (
     *("arithmetic", "products", "recomputation", "bubble", "tensor", "pipeline", "data"),
@@ -206,7 +206,7 @@ def of_plan(shares: Sequence[Share]) -> tuple[Part, ...]:
 
 
 def to_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """In the form of `api.schemas.traces.BudgetPart`."""
+    """In the form of `manta.api.schemas.traces.BudgetPart`."""
     whole = sum(each.seconds for each in parts) or 1.0
     return [
         {

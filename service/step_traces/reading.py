@@ -11,27 +11,27 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from service.cluster.sizes import in_use
-from service.planner.budget import step_shares
-from service.planner.explain import MAX_PASSES
-from service.planner.hardware import Cluster, UnknownMachine
-from service.planner.pipeline import PASS_NAMES, Bar
-from service.planner.search import plan_of
-from service.planner.step_time import StepModel, StepTime, step_model
-from service.step_traces import budget
-from service.step_traces.budget import Part, of_plan
-from service.store import StepTrace as Row
-from service.store import Store, generations, jobs, metrics, step_traces
-from service.store.errors import TraceNotFound
-from service.stored_specs import SpecNotUnderstood, stored_spec
-from workers.comm.grid import Coordinates, RankGrid
-from workers.config import JobSpec, ParallelConfig
-from workers.errors import MantaError
-from workers.protocol.json_codec import MalformedMessage
-from workers.step_traces.assembly import StepTrace, assembled
-from workers.step_traces.document import analysis_document, rank_documents, slice_document
-from workers.step_traces.perfetto import perfetto
-from workers.timing.recording import Slice, SliceKind
+from manta.service.cluster.sizes import in_use
+from manta.service.planner.budget import step_shares
+from manta.service.planner.explain import MAX_PASSES
+from manta.service.planner.hardware import Cluster, UnknownMachine
+from manta.service.planner.pipeline import PASS_NAMES, Bar
+from manta.service.planner.search import plan_of
+from manta.service.planner.step_time import StepModel, StepTime, step_model
+from manta.service.step_traces import budget
+from manta.service.step_traces.budget import Part, of_plan
+from manta.service.store import StepTrace as Row
+from manta.service.store import Store, generations, jobs, metrics, step_traces
+from manta.service.store.errors import TraceNotFound
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
+from manta.workers.comm.grid import Coordinates, RankGrid
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.errors import MantaError
+from manta.workers.protocol.json_codec import MalformedMessage
+from manta.workers.step_traces.assembly import StepTrace, assembled
+from manta.workers.step_traces.document import analysis_document, rank_documents, slice_document
+from manta.workers.step_traces.perfetto import perfetto
+from manta.workers.timing.recording import Slice, SliceKind
 
 MAX_KEPT = 128
 """Number of traces whose analysis is cached."""
@@ -197,7 +197,7 @@ class TraceReader:
 
 
 def budget_document(parts: Any, planned: PlannedStep | None, measured_from: str) -> dict[str, Any]:
-    """In the form of `api.schemas.traces.StepBudget`."""
+    """In the form of `manta.api.schemas.traces.StepBudget`."""
     return {
         "step_seconds": sum(each.seconds for each in parts),
         "parts": budget.to_json(parts),
@@ -249,7 +249,7 @@ class PlannedStep:
     """For each stage of one replica a rank with its slices, as in a trace; None if they are too many."""
 
     def to_json(self) -> dict[str, Any]:
-        """In the form of `api.schemas.traces.PlannedTrace`."""
+        """In the form of `manta.api.schemas.traces.PlannedTrace`."""
         return {"step_seconds": self.seconds, "bubble": {"mean": self.bubble_ratio}, "ranks": self.ranks}
 
 

@@ -1,7 +1,7 @@
 """The job database: `Store` for connections, and one module of queries per table."""
 
-from service.store.database import Store
-from service.store.errors import (
+from manta.service.store.database import Store
+from manta.service.store.errors import (
     CheckpointNotFound,
     DatabaseLost,
     ExportNotFound,
@@ -24,10 +24,10 @@ from service.store.errors import (
     TraceNotFound,
     TraceNotPossible,
 )
-from service.store.installation_tables import ApiKey, AuditEntry, Lease, Project
-from service.store.paging import Page
-from service.store.step_traces import StepTrace
-from service.store.tables import (
+from manta.service.store.installation_tables import ApiKey, AuditEntry, Lease, Project
+from manta.service.store.paging import Page
+from manta.service.store.step_traces import StepTrace
+from manta.service.store.tables import (
     Checkpoint,
     Event,
     Generation,

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
-from service.keys.identity import Identity
-from service.store.installation_tables import AuditEntry
-from service.store.paging import Cursors, Page
+from manta.service.keys.identity import Identity
+from manta.service.store.installation_tables import AuditEntry
+from manta.service.store.paging import Cursors, Page
 
 _INSERT = insert(AuditEntry)
 

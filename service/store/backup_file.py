@@ -17,17 +17,17 @@ from sqlalchemy import Connection, delete, func, insert, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from service.states import JobState
-from service.store import events, jobs, leases
-from service.store.database import Store, newest_revision, open_database
-from service.store.errors import StoreUnusable
-from service.store.health import refuse_none
-from service.store.location import sqlite_url
-from service.store.postgresql import PostgresDatabase
-from service.store.restored import RESTORED
-from service.store.sqlite import SqliteDatabase, copy_to
-from service.store.tables import Base, Event, Job
-from workers.errors import MantaError
+from manta.service.states import JobState
+from manta.service.store import events, jobs, leases
+from manta.service.store.database import Store, newest_revision, open_database
+from manta.service.store.errors import StoreUnusable
+from manta.service.store.health import refuse_none
+from manta.service.store.location import sqlite_url
+from manta.service.store.postgresql import PostgresDatabase
+from manta.service.store.restored import RESTORED
+from manta.service.store.sqlite import SqliteDatabase, copy_to
+from manta.service.store.tables import Base, Event, Job
+from manta.workers.errors import MantaError
 
 ROWS_AT_ONCE = 5_000
 CLOSING_SECONDS, LOOK_SECONDS = 2.0, 0.05

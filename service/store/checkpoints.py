@@ -7,12 +7,12 @@ import time
 from sqlalchemy import select, tuple_
 from sqlalchemy.orm import Session
 
-from service.states import JobState
-from service.store import jobs
-from service.store.errors import CheckpointNotFound, InvalidCursor
-from service.store.paging import Cursors, Page
-from service.store.tables import Checkpoint, Job
-from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, checkpoint_path
+from manta.service.states import JobState
+from manta.service.store import jobs
+from manta.service.store.errors import CheckpointNotFound, InvalidCursor
+from manta.service.store.paging import Cursors, Page
+from manta.service.store.tables import Checkpoint, Job
+from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, checkpoint_path
 
 SAVING, COMPLETE, FAILED, DELETED = "saving", "complete", "failed", "deleted"
 

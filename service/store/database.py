@@ -21,14 +21,14 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
-from service.backoff import backoff
-from service.store.errors import StoreOfNewerRelease, StoreUnusable
-from service.store.location import file_of, parse_url
-from service.store.sqlite import SqliteDatabase
-from workers.errors import MantaError
+from manta.service.backoff import backoff
+from manta.service.store.errors import StoreOfNewerRelease, StoreUnusable
+from manta.service.store.location import file_of, parse_url
+from manta.service.store.sqlite import SqliteDatabase
+from manta.workers.errors import MantaError
 
 if TYPE_CHECKING:
-    from service.store.postgresql import PostgresDatabase
+    from manta.service.store.postgresql import PostgresDatabase
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -342,7 +342,7 @@ def open_database(url: str, name: str = "manta") -> SqliteDatabase | PostgresDat
     location = parse_url(url)
     if file_of(location) is not None:
         return SqliteDatabase(location)
-    from service.store.postgresql import PostgresDatabase  # with its driver, which SQLite does not need
+    from manta.service.store.postgresql import PostgresDatabase  # with its driver, which SQLite does not need
 
     return PostgresDatabase(location, name)
 

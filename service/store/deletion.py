@@ -11,12 +11,12 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, delete, select, tuple_
 from sqlalchemy.orm import Session
 
-from service.states import FINAL, JobState, is_final
-from service.store import audit, events, exports, jobs, leases, pauses_and_retries
-from service.store.audit import AuditRecord
-from service.store.errors import JobBeingExported, JobNotFinal
-from service.store.step_traces import StepTrace, StepTracePart
-from service.store.tables import (
+from manta.service.states import FINAL, JobState, is_final
+from manta.service.store import audit, events, exports, jobs, leases, pauses_and_retries
+from manta.service.store.audit import AuditRecord
+from manta.service.store.errors import JobBeingExported, JobNotFinal
+from manta.service.store.step_traces import StepTrace, StepTracePart
+from manta.service.store.tables import (
     Base,
     Checkpoint,
     DeletedJob,

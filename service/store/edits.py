@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy import Row
 from sqlalchemy.orm import Session
 
-from service.store import events, jobs
-from service.store.errors import JobChanged, TooManyLabels
-from service.store.tables import Job
-from workers.config import MAX_LABELS
+from manta.service.store import events, jobs
+from manta.service.store.errors import JobChanged, TooManyLabels
+from manta.service.store.tables import Job
+from manta.workers.config import MAX_LABELS
 
 
 def labels_of(job: Job | Row[Any]) -> dict[str, str]:

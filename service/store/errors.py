@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy.exc import OperationalError
 
-from service.states import ACTIONS, ADVICE, TRANSITIONS, JobState
-from workers.errors import MantaError
+from manta.service.states import ACTIONS, ADVICE, TRANSITIONS, JobState
+from manta.workers.errors import MantaError
 
 
 class JobNotFound(MantaError):

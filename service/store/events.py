@@ -9,9 +9,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, func, insert, select
 from sqlalchemy.orm import Session
 
-from service.store.locks import EVENTS_LOCK
-from service.store.paging import LARGEST_INTEGER, Cursors, Page
-from service.store.tables import Event, Job
+from manta.service.store.locks import EVENTS_LOCK
+from manta.service.store.paging import LARGEST_INTEGER, Cursors, Page
+from manta.service.store.tables import Event, Job
 
 _INSERT = insert(Event)
 _LOCK = select(func.pg_advisory_xact_lock(EVENTS_LOCK))

@@ -7,9 +7,9 @@ import secrets
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from service.store import jobs, leases
-from service.store.errors import ExportNotFound, JobBeingDeleted
-from service.store.tables import Export
+from manta.service.store import jobs, leases
+from manta.service.store.errors import ExportNotFound, JobBeingDeleted
+from manta.service.store.tables import Export
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
 SILENT_SECONDS = 30.0

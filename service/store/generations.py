@@ -10,9 +10,9 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from service.store import jobs
-from service.store.tables import Generation
-from workers.timing.step_clock import WAITS, Wait
+from manta.service.store import jobs
+from manta.service.store.tables import Generation
+from manta.workers.timing.step_clock import WAITS, Wait
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainedStep:
 
     @classmethod
     def of(cls, seconds: dict[str, Any], at: float, redone: bool = False, counts: bool = True) -> TrainedStep:
-        """The step of which a report has these `seconds`, from `workers.timing.step_clock`."""
+        """The step of which a report has these `seconds`, from `manta.workers.timing.step_clock`."""
         wall = left = max(0.0, float(seconds.get("wall", 0.0)))
         waits: dict[Wait, float] = {}
         for name in WAITS:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from sqlalchemy import Connection, exists, func, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.store.database import Store, newest_revision
-from service.store.errors import StoreEmpty, StoreUnusable
-from service.store.installation_tables import Compatibility, Installation
-from service.store.sqlite import SqliteDatabase
-from service.store.tables import Base, DeletedJob, Job
+from manta.service.store.database import Store, newest_revision
+from manta.service.store.errors import StoreEmpty, StoreUnusable
+from manta.service.store.installation_tables import Compatibility, Installation
+from manta.service.store.sqlite import SqliteDatabase
+from manta.service.store.tables import Base, DeletedJob, Job
 
 _MAKE = "`manta up` and `manta db upgrade` make one"
 _ONE_ROW = (Installation, Compatibility)

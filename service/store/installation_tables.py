@@ -6,8 +6,8 @@ from __future__ import annotations
 from sqlalchemy import BigInteger, Boolean, ForeignKey, Index, String, select
 from sqlalchemy.orm import Mapped, Session, load_only, mapped_column
 
-from service.store.tables import Base
-from service.store.types import AnyText, BigKey, Real
+from manta.service.store.tables import Base
+from manta.service.store.types import AnyText, BigKey, Real
 
 
 class Project(Base):

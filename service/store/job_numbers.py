@@ -10,13 +10,13 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, and_, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
-from service.ledger import Ledger
-from service.states import SUPERVISED, UNFINISHED, JobState
-from service.store import jobs, ledgers, recoveries
-from service.store.checkpoints import COMPLETE
-from service.store.installation_tables import ControlPlaneRow, Lease
-from service.store.leases import living
-from service.store.tables import Checkpoint, Event, Generation, Job, Recovery, StateChange
+from manta.service.ledger import Ledger
+from manta.service.states import SUPERVISED, UNFINISHED, JobState
+from manta.service.store import jobs, ledgers, recoveries
+from manta.service.store.checkpoints import COMPLETE
+from manta.service.store.installation_tables import ControlPlaneRow, Lease
+from manta.service.store.leases import living
+from manta.service.store.tables import Checkpoint, Event, Generation, Job, Recovery, StateChange
 
 MAX_JOBS = 500
 """Most jobs that have numbers of their own."""

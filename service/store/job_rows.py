@@ -35,12 +35,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import NullType
 
-from service.ids import is_job_id
-from service.states import UNFINISHED, JobState
-from service.store.errors import InvalidCursor, JobNotFound
-from service.store.paging import Cursors, Page
-from service.store.tables import Job, JobLabel
-from service.store.types import Document, Numbers, storable
+from manta.service.ids import is_job_id
+from manta.service.states import UNFINISHED, JobState
+from manta.service.store.errors import InvalidCursor, JobNotFound
+from manta.service.store.paging import Cursors, Page
+from manta.service.store.tables import Job, JobLabel
+from manta.service.store.types import Document, Numbers, storable
 
 Sort = Literal["created", "name", "state", "step", "loss", "priority", "finished"]
 _COLUMNS = Job.__table__.columns

@@ -12,17 +12,17 @@ from typing import Any
 from sqlalchemy import JSON, Row, bindparam, delete, func, insert, select, type_coerce
 from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 
-from service.cluster.sizes import SizeOutOfBounds, sizes_of
-from service.ids import is_job_id, next_job_id
-from service.keys.identity import DEFAULT_PROJECT, digest_of
-from service.states import HELD, UNFINISHED, JobState, after_action, can, is_final
-from service.store import events, step_traces
-from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
-from service.store.tables import Job, JobLabel, StateChange
-from service.store.types import Reader
-from service.stored_specs import as_written, not_default, stored_spec
-from workers.config import Accelerator, JobSpec, ParallelConfig
-from workers.system.threads import stored_threads
+from manta.service.cluster.sizes import SizeOutOfBounds, sizes_of
+from manta.service.ids import is_job_id, next_job_id
+from manta.service.keys.identity import DEFAULT_PROJECT, digest_of
+from manta.service.states import HELD, UNFINISHED, JobState, after_action, can, is_final
+from manta.service.store import events, step_traces
+from manta.service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
+from manta.service.store.tables import Job, JobLabel, StateChange
+from manta.service.store.types import Reader
+from manta.service.stored_specs import as_written, not_default, stored_spec
+from manta.workers.config import Accelerator, JobSpec, ParallelConfig
+from manta.workers.system.threads import stored_threads
 
 # Built once: building these takes longer than running them.
 _INSERT_STATE = insert(StateChange)

@@ -9,12 +9,12 @@ import time
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from service.ids import is_key_id, next_key_id
-from service.keys.identity import DEFAULT_PROJECT, Identity, Scope
-from service.store import projects
-from service.store.errors import InvalidCursor, KeyNotFound, LinkInvalid
-from service.store.installation_tables import ApiKey, BrowserToken
-from service.store.paging import Cursors, Page
+from manta.service.ids import is_key_id, next_key_id
+from manta.service.keys.identity import DEFAULT_PROJECT, Identity, Scope
+from manta.service.store import projects
+from manta.service.store.errors import InvalidCursor, KeyNotFound, LinkInvalid
+from manta.service.store.installation_tables import ApiKey, BrowserToken
+from manta.service.store.paging import Cursors, Page
 
 LINK_SECONDS = 600.0
 """Seconds that a link is valid."""

@@ -9,11 +9,11 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, bindparam, delete, select, text, update
 from sqlalchemy.orm import Session
 
-from service.leases.decisions import LEASE_SECONDS, JobInBrief, LeaseLost, OtherRay, is_over, may_be_given
-from service.states import UNFINISHED, JobState
-from service.store.installation_tables import ControlPlaneRow, Lease
-from service.store.locks import MEMBERS_LOCK
-from service.store.tables import Job
+from manta.service.leases.decisions import LEASE_SECONDS, JobInBrief, LeaseLost, OtherRay, is_over, may_be_given
+from manta.service.states import UNFINISHED, JobState
+from manta.service.store.installation_tables import ControlPlaneRow, Lease
+from manta.service.store.locks import MEMBERS_LOCK
+from manta.service.store.tables import Job
 
 CHANNEL = "manta"
 """Channel of the notifications with which control planes wake each other."""

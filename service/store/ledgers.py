@@ -9,11 +9,11 @@ from typing import Any
 from sqlalchemy import Row, Select, bindparam, select
 from sqlalchemy.orm import Session
 
-from service.ledger import STEP_CLASSES, Ledger, StateEntry, Training, ledger
-from service.recovery.timeline import RecoveryTimeline
-from service.store import jobs, recoveries
-from service.store.tables import Base, Generation, Job, Recovery, StateChange
-from service.store.types import Reader
+from manta.service.ledger import STEP_CLASSES, Ledger, StateEntry, Training, ledger
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.store import jobs, recoveries
+from manta.service.store.tables import Base, Generation, Job, Recovery, StateChange
+from manta.service.store.types import Reader
 
 
 def _of_jobs(table: type[Base], order: str) -> Select[Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from service.home.own_files import read_own
-from workers.errors import MantaError
+from manta.service.home.own_files import read_own
+from manta.workers.errors import MantaError
 
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 _SQLITE = ("sqlite", "sqlite+pysqlite")

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Row, case, delete, func, insert, literal, select
 from sqlalchemy.orm import Session
 
-from service.store.tables import Generation, Job, Metric, MetricBin
+from manta.service.store.tables import Generation, Job, Metric, MetricBin
 
 SMALLEST = 8
 """Steps in a bin of level 1."""

@@ -23,11 +23,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import NullType
 
-from service.store import metric_bins
-from service.store.errors import JobNotFound
-from service.store.metric_bins import Segment
-from service.store.tables import Job, Metric, MetricBin
-from service.store.types import Reader
+from manta.service.store import metric_bins
+from manta.service.store.errors import JobNotFound
+from manta.service.store.metric_bins import Segment
+from manta.service.store.tables import Job, Metric, MetricBin
+from manta.service.store.types import Reader
 
 _MAX_STATEMENTS = 256
 _JOB, _METRIC, _BIN = Job.__table__.c, Metric.__table__.c, MetricBin.__table__.c

@@ -10,13 +10,13 @@ from typing import Any
 from sqlalchemy import Row, select, text
 from sqlalchemy.orm import Session
 
-from service.store import generations, jobs, metric_bins, metric_points
-from service.store.errors import JobNotFound
-from service.store.generations import TrainedStep
-from service.store.tables import METRIC_NAMES, Job, Metric
-from service.store.types import Reader
-from workers.protocol.json_codec import number
-from workers.training import metric_names
+from manta.service.store import generations, jobs, metric_bins, metric_points
+from manta.service.store.errors import JobNotFound
+from manta.service.store.generations import TrainedStep
+from manta.service.store.tables import METRIC_NAMES, Job, Metric
+from manta.service.store.types import Reader
+from manta.workers.protocol.json_codec import number
+from manta.workers.training import metric_names
 
 _NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
 _COLUMNS = frozenset({*METRIC_NAMES, "time"})

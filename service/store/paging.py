@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from service.store.errors import ForeignCursor, InvalidCursor
+from manta.service.store.errors import ForeignCursor, InvalidCursor
 
 T = TypeVar("T")
 LARGEST_INTEGER = 2**63 - 1

@@ -8,10 +8,10 @@ from collections.abc import Collection
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from service.states import FINAL, JobState, after_action, is_final
-from service.store import generations, jobs
-from service.store.errors import IllegalTransition, JobBeingDeleted
-from service.store.tables import Job
+from manta.service.states import FINAL, JobState, after_action, is_final
+from manta.service.store import generations, jobs
+from manta.service.store.errors import IllegalTransition, JobBeingDeleted
+from manta.service.store.tables import Job
 
 RESUMED = "resumed"
 """Key in the data of a generation after which the user has resumed the job."""

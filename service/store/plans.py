@@ -8,11 +8,11 @@ from typing import Any
 from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from service.planner.drift import MEASURED_STEPS, SETTLING_STEPS, Drift, Measured, compared, drift_of, measured_of
-from service.planner.refinement import Observation, observation
-from service.states import JobState
-from service.store import events, jobs
-from service.store.tables import METRIC_NAMES, Generation, Job, Metric, Rank, RankNumbers
+from manta.service.planner.drift import MEASURED_STEPS, SETTLING_STEPS, Drift, Measured, compared, drift_of, measured_of
+from manta.service.planner.refinement import Observation, observation
+from manta.service.states import JobState
+from manta.service.store import events, jobs
+from manta.service.store.tables import METRIC_NAMES, Generation, Job, Metric, Rank, RankNumbers
 
 PLAN, MEASURED = "plan", "measured"
 DRIFT = "plan_drift"

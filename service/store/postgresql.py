@@ -15,10 +15,10 @@ import psycopg
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, RootTransaction, create_engine, event
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError, OperationalError, SQLAlchemyError
 
-from service.backoff import backoff
-from service.store.errors import OutcomeUnknown, StoreUnusable
-from service.store.location import shown
-from service.store.locks import MIGRATION_LOCK
+from manta.service.backoff import backoff
+from manta.service.store.errors import OutcomeUnknown, StoreUnusable
+from manta.service.store.location import shown
+from manta.service.store.locks import MIGRATION_LOCK
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

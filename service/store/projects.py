@@ -9,10 +9,10 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from service.keys.identity import PROJECT_PATTERN
-from service.store.errors import InvalidCursor, ProjectExists, ProjectNotFound
-from service.store.installation_tables import Project
-from service.store.paging import Cursors, Page
+from manta.service.keys.identity import PROJECT_PATTERN
+from manta.service.store.errors import InvalidCursor, ProjectExists, ProjectNotFound
+from manta.service.store.installation_tables import Project
+from manta.service.store.paging import Cursors, Page
 
 
 def create(session: Session, name: str) -> Project:

@@ -10,11 +10,11 @@ from typing import Any
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session, defer
 
-from service.states import UNFINISHED
-from service.store import jobs
-from service.store.tables import Job, Rank, RankNumbers
-from service.store.types import Reader
-from workers.liveness.rank_samples import EVERY_SECONDS, RankSample, unpacked
+from manta.service.states import UNFINISHED
+from manta.service.store import jobs
+from manta.service.store.tables import Job, Rank, RankNumbers
+from manta.service.store.types import Reader
+from manta.workers.liveness.rank_samples import EVERY_SECONDS, RankSample, unpacked
 
 STARTING, RUNNING, EXITED = "starting", "running", "exited"
 """States of a rank; one that has exited has no process."""

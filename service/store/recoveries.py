@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from service.recovery.timeline import RecoveryTimeline
-from service.store.paging import Cursors, Page
-from service.store.tables import Recovery
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.store.paging import Cursors, Page
+from manta.service.store.tables import Recovery
 
 _TIMES = ("failed_at", "noticed_at", "rested_at", "launched_at", "connected_at", "restored_at", "first_step_at")
 

@@ -10,12 +10,12 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from service.cluster.sizes import in_use
-from service.states import PAUSABLE, JobState
-from service.store import events, generations, jobs, pauses_and_retries, ranks
-from service.store.tables import Event, Generation
-from service.stored_specs import stored_spec
-from workers.comm.grid import RankGrid
+from manta.service.cluster.sizes import in_use
+from manta.service.states import PAUSABLE, JobState
+from manta.service.store import events, generations, jobs, pauses_and_retries, ranks
+from manta.service.store.tables import Event, Generation
+from manta.service.stored_specs import stored_spec
+from manta.workers.comm.grid import RankGrid
 
 RESTORED = "restored"
 """Type of the event that each unfinished job gets when its database is restored."""

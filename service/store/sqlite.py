@@ -16,8 +16,8 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, RootTransaction, create_engine, event, make_url
 from sqlalchemy.exc import OperationalError
 
-from service.store.errors import DatabaseLost, OutcomeUnknown, StoreUnusable
-from service.store.location import file_of, shown, sqlite_url
+from manta.service.store.errors import DatabaseLost, OutcomeUnknown, StoreUnusable
+from manta.service.store.location import file_of, shown, sqlite_url
 
 log = logging.getLogger(__name__)
 

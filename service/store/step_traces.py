@@ -14,13 +14,13 @@ from typing import Any
 from sqlalchemy import BigInteger, ForeignKey, Index, LargeBinary, String, delete, func, select
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from service.store import events
-from service.store.errors import TraceNotFound
-from service.store.tables import Base
-from service.store.types import AnyText, Document, Real
-from workers.config import ParallelConfig
-from workers.protocol.json_codec import from_json, to_json
-from workers.timing.recording import INTERRUPTED, PackedRecording
+from manta.service.store import events
+from manta.service.store.errors import TraceNotFound
+from manta.service.store.tables import Base
+from manta.service.store.types import AnyText, Document, Real
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.json_codec import from_json, to_json
+from manta.workers.timing.recording import INTERRUPTED, PackedRecording
 
 MAX_SLICES = 500_000
 """Most slices that are stored of one trace."""

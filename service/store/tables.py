@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import BigInteger, ForeignKey, Index, MetaData, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from service.keys.identity import DEFAULT_PROJECT
-from service.store.types import AnyText, BigKey, Document, Numbers, Real, ShortText
+from manta.service.keys.identity import DEFAULT_PROJECT
+from manta.service.store.types import AnyText, BigKey, Document, Numbers, Real, ShortText
 
 METRIC_NAMES = (
     "loss",
@@ -337,7 +337,8 @@ class RankNumbers(Base):
     seconds: Mapped[float] = mapped_column(Real)
     """Seconds of a step, up to its agreement."""
     own_seconds: Mapped[str | None] = mapped_column(AnyText)
-    """The part in which each rank did not wait for others, packed (`workers.liveness.rank_samples`); None: unknown."""
+    """The part in which each rank did not wait for others, packed (`manta.workers.liveness.rank_samples`); None:
+    unknown."""
     memory_bytes: Mapped[str] = mapped_column(AnyText)
     """Memory in use on each rank, packed."""
     stragglers: Mapped[list[dict[str, Any]]] = mapped_column(Document, default=list)

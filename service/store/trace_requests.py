@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from sqlalchemy.orm import Session
 
-from service.cluster.sizes import layout_in_use
-from service.states import is_final
-from service.store import jobs, ranks, step_traces
-from service.store.errors import TraceNotPossible
-from service.store.step_traces import RECORDING, REQUESTED, UNFINISHED, StepTrace
-from service.store.tables import Job
-from service.stored_specs import stored_spec
-from service.words import no_such_rank
-from workers.config import ParallelConfig
-from workers.timing.recording import PackedRecording
+from manta.service.cluster.sizes import layout_in_use
+from manta.service.states import is_final
+from manta.service.store import jobs, ranks, step_traces
+from manta.service.store.errors import TraceNotPossible
+from manta.service.store.step_traces import RECORDING, REQUESTED, UNFINISHED, StepTrace
+from manta.service.store.tables import Job
+from manta.service.stored_specs import stored_spec
+from manta.service.words import no_such_rank
+from manta.workers.config import ParallelConfig
+from manta.workers.timing.recording import PackedRecording
 
 KEPT = 10
 """Most traces kept per job: the next one replaces the oldest."""

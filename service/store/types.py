@@ -13,7 +13,7 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import Session
 from sqlalchemy.types import TypeDecorator
 
-from workers.protocol.json_codec import number, spell
+from manta.workers.protocol.json_codec import number, spell
 
 _UNUSUAL = re.compile(r"\\u(0000|d[89a-f])")
 """In ASCII-only JSON: NUL, or half of a surrogate pair. Complete pairs match as well."""

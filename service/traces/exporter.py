@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
 
-from service.traces.spans import Span
+from manta.service.traces.spans import Span
 
 MAX_WAITING = 8192
 """Number of spans that may wait; further ones are dropped."""

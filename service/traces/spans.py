@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from service.ledger import StateEntry
-from service.recovery.timeline import RecoveryTimeline, intervals
-from service.states import JobState
-from workers.config import ParallelConfig
+from manta.service.ledger import StateEntry
+from manta.service.recovery.timeline import RecoveryTimeline, intervals
+from manta.service.states import JobState
+from manta.workers.config import ParallelConfig
 
 Value = str | int | float | Sequence[int]
 """Value of an attribute."""

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import Session
 
-from service.cluster.sizes import layout_in_use
-from service.ledger import StateEntry
-from service.store import Store, generations, jobs, recoveries
-from service.store.errors import JobNotFound
-from service.store.tables import Generation, Job, Recovery
-from service.stored_specs import SpecNotUnderstood, stored_spec
-from service.traces.spans import JobHistory, PastGeneration, PastRecovery, spans_of
-from workers.config import ParallelConfig
-from workers.errors import MantaError
+from manta.service.cluster.sizes import layout_in_use
+from manta.service.ledger import StateEntry
+from manta.service.store import Store, generations, jobs, recoveries
+from manta.service.store.errors import JobNotFound
+from manta.service.store.tables import Generation, Job, Recovery
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
+from manta.service.traces.spans import JobHistory, PastGeneration, PastRecovery, spans_of
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import MantaError
 
 if TYPE_CHECKING:
-    from service.traces.exporter import SpanSender
+    from manta.service.traces.exporter import SpanSender
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def refuse_without_packages(endpoint: str | None) -> None:
     if endpoint is None:
         return
     try:
-        importlib.import_module("service.traces.exporter")
+        importlib.import_module("manta.service.traces.exporter")
     except ImportError as error:
         raise TracesNotInstalled(
             f"MANTA_TRACES needs OpenTelemetry, and that is not installed here ({error}): "
@@ -82,7 +82,7 @@ class Traces:
             self._sender.give_up()
 
     def _run(self) -> None:
-        from service.traces.exporter import SpanSender
+        from manta.service.traces.exporter import SpanSender
 
         self._sender = SpanSender(self._endpoint, self._lose)
         while (request := self._to_read.get()) is not None:

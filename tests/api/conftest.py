@@ -14,29 +14,29 @@ import pytest
 import typer.testing
 import uvicorn
 
-from api.app import create_app
-from api.app_state import state_of
-from api.security import auditing
-from api.serving.connections import MAX_CONNECTIONS, HttpServer, limited_to
-from service.cluster.errors import NodeNotFound
-from service.control.faults import FaultsNotAllowed, refuse_impossible
-from service.control.options import ModelPackages
-from service.control.running_ranks import RankNotFound, RankStack, SeenWaits
-from service.exports import Exports
-from service.file_work import FileWork
-from service.logs.pages import LogsInHome
-from service.monitoring.cluster_view import Measurements
-from service.recovery.waits import WaitingRank, Waits
-from service.removal.deletion import Deletion, delete_checkpoint, delete_job
-from service.settings import RequestLimits
-from service.states import JobState
-from service.store import Checkpoint, Store, generations, jobs, metrics
+from manta.api.app import create_app
+from manta.api.app_state import state_of
+from manta.api.security import auditing
+from manta.api.serving.connections import MAX_CONNECTIONS, HttpServer, limited_to
+from manta.service.cluster.errors import NodeNotFound
+from manta.service.control.faults import FaultsNotAllowed, refuse_impossible
+from manta.service.control.options import ModelPackages
+from manta.service.control.running_ranks import RankNotFound, RankStack, SeenWaits
+from manta.service.exports import Exports
+from manta.service.file_work import FileWork
+from manta.service.logs.pages import LogsInHome
+from manta.service.monitoring.cluster_view import Measurements
+from manta.service.recovery.waits import WaitingRank, Waits
+from manta.service.removal.deletion import Deletion, delete_checkpoint, delete_job
+from manta.service.settings import RequestLimits
+from manta.service.states import JobState
+from manta.service.store import Checkpoint, Store, generations, jobs, metrics
+from manta.workers.config import JobSpec
+from manta.workers.data.roots import DataRoots
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import Fault
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import ADMIN, add_admin, bearer
-from workers.config import JobSpec
-from workers.data.roots import DataRoots
-from workers.paths import Paths
-from workers.protocol.messages import Fault
 
 DOCUMENT: dict[str, Any] = {
     "name": "small",

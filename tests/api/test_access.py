@@ -11,23 +11,33 @@ from fastapi.testclient import TestClient
 from sqlalchemy import text
 from starlette.datastructures import URL
 
-from api.app import create_app
-from api.security import access
-from api.security.permissions import is_anonymous, shown
-from service.keys.identity import Identity, Scope, digest_of, new_browser_token, new_key
-from service.logs.pages import log_file, log_folder
-from service.planner.hardware import Cluster, CpuNode
-from service.planner.job_plan import planned
-from service.store import JobNotFound, checkpoints, events, exports, generations, jobs, keys, plans, trace_requests
-from service.store.tables import Base
+from manta.api.app import create_app
+from manta.api.security import access
+from manta.api.security.permissions import is_anonymous, shown
+from manta.service.keys.identity import Identity, Scope, digest_of, new_browser_token, new_key
+from manta.service.logs.pages import log_file, log_folder
+from manta.service.planner.hardware import Cluster, CpuNode
+from manta.service.planner.job_plan import planned
+from manta.service.store import (
+    JobNotFound,
+    checkpoints,
+    events,
+    exports,
+    generations,
+    jobs,
+    keys,
+    plans,
+    trace_requests,
+)
+from manta.service.store.tables import Base
+from manta.workers.checkpoint.catalog import checkpoint_path
+from manta.workers.paths import Paths
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.timing.recording import Recording, TracedStep
 from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import ADMIN, add_admin, add_key, add_keys, bearer
 from tests.api.test_openapi import OPERATIONS
-from workers.checkpoint.catalog import checkpoint_path
-from workers.paths import Paths
-from workers.spec.reading import parse_job_spec
-from workers.timing.recording import Recording, TracedStep
 
 ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
 """What answers without a key, and how."""

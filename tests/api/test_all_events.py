@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from api.client import MantaClient
-from api.routes import all_events
-from service.store import deletion, events
+from manta.api.client import Client
+from manta.api.routes import all_events
+from manta.service.store import deletion, events
 from tests.api.test_sse_server import read_stream
 
 
@@ -131,7 +131,7 @@ def test_stream_that_is_far_behind_leaves_nothing_out(service, two, monkeypatch)
 
 
 def test_client_reads_and_follows(service, two):
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         page = client.all_events(type="kind_0", limit=1)
         assert (page.items[0].job, page.items[0].message) == (two[0]["id"], "0")
         assert len(client.all_events(type="kind_0", cursor=page.next_cursor).items) == 3

@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
-from api.security import auditing
-from service.store import audit
-from service.store.tables import Base
+from manta.api.security import auditing
+from manta.service.store import audit
+from manta.service.store.tables import Base
 from tests.api.conftest import DOCUMENT, FakeControl, serving
 from tests.api.support.keys import ADMIN, add_admin, add_key, bearer
 

@@ -3,10 +3,10 @@
 import httpx
 import pytest
 
-from api import requests
-from api.client import calls
-from api.client.rest_call import ApiError, Call
-from workers.spec.problems import SpecError
+from manta.api import requests
+from manta.api.client import calls
+from manta.api.client.rest_call import ApiError, Call
+from manta.workers.spec.problems import SpecError
 
 ADDRESS = "http://manta.test"
 

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from api.streams.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
-from service.logs.pages import LogsInHome, log_folder
-from service.states import JobState
-from service.store import Store, deletion, events, jobs
+from manta.api.streams.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
+from manta.service.logs.pages import LogsInHome, log_folder
+from manta.service.states import JobState
+from manta.service.store import Store, deletion, events, jobs
 from tests.service.support.virtual_time import run_with_answers_at_once
 
 ONE, OTHER = Watched("one"), Watched("other")

@@ -11,12 +11,12 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from api.rest_version import HEADER, REST
-from api.security import request_guard
-from api.security.rate_limits import CallerLimits
-from api.serving import connections
-from api.serving.connections import MAX_CONNECTIONS, LimitedConnection, connections_at_once
-from service.store import events
+from manta.api.rest_version import HEADER, REST
+from manta.api.security import request_guard
+from manta.api.security.rate_limits import CallerLimits
+from manta.api.serving import connections
+from manta.api.serving.connections import MAX_CONNECTIONS, LimitedConnection, connections_at_once
+from manta.service.store import events
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN
 from tests.service.support.virtual_time import run_with_answers_at_once

@@ -7,11 +7,11 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from starlette.requests import Request
 
-from api.app_state import attach_state
-from api.security import access, credentials
-from api.security.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
-from service.keys.identity import Identity, Scope, digest_of
-from service.store import keys
+from manta.api.app_state import attach_state
+from manta.api.security import access, credentials
+from manta.api.security.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
+from manta.service.keys.identity import Identity, Scope, digest_of
+from manta.service.store import keys
 from tests.api.support.keys import add_key
 
 KEY = "manta_a-key"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from api.client import ApiError, MantaClient
-from service.cluster.errors import ClusterUnavailable
-from service.logs.pages import log_file, log_folder
+from manta.api.client import ApiError, Client
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.logs.pages import log_file, log_folder
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_cluster_that_does_not_answer_keeps_the_job(service, job, monkeypatch):
 
 
 def test_client_deletes(service, job):
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         assert client.delete(job["id"]).rows["jobs"] == 1
         with pytest.raises(ApiError, match="no job"):
             client.delete(job["id"])

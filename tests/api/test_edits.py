@@ -2,8 +2,8 @@
 
 import pytest
 
-from api.client import ApiError, MantaClient
-from api.parameters import versions_in
+from manta.api.client import ApiError, Client
+from manta.api.parameters import versions_in
 
 
 def patch(service, job, body, **headers):
@@ -110,7 +110,7 @@ def test_versions_of_a_condition(header, versions):
 
 def test_client_changes_a_job(service):
     job = service.submit()
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         changed = client.edit(job["id"], name="better", priority=2, etag=client.job(job["id"]).etag)
         assert (changed.name, changed.spec["priority"]) == ("better", 2)
         with pytest.raises(ApiError) as refused:

@@ -3,9 +3,9 @@
 import pytest
 from typer.testing import CliRunner
 
-from api.cli.main import app
-from api.client import MantaClient
-from workers.protocol.json_codec import to_json
+from manta.api.cli.main import app
+from manta.api.client import Client
+from manta.workers.protocol.json_codec import to_json
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_faults_of_a_job_that_is_not_there(service):
 def test_the_client_and_the_command_make_faults(service):
     service.control.allow_faults = True
     job = service.submit()["id"]
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         client.inject(job, "slow", 1, 5, seconds=0.5)
     environment = {"MANTA_URL": service.url}
     command = ["inject", job, "--fault", "kill", "--rank", "2", "--phase", "recovery"]

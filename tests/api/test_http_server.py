@@ -5,7 +5,7 @@ import logging
 import httpx
 import pytest
 
-from api.serving.connections import is_no_hangup
+from manta.api.serving.connections import is_no_hangup
 from tests.api.conftest import FakeControl, add_admin, serving
 from tests.api.support.keys import ADMIN, bearer
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from api import caches
-from api.client import MantaClient
+from manta.api import caches
+from manta.api.client import Client
 from tests.api.support.keys import add_key, bearer
 
 
@@ -32,7 +32,7 @@ def test_filters_orders_and_cursors_go_together(service):
     assert ids_of(service, **wanted, cursor=page["next_cursor"]) == [named["c"]]
     foreign = service.http.get("/v1/jobs", params={**wanted, "order": "desc", "cursor": page["next_cursor"]})
     assert (foreign.status_code, foreign.json()["errors"][0]["path"]) == (422, "cursor")
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         assert [job.name for job in client.jobs(search="UN O", sort="name", order="desc").items] == ["run one"]
         assert client.count_jobs(labels=["team"]).by_state["QUEUED"] == 3
 

@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from api.client import ApiError, AsyncMantaClient, MantaClient, calls
-from service.ids import next_job_id
+from manta.api.client import ApiError, AsyncClient, Client, calls
+from manta.service.ids import next_job_id
 from tests.api.support.keys import add_key
 
 ADDRESS = "http://manta.test"
@@ -34,7 +34,7 @@ def job(service):
 
 def test_whatever_is_asked_of_a_job_may_be_asked_by_its_name(service, job):
     lookups = Lookups(job)
-    with MantaClient(ADDRESS, httpx.MockTransport(lookups)) as client:
+    with Client(ADDRESS, httpx.MockTransport(lookups)) as client:
         for ask in (
             lambda: client.pause("a job"),
             lambda: client.download(calls.profile("a job", "t", 0)),
@@ -45,7 +45,7 @@ def test_whatever_is_asked_of_a_job_may_be_asked_by_its_name(service, job):
                 ask()
 
     async def by_event_loop():
-        async with AsyncMantaClient(ADDRESS, httpx.MockTransport(lookups)) as client:
+        async with AsyncClient(ADDRESS, httpx.MockTransport(lookups)) as client:
             with pytest.raises(ApiError, match="later"):
                 await client.send(calls.job("a job"))
             with pytest.raises(ApiError, match="later"):
@@ -67,7 +67,7 @@ def test_whatever_is_asked_of_a_job_may_be_asked_by_its_name(service, job):
 
 def test_ids_are_not_looked_up():
     lookups = Lookups()
-    with MantaClient(ADDRESS, httpx.MockTransport(lookups)) as client, pytest.raises(ApiError, match="later"):
+    with Client(ADDRESS, httpx.MockTransport(lookups)) as client, pytest.raises(ApiError, match="later"):
         client.job(IDS[0])
     assert lookups.asked == [f"GET /v1/jobs/{IDS[0]}"]
 
@@ -75,7 +75,7 @@ def test_ids_are_not_looked_up():
 def test_a_name_of_several_jobs_is_none_s(service, job):
     newer = service.submit(name="a job")
     service.move(newer["id"], "CANCELLED")
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         with pytest.raises(ApiError) as refused:
             client.pause("a job")
         assert refused.value.problem.code == "ambiguous_name"
@@ -85,12 +85,12 @@ def test_a_name_of_several_jobs_is_none_s(service, job):
         with pytest.raises(ApiError, match="no job has the id or the name 'another'; `manta ps` lists the jobs"):
             client.job("another")
     more = httpx.MockTransport(Lookups(newer, job, cursor="c"))
-    with MantaClient(ADDRESS, more) as client, pytest.raises(ApiError, match="`manta ps --name 'a job'` lists them"):
+    with Client(ADDRESS, more) as client, pytest.raises(ApiError, match="`manta ps --name 'a job'` lists them"):
         client.job("a job")
 
 
 def test_jobs_of_others_are_none_that_a_name_could_mean(service, job):
-    with MantaClient(service.url, key=add_key(service.store, project="others")) as client:
+    with Client(service.url, key=add_key(service.store, project="others")) as client:
         with pytest.raises(ApiError, match="no job has"):
             client.job("a job")
         own = client.submit(job["spec"])
@@ -107,6 +107,6 @@ def test_a_job_that_is_waited_for_stays_the_same_when_others_get_its_name(servic
             return httpx.Response(200, json={**job, "state": state})
         return lookups(request)
 
-    with MantaClient(ADDRESS, httpx.MockTransport(answer)) as client:
+    with Client(ADDRESS, httpx.MockTransport(answer)) as client:
         assert client.wait("a job").state == "SUCCEEDED"
     assert lookups.asked == ["GET /v1/jobs?name=a+job&limit=10&spec=false", *["GET one"] * 3]

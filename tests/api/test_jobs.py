@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 from tokenizer_files import byte_level
 
-from service.cluster.errors import ClusterUnavailable
-from service.control.options import ModelPackages
-from service.store import jobs
-from workers.config import ParallelConfig
-from workers.data.roots import DataRoots
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.options import ModelPackages
+from manta.service.store import jobs
+from manta.workers.config import ParallelConfig
+from manta.workers.data.roots import DataRoots
 
 JOB_KEYS = {
     "id", "project", "name", "state", "reason", "message", "spec", "step", "steps", "eta_seconds", "parallel",

@@ -1,6 +1,6 @@
 """What was made last is kept, up to so many bytes."""
 
-from api.caches import KeptAnswers
+from manta.api.caches import KeptAnswers
 
 
 def test_an_answer_is_kept_until_there_is_another():

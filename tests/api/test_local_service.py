@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from api.client import MantaClient
-from api.serving.local_service import CertificateUnreadable, announce, find_key, find_url, running_service, trust_in
-from service.cluster.ray_head import RayHead
-from service.home.own_files import HomeUnusable, OwnFileUnusable
-from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
-from service.store.location import RECORD, noted_in
-from workers.paths import Paths
+from manta.api.client import Client
+from manta.api.serving.local_service import (
+    CertificateUnreadable,
+    announce,
+    find_key,
+    find_url,
+    running_service,
+    trust_in,
+)
+from manta.service.cluster.ray_head import RayHead
+from manta.service.home.own_files import HomeUnusable, OwnFileUnusable
+from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from manta.service.store.location import RECORD, noted_in
+from manta.workers.paths import Paths
 
 URL = "http://127.0.0.1:1234"
 
@@ -81,7 +88,7 @@ def test_key_of_the_environment_goes_where_the_environment_says(home):
 
 def test_client_of_a_home_is_of_its_service_whatever_the_environment_says(home, monkeypatch):
     monkeypatch.setenv("MANTA_API_KEY", "manta_of-another")
-    with MantaClient.of_home(home) as client:
+    with Client.of_home(home) as client:
         assert (client.url, client._http.headers["Authorization"]) == (URL, "Bearer manta_own")
 
 

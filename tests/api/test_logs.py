@@ -8,10 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from api import views
-from api.routes import logs
-from service.logs.pages import LogsInHome, LogsUnavailable, log_file, log_folder
-from service.store import jobs
+from manta.api import views
+from manta.api.routes import logs
+from manta.service.logs.pages import LogsInHome, LogsUnavailable, log_file, log_folder
+from manta.service.store import jobs
 from tests.api.test_sse_server import read_stream
 
 LINES = ("step 1 loss 2.5", "WARNING: slow", "step 2 loss 2.25", "ValueError: bad", "step 3 loss 2.0")
@@ -180,16 +180,16 @@ def patient(monkeypatch):
 
 
 def test_what_is_searched_for_is_found_behind_much_else(service, job, monkeypatch, patient):
-    monkeypatch.setattr("service.logs.pages.MIN_CHUNK_BYTES", 200)
-    monkeypatch.setattr("api.routes.logs.read_page", _in_small_parts)
+    monkeypatch.setattr("manta.service.logs.pages.MIN_CHUNK_BYTES", 200)
+    monkeypatch.setattr("manta.api.routes.logs.read_page", _in_small_parts)
     add(service, job, 0, *["nothing"] * 500, "the needle", begin=100.0)
     assert texts(asked(service, job, search="needle")) == ["the needle"]
 
 
 @pytest.mark.parametrize("limit", [2, 3])
 def test_no_more_is_found_than_is_asked_for(service, job, monkeypatch, patient, limit):
-    monkeypatch.setattr("service.logs.pages.MIN_CHUNK_BYTES", 400)
-    monkeypatch.setattr("api.routes.logs.read_page", _in_small_parts)
+    monkeypatch.setattr("manta.service.logs.pages.MIN_CHUNK_BYTES", 400)
+    monkeypatch.setattr("manta.api.routes.logs.read_page", _in_small_parts)
     needles = [f"needle {number}" for number in range(9)]
     add(service, job, 0, needles[0], *["nothing"] * 50, *needles[1:], begin=100.0)
     page = asked(service, job, search="needle", limit=limit)
@@ -198,7 +198,7 @@ def test_no_more_is_found_than_is_asked_for(service, job, monkeypatch, patient, 
 
 
 def _in_small_parts(source, position, rank, limit, **more):
-    from service.logs.pages import read_page
+    from manta.service.logs.pages import read_page
 
     return read_page(source, position, rank, limit, max_bytes=1, **more)
 

@@ -2,8 +2,8 @@
 
 import threading
 
-from api.routes import metrics as route
-from service.store import jobs, metric_bins
+from manta.api.routes import metrics as route
+from manta.service.store import jobs, metric_bins
 
 
 def test_first_look_at_the_series_of_another_release_has_its_bins_made(service, monkeypatch):

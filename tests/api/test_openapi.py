@@ -8,10 +8,10 @@ import json
 import jsonschema
 import pytest
 
-from api.app import create_app
-from api.client.patience import EventParser
-from api.problem_codes import KINDS, MEDIA_TYPE
-from service.logs.pages import log_file, log_folder
+from manta.api.app import create_app
+from manta.api.client.patience import EventParser
+from manta.api.problem_codes import KINDS, MEDIA_TYPE
+from manta.service.logs.pages import log_file, log_folder
 from tests.api.support.described_api import PROBLEM, DescribedApi
 
 OPERATIONS = [

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from api.cli.progress import watch
-from api.client import AsyncMantaClient, MantaClient, async_client, calls, patience
-from api.client import blocking as client
-from api.client.patience import PATIENCE_SECONDS, Patience
-from api.client.rest_call import ApiError, ServiceUnreachable
-from api.schemas import Problem
+from manta.api.cli.progress import watch
+from manta.api.client import AsyncClient, Client, async_client, calls, patience
+from manta.api.client import blocking as client
+from manta.api.client.patience import PATIENCE_SECONDS, Patience
+from manta.api.client.rest_call import ApiError, ServiceUnreachable
+from manta.api.schemas import Problem
 from tests.api.cli.test_progress import make_job
 
 JOB = "job_000000000001"
@@ -109,7 +109,7 @@ def test_a_job_is_waited_for_once_the_service_is_back():
     job = httpx.Response(200, text=make_job(state="RUNNING").model_dump_json())
     over = httpx.Response(200, text=make_job(state="FAILED").model_dump_json())
     transport, asked = answers_of(job, httpx.ReadError("reset"), httpx.ConnectError("refused"), over)
-    with MantaClient(URL, transport) as client:
+    with Client(URL, transport) as client:
         assert client.wait(JOB).state == "FAILED"
     assert [dict(request.url.params).get("state") for request in asked] == [None, "RUNNING", "RUNNING", "RUNNING"]
 
@@ -122,12 +122,12 @@ JOB_MADE = httpx.Response(201, text=make_job().model_dump_json())
 )
 def test_a_submission_whose_answer_is_lost_makes_one_job(lost):
     transport, asked = answers_of(lost, httpx.ConnectError("it is restarted"), JOB_MADE)
-    with MantaClient(URL, transport) as client:
+    with Client(URL, transport) as client:
         assert client.submit({"name": "a"}).id == JOB
     keys = {request.headers["idempotency-key"] for request in asked}
     assert len(asked) == 3 and len(keys) == 1 and len(keys.pop()) == 32
     again, asked = answers_of(JOB_MADE, JOB_MADE)
-    with MantaClient(URL, again) as client:
+    with Client(URL, again) as client:
         client.submit({"name": "a"})
         client.submit({"name": "a"})
     assert len({request.headers["idempotency-key"] for request in asked}) == 2, "asked for twice it is two jobs"
@@ -136,7 +136,7 @@ def test_a_submission_whose_answer_is_lost_makes_one_job(lost):
 @pytest.mark.parametrize("error", [httpx.ConnectError("refused"), httpx.ConnectTimeout("slow")])
 def test_a_submission_that_nobody_heard_is_given_up(error):
     transport, asked = answers_of(error)
-    with MantaClient(URL, transport) as client, pytest.raises(ServiceUnreachable):
+    with Client(URL, transport) as client, pytest.raises(ServiceUnreachable):
         client.submit({"name": "a"})
     assert len(asked) == 1
 
@@ -162,13 +162,13 @@ def stream_of(*ids, end=False, broken=False):
 
 
 def heard(transport):
-    with MantaClient(URL, transport) as client:
+    with Client(URL, transport) as client:
         return [event.id for event in client.follow_events(JOB)]
 
 
 def heard_in_a_loop(transport):
     async def main():
-        async with AsyncMantaClient(URL, transport) as client:
+        async with AsyncClient(URL, transport) as client:
             return [event.id async for event in client.stream(calls.follow_events(JOB))]
 
     return asyncio.run(main())

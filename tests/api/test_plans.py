@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner import machines
-from service.planner.hardware import HOPPER, MACHINES, Cluster, Core, Gpu, Links
-from service.planner.machines import Calibrated, save
-from service.planner.refinement import MIN_JOBS
+from manta.service.planner import machines
+from manta.service.planner.hardware import HOPPER, MACHINES, Cluster, Core, Gpu, Links
+from manta.service.planner.machines import Calibrated, save
+from manta.service.planner.refinement import MIN_JOBS
+from manta.workers.paths import Paths
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system.resources import node_type
 from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on
-from workers.paths import Paths
-from workers.spec.reading import parse_job_spec
-from workers.system.resources import node_type
 
 PLAN = {
     "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},

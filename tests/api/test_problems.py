@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import InternalError, OperationalError
 
-from api.problems import AnswerFailures
-from api.rest_version import HEADER, REST
-from service.store import OutcomeUnknown
+from manta.api.problems import AnswerFailures
+from manta.api.rest_version import HEADER, REST
+from manta.service.store import OutcomeUnknown
 
 PROBLEM_KEYS = {"code", "title", "status", "detail", "errors"}
 
@@ -181,7 +181,7 @@ def test_an_internal_error_is_logged_and_kept_from_the_client(service, caplog, m
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(service.control, "cluster", broken)
-    with caplog.at_level(logging.ERROR, logger="api.problems"):
+    with caplog.at_level(logging.ERROR, logger="manta.api.problems"):
         response = service.http.get("/v1/cluster")
     check(response, 500, "internal_error")
     assert response.headers.get_list(HEADER) == [str(REST)]

@@ -6,10 +6,10 @@ import threading
 import httpx
 import pytest
 
-from api.security import rate_limits
-from api.security.rate_limits import CallerLimits, TokenBuckets, TooManyRequests
-from service.settings import RequestLimits
-from service.store import audit
+from manta.api.security import rate_limits
+from manta.api.security.rate_limits import CallerLimits, TokenBuckets, TooManyRequests
+from manta.service.settings import RequestLimits
+from manta.service.store import audit
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN, add_admin, add_key, bearer
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from api import caches, schemas, views
-from api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
-from service.states import JobState
-from service.store import JobNotFound, Store, edits, jobs, tables
-from service.store.job_rows import NEWEST_FIRST, JobFilter
-from service.store.paging import Page
-from workers.config import JobSpec
+from manta.api import caches, schemas, views
+from manta.api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
+from manta.service.states import JobState
+from manta.service.store import JobNotFound, Store, edits, jobs, tables
+from manta.service.store.job_rows import NEWEST_FIRST, JobFilter
+from manta.service.store.paging import Page
+from manta.workers.config import JobSpec
 
 
 class Clock:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select
 
-from api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs, RenderedPages
-from service.states import JobState
-from service.store import InvalidCursor, edits, jobs
-from service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter
-from service.store.tables import Job
-from workers.config import JobSpec
+from manta.api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs, RenderedPages
+from manta.service.states import JobState
+from manta.service.store import InvalidCursor, edits, jobs
+from manta.service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter
+from manta.service.store.tables import Job
+from manta.workers.config import JobSpec
 
 
 class Clock:

@@ -5,11 +5,11 @@ import json
 import pytest
 from sqlalchemy import event, insert
 
-from api.caches import RenderedSeriesOfJobs
-from service.store import JobNotFound, generations, jobs, metric_bins, metrics
-from service.store.tables import METRIC_NAMES, Metric
-from workers.config import JobSpec
-from workers.spec.reading import parse_job_spec
+from manta.api.caches import RenderedSeriesOfJobs
+from manta.service.store import JobNotFound, generations, jobs, metric_bins, metrics
+from manta.service.store.tables import METRIC_NAMES, Metric
+from manta.workers.config import JobSpec
+from manta.workers.spec.reading import parse_job_spec
 
 
 @pytest.fixture

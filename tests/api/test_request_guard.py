@@ -11,14 +11,14 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-import api.ui
-from api.app import create_app
-from api.rest_version import HEADER, REST
-from api.security import credentials, request_guard
-from api.security.credentials import cookie_name
-from api.security.request_guard import MAX_BODY_BYTES, OwnAddresses, RequestGuard, refusal
-from service.keys.identity import digest_of
-from service.store import keys
+from manta.api import ui
+from manta.api.app import create_app
+from manta.api.rest_version import HEADER, REST
+from manta.api.security import credentials, request_guard
+from manta.api.security.credentials import cookie_name
+from manta.api.security.request_guard import MAX_BODY_BYTES, OwnAddresses, RequestGuard, refusal
+from manta.service.keys.identity import digest_of
+from manta.service.store import keys
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import add_key, bearer
 
@@ -147,7 +147,7 @@ def test_page_signs_nobody_in_with_a_link_that_it_asks_for(asked_as):
 
 
 def test_dashboard_sends_the_version_of_the_api_that_the_service_speaks():
-    assert f'"{HEADER}": "{REST}"' in Path(api.ui.__file__).with_name("static").joinpath("core/api.js").read_text()
+    assert f'"{HEADER}": "{REST}"' in Path(ui.__file__).with_name("static").joinpath("core/api.js").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,19 @@ import time
 
 import pytest
 
-from service.logs.pages import log_file, log_folder
-from service.planner.hardware import Cluster, CpuNode
-from service.planner.job_plan import planned
-from service.recovery.timeline import RecoveryTimeline
-from service.store import checkpoints, events, exports, generations, jobs, plans, ranks, recoveries
-from service.store.recoveries import Beginning
-from service.store.tables import Generation
+from manta.service.logs.pages import log_file, log_folder
+from manta.service.planner.hardware import Cluster, CpuNode
+from manta.service.planner.job_plan import planned
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.store import checkpoints, events, exports, generations, jobs, plans, ranks, recoveries
+from manta.service.store.recoveries import Beginning
+from manta.service.store.tables import Generation
+from manta.workers.checkpoint.catalog import checkpoint_path
+from manta.workers.liveness.rank_samples import RankSample, packed
+from manta.workers.paths import Paths
+from manta.workers.spec.reading import parse_job_spec
 from tests.api.conftest import DOCUMENT
 from tests.api.test_sse_server import read_stream
-from workers.checkpoint.catalog import checkpoint_path
-from workers.liveness.rank_samples import RankSample, packed
-from workers.paths import Paths
-from workers.spec.reading import parse_job_spec
 
 
 def write_log(service, job_id, rank, *texts):

@@ -5,9 +5,9 @@ import asyncio
 import httpx
 import pytest
 
-from api import rest_version
-from api.client import ApiError, AsyncMantaClient, MantaClient, calls
-from api.rest_version import HEADER, REST, SPOKEN, other_client, other_service
+from manta.api import rest_version
+from manta.api.client import ApiError, AsyncClient, Client, calls
+from manta.api.rest_version import HEADER, REST, SPOKEN, other_client, other_service
 
 
 def test_own_version_and_silence_are_understood():
@@ -39,7 +39,7 @@ def test_service_refuses_a_client_that_is_too_new_before_it_changes_anything(ser
     response = service.http.post("/v1/jobs", json=document, headers={HEADER: "99"})
     assert (response.status_code, response.json()["code"]) == (400, "other_release")
     assert response.json()["detail"].startswith("the client speaks version 99 of Manta's REST API and this service 1: ")
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         assert client.jobs().items == []
 
 
@@ -49,7 +49,7 @@ def newer_service(request):
 
 
 def test_client_of_a_service_that_is_too_new_says_so():
-    client = MantaClient("http://elsewhere", httpx.MockTransport(newer_service))
+    client = Client("http://elsewhere", httpx.MockTransport(newer_service))
     text = "the service speaks version 2 of Manta's REST API and this client 1: use a client of the service's release"
     for ask in (client.jobs, lambda: next(client.follow_all_events())):
         with pytest.raises(ApiError) as caught:
@@ -57,7 +57,7 @@ def test_client_of_a_service_that_is_too_new_says_so():
         assert (str(caught.value), caught.value.problem.code) == (text, "other_release")
 
     async def ask_async():
-        async with AsyncMantaClient("http://elsewhere", httpx.MockTransport(newer_service)) as client:
+        async with AsyncClient("http://elsewhere", httpx.MockTransport(newer_service)) as client:
             with pytest.raises(ApiError, match="speaks version 2"):
                 await client.send(calls.cluster())
             with pytest.raises(ApiError, match="speaks version 2"):

@@ -17,21 +17,21 @@ import pytest
 import uvicorn
 from sqlalchemy import text
 
-from api import app as api_app
-from api import server, ui
-from api.cli import service
-from api.client import MantaClient
-from api.serving.local_service import announce, running_service, service_process
-from service.cluster.existing_ray import ExistingRay
-from service.control.control_plane import ControlPlane
-from service.home.own_files import HomeUnusable
-from service.keys.identity import Scope
-from service.settings import RequestLimits, Settings, Tls
-from service.store import Store, deletion, jobs, keys
-from service.store.location import url_in
-from service.traces.traces import TracesNotInstalled
-from workers.spec.reading import parse_job_spec
-from workers.storage.places import ObjectPath
+from manta.api import app as api_app
+from manta.api import server, ui
+from manta.api.cli import service
+from manta.api.client import Client
+from manta.api.serving.local_service import announce, running_service, service_process
+from manta.service.cluster.existing_ray import ExistingRay
+from manta.service.control.control_plane import ControlPlane
+from manta.service.home.own_files import HomeUnusable
+from manta.service.keys.identity import Scope
+from manta.service.settings import RequestLimits, Settings, Tls
+from manta.service.store import Store, deletion, jobs, keys
+from manta.service.store.location import url_in
+from manta.service.traces.traces import TracesNotInstalled
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.storage.places import ObjectPath
 
 
 @pytest.fixture(autouse=True)
@@ -388,7 +388,7 @@ def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anythin
 
 
 def test_service_without_the_trace_exporter_it_needs_cannot_start_and_makes_no_home(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "service.traces.exporter", raising=False)
+    monkeypatch.delitem(sys.modules, "manta.service.traces.exporter", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(TracesNotInstalled, match=r"pip install 'manta-train\[traces\]'"):
         server.serve(Settings(tmp_path / "home", traces="http://collector:4318"), "127.0.0.1", 0, None, None)
@@ -448,6 +448,6 @@ def test_idle_connection_is_kept_for_longer_than_clients_use_it_again(tmp_path, 
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
     monkeypatch.setattr(uvicorn.Server, "run", lambda served, **options: kept.append(served.config.timeout_keep_alive))
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
-    with MantaClient("http://127.0.0.1:1") as client:
+    with Client("http://127.0.0.1:1") as client:
         used_again = client._http._transport._pool._keepalive_expiry
     assert kept[0] > 60 > used_again, "load balancers use them for a minute"

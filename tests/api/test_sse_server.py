@@ -12,16 +12,16 @@ import httpx
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from api.app_state import attach_state
-from api.routes import events as events_route
-from api.routes import logs
-from api.security.rate_limits import CallerLimits
-from api.streams import sse_server
-from api.streams.changes import Changes, Watched
-from api.streams.sse_server import AWAY_SECONDS, KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
-from service.logs.pages import log_file, log_folder
-from service.states import JobState
-from service.store import deletion, events, jobs
+from manta.api.app_state import attach_state
+from manta.api.routes import events as events_route
+from manta.api.routes import logs
+from manta.api.security.rate_limits import CallerLimits
+from manta.api.streams import sse_server
+from manta.api.streams.changes import Changes, Watched
+from manta.api.streams.sse_server import AWAY_SECONDS, KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
+from manta.service.logs.pages import log_file, log_folder
+from manta.service.states import JobState
+from manta.service.store import deletion, events, jobs
 from tests.api.support.keys import ADMIN, bearer
 from tests.service.support.virtual_time import VirtualTimeLoop
 

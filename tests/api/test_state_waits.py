@@ -9,11 +9,11 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
-from api.client import MantaClient
-from api.streams import changes
-from api.streams.changes import StateWaits
-from service.keys.identity import digest_of
-from service.store.installation_tables import ApiKey
+from manta.api.client import Client
+from manta.api.streams import changes
+from manta.api.streams.changes import StateWaits
+from manta.service.keys.identity import digest_of
+from manta.service.store.installation_tables import ApiKey
 from tests.api.support.keys import add_key, bearer
 from tests.service.support.virtual_time import run_with_answers_at_once
 
@@ -158,7 +158,7 @@ def test_database_that_does_not_answer_is_told_to_who_waits(service, monkeypatch
     def away(*arguments):
         raise OperationalError("SELECT", {}, Exception("database is locked"))
 
-    timer = threading.Timer(0.5, monkeypatch.setattr, ("service.store.jobs.states", away))
+    timer = threading.Timer(0.5, monkeypatch.setattr, ("manta.service.store.jobs.states", away))
     timer.start()
     response, seconds = ask(service, job, wait=LONG)
     assert (response.status_code, response.json()["code"]) == (503, "database_unavailable")
@@ -168,7 +168,7 @@ def test_database_that_does_not_answer_is_told_to_who_waits(service, monkeypatch
 
 def test_client_waits_until_the_job_is_final(service):
     job = service.submit()
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         assert client.job(job["id"], wait=0.1).state == "QUEUED"
         threading.Timer(0.3, service.move, (job["id"], "STARTING", "RUNNING", "SUCCEEDED")).start()
         assert client.wait(job["id"]).state == "SUCCEEDED"

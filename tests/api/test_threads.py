@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from api import threads
-from api.caches import RenderedPages
-from api.routes import job_plan, jobs, plans
-from api.security.rate_limits import CallerLimits
-from api.threads import LONG_READS
-from service.cluster.errors import ClusterUnavailable
-from service.step_traces.reading import TraceReader
-from service.store import generations
-from service.store import plans as store_plans
+from manta.api import threads
+from manta.api.caches import RenderedPages
+from manta.api.routes import job_plan, jobs, plans
+from manta.api.security.rate_limits import CallerLimits
+from manta.api.threads import LONG_READS
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.step_traces.reading import TraceReader
+from manta.service.store import generations
+from manta.service.store import plans as store_plans
+from manta.workers.data.roots import DataRoots
 from tests.api.conftest import DOCUMENT, FakeControl, NotedExports
 from tests.api.support.keys import ADMIN, bearer
-from workers.data.roots import DataRoots
 
 SECONDS = 20.0
 

@@ -8,14 +8,14 @@ from perfetto_reader import read_trace
 from simulated_traces import STEP, recordings_of, timeline_of
 from typer.testing import CliRunner
 
-from api.cli.main import command_line
-from api.client import MantaClient
-from api.routes.traces import planner_cluster
-from service.store import generations, jobs, metrics, ranks, trace_requests
+from manta.api.cli.main import command_line
+from manta.api.client import Client
+from manta.api.routes.traces import planner_cluster
+from manta.service.store import generations, jobs, metrics, ranks, trace_requests
+from manta.workers.config import ParallelConfig
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from manta.workers.spec.reading import parse_job_spec
 from tests.api.conftest import DOCUMENT
-from workers.config import ParallelConfig
-from workers.parallel.pipeline.schedules.simulate import PassTimes
-from workers.spec.reading import parse_job_spec
 
 PIPELINE = {"parallel": {"tensor": 1, "pipeline": 2, "data": 1}, "train": {"steps": 100, "global_batch_size": 4}}
 TIMELINE = timeline_of("1f1b", 2, 1, 4, PassTimes(1.0, 1.0, 1.0))
@@ -195,13 +195,13 @@ def test_the_command_lists_traces_and_prints_budgets(service, job, monkeypatch):
 
 @pytest.mark.parametrize("ending", ["json", "pftrace"])
 def test_the_command_waits_for_its_trace_and_writes_it(service, job, tmp_path, monkeypatch, ending):
-    follow = MantaClient.follow_events
+    follow = Client.follow_events
 
     def recorded_meanwhile(self, job_id):
         record(service, job)
         return follow(self, job_id)
 
-    monkeypatch.setattr(MantaClient, "follow_events", recorded_meanwhile)
+    monkeypatch.setattr(Client, "follow_events", recorded_meanwhile)
     file = tmp_path / f"trace.{ending}"
     done = manta(service, "trace", job, "--output", str(file))
     assert done.exit_code == 0, done.output
@@ -221,8 +221,8 @@ def test_the_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypa
         service.move(job, "SUCCEEDED")
         return follow(self, job_id)
 
-    follow = MantaClient.follow_events
-    monkeypatch.setattr(MantaClient, "follow_events", ends_meanwhile)
+    follow = Client.follow_events
+    monkeypatch.setattr(Client, "follow_events", ends_meanwhile)
     failed = manta(service, "trace", job)
     assert failed.exit_code == 1
     assert "trace_1 has failed: it did not begin: the job is SUCCEEDED" in failed.output
@@ -231,7 +231,7 @@ def test_the_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypa
 def test_trace_command_waits_for_its_own_trace_and_if_interrupted_says_it_continues(service, job, monkeypatch):
     service.http.post(f"/v1/jobs/{job}/traces", json={})
     record(service, job)
-    follow = MantaClient.follow_events
+    follow = Client.follow_events
 
     def interrupted(self, job_id):
         for event in follow(self, job_id):
@@ -239,7 +239,7 @@ def test_trace_command_waits_for_its_own_trace_and_if_interrupted_says_it_contin
             if event.type == "trace_complete":  # that of the first one
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(MantaClient, "follow_events", interrupted)
+    monkeypatch.setattr(Client, "follow_events", interrupted)
     left = manta(service, "trace", job)
     assert left.exit_code == 130
     assert f"trace_2 of {job} is still being recorded; `manta traces {job}` shows it" in left.output
@@ -247,14 +247,14 @@ def test_trace_command_waits_for_its_own_trace_and_if_interrupted_says_it_contin
 
 def test_the_command_writes_profiles_beside_the_trace(service, job, tmp_path, monkeypatch):
     assert "--profile-rank needs --output" in manta(service, "trace", job, "--profile-rank", "1").output
-    follow = MantaClient.follow_events
+    follow = Client.follow_events
 
     def recorded_meanwhile(self, job_id):
         service.store.write(lambda s: trace_requests.note_profiled(s, job, 1, 1, STEP, 1, b"zipped"))
         record(service, job)
         return follow(self, job_id)
 
-    monkeypatch.setattr(MantaClient, "follow_events", recorded_meanwhile)
+    monkeypatch.setattr(Client, "follow_events", recorded_meanwhile)
     done = manta(service, "trace", job, "--output", str(tmp_path / "trace.json"), "--profile-rank", "1")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "trace.rank-1.json.gz").read_bytes() == b"zipped"

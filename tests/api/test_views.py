@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from api import views
-from service.cluster.sizes import layout_in_use
-from service.keys.identity import Identity, Scope
-from service.ledger import Ledger
-from service.logs.pages import LogLine
-from service.removal.deletion import Deletion, RemovedFiles
-from service.states import JobState
-from service.store import generations, installation_tables, jobs, metrics, tables
-from workers.config import JobSpec, ParallelConfig
-from workers.liveness.rank_samples import packed
+from manta.api import views
+from manta.service.cluster.sizes import layout_in_use
+from manta.service.keys.identity import Identity, Scope
+from manta.service.ledger import Ledger
+from manta.service.logs.pages import LogLine
+from manta.service.removal.deletion import Deletion, RemovedFiles
+from manta.service.states import JobState
+from manta.service.store import generations, installation_tables, jobs, metrics, tables
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.liveness.rank_samples import packed
 
 
 def moment(seconds: float) -> datetime:

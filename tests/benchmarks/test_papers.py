@@ -15,8 +15,8 @@ from benchmarks import papers
 from benchmarks.support.published import times
 from benchmarks.support.published.rows import Row
 from benchmarks.support.published.tables import Tables
-from service.planner.hardware import MACHINES
-from workers.errors import MantaError
+from manta.service.planner.hardware import MACHINES
+from manta.workers.errors import MantaError
 
 TABLES = Path(__file__).resolve().parents[2].parent / "shared" / "papers"
 needs_tables = pytest.mark.skipif(not TABLES.is_dir(), reason="the papers' tables are not on this machine")

@@ -5,10 +5,10 @@ import inspect
 import pytest
 
 from benchmarks.support.simulation import remote_cluster as simulated
-from service.cluster.agents import Agents
-from service.cluster.node_daemons import NodeDaemons
-from service.cluster.nodes import Nodes
-from service.cluster.placement_groups import NodeRequests, PlacementGroups
+from manta.service.cluster.agents import Agents
+from manta.service.cluster.node_daemons import NodeDaemons
+from manta.service.cluster.nodes import Nodes
+from manta.service.cluster.placement_groups import NodeRequests, PlacementGroups
 
 # Of nodes that come and go, are lost, drained or lie elsewhere: there are none.
 NOT_SIMULATED = {

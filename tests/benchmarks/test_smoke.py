@@ -23,9 +23,9 @@ from benchmarks import (
     traces,
 )
 from benchmarks.support.report import deliver
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import place_of
 from tests.api.ui.browser import needs_chromium
-from workers.storage.files import files_of
-from workers.storage.places import place_of
 
 
 def test_nanogpt_follows_the_plain_loop(tmp_path: Path) -> None:

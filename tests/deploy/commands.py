@@ -24,9 +24,9 @@ def check_command(command: Sequence[str]) -> None:
 def _manta() -> Any:
     import typer
 
-    from api.cli import access, nodes, service
-    from api.cli.db import db
-    from api.cli.main import app
+    from manta.api.cli import access, nodes, service
+    from manta.api.cli.db import db
+    from manta.api.cli.main import app
 
     for module in (access, nodes, service):
         module.register(app)

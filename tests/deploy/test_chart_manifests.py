@@ -13,13 +13,13 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from api.routes import health
-from service.cluster.node_shapes import shapes_in
-from service.cluster.placement import UNITS
-from service.settings import DEFAULT_PORT
+from manta.api.routes import health
+from manta.service.cluster.node_shapes import shapes_in
+from manta.service.cluster.placement import UNITS
+from manta.service.settings import DEFAULT_PORT
+from manta.workers.system.ports import PortRange
 from tests.deploy.chart import CHART, EXAMPLES, ROOT, of_kind, pods, render, render_or_refuse, run_helm
 from tests.e2e.cluster_apart import RAY_PORT, RAY_SERVER_PORTS, RAY_WORKER_PORTS
-from workers.system.ports import PortRange
 
 RELEASES = ("1.29", kubernetes_validate.latest_version())
 """Of Kubernetes, whose schemas the manifests are held against."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from service.settings import Settings
+from manta.service.settings import Settings
 from tests.deploy.chart import CHART, containers, of_kind, pods, render, run_helm
 from tests.deploy.records import Mount
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from api.cli.main import command_line
-from service.settings import SECRETS, Settings
+from manta.api.cli.main import command_line
+from manta.service.settings import SECRETS, Settings
+from manta.workers import settings as workers_settings
 from tests.deploy.chart import EXAMPLES, containers, of_kind, pods, render
-from workers import settings as workers_settings
 
 GIVEN = {
     "manta-database": {"url": "postgresql://me:hidden@there/manta"},

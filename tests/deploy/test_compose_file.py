@@ -10,8 +10,8 @@ import tomllib
 import pytest
 import yaml
 
-from service.keys.identity import may_be_key
-from service.settings import DEFAULT_PORT
+from manta.service.keys.identity import may_be_key
+from manta.service.settings import DEFAULT_PORT
 from tests.deploy import compose_file
 from tests.deploy.commands import check_command
 from tests.e2e.cluster_apart import MANTA_PORTS, RAY_PORT, RAY_SERVER_PORTS, RAY_WORKER_PORTS
@@ -107,7 +107,7 @@ def test_each_secret_is_given_to_those_only_who_need_it():
 @pytest.mark.parametrize("name", OURS)
 def test_commands_and_variables_are_known(name):
     check_command(OURS[name].command)
-    known = set(re.findall(r"MANTA_[A-Z0-9_]+", (ROOT / "service/settings.py").read_text()))
+    known = set(re.findall(r"MANTA_[A-Z0-9_]+", (ROOT / "src/manta/service/settings.py").read_text()))
     assert {each for each in OURS[name].environment if each.startswith("MANTA_")} <= known
 
 

@@ -12,10 +12,10 @@ import urllib.request
 
 import pytest
 
-from api.security.request_guard import OwnAddresses, refusal
-from api.streams.changes import LONGEST_SECONDS
-from api.streams.sse_server import KEEPALIVE_SECONDS
-from api.threads import FILE_SECONDS
+from manta.api.security.request_guard import OwnAddresses, refusal
+from manta.api.streams.changes import LONGEST_SECONDS
+from manta.api.streams.sse_server import KEEPALIVE_SECONDS
+from manta.api.threads import FILE_SECONDS
 from tests.deploy import compose_file
 from tests.deploy.compose_file import ROOT
 from tests.e2e.images import missing_programs

@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
+from manta.workers.system.ports import outward_address
 from tests.e2e.machines import SECRET_NAMES
 from tests.e2e.manta import SECONDS
-from workers.system.ports import outward_address
 
 TYPE, MOST, SLOTS = "small", 2, 2
 IDLE_SECONDS = 6

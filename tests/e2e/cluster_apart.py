@@ -14,13 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from api.client import MantaClient
+from manta.api.client import Client
+from manta.workers.paths import Paths
 from tests.e2e.machines import Machine
 from tests.e2e.manta import LONG_HOLD_SECONDS, SECONDS, Manta
 from tests.e2e.network import Network
 from tests.e2e.other_ray import OtherRay
 from tests.e2e.redis_server import RedisServer
-from workers.paths import Paths
 
 SLOTS = 2
 CORPUS = "/home/data/words.txt"
@@ -140,10 +140,12 @@ class ApartService(Manta):
         self.home = self.machine.path(f"{self.machine.home}/.manta")
         self.paths, self._corpus = Paths.of(self.home), Path(CORPUS)
         self.log = folder / "service.log"
-        made = self.machine.run(*self.machine.python("-m", "api.cli", "keys", "create", "--admin"), **self._environment)
+        made = self.machine.run(
+            *self.machine.python("-m", "manta.api.cli", "keys", "create", "--admin"), **self._environment
+        )
         assert made.returncode == 0, made.stderr
         self._key = made.stdout.strip()
-        self.client = MantaClient(f"http://{self.machine.address}:{PORT}", key=self._key)
+        self.client = Client(f"http://{self.machine.address}:{PORT}", key=self._key)
         self.start()
 
     @property
@@ -166,13 +168,13 @@ class ApartService(Manta):
     def serve(self, **environment: str) -> None:
         """`manta serve`."""
         options = ("--host", self.machine.address, "--port", str(PORT), "--ray", self.cluster.address)
-        command = self.machine.python("-m", "api.cli", "serve", *options, "--tls-terminated", "--allow-faults")
+        command = self.machine.python("-m", "manta.api.cli", "serve", *options, "--tls-terminated", "--allow-faults")
         self.process = self.machine.start(*command, log=self.log, **{**self._environment, **environment})
 
     def doctor(self) -> str:
         """What `manta doctor` says on the machine of the service."""
         asking = {"MANTA_URL": str(self.client.url), "MANTA_API_KEY": self._key}
-        command = self.machine.python("-m", "api.cli", "doctor")
+        command = self.machine.python("-m", "manta.api.cli", "doctor")
         return self.machine.run(*command, seconds=2 * SECONDS, **self._environment, **asking).stdout
 
     def kill_service(self, with_signal: int = signal.SIGKILL) -> None:

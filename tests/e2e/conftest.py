@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from s3_server import S3Server, Wire, environment_of
 
-from api.cli.service import stop_service
+from manta.api.cli.service import stop_service
 from tests.e2e.manta import FAKE_NVML, PAIR, Manta
 from tests.e2e.network import Network
 from tests.e2e.small_file_system import small_where_allowed
 from tests.service.support.otlp_collector import Collector
+from tests.support.users_packages import make_packages
 
 DISK_KILOBYTES = 256 * 1024
 
@@ -48,9 +49,18 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def manta(disk: Path, corpus: Path, collector: Collector) -> Iterator[Manta]:
+def users_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, on the path of all processes of the shared service, of packages that none may import; the file
+    `imported` says which were."""
+    folder = tmp_path_factory.mktemp("users-packages")
+    make_packages(folder, folder / "imported")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def manta(disk: Path, corpus: Path, collector: Collector, users_packages: Path) -> Iterator[Manta]:
     """The service that these tests share. Its node has GPUs to look at, and none to train on."""
-    python_path = os.pathsep.join(filter(None, (str(FAKE_NVML), os.environ.get("PYTHONPATH"))))
+    python_path = os.pathsep.join(filter(None, (str(FAKE_NVML), str(users_packages), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": python_path, "MANTA_TRACES": collector.url}
     running = Manta(disk / "home", corpus, environment=environment)
     yield running

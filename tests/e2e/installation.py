@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from api.client import MantaClient
+from manta.api.client import Client
 from tests.e2e.containers import Containers
 from tests.e2e.manta import OFTEN_SECONDS, SECONDS, Manta
 
@@ -17,7 +17,7 @@ class Installation(Manta):
 
     def __init__(self, engine: Containers, corpus: str, url: str, key: str):
         """`corpus`: its path where ranks run."""
-        self.engine, self._corpus, self.client = engine, Path(corpus), MantaClient(url, key=key)
+        self.engine, self._corpus, self.client = engine, Path(corpus), Client(url, key=key)
 
     def worker_of(self, job: str) -> str:
         """A worker on which ranks of the job run: containers have their names as host names."""
@@ -28,7 +28,7 @@ class Installation(Manta):
         found = []
         for process in self.engine.processes(*workers):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "workers.zygote" in process.cmdline():
+                if "manta.workers.zygote" in process.cmdline():
                     found.append(process)
         return found
 

@@ -12,15 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
-from api.cli.service import start_service, stop_service
-from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.serving.local_service import running_service
 from benchmarks.support import own_processes
-from service.home.own_files import read_key
-from service.settings import Settings
-from service.states import is_final
-from workers.liveness.progress import progress_path
-from workers.paths import Paths
+from manta.api.cli.service import start_service, stop_service
+from manta.api.client import ApiError, Client, ServiceUnreachable
+from manta.api.serving.local_service import running_service
+from manta.service.home.own_files import read_key
+from manta.service.settings import Settings
+from manta.service.states import is_final
+from manta.workers.liveness.progress import progress_path
+from manta.workers.paths import Paths
 
 SECONDS = 60.0
 POLL_SECONDS = 0.2
@@ -81,7 +81,7 @@ class Manta:
                 patch.setenv(name, value)
             settings = Settings(self.home, allow_faults=True, database_url=self.database)
             self.url = start_service(settings, "127.0.0.1", 0, self._slots, self._ray)
-        self.client = MantaClient.of_home(self.home)
+        self.client = Client.of_home(self.home)
 
     @property
     def key(self) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from api.cli.service import stop_service
-from service.cluster.ray_head import MARK, RayHead
+from manta.api.cli.service import stop_service
+from manta.service.cluster.ray_head import MARK, RayHead
 from tests.e2e.manta import SECONDS, Manta
 from tests.e2e.network import Network
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from api.cli.service import stop_service
-from service.states import is_final
+from manta.api.cli.service import stop_service
+from manta.service.states import is_final
 from tests.e2e.autoscaled_ray import MOST, SLOTS, TYPE, AutoscaledRay
 from tests.e2e.manta import SECONDS, Manta
 

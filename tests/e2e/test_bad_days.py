@@ -9,11 +9,11 @@ import struct
 import psutil
 import pytest
 
-from api.cli.service import stop_service
-from service.home.own_files import HomeUnusable
+from manta.api.cli.service import stop_service
+from manta.service.home.own_files import HomeUnusable
+from manta.workers.snapshot.files import steps_kept
 from tests.e2e.manta import EVERY_STEP, PAIR, SECONDS, STEPS, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
-from workers.snapshot.files import steps_kept
 
 HOUR = 3600.0
 # Python runs it before anything else in each process of the service, its nodes and its ranks. Their waiting does not go

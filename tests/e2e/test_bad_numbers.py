@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from service.states import is_final
+from manta.service.states import is_final
 
 STEPS = 80
 SPIKE = {"policy": "roll_back", "window": 10, "loss_deviations": 6.0, "grad_norm_deviations": None}

@@ -6,8 +6,8 @@ import re
 import pytest
 from s3_server import environment_of
 
-from api.client import ServiceUnreachable
-from service.cluster.existing_ray import HEAD_FORGETS
+from manta.api.client import ServiceUnreachable
+from manta.service.cluster.existing_ray import HEAD_FORGETS
 from tests.e2e.cluster_apart import MANTA_PORTS, OPEN, SLOTS, ApartCluster, ApartService
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.machines import ROOT
@@ -78,7 +78,7 @@ def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, cle
     job = apart.submit(spec(apart))
     apart.hold(job, 0, step=5)
     leaving = cluster.node_of(apart.pids(job)[3])
-    said = leaving.run(*leaving.python("-m", "api.cli", "drain", "--this-node", "--wait", "--deadline", "60"))
+    said = leaving.run(*leaving.python("-m", "manta.api.cli", "drain", "--this-node", "--wait", "--deadline", "60"))
     assert said.returncode == 0, said.stderr
     assert not [each for each in leaving.processes() if each.name().startswith("ray::Agent")]
     leaving.power_off()
@@ -161,7 +161,7 @@ def test_nodes_without_manta_say_so_and_train_with_the_code_that_is_shipped(netw
     """On SQLite, and with a cluster of its own beside the other one."""
     disks = folder / "shipped"
     disks.mkdir(mode=0o755)
-    bare = ApartCluster(network, disks, corpus, 1, without=[ROOT / each for each in ("api", "service", "workers")])
+    bare = ApartCluster(network, disks, corpus, 1, without=[ROOT / "src"])
     bare.environment = cluster.environment
     bare.start()
     places = {"MANTA_CHECKPOINTS": "s3://checkpoints/shipped", "MANTA_DATA_ROOTS": "/home/data"}

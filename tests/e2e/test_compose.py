@@ -15,9 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from api.client import MantaClient
-from api.rest_version import HEADER, REST
-from service.cluster.existing_ray import HEAD_FORGETS
+from manta.api.client import Client
+from manta.api.rest_version import HEADER, REST
+from manta.service.cluster.existing_ray import HEAD_FORGETS
 from tests.deploy import compose_file
 from tests.e2e.cluster_apart import MANTA_PORTS
 from tests.e2e.containers import Containers
@@ -154,7 +154,7 @@ def test_containers_of_different_networks_do_not_reach_each_other(engine):
 def test_users_get_keys_of_their_own(installation, engine):
     made = engine.once("manta", "keys", "create", "laptop of ada", "--user", "ada", "--scope", "submit")
     assert made.returncode == 0, made.stderr
-    with MantaClient(installation.client.url, key=made.stdout.strip()) as ada:
+    with Client(installation.client.url, key=made.stdout.strip()) as ada:
         assert ada.jobs().items
 
 

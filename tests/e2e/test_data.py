@@ -7,7 +7,7 @@ import signal
 import pytest
 from tokenizer_files import TEXT, byte_level
 
-from api.client import ApiError
+from manta.api.client import ApiError
 from tests.e2e.manta import STEPS
 from tests.e2e.test_jobs import open_to_others
 

@@ -3,8 +3,8 @@
 import contextlib
 import sqlite3
 
+from manta.workers.snapshot.files import steps_kept
 from tests.e2e.manta import EVERY_STEP, LASTING, PAIR
-from workers.snapshot.files import steps_kept
 
 
 @contextlib.contextmanager

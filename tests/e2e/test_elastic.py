@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.client import ApiError
+from manta.api.client import ApiError
 
 STEPS = 100_000
 """More than are trained: tests end their jobs when they have seen enough."""

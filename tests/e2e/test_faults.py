@@ -2,8 +2,8 @@
 
 import pytest
 
-from api.client import ApiError
-from service.states import is_final
+from manta.api.client import ApiError
+from manta.service.states import is_final
 from tests.e2e.manta import HOLD_SECONDS, MIDDLE, PAIR
 
 

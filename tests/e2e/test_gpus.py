@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from api.cli.service import stop_service
+from manta.api.cli.service import stop_service
 from tests.e2e.manta import EVERY_STEP, Manta
 
 GPUS, SLOTS = 3, 4

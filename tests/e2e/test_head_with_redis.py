@@ -3,8 +3,8 @@
 import pytest
 from s3_server import environment_of
 
-from service.cluster.existing_ray import HEAD_REMEMBERS
-from service.cluster.ray_private import RECONNECT_SECONDS
+from manta.service.cluster.existing_ray import HEAD_REMEMBERS
+from manta.service.cluster.ray_private import RECONNECT_SECONDS
 from tests.e2e.cluster_apart import ApartCluster, ApartService
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.manta import EVERY_STEP, SECONDS

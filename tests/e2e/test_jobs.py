@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from api.client import ApiError
-from service.states import is_final
-from workers.snapshot.files import snapshot_files
-from workers.snapshot.snapshot_file import SLOTS, SnapshotFile
+from manta.api.client import ApiError
+from manta.service.states import is_final
+from manta.workers.snapshot.files import snapshot_files
+from manta.workers.snapshot.snapshot_file import SLOTS, SnapshotFile
 
 MIDDLE = 10
 
@@ -204,7 +204,7 @@ def test_a_job_begins_with_weights_of_another_library_and_gives_its_own_back(man
     spec["model"] = {"from": str(tmp_path / "llama"), "sequence_length": 8}
     job = manta.submit(spec)
     assert manta.until_state(job, "SUCCEEDED").spec["model"]["kv_heads"] == 2
-    command = [sys.executable, "-m", "api.cli", "export", job, "--to", str(tmp_path / "out"), "--format", "hf"]
+    command = [sys.executable, "-m", "manta.api.cli", "export", job, "--to", str(tmp_path / "out"), "--format", "hf"]
     subprocess.run(command, env={**os.environ, "MANTA_HOME": str(manta.home)}, check=True, timeout=300)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 

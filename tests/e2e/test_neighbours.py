@@ -5,11 +5,11 @@ import contextlib
 import psutil
 import pytest
 
-from api.serving.local_service import running_service
 from benchmarks.support import own_processes
+from manta.api.serving.local_service import running_service
+from manta.workers.system.ports import LOOPBACK, outward_address
 from tests.e2e.manta import PAIR
 from tests.e2e.neighbour_network import HERE, neighbour
-from workers.system.ports import LOOPBACK, outward_address
 
 HELLOS = (b"GET /v1/jobs HTTP/1.1\r\nHost: manta\r\nConnection: close\r\n\r\n", b"\n")
 SETTINGS_FRAME = 4
@@ -24,7 +24,9 @@ def test_from_another_machine_nothing_but_ray_can_be_talked_to(manta, ports):
     manta.until_step(job, 3)
     service = psutil.Process(int(str(running_service(manta.home)["pid"])))
     ours = listening(own_processes.of_service(service, manta.paths))
-    assert {"api.cli", "ray::NodeDaemon", "ray::AgentOnNode"} <= set(ours.values()), "it looks at the wrong processes"
+    assert {"manta.api.cli", "ray::NodeDaemon", "ray::AgentOnNode"} <= set(ours.values()), (
+        "it looks at the wrong processes"
+    )
     asked = ours if ports == "of_ours" else range(1, 65536)
     with neighbour() as somebody:
         for address in {HERE, outward_address()} - {LOOPBACK}:
@@ -40,7 +42,7 @@ def listening(processes):
     ports = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            name = "api.cli" if "api.cli" in process.cmdline() else process.name().partition(".")[0]
+            name = "manta.api.cli" if "manta.api.cli" in process.cmdline() else process.name().partition(".")[0]
             listeners = [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
             ports |= {each.laddr.port: name for each in listeners}
     return ports

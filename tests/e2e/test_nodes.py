@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from metadata_service import MetadataService
 
-from api.cli.service import stop_service
+from manta.api.cli.service import stop_service
 from tests.e2e.manta import EVERY_STEP, Manta
 from tests.e2e.ray_nodes import SLOTS, Network, Node
 

@@ -6,12 +6,12 @@ from contextlib import closing
 import psutil
 import pytest
 
-from api.client import ApiError
-from service.store import Store
-from service.store.backup_file import restore
+from manta.api.client import ApiError
+from manta.service.store import Store
+from manta.service.store.backup_file import restore
+from manta.workers.snapshot.files import steps_kept
 from tests.e2e.manta import EVERY_STEP, PAIR
 from tests.e2e.test_restored_database import check_that_a_newer_job_never_notices
-from workers.snapshot.files import steps_kept
 
 
 def newest_step(manta, job):

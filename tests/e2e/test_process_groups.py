@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from api.cli.service import stop_service
+from manta.api.cli.service import stop_service
+from manta.workers.protocol.messages import BETWEEN_STEPS, FAULT_PHASES
 from tests.e2e.manta import EVERY_STEP, LONG_HOLD_SECONDS, Manta
 from tests.e2e.ray_nodes import Node
 from tests.e2e.test_gpus import OVER_GROUPS, survivors
-from workers.protocol.messages import BETWEEN_STEPS, FAULT_PHASES
 
 pytestmark = pytest.mark.soak
 FOUR = (2, 1, 2)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from api.client import calls
-from api.requests import ExportRequest
+from manta.api.client import calls
+from manta.api.requests import ExportRequest
 
 OLDER = 5
 

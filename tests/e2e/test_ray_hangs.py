@@ -5,7 +5,7 @@ import contextlib
 import psutil
 import pytest
 
-from service.cluster.ray_head import RayHead
+from manta.service.cluster.ray_head import RayHead
 from tests.e2e.manta import LASTING, PAIR
 
 STEPS_MEANWHILE = 4

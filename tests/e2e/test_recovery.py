@@ -7,11 +7,11 @@ from itertools import groupby
 
 import pytest
 
-from api.client import ServiceUnreachable
-from service.cluster.processes import children_named
-from service.cluster.ray_head import RayHead
-from service.cluster.ray_private import HEAD_PROCESSES
-from service.states import is_final
+from manta.api.client import ServiceUnreachable
+from manta.service.cluster.processes import children_named
+from manta.service.cluster.ray_head import RayHead
+from manta.service.cluster.ray_private import HEAD_PROCESSES
+from manta.service.states import is_final
 from tests.e2e.manta import EVERY_STEP, HOLD_SECONDS, LONG_HOLD_SECONDS, MIDDLE, OFTEN_SECONDS, PAIR
 from tests.service.support.otlp_collector import attributes, seconds
 

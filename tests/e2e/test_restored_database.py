@@ -3,9 +3,9 @@
 import time
 from contextlib import closing
 
-from service.store import Store
-from service.store.backup_file import back_up, restore
-from service.store.location import url_in
+from manta.service.store import Store
+from manta.service.store.backup_file import back_up, restore
+from manta.service.store.location import url_in
 from tests.e2e.manta import EVERY_STEP, LONG_HOLD_SECONDS, PAIR
 
 

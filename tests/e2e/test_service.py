@@ -6,11 +6,14 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
+from benchmarks.support import own_processes
+from manta.api.serving.local_service import running_service
+from manta.workers.snapshot.files import steps_kept
 from tests.e2e.manta import MIDDLE, PAIR
 from tests.e2e.traces import traces_of
-from workers.snapshot.files import steps_kept
 
 
 def snapshot_step(manta, job):
@@ -49,6 +52,15 @@ def test_rank_that_died_while_the_service_was_away(manta, pair_undisturbed, kill
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 1
+
+
+def test_users_packages_named_like_folders_of_manta_are_imported_by_no_process(manta, users_packages):
+    job = manta.submit_held(manta.spec(layout=PAIR), 1)
+    ranks, zygotes = map(psutil.Process, manta.pids(job)), own_processes.zygotes(manta.paths)
+    for process in (*ranks, *zygotes, *manta.agents(), psutil.Process(int(running_service(manta.home)["pid"]))):
+        assert str(users_packages) in process.environ()["PYTHONPATH"], "this process would not find them"
+    manta.until_state(job, "SUCCEEDED")
+    assert not (users_packages / "imported").exists()
 
 
 @pytest.mark.soak  # what is decided: tests/service/job/test_adoption.py
@@ -122,7 +134,7 @@ def test_change_of_size_is_carried_on_by_the_next_service(manta):
 
 def manta_command(home, *words):
     """Run `manta` with `home`; its exit code and what it printed."""
-    command = [sys.executable, "-m", "api.cli", *words]
+    command = [sys.executable, "-m", "manta.api.cli", *words]
     environment = {**os.environ, "MANTA_HOME": str(home)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 """With how many threads a job computes is decided at its first start, and a repair changes no bit of it."""
 
+from manta.workers.system.resources import usable_cores
 from tests.e2e.manta import MIDDLE
-from workers.system.resources import usable_cores
 
 
 def test_a_killed_rank_goes_on_with_the_threads_that_the_job_began_with(manta):

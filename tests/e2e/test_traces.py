@@ -8,9 +8,9 @@ import pytest
 from perfetto_reader import read_trace
 from typer.testing import CliRunner
 
-from api.cli.main import command_line
-from api.client import ApiError, calls
-from service.step_traces.budget import PARTS
+from manta.api.cli.main import command_line
+from manta.api.client import ApiError, calls
+from manta.service.step_traces.budget import PARTS
 from tests.e2e.manta import PAIR, STEPS
 
 

@@ -7,9 +7,9 @@ import psutil
 import pytest
 from s3_server import environment_of
 
-from api.cli.service import stop_service
-from api.serving.local_service import running_service
-from service.cluster.ray_head import RayHead
+from manta.api.cli.service import stop_service
+from manta.api.serving.local_service import running_service
+from manta.service.cluster.ray_head import RayHead
 from tests.e2e.manta import EVERY_STEP, PAIR, Manta
 from tests.e2e.traces import traces_of
 

@@ -3,14 +3,14 @@
 import psutil
 import pytest
 
-from api.cli.service import start_service, stop_service
-from api.client import MantaClient
-from api.serving.local_service import running_service
 from benchmarks.support import own_processes
-from service.cluster.ray_head import RayHead
-from service.settings import Settings
+from manta.api.cli.service import start_service, stop_service
+from manta.api.client import Client
+from manta.api.serving.local_service import running_service
+from manta.service.cluster.ray_head import RayHead
+from manta.service.settings import Settings
+from manta.workers.paths import Paths
 from tests.e2e.manta import PAIR, SLOW_SECONDS
-from workers.paths import Paths
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def second(manta, tmp_path, monkeypatch):
             process.wait(10)
         ray = RayHead(manta.home).record().address
         start_service(Settings(home, allow_faults=True), "127.0.0.1", 0, None, ray)
-        return MantaClient.of_home(home)
+        return Client.of_home(home)
 
     start.paths = paths
     yield start

@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from api.client import MantaClient
-from service.cluster.ray_head import RayHead
-from service.store.database import newest_revision
-from workers.paths import Paths
-from workers.protocol.messages import PROTOCOL, SPOKEN
-from workers.snapshot.files import steps_kept
+from manta.api.client import Client
+from manta.service.cluster.ray_head import RayHead
+from manta.service.store.database import newest_revision
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import PROTOCOL, SPOKEN
+from manta.workers.snapshot.files import steps_kept
 
 ROOT = Path(__file__).parents[2]
 SECONDS, POLL_SECONDS = 90.0, 0.05
@@ -41,8 +41,10 @@ class Release:
 
     def manta(self, *words: str) -> tuple[int, str]:
         """Exit code of the command, and what it said, on one line."""
-        environment = {**os.environ, "MANTA_HOME": str(self.home), "PYTHONPATH": str(self.tree)}
-        command = [sys.executable, "-m", "api.cli", *words]
+        source = self.tree / "src"
+        here, module = (source, "manta.api.cli") if source.exists() else (self.tree, "api.cli")  # 0.2.0 had no src
+        environment = {**os.environ, "MANTA_HOME": str(self.home), "PYTHONPATH": str(here)}
+        command = [sys.executable, "-P", "-m", module, *words]
         done = subprocess.run(command, cwd=self.tree, env=environment, capture_output=True, text=True, timeout=150)
         return done.returncode, " ".join((done.stdout + done.stderr).split())
 
@@ -56,9 +58,9 @@ class Release:
         process.wait(30)
 
     @property
-    def client(self) -> MantaClient:
+    def client(self) -> Client:
         """Of this release, whichever the service is of."""
-        return MantaClient.of_home(self.home)
+        return Client.of_home(self.home)
 
     @property
     def _announced(self) -> dict:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import psutil
 
-from service.cluster.ray_head import MARK
-from workers.paths import Paths
+from manta.service.cluster.ray_head import MARK
+from manta.workers.paths import Paths
 
 
 def traces_of(home: Path) -> list[str]:

@@ -11,28 +11,28 @@ from typing import Any
 
 import pytest
 
-from service.cluster.cluster import Cluster
-from service.cluster.ray_head import RayHead
-from service.control import control_plane
-from service.control.control_plane import ControlPlane
-from service.control.options import ControlPlaneOptions
-from service.leases.held import Leases
-from service.states import JobState
-from service.store import Job, Store, jobs, leases
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.ray_head import RayHead
+from manta.service.control import control_plane
+from manta.service.control.control_plane import ControlPlane
+from manta.service.control.options import ControlPlaneOptions
+from manta.service.leases.held import Leases
+from manta.service.states import JobState
+from manta.service.store import Job, Store, jobs, leases
+from manta.workers.paths import Paths
+from manta.workers.spec.reading import parse_job_spec
 from tests.service.support.control_planes import IdleNodeWatch
 from tests.service.support.fake_cluster import FakeCluster
-from workers.paths import Paths
-from workers.spec.reading import parse_job_spec
 
 ROOT = Path(__file__).parents[2]
 SLOTS = 4
 """Ray starts a process for each before it is needed."""
 ZYGOTE_OPTIONS = (
     "--entry=trainer=zygote_entries:trainer",
-    "--entry=store=workers.node.rendezvous:run",
-    "--entry=peak=workers.accounting.device_peak:run",
+    "--entry=store=manta.workers.node.rendezvous:run",
+    "--entry=peak=manta.workers.accounting.device_peak:run",
 )
-ZYGOTE_ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/workers/support"}
+ZYGOTE_ENVIRONMENT = {"PYTHONPATH": f"{ROOT}/tests/workers/support"}
 
 
 @dataclass

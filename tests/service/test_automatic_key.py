@@ -6,12 +6,12 @@ import stat
 
 import pytest
 
-from service.home import own_files
-from service.home.own_files import HomeUnusable, KeyFileUnsafe, read_key
-from service.keys import installation_keys
-from service.keys.identity import Scope, digest_of
-from service.keys.installation_keys import ensure_automatic
-from service.store import audit, keys
+from manta.service.home import own_files
+from manta.service.home.own_files import HomeUnusable, KeyFileUnsafe, read_key
+from manta.service.keys import installation_keys
+from manta.service.keys.identity import Scope, digest_of
+from manta.service.keys.installation_keys import ensure_automatic
+from manta.service.store import audit, keys
 
 
 def row_of(store, key):

@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from service.backoff import backoff, backoff_after
+from manta.service.backoff import backoff, backoff_after
 
 
 def test_a_pause_is_found_by_its_number():

@@ -5,21 +5,21 @@ import threading
 import pytest
 from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 
-from service.file_work import FileWork
-from service.removal import deletion
-from service.removal.deletion import (
+from manta.service.file_work import FileWork
+from manta.service.removal import deletion
+from manta.service.removal.deletion import (
     CheckpointNeeded,
     CheckpointNotRemoved,
     CheckpointStillRemoving,
     delete_checkpoint,
     delete_checkpoint_in_time,
 )
-from service.states import JobState
-from service.store import CheckpointNotFound, JobNotFound, checkpoints, events, exports, generations, jobs
-from workers.checkpoint.catalog import MANIFEST, checkpoint_path
-from workers.checkpoint.pruning import remove
-from workers.paths import Paths
-from workers.storage.files import files_of
+from manta.service.states import JobState
+from manta.service.store import CheckpointNotFound, JobNotFound, checkpoints, events, exports, generations, jobs
+from manta.workers.checkpoint.catalog import MANIFEST, checkpoint_path
+from manta.workers.checkpoint.pruning import remove
+from manta.workers.paths import Paths
+from manta.workers.storage.files import files_of
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from api.schemas import Cluster
-from service.cluster.nodes import GpuReadings
-from service.monitoring.cluster_view import FRESH_SECONDS, cluster_view
-from service.store import ranks
+from manta.api.schemas import Cluster
+from manta.service.cluster.nodes import GpuReadings
+from manta.service.monitoring.cluster_view import FRESH_SECONDS, cluster_view
+from manta.service.store import ranks
+from manta.workers.protocol.messages import GpuReading
 from tests.service.support.fake_cluster import FakeCluster
-from workers.protocol.messages import GpuReading
 
 
 @pytest.fixture

@@ -8,20 +8,22 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from service.cluster import node_care
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.ray_head import RayHead, RayUnavailable
-from service.control import control_plane, housekeeping, owners, scheduler
-from service.control.control_plane import ControlPlane
-from service.control.options import ControlPlaneOptions
-from service.control.takeover import CannotTakeOver
-from service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
-from service.job.supervisor import Supervisor
-from service.leases.decisions import OtherRay
-from service.leases.held import Leases
-from service.states import JobState
-from service.store import jobs
-from service.store.database import FIRST_RELEASED, newest_revision
+from manta.service.cluster import node_care
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.ray_head import RayHead, RayUnavailable
+from manta.service.control import control_plane, housekeeping, owners, scheduler
+from manta.service.control.control_plane import ControlPlane
+from manta.service.control.options import ControlPlaneOptions
+from manta.service.control.takeover import CannotTakeOver
+from manta.service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
+from manta.service.job.supervisor import Supervisor
+from manta.service.leases.decisions import OtherRay
+from manta.service.leases.held import Leases
+from manta.service.states import JobState
+from manta.service.store import jobs
+from manta.service.store.database import FIRST_RELEASED, newest_revision
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import ProtocolMismatch
 from tests.service.support.control_planes import (
     behave,
     left_running,
@@ -31,8 +33,6 @@ from tests.service.support.control_planes import (
     until,
 )
 from tests.service.support.waiting import SECONDS, reached
-from workers.paths import Paths
-from workers.protocol.messages import ProtocolMismatch
 
 
 def test_submitted_job_is_scheduled_supervised_and_over(start, cluster, submit, store):

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
-from service.control.faults import FaultNotPossible, FaultsNotAllowed
-from service.store import JobNotFinal, JobNotFound, jobs, pauses_and_retries, trace_requests
+from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
+from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
+from manta.service.store import JobNotFinal, JobNotFound, jobs, pauses_and_retries, trace_requests
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import Fault, TraceOrder
 from tests.service.support.control_planes import (
     behave,
     hold,
@@ -20,8 +22,6 @@ from tests.service.support.control_planes import (
 )
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.waiting import reached
-from workers.paths import Paths
-from workers.protocol.messages import Fault, TraceOrder
 
 
 def test_running_job_is_cancelled(start, cluster, submit, store):

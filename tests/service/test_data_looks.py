@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from service.control import data_looks
-from service.control.data_looks import DataLooks, DataTimeout
+from manta.service.control import data_looks
+from manta.service.control.data_looks import DataLooks, DataTimeout
 
 AWAY = {"source": "text", "paths": ["/away"]}
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tokenizer_files import byte_level
 
-from service.control.options import roots_of
-from workers.data.roots import DataRoots
-from workers.errors import DataError
+from manta.service.control.options import roots_of
+from manta.workers.data.roots import DataRoots
+from manta.workers.errors import DataError
 
 TRAIN = {"steps": 5, "validate_every": 5}
 

@@ -5,16 +5,16 @@ import threading
 
 import pytest
 
-from service import file_work
-from service.file_work import FileWork, TakesLong
-from service.removal import deletion
-from service.removal.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
-from service.states import JobState
-from service.store import JobNotFound, events, jobs, leases
-from service.store.tables import Metric
-from workers.node.folders import mark
-from workers.paths import Paths
-from workers.storage.files import LocalFiles
+from manta.service import file_work
+from manta.service.file_work import FileWork, TakesLong
+from manta.service.removal import deletion
+from manta.service.removal.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
+from manta.service.states import JobState
+from manta.service.store import JobNotFound, events, jobs, leases
+from manta.service.store.tables import Metric
+from manta.workers.node.folders import mark
+from manta.workers.paths import Paths
+from manta.workers.storage.files import LocalFiles
 
 
 @pytest.fixture

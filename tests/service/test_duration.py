@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.ledger import StateEntry, seconds_taken
+from manta.service.ledger import StateEntry, seconds_taken
 
 CHANGES = [
     StateEntry(at, state)

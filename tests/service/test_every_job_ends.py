@@ -13,18 +13,18 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.placement_groups import NotPlaced
-from service.control import control_plane
-from service.control.control_plane import ControlPlane
-from service.control.owners import JobOwners
-from service.job.context import DEFAULT_MEMORY_SECONDS
-from service.job.supervisor import Supervisor
-from service.leases.decisions import RENEW_SECONDS
-from service.leases.held import Leases
-from service.states import TIME_LIMITS, JobState, is_final
-from service.store import IllegalTransition, Store, events, jobs, leases, pauses_and_retries
-from service.tasks import Lag
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.control import control_plane
+from manta.service.control.control_plane import ControlPlane
+from manta.service.control.owners import JobOwners
+from manta.service.job.context import DEFAULT_MEMORY_SECONDS
+from manta.service.job.supervisor import Supervisor
+from manta.service.leases.decisions import RENEW_SECONDS
+from manta.service.leases.held import Leases
+from manta.service.states import TIME_LIMITS, JobState, is_final
+from manta.service.store import IllegalTransition, Store, events, jobs, leases, pauses_and_retries
+from manta.service.tasks import Lag
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
 from tests.service.support.virtual_time import in_virtual_time

@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from service import exports as module
-from service.exports import AT_ONCE, BadTarget, ExportNotPossible, Exports
-from service.file_work import FileWork
-from service.store import CheckpointNotFound, checkpoints, events, exports, generations
+from manta.service import exports as module
+from manta.service.exports import AT_ONCE, BadTarget, ExportNotPossible, Exports
+from manta.service.file_work import FileWork
+from manta.service.store import CheckpointNotFound, checkpoints, events, exports, generations
 from tests.service.support.waiting import reached
 
 WRITES = """
@@ -216,7 +216,7 @@ def test_exporter_is_told_all_and_no_secret(root, monkeypatch):
     for dtype in (None, "bf16"):
         module._started("/ckpt", root / "mine", "hf", dtype)
     words = ["/ckpt", "--to", str(root / "mine"), "--format", "hf", "--json"]
-    assert [call.args[0][3:] for call in started.call_args_list] == [words, [*words, "--dtype", "bf16"]]
+    assert [call.args[0][4:] for call in started.call_args_list] == [words, [*words, "--dtype", "bf16"]]
     assert all("MANTA_API_KEY" not in call.kwargs["env"] for call in started.call_args_list)
 
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import select
 
-from service.cluster.agent_client import AgentTimeout
-from service.cluster.placement import agent_name
-from service.control.faults import FaultInjector, FaultNotPossible, refuse_impossible
-from service.states import JobState
-from service.store import generations, jobs, ranks
-from service.store.tables import Event
-from workers.protocol.messages import Fault
+from manta.service.cluster.agent_client import AgentTimeout
+from manta.service.cluster.placement import agent_name
+from manta.service.control.faults import FaultInjector, FaultNotPossible, refuse_impossible
+from manta.service.states import JobState
+from manta.service.store import generations, jobs, ranks
+from manta.service.store.tables import Event
+from manta.workers.protocol.messages import Fault
 
 
 class Agent:

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from service import file_work
-from service.file_work import FileWork, NoPlace, ServiceEnds, TakesLong
+from manta.service import file_work
+from manta.service.file_work import FileWork, NoPlace, ServiceEnds, TakesLong
 
 SECONDS = 60.0
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from service.keys.identity import Scope, new_browser_token, new_key
-from service.keys.installation_keys import GivenKeyUnusable, add_given
-from service.store import audit, keys
+from manta.service.keys.identity import Scope, new_browser_token, new_key
+from manta.service.keys.installation_keys import GivenKeyUnusable, add_given
+from manta.service.store import audit, keys
 
 
 def test_key_is_good_for_all_projects_and_is_added_once(store):

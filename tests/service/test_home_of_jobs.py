@@ -2,8 +2,8 @@
 
 import threading
 
-from service.home import home_of_jobs
-from service.home.home_of_jobs import HomeOfJobs
+from manta.service.home import home_of_jobs
+from manta.service.home.home_of_jobs import HomeOfJobs
 
 
 def test_folder_of_checkpoints_that_does_not_answer_keeps_no_service_from_starting(tmp_path, monkeypatch, caplog):

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text, update
 
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.placement import agent_name, job_of
-from service.control import housekeeping
-from service.leases.decisions import HOUSEKEEPING
-from service.removal import retention
-from service.states import JobState
-from service.store import checkpoints, jobs, pauses_and_retries
-from service.store.installation_tables import Lease
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.placement import agent_name, job_of
+from manta.service.control import housekeeping
+from manta.service.leases.decisions import HOUSEKEEPING
+from manta.service.removal import retention
+from manta.service.states import JobState
+from manta.service.store import checkpoints, jobs, pauses_and_retries
+from manta.service.store.installation_tables import Lease
 from tests.service.support.control_planes import (
     behave,
     finish,

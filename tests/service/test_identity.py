@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from service.keys.identity import PROJECT_PATTERN, Identity, Scope, digest_of, new_browser_token, new_key
+from manta.service.keys.identity import PROJECT_PATTERN, Identity, Scope, digest_of, new_browser_token, new_key
 
 READ, SUBMIT, ADMIN = Scope
 

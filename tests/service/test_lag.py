@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.tasks import Lag
+from manta.service.tasks import Lag
 
 
 class Clock:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.ledger import CLASSES, PATIENCE_STEPS, STEP_CLASSES, StateEntry, Training, ledger
-from service.recovery.timeline import RecoveryTimeline
-from service.states import TRANSITIONS, JobState
+from manta.service.ledger import CLASSES, PATIENCE_STEPS, STEP_CLASSES, StateEntry, Training, ledger
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import TRANSITIONS, JobState
 
 NOW = 1000.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.logs.filters import BadPattern, LogFilter, level_of
+from manta.service.logs.filters import BadPattern, LogFilter, level_of
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from service.logs import tail as log_tail
-from service.logs.filters import LogFilter
-from service.logs.pages import LogBytes, LogFiles, log_file, read_page
-from service.logs.tail import read_tail
+from manta.service.logs import tail as log_tail
+from manta.service.logs.filters import LogFilter
+from manta.service.logs.pages import LogBytes, LogFiles, log_file, read_page
+from manta.service.logs.tail import read_tail
 
 
 def write(folder, rank, lines, end=""):

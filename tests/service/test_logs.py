@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.logs.pages import LogCursors, LogFiles, LogsUnavailable, log_file, log_folder, read_page
-from service.logs.tail import read_tail
-from service.store import InvalidCursor
-from service.store.errors import ForeignCursor
+from manta.service.logs.pages import LogCursors, LogFiles, LogsUnavailable, log_file, log_folder, read_page
+from manta.service.logs.tail import read_tail
+from manta.service.store import InvalidCursor
+from manta.service.store.errors import ForeignCursor
 
 CURSORS = LogCursors("job_000000000001")
 

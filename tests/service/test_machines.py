@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from service.planner import machines
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Core, Gpu, Links, UnknownMachine, measured
-from service.planner.machines import (
+from manta.service.planner import machines
+from manta.service.planner.hardware import ASSUMED_CORE, MACHINES, Core, Gpu, Links, UnknownMachine, measured
+from manta.service.planner.machines import (
     BadCalibration,
     Calibrated,
     CalibrationFailed,
@@ -23,9 +23,9 @@ from service.planner.machines import (
     this_node,
     with_links_of_before,
 )
+from manta.workers.system.resources import node_type
 from tests.service.planner.test_fitting_gpu import rows as measurements_of
 from tests.service.planner.test_fitting_links import rows as links_rows
-from workers.system.resources import node_type
 
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.nodes import GpuReadings, RayNode
-from service.cluster.placement import Capacity
-from service.monitoring.cluster_view import FRESH_SECONDS, measured
-from workers.protocol.messages import GpuReading
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.nodes import GpuReadings, RayNode
+from manta.service.cluster.placement import Capacity
+from manta.service.monitoring.cluster_view import FRESH_SECONDS, measured
+from manta.workers.protocol.messages import GpuReading
 
 GPUS = (GpuReading(0, temperature_celsius=60),)
 

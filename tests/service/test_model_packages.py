@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.control.options import ModelPackages
-from workers.spec.reading import parse_job_spec
+from manta.service.control.options import ModelPackages
+from manta.workers.spec.reading import parse_job_spec
 
 
 def job(**model):

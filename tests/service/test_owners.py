@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.control.owners import CLAIM_SECONDS, JobOwners
-from service.job.context import DEFAULT_MEMORY_SECONDS
-from service.leases.decisions import JobInBrief
-from service.states import JobState
+from manta.service.control.owners import CLAIM_SECONDS, JobOwners
+from manta.service.job.context import DEFAULT_MEMORY_SECONDS
+from manta.service.leases.decisions import JobInBrief
+from manta.service.states import JobState
 from tests.service.support.virtual_time import in_virtual_time
 
 

@@ -10,19 +10,19 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import update
 
-from service.job.context import JobContext
-from service.job.planning import SeenJobs, plan_generation
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
-from service.planner.job_plan import planned
-from service.planner.machines import Calibrated, forget_jobs_before_now, save
-from service.planner.refinement import MIN_JOBS, moved
-from service.states import JobState
-from service.store import Generation, generations, jobs, plans, ranks
+from manta.service.job.context import JobContext
+from manta.service.job.planning import SeenJobs, plan_generation
+from manta.service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
+from manta.service.planner.job_plan import planned
+from manta.service.planner.machines import Calibrated, forget_jobs_before_now, save
+from manta.service.planner.refinement import MIN_JOBS, moved
+from manta.service.states import JobState
+from manta.service.store import Generation, generations, jobs, plans, ranks
+from manta.workers.liveness.rank_samples import EVERY_SECONDS, RankSample
+from manta.workers.protocol.messages import AgentDescription
+from manta.workers.system.resources import node_type
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.measured_jobs import ENOUGH, begin, train, train_on
-from workers.liveness.rank_samples import EVERY_SECONDS, RankSample
-from workers.protocol.messages import AgentDescription
-from workers.system.resources import node_type
 
 
 class Jobs:

@@ -8,10 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from service.cluster.errors import ClusterUnavailable
-from service.file_work import FileWork, TakesLong
-from service.removal import retention
-from service.removal.retention import (
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.file_work import FileWork, TakesLong
+from manta.service.removal import retention
+from manta.service.removal.retention import (
     CONFIRMED_SECONDS,
     DAY_SECONDS,
     Retention,
@@ -19,10 +19,10 @@ from service.removal.retention import (
     has_newer_files,
     written_since,
 )
-from service.states import JobState
-from service.store import JobNotFound, audit, deletion, events, exports, jobs, pauses_and_retries
-from workers.paths import Paths
-from workers.storage.files import LocalFiles
+from manta.service.states import JobState
+from manta.service.store import JobNotFound, audit, deletion, events, exports, jobs, pauses_and_retries
+from manta.workers.paths import Paths
+from manta.workers.storage.files import LocalFiles
 
 DAYS = 30.0
 OLD = time.time() - (DAYS + 1) * DAY_SECONDS

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from service.cluster.agent_client import AgentTimeout
-from service.control.running_ranks import NoRanks, RankNotFound, RankTimeout, RunningRanks
-from service.states import JobState
-from service.store import JobNotFound, generations, jobs, ranks
-from workers.protocol.reports import Position, TrainerStatus
+from manta.service.cluster.agent_client import AgentTimeout
+from manta.service.control.running_ranks import NoRanks, RankNotFound, RankTimeout, RunningRanks
+from manta.service.states import JobState
+from manta.service.store import JobNotFound, generations, jobs, ranks
+from manta.workers.protocol.reports import Position, TrainerStatus
 
 
 class Agent:
@@ -81,7 +81,7 @@ def test_all_agents_are_asked_once_for_all_who_want_to_know_at_the_same_time(run
 
 
 def test_what_was_seen_is_soon_too_old(running, agents, job, monkeypatch):
-    monkeypatch.setattr("service.control.running_ranks.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("manta.service.control.running_ranks.FRESH_SECONDS", 0.0)
 
     async def twice():
         await running.waits(job)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import BadSetting, RequestLimits, Settings, Tls, without_secrets
-from workers.storage.places import ObjectPath
+from manta.service.settings import BadSetting, RequestLimits, Settings, Tls, without_secrets
+from manta.workers.storage.places import ObjectPath
 
 
 def test_without_an_environment_there_are_defaults():

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.job.leave import SAVE_SECONDS
-from service.states import (
+from manta.service.job.leave import SAVE_SECONDS
+from manta.service.states import (
     ACTIONS,
     ADVICE,
     FINAL,
@@ -20,7 +20,7 @@ from service.states import (
     can,
     is_final,
 )
-from service.store import IllegalTransition
+from manta.service.store import IllegalTransition
 
 states = st.sampled_from(JobState)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.store import edits, jobs
-from service.stored_specs import SpecNotUnderstood, stored_spec
+from manta.service.store import edits, jobs
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from service.cluster.placement import placement_group_name, seats_of
-from service.control import takeover
-from service.control.takeover import CannotTakeOver, refuse_what_cannot_be_taken_over
-from service.states import JobState
+from manta.service.cluster.placement import placement_group_name, seats_of
+from manta.service.control import takeover
+from manta.service.control.takeover import CannotTakeOver, refuse_what_cannot_be_taken_over
+from manta.service.states import JobState
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import PROTOCOL, ProtocolMismatch
 from tests.service.support.fake_cluster import FakeCluster
-from workers.config import ParallelConfig
-from workers.protocol.messages import PROTOCOL, ProtocolMismatch
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.words import byte_count
+from manta.service.words import byte_count
 
 
 @pytest.mark.parametrize(("count", "text"), [

@@ -70,10 +70,10 @@ def _start(
     entries = [f"--entry={name}=zygote_entries:{name}" for name in ENTRIES if test_entries]
     path = folder / "zygote.sock"
     process = subprocess.Popen(
-        [python, "-m", "workers.zygote", "--socket", str(path), "--owner-pipe", str(read), *entries, *options],
+        [python, "-m", "manta.workers.zygote", "--socket", str(path), "--owner-pipe", str(read), *entries, *options],
         pass_fds=[read],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/workers/support", **(environment or {})},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}/tests/workers/support", **(environment or {})},
     )
     os.close(read)
     return RunningZygote(process, path, write)
@@ -140,7 +140,7 @@ def go() -> Callable[..., Any]:
 @pytest.fixture
 def each_save_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the disk is; otherwise a save waits while another one is under way for longer than a moment."""
-    monkeypatch.setattr("workers.checkpoint.checkpointer.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("manta.workers.checkpoint.checkpointer.PATIENCE_SECONDS", 60.0)
 
 
 @pytest.fixture

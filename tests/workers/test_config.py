@@ -15,9 +15,9 @@ from engine_specs import TINY, document, problems_of, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.config import JobSpec, ParallelConfig
-from workers.spec.problems import _OTHER_NAMES, Problem, SpecError, _all_paths
-from workers.spec.reading import load_job_spec, parse_job_spec, read_document, with_absolute_paths
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.spec.problems import _OTHER_NAMES, Problem, SpecError, _all_paths
+from manta.workers.spec.reading import load_job_spec, parse_job_spec, read_document, with_absolute_paths
 
 
 def with_value(path: str, value: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from engine_specs import TINY
 
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 DEFAULTS = """
 name: job

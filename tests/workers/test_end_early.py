@@ -7,9 +7,9 @@ import pytest
 from early_end_programs import train
 from engine_specs import axes, document
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
 
 STEPS = 7
 

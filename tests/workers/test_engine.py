@@ -10,9 +10,9 @@ import torch
 from engine_specs import spec
 from one_layer import lone_rank
 
-from workers.engine import INITIAL, Engine
-from workers.errors import PeerLost
-from workers.parallel.data.agreement import Loss
+from manta.workers.engine import INITIAL, Engine
+from manta.workers.errors import PeerLost
+from manta.workers.parallel.data.agreement import Loss
 
 
 def engine_of(precision: str = "fp16", rank: int = 0, **sections) -> Engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from workers.training.reporter import announce, named_samples, sample_data
+from manta.workers.training.reporter import announce, named_samples, sample_data
 
 SAMPLES = [range(8, 16), range(20, 21)]
 

@@ -22,7 +22,7 @@ from fault_scenarios import (
 )
 from scenario_programs import Record, run_scenario
 
-from workers.config import ParallelConfig
+from manta.workers.config import ParallelConfig
 
 DRAWN = 150
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from workers.interruption import cleaning_up_when_terminated, ending_at_once, run_command
+from manta.workers.interruption import cleaning_up_when_terminated, ending_at_once, run_command
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("run", "evaluate", "generate", "calibration/__main__", "data/tokenize", "weights/export")
@@ -43,8 +43,8 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("module", "program"),
     [
-        ("loaded", "from workers.interruption import run_command; run_command('loaded')"),
-        ("api/cli/main", "from api.cli import __main__ as manta; manta.main()"),
+        ("loaded", "from manta.workers.interruption import run_command; run_command('loaded')"),
+        ("api/cli/main", "from manta.api.cli import __main__ as manta; manta.main()"),
     ],
 )
 def test_one_that_is_interrupted_while_it_loads_ends_in_the_same_word(tmp_path, module, program):
@@ -53,8 +53,8 @@ def test_one_that_is_interrupted_while_it_loads_ends_in_the_same_word(tmp_path, 
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(SWALLOWED)
     hidden = (
-        "import signal, sys, api.cli; "
-        f"sys.path.insert(0, {str(tmp_path)!r}); api.cli.__path__.insert(0, {str(file.parent)!r}); "
+        "import signal, sys, manta.api.cli; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); manta.api.cli.__path__.insert(0, {str(file.parent)!r}); "
         # A shell has what it starts in the background ignore SIGINT, these tests among it.
         "signal.signal(signal.SIGINT, signal.default_int_handler)"
     )
@@ -98,11 +98,11 @@ def test_other_threads_and_those_who_handle_sigterm_themselves_see_no_change():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_can_be_interrupted_before_it_imports_anything(program):
-    statements = ast.parse((ROOT / "workers" / f"{program}.py").read_text()).body
+    statements = ast.parse((ROOT / "src/manta/workers" / f"{program}.py").read_text()).body
     first = next(at for at, each in enumerate(statements) if isinstance(each, ast.If))
     assert ast.unparse(statements[first]) == (
-        "if __name__ == '__main__':\n    from workers.interruption import run_command\n"
-        f"    run_command('workers.{program.replace('/', '.')}')"
+        "if __name__ == '__main__':\n    from manta.workers.interruption import run_command\n"
+        f"    run_command('manta.workers.{program.replace('/', '.')}')"
     )
     imported = [ast.unparse(each) for each in statements[:first] if isinstance(each, IMPORTS)]
     assert imported == ["from __future__ import annotations"]

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reported import rows_of
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import OptimizerConfig
-from workers.protocol.messages import Resume
-from workers.trainer import Places, Trainer
-from workers.training.learning_rate import decay_steps, learning_rate
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import OptimizerConfig
+from manta.workers.protocol.messages import Resume
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.learning_rate import decay_steps, learning_rate
+from manta.workers.training.reporter import Reporter
 
 CONFIG = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_specs import spec
 
-from workers.training import metric_names
+from manta.workers.training import metric_names
 
 
 def test_a_job_has_a_loss_for_each_validation_set_and_a_z_loss_where_it_asks_for_one():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.errors import MantaError
-from workers.protocol.reports import Event, Finished, Message, Metrics
-from workers.standalone.job import MetricsFile
+from manta.workers.errors import MantaError
+from manta.workers.protocol.reports import Event, Finished, Message, Metrics
+from manta.workers.standalone.job import MetricsFile
 
 ROW = {"step": 2, "loss": float("nan"), "grad_norm": 0.5, "tokens_per_second": 100.0, "mfu_causal": 0.25}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workers import paths
-from workers.paths import Paths, UnsafePath, safe_name, zygote_socket
+from manta.workers import paths
+from manta.workers.paths import Paths, UnsafePath, safe_name, zygote_socket
 
 
 @pytest.fixture

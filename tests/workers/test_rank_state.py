@@ -14,21 +14,21 @@ import torch
 from engine_specs import spec
 from reported import events_of, rows_of
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.checkpoint.checksums import SummingFile
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid, state_peers
-from workers.errors import CheckpointNotSaved
-from workers.protocol.messages import Resume
-from workers.snapshot.files import snapshot_path, steps_kept
-from workers.snapshot.node_memory import SnapshotMemory
-from workers.snapshot.note import read_note
-from workers.snapshot.snapshot_file import SnapshotFile
-from workers.snapshot.snapshots import Snapshots
-from workers.trainer import Places, Trainer
-from workers.training import rank_state
-from workers.training.rank_state import NO_PLACES, RankState
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.checksums import SummingFile
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid, state_peers
+from manta.workers.errors import CheckpointNotSaved
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import snapshot_path, steps_kept
+from manta.workers.snapshot.node_memory import SnapshotMemory
+from manta.workers.snapshot.note import read_note
+from manta.workers.snapshot.snapshot_file import SnapshotFile
+from manta.workers.snapshot.snapshots import Snapshots
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training import rank_state
+from manta.workers.training.rank_state import NO_PLACES, RankState
+from manta.workers.training.reporter import Reporter
 
 
 class Rank:

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from workers.liveness.rank_samples import RankSample, packed
-from workers.protocol.reports import Event, Finished, Metrics
-from workers.training import reporter as module
-from workers.training.reporter import Reporter
+from manta.workers.liveness.rank_samples import RankSample, packed
+from manta.workers.protocol.reports import Event, Finished, Metrics
+from manta.workers.training import reporter as module
+from manta.workers.training.reporter import Reporter
 
 
 class Listener:

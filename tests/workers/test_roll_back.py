@@ -6,9 +6,9 @@ import pytest
 from engine_specs import axes, document
 from number_programs import train
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
 
 LAYOUTS = ((2, 1, 1), (1, 2, 1), (1, 1, 2))
 BAD_STEP, STEPS, BATCH = 8, 12, 8

@@ -1,4 +1,4 @@
-"""The engine alone: `python -m workers.run`, in one process and under torchrun."""
+"""The engine alone: `python -m manta.workers.run`, in one process and under torchrun."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from perfetto_reader import read_trace
 from rank_programs import run_as_launched
 from their_models import saved
 
-from workers import run
-from workers.checkpoint.catalog import seal, whole_checkpoints
-from workers.config import ParallelConfig
-from workers.errors import CheckpointError, MantaError
-from workers.settings import Launcher
-from workers.standalone import job as standalone
-from workers.standalone.job import TraceFile
-from workers.system import gpu
-from workers.system.threads import OF_COMPUTATION
-from workers.weights.export import export
+from manta.workers import run
+from manta.workers.checkpoint.catalog import seal, whole_checkpoints
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import CheckpointError, MantaError
+from manta.workers.settings import Launcher
+from manta.workers.standalone import job as standalone
+from manta.workers.standalone.job import TraceFile
+from manta.workers.system import gpu
+from manta.workers.system.threads import OF_COMPUTATION
+from manta.workers.weights.export import export
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -99,9 +99,9 @@ def test_checkpoints_that_cannot_be_written_are_said_before_the_first_step(tmp_p
 
 def test_torch_is_loaded_only_for_a_job_that_is_valid():
     """Its import takes seconds."""
-    loaded = [sys.executable, "-c", "import sys, workers.run; print(*sys.modules)"]
+    loaded = [sys.executable, "-c", "import sys, manta.workers.run; print(*sys.modules)"]
     modules = subprocess.run(loaded, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert "torch" not in modules and "workers.spec.rules" in modules
+    assert "torch" not in modules and "manta.workers.spec.rules" in modules
 
 
 def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
@@ -224,7 +224,7 @@ def test_the_wrong_number_of_processes_says_how_to_start_the_right_one(tmp_path,
     assert run.main([str(job_file(tmp_path, parallel={"tensor": 2}))]) == 1
     error = capsys.readouterr().err
     assert "the layout has 2 ranks, but 1 process(es) were started" in error
-    assert "torchrun --nproc-per-node 2 -m workers.run" in error
+    assert "torchrun --nproc-per-node 2 -m manta.workers.run" in error
 
 
 def test_missing_data_is_named(config, capsys):
@@ -257,7 +257,15 @@ def test_two_ranks_of_a_launcher_that_has_a_store_follow_the_curve_of_one(ranks,
 @pytest.mark.soak
 def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
     config, expected = two_ranks_and_one(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "workers.run"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        "-m",
+        "manta.workers.run",
+    ]
     environment = {**os.environ, **OF_COMPUTATION}
     ended = subprocess.run(
         [*command, str(config), "--metrics", str(tmp_path / "two.jsonl")],

@@ -7,14 +7,14 @@ import pytest
 import torch
 from engine_specs import layout_of, spec
 
-from workers.accounting.flops import step_flops
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.data.batch_plan import BatchPlan
-from workers.liveness.progress import Progress
-from workers.parallel.data.agreement import StepStatistics
-from workers.timing.step_phases import StepPhases
-from workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
+from manta.workers.accounting.flops import step_flops
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.data.batch_plan import BatchPlan
+from manta.workers.liveness.progress import Progress
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.timing.step_phases import StepPhases
+from manta.workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
 
 CPU = torch.device("cpu")
 

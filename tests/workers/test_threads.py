@@ -3,8 +3,8 @@
 import pytest
 from engine_specs import spec
 
-from workers.config import JobSpec
-from workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
+from manta.workers.config import JobSpec
+from manta.workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
 
 
 @pytest.mark.parametrize(

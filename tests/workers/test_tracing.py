@@ -12,16 +12,16 @@ import pytest
 from engine_specs import axes, document
 from trace_programs import train_traced
 
-from workers.comm.grid import RankGrid
-from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.schedules.action import COMPUTE
-from workers.protocol.messages import TraceOrder
-from workers.protocol.reports import Profiled, TraceBegan, Traced
-from workers.spec.reading import parse_job_spec
-from workers.step_traces.analysis import bubble, critical_path
-from workers.step_traces.assembly import assembled
-from workers.timing.recording import Recording
-from workers.training.tracing import _Made
+from manta.workers.comm.grid import RankGrid
+from manta.workers.parallel.pipeline.schedules import schedule
+from manta.workers.parallel.pipeline.schedules.action import COMPUTE
+from manta.workers.protocol.messages import TraceOrder
+from manta.workers.protocol.reports import Profiled, TraceBegan, Traced
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.step_traces.analysis import bubble, critical_path
+from manta.workers.step_traces.assembly import assembled
+from manta.workers.timing.recording import Recording
+from manta.workers.training.tracing import _Made
 
 ORDERS = [TraceOrder(1, 0, 2, first_step=3), TraceOrder(2, 0, 1, first_step=0), TraceOrder(3, 0, 9, first_step=6)]
 STEPS = {1: (3, 4), 2: (2,), 3: (6,)}

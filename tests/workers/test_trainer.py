@@ -14,21 +14,21 @@ from engine_specs import spec
 from reported import events_of, rows_of
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.engine import Engine
-from workers.errors import AskedToRest, MantaError, NonFiniteError
-from workers.liveness import rank_samples
-from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.liveness.rank_samples import Straggler, unpacked
-from workers.numerics.bad_numbers import BadStep
-from workers.protocol.messages import Resume
-from workers.protocol.reports import Metrics
-from workers.snapshot.files import steps_kept
-from workers.timing.step_phases import PARTS
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.engine import Engine
+from manta.workers.errors import AskedToRest, MantaError, NonFiniteError
+from manta.workers.liveness import rank_samples
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.liveness.rank_samples import Straggler, unpacked
+from manta.workers.numerics.bad_numbers import BadStep
+from manta.workers.protocol.messages import Resume
+from manta.workers.protocol.reports import Metrics
+from manta.workers.snapshot.files import steps_kept
+from manta.workers.timing.step_phases import PARTS
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 
 def _trainer(job, places, progress=None):
@@ -242,7 +242,7 @@ def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path, monkey
     looks = itertools.count()
     for module in ("snapshots", "state_copy"):
         clock = SimpleNamespace(perf_counter=lambda: next(looks) * 1e-6)
-        monkeypatch.setattr(f"workers.snapshot.{module}.time", clock)
+        monkeypatch.setattr(f"manta.workers.snapshot.{module}.time", clock)
     job = _two_step_job(tmp_path)
     (plain, state), (kept, kept_state) = (
         _rows(job, Places()),

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import accumulate
 
-from workers.accounting.flops import padded_vocabulary, stages_held
-from workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, walked
-from workers.config import JobSpec, ModelConfig
-from workers.parallel import recompute as recompute_policy
-from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import layers_of
-from workers.parallel.recompute import recomputed, waits_on_host
-from workers.spec.parameters import (
+from manta.workers.accounting.flops import padded_vocabulary, stages_held
+from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, walked
+from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.parallel import recompute as recompute_policy
+from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.stages import layers_of
+from manta.workers.parallel.recompute import recomputed, waits_on_host
+from manta.workers.spec.parameters import (
     TOKEN_EMBEDDING,
     first_trained_layer,
     frozen_by_layer,

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.accounting.activation_bytes import bytes_of_rank, tokens_of
-from workers.accounting.flops import (
+from manta.workers.accounting.activation_bytes import bytes_of_rank, tokens_of
+from manta.workers.accounting.flops import (
     frozen_parameters_of_rank,
     key_value_copies,
     layers_of_rank,
@@ -23,14 +23,14 @@ from workers.accounting.flops import (
     stages_held,
     waiting_gradient_buffers,
 )
-from workers.accounting.layer_passes import weight_bytes
-from workers.accounting.state_costs import kept_elements, places_bytes
-from workers.accounting.step_peak import StepPeak
-from workers.config import JobSpec
-from workers.data.batch_plan import BatchPlan, leaf_share
-from workers.parallel.data.tree_sum import cover
-from workers.parallel.pipeline.schedules import SPLIT_BACKWARD, schedule
-from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
+from manta.workers.accounting.layer_passes import weight_bytes
+from manta.workers.accounting.state_costs import kept_elements, places_bytes
+from manta.workers.accounting.step_peak import StepPeak
+from manta.workers.config import JobSpec
+from manta.workers.data.batch_plan import BatchPlan, leaf_share
+from manta.workers.parallel.data.tree_sum import cover
+from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD, schedule
+from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 WIDE = 4
 """Bytes of an element of gradients, master weights and moments."""

@@ -10,11 +10,11 @@ from typing import Literal
 
 import torch
 
-from workers.accounting.device_table import known_peak
-from workers.config import JobSpec
-from workers.protocol.json_codec import JsonObject, to_json
-from workers.protocol.messages import PeakRate
-from workers.system.threads import threads_of
+from manta.workers.accounting.device_table import known_peak
+from manta.workers.config import JobSpec
+from manta.workers.protocol.json_codec import JsonObject, to_json
+from manta.workers.protocol.messages import PeakRate
+from manta.workers.system.threads import threads_of
 
 MEASURE_SECONDS = 0.2
 CPU_SIZE, CUDA_SIZE = 768, 8192

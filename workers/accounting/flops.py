@@ -27,13 +27,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from workers.config import JobSpec, ModelConfig, ParallelConfig
-from workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
-from workers.parallel.data.tree_sum import buffers
-from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.stages import layer_counts, layers_of, stages_of_rank
-from workers.parallel.recompute import recomputed
-from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names, padded_rows
+from manta.workers.config import JobSpec, ModelConfig, ParallelConfig
+from manta.workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
+from manta.workers.parallel.data.tree_sum import buffers
+from manta.workers.parallel.pipeline.schedules import schedule
+from manta.workers.parallel.pipeline.stages import layer_counts, layers_of, stages_of_rank
+from manta.workers.parallel.recompute import recomputed
+from manta.workers.spec.parameters import (
+    TOKEN_EMBEDDING,
+    first_trained_layer,
+    frozen_by_layer,
+    frozen_names,
+    padded_rows,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from workers.accounting.activation_bytes import (
+from manta.workers.accounting.activation_bytes import (
     WIDE,
     core_attention_terms,
     layer_terms,
@@ -20,10 +20,10 @@ from workers.accounting.activation_bytes import (
     value_heads_of,
     width_of,
 )
-from workers.accounting.flops import layer_matrices, layers_of_rank
-from workers.accounting.rank_passes import Pass, Tape
-from workers.config import JobSpec
-from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from manta.workers.accounting.flops import layer_matrices, layers_of_rank
+from manta.workers.accounting.rank_passes import Pass, Tape
+from manta.workers.config import JobSpec
+from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
 """Elements of a dropout mask that are hashed at once."""

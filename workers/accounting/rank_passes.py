@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from workers.config import ParallelConfig
-from workers.parallel.pipeline.schedules import compute_of_rank
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import neighbours
-from workers.parallel.recompute import recomputed_pairs
+from manta.workers.config import ParallelConfig
+from manta.workers.parallel.pipeline.schedules import compute_of_rank
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.stages import neighbours
+from manta.workers.parallel.recompute import recomputed_pairs
 
 
 class Pass(NamedTuple):

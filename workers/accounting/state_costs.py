@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 
-from workers.accounting.flops import (
+from manta.workers.accounting.flops import (
     frozen_parameters,
     frozen_parameters_of_rank,
     parameters_of_rank,
     trained_parameters,
 )
-from workers.config import JobSpec, ParallelConfig
+from manta.workers.config import JobSpec, ParallelConfig
 
 STATE_BYTES = 12
 """Bytes of state per parameter: itself and its two moments in fp32, whatever the precision of compute."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from workers.accounting.activation_bytes import WIDE, layers_are_alike, offloaded, output_weight, tokens_of
-from workers.accounting.flops import padded_vocabulary, stages_held
-from workers.accounting.layer_passes import LayerPasses, Sizes
-from workers.accounting.rank_passes import NOTHING, Kind, Pass, Tape, blocks_of_rank, comes_to, walked
-from workers.config import JobSpec
-from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from workers.parallel.pipeline.stages import layers_of
-from workers.parallel.recompute import waits_on_host
-from workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, takes_gradient
+from manta.workers.accounting.activation_bytes import WIDE, layers_are_alike, offloaded, output_weight, tokens_of
+from manta.workers.accounting.flops import padded_vocabulary, stages_held
+from manta.workers.accounting.layer_passes import LayerPasses, Sizes
+from manta.workers.accounting.rank_passes import NOTHING, Kind, Pass, Tape, blocks_of_rank, comes_to, walked
+from manta.workers.config import JobSpec
+from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from manta.workers.parallel.pipeline.stages import layers_of
+from manta.workers.parallel.recompute import waits_on_host
+from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, takes_gradient
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
 """Least rows of a block of 16-bit logits, and its elements on a GPU."""

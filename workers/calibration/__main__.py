@@ -1,12 +1,12 @@
-"""`python -m workers.calibration`: measures this machine and prints what it found as one JSON document. The service's
-and the command's processes have no torch; this one does."""
+"""`python -m manta.workers.calibration`: measures this machine and prints what it found as one JSON document. The
+service's and the command's processes have no torch; this one does."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before anything is loaded, which takes seconds
-    from workers.interruption import run_command
+    from manta.workers.interruption import run_command
 
-    run_command("workers.calibration.__main__")
+    run_command("manta.workers.calibration.__main__")
 
 import argparse
 import dataclasses
@@ -18,15 +18,15 @@ from collections.abc import Callable
 
 import torch
 
-from workers.calibration import clock
-from workers.calibration.collectives import between_gpus, collective_times, gpu_places
-from workers.calibration.device import ON_GPU, attention_times, measure_gpu, product_times
-from workers.calibration.local_ranks import LocalRanks
-from workers.calibration.measurements import Measurements
-from workers.calibration.steps import as_busy, busy_seconds, layout_document, step_times
-from workers.comm.lost_peers import first_line
-from workers.errors import MantaError
-from workers.system.resources import OtherWork, keep_freed_memory, processor_name, usable_cores
+from manta.workers.calibration import clock
+from manta.workers.calibration.collectives import between_gpus, collective_times, gpu_places
+from manta.workers.calibration.device import ON_GPU, attention_times, measure_gpu, product_times
+from manta.workers.calibration.local_ranks import LocalRanks
+from manta.workers.calibration.measurements import Measurements
+from manta.workers.calibration.steps import as_busy, busy_seconds, layout_document, step_times
+from manta.workers.comm.lost_peers import first_line
+from manta.workers.errors import MantaError
+from manta.workers.system.resources import OtherWork, keep_freed_memory, processor_name, usable_cores
 
 MAX_RANKS = 8
 DEVICES = ("cpu", "cuda")
@@ -34,7 +34,7 @@ DEVICES = ("cpu", "cuda")
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure; returns the exit status."""
-    options = argparse.ArgumentParser(prog="python -m workers.calibration", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m manta.workers.calibration", description=__doc__)
     options.add_argument(
         "--device", choices=("auto", *DEVICES), default="auto", help="auto (the default): a GPU where there is one"
     )

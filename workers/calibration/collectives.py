@@ -12,17 +12,17 @@ from functools import partial
 
 import torch
 
-from workers.calibration.clock import Run, joint_seconds, release
-from workers.calibration.local_ranks import LocalRanks, Place
-from workers.calibration.measurements import CollectiveTime, ExchangeKind
-from workers.calibration.steps import layout_document
-from workers.comm.backend import Handle
-from workers.comm.comm import Comm
-from workers.comm.grid import Axis
-from workers.comm.lost_peers import first_line
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.settings import read_visible_gpus
+from manta.workers.calibration.clock import Run, joint_seconds, release
+from manta.workers.calibration.local_ranks import LocalRanks, Place
+from manta.workers.calibration.measurements import CollectiveTime, ExchangeKind
+from manta.workers.calibration.steps import layout_document
+from manta.workers.comm.backend import Handle
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import Axis
+from manta.workers.comm.lost_peers import first_line
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.settings import read_visible_gpus
 
 CPU_SIZES = (4096, 65536, 524288, 2097152)
 """Bytes of the whole tensor."""

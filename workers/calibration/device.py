@@ -17,14 +17,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from workers.calibration.clock import Run, back_to_back_seconds, median_seconds, release, warm_up
-from workers.calibration.measurements import UPDATE, AttentionTime, CopyTime, ElementTime, Measurements, ProductTime
-from workers.calibration.steps import step_times
-from workers.config import OptimizerConfig
-from workers.parallel.data import adamw
-from workers.parallel.tensor.products import ADDS_WIDER, TorchProducts
-from workers.system import gpu
-from workers.system.resources import processor_name, usable_cores
+from manta.workers.calibration.clock import Run, back_to_back_seconds, median_seconds, release, warm_up
+from manta.workers.calibration.measurements import (
+    UPDATE,
+    AttentionTime,
+    CopyTime,
+    ElementTime,
+    Measurements,
+    ProductTime,
+)
+from manta.workers.calibration.steps import step_times
+from manta.workers.config import OptimizerConfig
+from manta.workers.parallel.data import adamw
+from manta.workers.parallel.tensor.products import ADDS_WIDER, TorchProducts
+from manta.workers.system import gpu
+from manta.workers.system.resources import processor_name, usable_cores
 
 
 @dataclass(frozen=True)

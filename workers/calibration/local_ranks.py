@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.comm.comm import BackendKind, Comm
-from workers.comm.grid import RankGrid
-from workers.comm.host_names import ask_for_none
-from workers.comm.lost_peers import in_short
-from workers.comm.secret import SECRET_LENGTH
-from workers.errors import MantaError, PeerLost
-from workers.node.host import visible
-from workers.spec.reading import parse_job_spec
-from workers.system import gpu
-from workers.system.threads import threads_of
+from manta.workers.comm.comm import BackendKind, Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.host_names import ask_for_none
+from manta.workers.comm.lost_peers import in_short
+from manta.workers.comm.secret import SECRET_LENGTH
+from manta.workers.errors import MantaError, PeerLost
+from manta.workers.node.host import visible
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system import gpu
+from manta.workers.system.threads import threads_of
 
 Program = Callable[..., Any]
 """Runs on one rank: takes its Comm, the JobSpec and further arguments, and returns something that can be pickled."""
@@ -69,7 +69,7 @@ class LocalRanks:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "workers.trainer"])
+        self._context.set_forkserver_preload(["torch", "manta.workers.trainer"])
         ask_for_none()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._generation = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workers.config import JobSpec
+from manta.workers.config import JobSpec
 
 
 @dataclass(frozen=True)

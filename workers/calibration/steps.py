@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from workers.calibration.clock import median_seconds
-from workers.calibration.measurements import BusyTime, StepSeconds
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.engine import Engine
-from workers.spec.reading import parse_job_spec
+from manta.workers.calibration.clock import median_seconds
+from manta.workers.calibration.measurements import BusyTime, StepSeconds
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import MicroBatch
+from manta.workers.engine import Engine
+from manta.workers.spec.reading import parse_job_spec
 
 BUSY_ROUNDS, BUSY_SECONDS = 3, 0.5
 

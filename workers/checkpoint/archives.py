@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy
 
-from workers.checkpoint.checksums import ReadOnlyBytes
+from manta.workers.checkpoint.checksums import ReadOnlyBytes
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element, for the dtypes that a checkpoint holds, by torch's names."""

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from workers.checkpoint.checksums import (
+from manta.workers.checkpoint.checksums import (
     BLOCK_BYTES,
     DamagedCheckpoint,
     FileSums,
@@ -29,9 +29,9 @@ from workers.checkpoint.checksums import (
     damaged,
     unreadable,
 )
-from workers.errors import CheckpointError
-from workers.storage.files import files_of
-from workers.storage.places import Place, place_of
+from manta.workers.errors import CheckpointError
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place, place_of
 
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"^step-(\d{8,})-generation-(\d+)$")

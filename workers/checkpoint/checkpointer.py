@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from workers.checkpoint import catalog, durable, pruning
-from workers.checkpoint.catalog import Condition, Manifest
-from workers.checkpoint.checksums import FileSums
-from workers.checkpoint.save import Look, Save
-from workers.checkpoint.state_parts import agree, needed_rectangles, owned_rectangles, part_lengths, take_over
-from workers.checkpoint.uploads import SharedRoom, Uploads
-from workers.comm.comm import Comm
-from workers.comm.shared_work import WORLD
-from workers.config import JobSpec
-from workers.engine import Engine
-from workers.errors import CheckpointError, MantaError, PeerLost
-from workers.snapshot.snapshots import HeldSlot, Snapshots
-from workers.snapshot.state_copy import Ready, copy_tensors, event_after
-from workers.storage.files import files_of
-from workers.storage.places import ObjectPath, place_of
-from workers.system.pinned import PinnedMemory
+from manta.workers.checkpoint import catalog, durable, pruning
+from manta.workers.checkpoint.catalog import Condition, Manifest
+from manta.workers.checkpoint.checksums import FileSums
+from manta.workers.checkpoint.save import Look, Save
+from manta.workers.checkpoint.state_parts import agree, needed_rectangles, owned_rectangles, part_lengths, take_over
+from manta.workers.checkpoint.uploads import SharedRoom, Uploads
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.shared_work import WORLD
+from manta.workers.config import JobSpec
+from manta.workers.engine import Engine
+from manta.workers.errors import CheckpointError, MantaError, PeerLost
+from manta.workers.snapshot.snapshots import HeldSlot, Snapshots
+from manta.workers.snapshot.state_copy import Ready, copy_tensors, event_after
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import ObjectPath, place_of
+from manta.workers.system.pinned import PinnedMemory
 
 Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
 """Opens the state to save, by KINDS and FROZEN, which stays unchanged within the block."""

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.errors import CheckpointError
-from workers.storage.files import Reader, Writer, files_of
-from workers.storage.places import Place
+from manta.workers.errors import CheckpointError
+from manta.workers.storage.files import Reader, Writer, files_of
+from manta.workers.storage.places import Place
 
 try:
     from zlib_ng.zlib_ng import crc32  # at about 20 GB/s

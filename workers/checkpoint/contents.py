@@ -18,8 +18,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.catalog import Manifest
-from workers.protocol.json_codec import MalformedMessage, from_json, to_json
+from manta.workers.checkpoint.catalog import Manifest
+from manta.workers.protocol.json_codec import MalformedMessage, from_json, to_json
 
 CONTENTS = "contents.json"
 _OF_ROWS = frozenset("[],0123456789")

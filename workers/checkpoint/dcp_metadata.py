@@ -4,9 +4,8 @@ checkpoints that have nothing else.
 It is a pickle of objects of that package, whose import takes as long as torch's own. Nothing else of it is needed here,
 so the pickle is assembled from its opcodes, without the classes.
 
-Checkpoints with very many rectangles are saved without it; `python -m workers.checkpoint.dcp_metadata CHECKPOINT` adds
-it.
-"""
+Checkpoints with very many rectangles are saved without it; `python -m manta.workers.checkpoint.dcp_metadata CHECKPOINT`
+adds it."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ import struct
 import sys
 from collections.abc import Iterable
 
-from workers.checkpoint.catalog import manifest_of
-from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from workers.checkpoint.opening import DTYPES, METADATA, read_contents
-from workers.errors import MantaError
-from workers.protocol.json_codec import MalformedMessage
-from workers.storage.files import files_of
-from workers.storage.places import place_of
+from manta.workers.checkpoint.catalog import manifest_of
+from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
+from manta.workers.checkpoint.opening import DTYPES, METADATA, read_contents
+from manta.workers.errors import MantaError
+from manta.workers.protocol.json_codec import MalformedMessage
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import place_of
 
 VERSION = "1.0.0"
 """Version of the format in torch."""
@@ -132,7 +131,7 @@ def _int(number: int) -> bytes:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m workers.checkpoint.dcp_metadata", description="Write a checkpoint's .metadata."
+        prog="python -m manta.workers.checkpoint.dcp_metadata", description="Write a checkpoint's .metadata."
     )
     parser.add_argument("checkpoint", help="folder or s3:// URL of the checkpoint")
     place = place_of(parser.parse_args(arguments).checkpoint)

@@ -17,17 +17,17 @@ from typing import IO, cast
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from workers.checkpoint.catalog import Manifest, manifest_of
-from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
-from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, WrittenRectangles, as_text, merged
-from workers.checkpoint.dcp_metadata import metadata_file
-from workers.checkpoint.opening import METADATA, opened, read_contents, sentence
-from workers.checkpoint.uploads import Uploads
-from workers.comm.shared_work import SharedWork
-from workers.errors import CheckpointError
-from workers.parallel.data.flat import FlatParameters, Range, Slot, answers_for, overlap
-from workers.storage.files import files_of
-from workers.storage.places import ObjectPath, Place, place_of
+from manta.workers.checkpoint.catalog import Manifest, manifest_of
+from manta.workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
+from manta.workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, WrittenRectangles, as_text, merged
+from manta.workers.checkpoint.dcp_metadata import metadata_file
+from manta.workers.checkpoint.opening import METADATA, opened, read_contents, sentence
+from manta.workers.checkpoint.uploads import Uploads
+from manta.workers.comm.shared_work import SharedWork
+from manta.workers.errors import CheckpointError
+from manta.workers.parallel.data.flat import FlatParameters, Range, Slot, answers_for, overlap
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import ObjectPath, Place, place_of
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 FROZEN = "frozen"
@@ -35,7 +35,7 @@ FROZEN = "frozen"
 
 MAX_IN_METADATA = 100_000
 """Most rectangles of a checkpoint for which `.metadata` is written: its readers have torch create objects of them, and
-a million take minutes and gigabytes. `python -m workers.checkpoint.dcp_metadata` writes it later."""
+a million take minutes and gigabytes. `python -m manta.workers.checkpoint.dcp_metadata` writes it later."""
 
 
 @dataclass(frozen=True)

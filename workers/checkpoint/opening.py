@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.checksums import CheckedFile, checked, damaged
-from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, checked_types
-from workers.errors import CheckpointError
-from workers.storage.places import Place, place_of
+from manta.workers.checkpoint.catalog import Manifest
+from manta.workers.checkpoint.checksums import CheckedFile, checked, damaged
+from manta.workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, checked_types
+from manta.workers.errors import CheckpointError
+from manta.workers.storage.places import Place, place_of
 
 METADATA = ".metadata"
 

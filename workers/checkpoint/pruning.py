@@ -11,9 +11,9 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, list_checkpoints
-from workers.storage.files import files_of
-from workers.storage.places import Place
+from manta.workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, list_checkpoints
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
 
 
 def to_prune(

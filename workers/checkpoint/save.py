@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.comm.shared_work import SharedWork
+from manta.workers.comm.shared_work import SharedWork
 
 
 @dataclass

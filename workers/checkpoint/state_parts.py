@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.checkpoint.checksums import DamagedCheckpoint, UnreadableCheckpoint
-from workers.checkpoint.durable import FROZEN, KINDS, Rectangles, rectangles_of
-from workers.comm.comm import Comm
-from workers.engine import Engine
-from workers.errors import CheckpointError
-from workers.parallel.data.flat import Range
+from manta.workers.checkpoint.checksums import DamagedCheckpoint, UnreadableCheckpoint
+from manta.workers.checkpoint.durable import FROZEN, KINDS, Rectangles, rectangles_of
+from manta.workers.comm.comm import Comm
+from manta.workers.engine import Engine
+from manta.workers.errors import CheckpointError
+from manta.workers.parallel.data.flat import Range
 
 
 def needed_rectangles(engine: Engine) -> Rectangles:

@@ -13,13 +13,13 @@ from types import TracebackType
 
 import numpy
 
-from workers.checkpoint.archives import ITEM_BYTES, Elements, elements_of
-from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.checksums import BLOCK_BYTES, CheckedFile
-from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from workers.checkpoint.opening import explained, opened
-from workers.errors import CheckpointError
-from workers.storage.places import Place
+from manta.workers.checkpoint.archives import ITEM_BYTES, Elements, elements_of
+from manta.workers.checkpoint.catalog import Manifest
+from manta.workers.checkpoint.checksums import BLOCK_BYTES, CheckedFile
+from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
+from manta.workers.checkpoint.opening import explained, opened
+from manta.workers.errors import CheckpointError
+from manta.workers.storage.places import Place
 
 MAX_OPEN = 4
 """Files that stay open when others are read, since they will probably be needed again."""

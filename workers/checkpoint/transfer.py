@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from workers.checkpoint.catalog import MANIFEST, Manifest, manifest_of, seal, while_read
-from workers.checkpoint.checksums import SummedFiles, checked, damaged
-from workers.errors import CheckpointError
-from workers.storage.files import files_of
-from workers.storage.places import Place
+from manta.workers.checkpoint.catalog import MANIFEST, Manifest, manifest_of, seal, while_read
+from manta.workers.checkpoint.checksums import SummedFiles, checked, damaged
+from manta.workers.errors import CheckpointError
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
 
 PIECE_BYTES = 1024 * 1024
 

@@ -1,5 +1,5 @@
-"""`python -m workers.checkpoint.upload_process DESCRIPTOR BYTES OPTIONS`: uploads files for the process that starts it,
-from shared memory, so that neither checksums nor sockets hold the interpreter's lock during a training step.
+"""`python -m manta.workers.checkpoint.upload_process DESCRIPTOR BYTES OPTIONS`: uploads files for the process that
+starts it, from shared memory, so that neither checksums nor sockets hold the interpreter's lock during a training step.
 
 Its stdin has, for each file, its URL as a line of JSON and then its pieces as `PIECE`s: a count of bytes that follow, a
 range of the shared memory, and an end. Its stdout has a line of JSON for each block that the store's client has
@@ -18,10 +18,10 @@ import sys
 from collections.abc import Iterator
 from typing import IO, Any, NoReturn
 
-from workers.checkpoint.checksums import BLOCK_BYTES, FileSums, SummedFiles
-from workers.errors import MantaError
-from workers.storage import object_files
-from workers.storage.places import place_of
+from manta.workers.checkpoint.checksums import BLOCK_BYTES, FileSums, SummedFiles
+from manta.workers.errors import MantaError
+from manta.workers.storage import object_files
+from manta.workers.storage.places import place_of
 
 PIECE = struct.Struct("<BQQ")
 BYTES, MEMORY, END = range(3)

@@ -17,10 +17,10 @@ from typing import IO, TYPE_CHECKING, Protocol
 import numpy
 import torch
 
-from workers.checkpoint.checksums import BUFFER_BYTES, FileSums
-from workers.checkpoint.upload_process import BYTES, END, MEMORY, PIECE
-from workers.storage.object_files import OPTIONS
-from workers.storage.places import ObjectPath
+from manta.workers.checkpoint.checksums import BUFFER_BYTES, FileSums
+from manta.workers.checkpoint.upload_process import BYTES, END, MEMORY, PIECE
+from manta.workers.storage.object_files import OPTIONS
+from manta.workers.storage.places import ObjectPath
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -136,7 +136,7 @@ class Uploads:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             descriptor = self.room.descriptor
-            command = [sys.executable, "-m", "workers.checkpoint.upload_process"]
+            command = [sys.executable, "-P", "-m", "manta.workers.checkpoint.upload_process"]
             arguments = [str(descriptor), str(self.room.bytes), json.dumps(OPTIONS)]
             self._process = subprocess.Popen(
                 [*command, *arguments],

@@ -11,10 +11,10 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from workers.comm.grid import AXES, Axis
-from workers.liveness.device_trail import DeviceEvent, DeviceTrail
-from workers.liveness.progress import Progress
-from workers.liveness.record_layout import NOBODY
+from manta.workers.comm.grid import AXES, Axis
+from manta.workers.liveness.device_trail import DeviceEvent, DeviceTrail
+from manta.workers.liveness.progress import Progress
+from manta.workers.liveness.record_layout import NOBODY
 
 Tensors = Sequence[torch.Tensor]
 

@@ -15,22 +15,22 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from workers.comm.backend import DONE, Backend, Handle, Marked, MarkedTransfer, Tensors, Transfer, trail_for
-from workers.comm.grid import AXES, Axis, RankGrid
-from workers.comm.links import Links
-from workers.comm.links_backend import HostStaged, LinksBackend, linked_through_first
-from workers.comm.lost_peers import naming_lost_peers
-from workers.comm.process_groups import ProcessGroups
-from workers.comm.regroup import regroup_for
-from workers.comm.repair_self_test import RepairSelfTest, try_repair
-from workers.comm.secret import Secret
-from workers.comm.shared_work import SharedWork
-from workers.errors import PeerLost
-from workers.liveness.progress import Progress
-from workers.protocol.messages import TraceOrder
-from workers.system.ports import PortRange, address_towards
-from workers.timing.recording import TraceOrders
-from workers.timing.step_phases import StepPhase, StepPhases
+from manta.workers.comm.backend import DONE, Backend, Handle, Marked, MarkedTransfer, Tensors, Transfer, trail_for
+from manta.workers.comm.grid import AXES, Axis, RankGrid
+from manta.workers.comm.links import Links
+from manta.workers.comm.links_backend import HostStaged, LinksBackend, linked_through_first
+from manta.workers.comm.lost_peers import naming_lost_peers
+from manta.workers.comm.process_groups import ProcessGroups
+from manta.workers.comm.regroup import regroup_for
+from manta.workers.comm.repair_self_test import RepairSelfTest, try_repair
+from manta.workers.comm.secret import Secret
+from manta.workers.comm.shared_work import SharedWork
+from manta.workers.errors import PeerLost
+from manta.workers.liveness.progress import Progress
+from manta.workers.protocol.messages import TraceOrder
+from manta.workers.system.ports import PortRange, address_towards
+from manta.workers.timing.recording import TraceOrders
+from manta.workers.timing.step_phases import StepPhase, StepPhases
 
 BackendKind = Literal["links", "process_groups"]
 

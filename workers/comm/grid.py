@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from workers.config import ParallelConfig
+from manta.workers.config import ParallelConfig
 
 Axis = Literal["tensor", "pipeline", "data", "context", "embedding", "world"]
 AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")

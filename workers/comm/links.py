@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from workers.comm.meeting import Meeting
-from workers.comm.secret import Secret
-from workers.errors import MantaError, PeerLost
-from workers.liveness.progress import Progress
-from workers.system.ports import PortRange
-from workers.system.resources import make_room
+from manta.workers.comm.meeting import Meeting
+from manta.workers.comm.secret import Secret
+from manta.workers.errors import MantaError, PeerLost
+from manta.workers.liveness.progress import Progress
+from manta.workers.system.ports import PortRange
+from manta.workers.system.resources import make_room
 
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
 _BUFFER_BYTES = 4 * 1024 * 1024  # requested from the kernel, which may grant less

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from workers.comm.backend import Backend, Handle, Started, Tensors, Transfer
-from workers.comm.grid import AXES, Axis, RankGrid
-from workers.comm.links import Links, Operation
-from workers.comm.secret import Secret
-from workers.liveness.progress import Progress
-from workers.system.ports import PortRange
+from manta.workers.comm.backend import Backend, Handle, Started, Tensors, Transfer
+from manta.workers.comm.grid import AXES, Axis, RankGrid
+from manta.workers.comm.links import Links, Operation
+from manta.workers.comm.secret import Secret
+from manta.workers.liveness.progress import Progress
+from manta.workers.system.ports import PortRange
 
 _PIPELINE_CHANNEL = AXES.index("pipeline")
 

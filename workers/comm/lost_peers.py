@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from workers.errors import PeerLost
+from manta.workers.errors import PeerLost
 
 OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors of a device, which keep their type, whatever happened to peers."""

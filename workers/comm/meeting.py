@@ -27,11 +27,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from workers.comm.secret import PROOF_BYTES, Secret
-from workers.errors import PeerLost
-from workers.liveness.progress import Progress
-from workers.liveness.record_layout import CONNECTING_CHANNEL
-from workers.system.ports import PortRange, listen
+from manta.workers.comm.secret import PROOF_BYTES, Secret
+from manta.workers.errors import PeerLost
+from manta.workers.liveness.progress import Progress
+from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
+from manta.workers.system.ports import PortRange, listen
 
 NONCE_BYTES = 32
 MAX_UNAUTHENTICATED = 64

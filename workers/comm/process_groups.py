@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from workers.comm.backend import Handle, Started, Tensors, Transfer
-from workers.comm.grid import AXES, Axis, RankGrid
-from workers.comm.lost_peers import naming_lost_peers
-from workers.comm.regroup import Regroup
-from workers.errors import PeerLost
-from workers.liveness.flight_record import FlightRecord, read_flight_record
-from workers.liveness.progress import Progress
-from workers.liveness.record_layout import CONNECTING_CHANNEL
+from manta.workers.comm.backend import Handle, Started, Tensors, Transfer
+from manta.workers.comm.grid import AXES, Axis, RankGrid
+from manta.workers.comm.lost_peers import naming_lost_peers
+from manta.workers.comm.regroup import Regroup
+from manta.workers.errors import PeerLost
+from manta.workers.liveness.flight_record import FlightRecord, read_flight_record
+from manta.workers.liveness.progress import Progress
+from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
 
 # 2.13 deprecates the *_tensor names in favour of *_single, which 2.11 does not have.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

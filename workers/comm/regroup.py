@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from workers.errors import DeviceLost
-from workers.settings import nccl_is_the_second
-from workers.system.connections import Connection, break_connections, open_connections
+from manta.workers.errors import DeviceLost
+from manta.workers.settings import nccl_is_the_second
+from manta.workers.system.connections import Connection, break_connections, open_connections
 
 MEETING_TIMEOUT = timedelta(seconds=20)
 """Seconds: when groups are made all members are there, so one that does not answer is dead or stopped."""

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.comm.lost_peers import OF_THE_DEVICE, first_line
-from workers.comm.process_groups import ProcessGroups
-from workers.errors import MantaError, PeerLost
+from manta.workers.comm.lost_peers import OF_THE_DEVICE, first_line
+from manta.workers.comm.process_groups import ProcessGroups
+from manta.workers.errors import MantaError, PeerLost
 
 BLOCKED_SECONDS = 0.3
 """How long a sum must be observed not to return without the last rank."""

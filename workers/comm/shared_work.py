@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from workers.comm.grid import AXES
-from workers.comm.links import Links
-from workers.errors import MantaError
-from workers.liveness.progress import Progress
-from workers.protocol.json_codec import Codec, MalformedMessage, codec_of
+from manta.workers.comm.grid import AXES
+from manta.workers.comm.links import Links
+from manta.workers.errors import MantaError
+from manta.workers.liveness.progress import Progress
+from manta.workers.protocol.json_codec import Codec, MalformedMessage, codec_of
 
 Part = TypeVar("Part")
 Share = TypeVar("Share")

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from workers.config.data import DataConfig, ValidationSet
-from workers.config.fields import (
+from manta.workers.config.data import DataConfig, ValidationSet
+from manta.workers.config.fields import (
     BUILT_IN_TOKENIZERS,
     BYTE_VOCABULARY,
     CHATML,
@@ -51,10 +51,10 @@ from workers.config.fields import (
     Vocabulary,
     Width,
 )
-from workers.config.model import ModelConfig, RopeConfig, RopeScaling
-from workers.config.parallel import ElasticConfig, ParallelConfig, ResourcesConfig
-from workers.config.recovery import CheckpointConfig, RecoveryConfig, SpikeConfig
-from workers.config.train import BatchRamp, OptimizerConfig, TrainConfig
+from manta.workers.config.model import ModelConfig, RopeConfig, RopeScaling
+from manta.workers.config.parallel import ElasticConfig, ParallelConfig, ResourcesConfig
+from manta.workers.config.recovery import CheckpointConfig, RecoveryConfig, SpikeConfig
+from manta.workers.config.train import BatchRamp, OptimizerConfig, TrainConfig
 
 
 class JobSpec(Section):
@@ -114,7 +114,7 @@ class JobSpec(Section):
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids, without padding. Raises ValueError if it is only known from the tokenizer's file
-        (`workers.spec.submitted`)."""
+        (`manta.workers.spec.submitted`)."""
         size = self.model.vocabulary_size or self.data.token_ids
         if size is None:
             raise ValueError("the vocabulary's size is not known before the tokenizer's file is read")

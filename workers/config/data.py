@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from workers.config.fields import (
+from manta.workers.config.fields import (
     BUILT_IN_TOKENIZERS,
     BYTE_VOCABULARY,
     CHATML,

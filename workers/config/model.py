@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from workers.config.fields import (
+from manta.workers.config.fields import (
     ENTRYPOINT,
     Epsilon,
     Experts,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from workers.config.fields import (
+from manta.workers.config.fields import (
     Accelerator,
     AcceleratorType,
     AxisSize,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from workers.config.fields import MIN_WINDOW, Count, MayBeOff, PositiveFloat, Section, Steps, StepsOrNever
+from manta.workers.config.fields import MIN_WINDOW, Count, MayBeOff, PositiveFloat, Section, Steps, StepsOrNever
 
 
 class CheckpointConfig(Section):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from workers.config import BatchRamp, JobSpec, ParallelConfig, TrainConfig
+from manta.workers.config import BatchRamp, JobSpec, ParallelConfig, TrainConfig
 
 
 @dataclass(frozen=True)

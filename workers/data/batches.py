@@ -17,16 +17,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from workers.config import JobSpec
-from workers.data.batch_plan import BatchPlan, replica_micro_batches
-from workers.data.order import Blend, SkippedSamples, blended, whole_shares
-from workers.data.packed_conversations import Marks
-from workers.data.prepare import Corpus, open_corpus, splits_of
-from workers.data.sources import check_validation_set
-from workers.data.token_cache import SILENT, Watcher
-from workers.errors import DataError
-from workers.storage.places import Place
-from workers.training import metric_names
+from manta.workers.config import JobSpec
+from manta.workers.data.batch_plan import BatchPlan, replica_micro_batches
+from manta.workers.data.order import Blend, SkippedSamples, blended, whole_shares
+from manta.workers.data.packed_conversations import Marks
+from manta.workers.data.prepare import Corpus, open_corpus, splits_of
+from manta.workers.data.sources import check_validation_set
+from manta.workers.data.token_cache import SILENT, Watcher
+from manta.workers.errors import DataError
+from manta.workers.storage.places import Place
+from manta.workers.training import metric_names
 
 # Target of a position that has none: it does not contribute to the loss and does not count as a token.
 NO_TARGET = -1

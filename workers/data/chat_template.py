@@ -30,11 +30,11 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from workers.config import CHATML, DataConfig
-from workers.data.read_errors import is_there, read_error
-from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
-from workers.errors import DataError
-from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
+from manta.workers.config import CHATML, DataConfig
+from manta.workers.data.read_errors import is_there, read_error
+from manta.workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
+from manta.workers.errors import DataError
+from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
 MAX_BYTES = 2**20
 """Maximum size of a template."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.data.chat_template import START, STOP, ChatTemplate, Span, TemplateFailed
-from workers.data.rows import kind_of
-from workers.errors import DataError
+from manta.workers.data.chat_template import START, STOP, ChatTemplate, Span, TemplateFailed
+from manta.workers.data.rows import kind_of
+from manta.workers.errors import DataError
 
 ANSWERER = "assistant"
 _SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERER, "bot": ANSWERER}

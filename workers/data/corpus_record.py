@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from workers.data.read_errors import read_error
-from workers.data.sources import CorpusFile
-from workers.data.steady_file import ADVICE, digest_of
-from workers.errors import DataError
-from workers.storage.files import files_of
-from workers.storage.places import Place
-from workers.system.daemon_threads import answered_within
-from workers.system.regular_files import open_regular
+from manta.workers.data.read_errors import read_error
+from manta.workers.data.sources import CorpusFile
+from manta.workers.data.steady_file import ADVICE, digest_of
+from manta.workers.errors import DataError
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
+from manta.workers.system.daemon_threads import answered_within
+from manta.workers.system.regular_files import open_regular
 
 T = TypeVar("T")
 

@@ -20,10 +20,10 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from workers.data.read_errors import read_error
-from workers.data.steady_file import CachedFile, SteadyFile
-from workers.errors import DataError
-from workers.system.regular_files import open_regular
+from manta.workers.data.read_errors import read_error
+from manta.workers.data.steady_file import CachedFile, SteadyFile
+from manta.workers.errors import DataError
+from manta.workers.system.regular_files import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")

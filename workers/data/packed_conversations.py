@@ -15,9 +15,9 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import JobSpec
-from workers.data.indexed_dataset import IndexedTokens, read_index
-from workers.errors import DataError
+from manta.workers.config import JobSpec
+from manta.workers.data.indexed_dataset import IndexedTokens, read_index
+from manta.workers.errors import DataError
 
 OPEN_SAMPLES = 64
 """Number of samples that may still get a conversation. The fullest is closed first."""

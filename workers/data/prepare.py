@@ -18,12 +18,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import DataConfig, JobSpec
-from workers.data.corpus_record import as_recorded, as_recorded_tokens, with_digests
-from workers.data.indexed_dataset import IndexedTokens
-from workers.data.packed_conversations import Marks, PackedConversations
-from workers.data.read_errors import is_of_the_storage, read_error
-from workers.data.sources import (
+from manta.workers.config import DataConfig, JobSpec
+from manta.workers.data.corpus_record import as_recorded, as_recorded_tokens, with_digests
+from manta.workers.data.indexed_dataset import IndexedTokens
+from manta.workers.data.packed_conversations import Marks, PackedConversations
+from manta.workers.data.read_errors import is_of_the_storage, read_error
+from manta.workers.data.sources import (
     CorpusFile,
     check_vocabulary,
     corpus_files,
@@ -32,8 +32,8 @@ from workers.data.sources import (
     prefixes_of,
     split_tokens,
 )
-from workers.data.steady_file import SteadyFile
-from workers.data.token_cache import (
+from manta.workers.data.steady_file import SteadyFile
+from manta.workers.data.token_cache import (
     SILENT,
     TokenInfo,
     Watcher,
@@ -45,7 +45,7 @@ from workers.data.token_cache import (
     read_info,
     write_json,
 )
-from workers.data.tokenizer import (
+from manta.workers.data.tokenizer import (
     FILE_NAME,
     KEPT_CHAT,
     FileTokenizer,
@@ -54,10 +54,10 @@ from workers.data.tokenizer import (
     open_tokenizer,
     tokenizer_path,
 )
-from workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
-from workers.errors import DataError
-from workers.storage.files import files_of
-from workers.storage.places import Place
+from manta.workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
+from manta.workers.errors import DataError
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
 
 _SCAN_TOKENS = 2**24
 
@@ -286,7 +286,7 @@ def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: P
 
 def _pin_template(record: Place | None, records: bool, data: DataConfig) -> None:
     """Compare the chat template's digest with the record, or add it and store the template."""
-    from workers.data.chat_template import open_template
+    from manta.workers.data.chat_template import open_template
 
     template = open_template(data)
     if _pin(record, records, {"the chat template": template.digest}) and record is not None:

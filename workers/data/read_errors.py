@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.errors import DataError, DataNotStored, DataUnreadable, WeightsError, WeightsUnreadable
+from manta.workers.errors import DataError, DataNotStored, DataUnreadable, WeightsError, WeightsUnreadable
 
 OF_THE_STORAGE = frozenset(
     {

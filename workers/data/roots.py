@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.config import DataConfig, JobSpec
-from workers.data.read_errors import is_of_the_storage, is_there
-from workers.data.sources import CorpusFile, check_data, corpus_files
-from workers.data.tokenizer import BESIDE_TOKENIZER, tokenizer_path
-from workers.data.tokenizer import FILE_NAME as TOKENIZER
-from workers.errors import DataError, DataUnreadable
-from workers.spec.problems import Problem
-from workers.weights.folder import INDEX, check_weights, weight_files
+from manta.workers.config import DataConfig, JobSpec
+from manta.workers.data.read_errors import is_of_the_storage, is_there
+from manta.workers.data.sources import CorpusFile, check_data, corpus_files
+from manta.workers.data.tokenizer import BESIDE_TOKENIZER, tokenizer_path
+from manta.workers.data.tokenizer import FILE_NAME as TOKENIZER
+from manta.workers.errors import DataError, DataUnreadable
+from manta.workers.spec.problems import Problem
+from manta.workers.weights.folder import INDEX, check_weights, weight_files
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from workers.data.read_errors import read_error
-from workers.data.shards import Section
-from workers.errors import DataError
-from workers.system.regular_files import open_regular
+from manta.workers.data.read_errors import read_error
+from manta.workers.data.shards import Section
+from manta.workers.errors import DataError
+from manta.workers.system.regular_files import open_regular
 
 _BLOCK = 2**20
 _KINDS = {"str": "a text", "dict": "an object", "list": "a list", "bool": "a boolean", "NoneType": "null"}

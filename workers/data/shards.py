@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from workers.config import DataConfig
-from workers.data.read_errors import read_error
-from workers.data.sources import CorpusFile, is_compressed, kind_of_file
-from workers.system.regular_files import open_regular
+from manta.workers.config import DataConfig
+from manta.workers.data.read_errors import read_error
+from manta.workers.data.sources import CorpusFile, is_compressed, kind_of_file
+from manta.workers.system.regular_files import open_regular
 
 SHARD_BYTES = 2 * 2**20
 MAX_SHARDS = 4096
@@ -118,7 +118,7 @@ def _row_groups(file: CorpusFile, target: int) -> Iterator[Section]:
     if file.size <= target:
         yield Section(file.path, 0, -1, file.size)  # all, however many there are
         return
-    from workers.data.rows import row_group_count
+    from manta.workers.data.rows import row_group_count
 
     count = row_group_count(file.path)
     groups = max(1, count * target // file.size)

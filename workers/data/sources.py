@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.config import DataConfig, JobSpec, ValidationSet
-from workers.data.read_errors import read_error
-from workers.errors import DataError
+from manta.workers.config import DataConfig, JobSpec, ValidationSet
+from manta.workers.data.read_errors import read_error
+from manta.workers.errors import DataError
 
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text", ".log", ".csv", ".json", ".jsonl", ".html", ".xml"})
 SUFFIXES = {
@@ -134,11 +134,11 @@ def check_data(spec: JobSpec) -> None:
             check_validation_set(spec, each, tokens)
     for data in spec.data.corpora:
         if data.source == "chat":
-            from workers.data.chat_template import open_template
+            from manta.workers.data.chat_template import open_template
 
             open_template(data)
     if spec.data.tokenizer_file is not None:
-        from workers.data.tokenizer import open_tokenizer
+        from manta.workers.data.tokenizer import open_tokenizer
 
         check_vocabulary(spec, open_tokenizer(spec.data).vocabulary, spec.data.tokenizer_file)
 
@@ -151,7 +151,7 @@ def _known_tokens(data: DataConfig) -> int | None:
         return sum(file.size for file in files)
     if data.source != "megatron":
         return None
-    from workers.data.indexed_dataset import tokens_in
+    from manta.workers.data.indexed_dataset import tokens_in
 
     return sum(tokens_in(prefix) for prefix in prefixes_of(files))
 

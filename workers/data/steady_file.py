@@ -6,9 +6,9 @@ from __future__ import annotations
 import hashlib
 import os
 
-from workers.data.read_errors import read_error
-from workers.errors import DataError, DataNotStored
-from workers.system.regular_files import open_regular
+from manta.workers.data.read_errors import read_error
+from manta.workers.errors import DataError, DataNotStored
+from manta.workers.system.regular_files import open_regular
 
 SAMPLE_BYTES = 4096
 ADVICE = "put it back as it was, or submit a new job"

@@ -26,21 +26,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workers.config import DataConfig
-from workers.data import token_process
-from workers.data.indexed_dataset import IndexedTokens, boundaries, write_index
-from workers.data.read_errors import is_of_the_storage, read_error
-from workers.data.shards import Shard, shards_of
-from workers.data.sources import CorpusFile, in_words
-from workers.data.steady_file import digest_of
-from workers.data.token_process import Order, ShardResult
-from workers.data.token_processes import Counts, tokenize_shards
-from workers.data.tokenizer import Tokenizer
-from workers.errors import DataError, DataNotStored
-from workers.system.regular_files import open_regular
+from manta.workers.config import DataConfig
+from manta.workers.data import token_process
+from manta.workers.data.indexed_dataset import IndexedTokens, boundaries, write_index
+from manta.workers.data.read_errors import is_of_the_storage, read_error
+from manta.workers.data.shards import Shard, shards_of
+from manta.workers.data.sources import CorpusFile, in_words
+from manta.workers.data.steady_file import digest_of
+from manta.workers.data.token_process import Order, ShardResult
+from manta.workers.data.token_processes import Counts, tokenize_shards
+from manta.workers.data.tokenizer import Tokenizer
+from manta.workers.errors import DataError, DataNotStored
+from manta.workers.system.regular_files import open_regular
 
 if TYPE_CHECKING:
-    from workers.data.chat_template import ChatTemplate
+    from manta.workers.data.chat_template import ChatTemplate
 
 FORMAT = 1
 """Version of the cache. Incremented by a change after which the same corpus has different tokens."""
@@ -205,7 +205,7 @@ def cached_marks(tokens: IndexedTokens, info: TokenInfo) -> IndexedTokens:
 
 
 def _template(data: DataConfig) -> ChatTemplate:
-    from workers.data.chat_template import open_template
+    from manta.workers.data.chat_template import open_template
 
     return open_template(data)
 

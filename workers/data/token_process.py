@@ -1,5 +1,5 @@
-"""`python -m workers.data.token_process PARENT`: turns shards of a corpus into files of tokens, for the process that
-starts it (`token_processes.py`), and ends together with that.
+"""`python -m manta.workers.data.token_process PARENT`: turns shards of a corpus into files of tokens, for the process
+that starts it (`token_processes.py`), and ends together with that.
 
 Its stdin has the `Order` and then one shard per line, `{"shard", "sections"}`; its stdout has lines of JSON: its
 progress, `{"bytes", "tokens"}`, and at the shard's end its `ShardResult`, or `{"error"}` or `{"not_stored"}` and then
@@ -23,17 +23,17 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import DataConfig
-from workers.data.documents import Text, raw_pieces_of, texts_of
-from workers.data.read_errors import answer_of
-from workers.data.shards import Section
-from workers.data.sources import is_compressed, kind_of_file
-from workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
-from workers.errors import DataError, DataNotStored
-from workers.system.processes import ParentDeathSignal
+from manta.workers.config import DataConfig
+from manta.workers.data.documents import Text, raw_pieces_of, texts_of
+from manta.workers.data.read_errors import answer_of
+from manta.workers.data.shards import Section
+from manta.workers.data.sources import is_compressed, kind_of_file
+from manta.workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
+from manta.workers.errors import DataError, DataNotStored
+from manta.workers.system.processes import ParentDeathSignal
 
 if TYPE_CHECKING:
-    from workers.data.chat_template import ChatTemplate
+    from manta.workers.data.chat_template import ChatTemplate
 
 BATCH_CHARACTERS = 2**18
 """Size of texts that are encoded at once: the library needs up to a hundred times as much memory for their tokens."""
@@ -239,7 +239,7 @@ class _Writer:
 
 
 def _template_of(document: dict[str, Any]) -> ChatTemplate:
-    from workers.data.chat_template import ChatTemplate
+    from manta.workers.data.chat_template import ChatTemplate
 
     return ChatTemplate.of_document(document)
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
-from workers.data.read_errors import raise_answered
-from workers.data.shards import Shard
-from workers.data.token_process import Order, ShardResult
-from workers.errors import DataError
-from workers.system.processes import process_state
+from manta.workers.data.read_errors import raise_answered
+from manta.workers.data.shards import Shard
+from manta.workers.data.token_process import Order, ShardResult
+from manta.workers.errors import DataError
+from manta.workers.system.processes import process_state
 
 LOOK_SECONDS = 0.5
 MAX_TRIES = 3
@@ -117,7 +117,7 @@ class _Work:
         self._selector.close()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "workers.data.token_process", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "manta.workers.data.token_process", str(os.getpid())]
         # In a process group of its own: an interrupt is meant for this process, which ends the others.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         worker = _Worker(process)

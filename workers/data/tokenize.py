@@ -1,13 +1,13 @@
-"""`python -m workers.data.tokenize CONFIG.yaml [--cache FOLDER] [--to PREFIX] [--processes N]`: tokenizes a job's
+"""`python -m manta.workers.data.tokenize CONFIG.yaml [--cache FOLDER] [--to PREFIX] [--processes N]`: tokenizes a job's
 corpus before the job is started, into the cache that the job will use; with --to also as an indexed dataset for
 Megatron-LM."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before anything is loaded, which takes seconds
-    from workers.interruption import run_command
+    from manta.workers.interruption import run_command
 
-    run_command("workers.data.tokenize")
+    run_command("manta.workers.data.tokenize")
 
 import argparse
 import shutil
@@ -19,16 +19,16 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from workers.config import JobSpec
-from workers.data.indexed_dataset import IndexedTokens, read_index, write_index
-from workers.data.prepare import Corpus, open_corpus, splits_of
-from workers.data.sources import check_validation_set
-from workers.data.token_cache import Watcher
-from workers.errors import DataError, MantaError
-from workers.settings import read_token_cache
-from workers.spec.problems import SpecError
-from workers.spec.reading import load_job_spec
-from workers.spec.submitted import with_vocabulary
+from manta.workers.config import JobSpec
+from manta.workers.data.indexed_dataset import IndexedTokens, read_index, write_index
+from manta.workers.data.prepare import Corpus, open_corpus, splits_of
+from manta.workers.data.sources import check_validation_set
+from manta.workers.data.token_cache import Watcher
+from manta.workers.errors import DataError, MantaError
+from manta.workers.settings import read_token_cache
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import load_job_spec
+from manta.workers.spec.submitted import with_vocabulary
 
 
 class ProgressLines(Watcher):
@@ -101,7 +101,8 @@ def write_dataset(rows: Sequence[IndexedTokens], to: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. User errors are printed as one sentence on stderr."""
     parser = argparse.ArgumentParser(
-        prog="python -m workers.data.tokenize", description="Make the tokens of a job's corpus before it is started."
+        prog="python -m manta.workers.data.tokenize",
+        description="Make the tokens of a job's corpus before it is started.",
     )
     parser.add_argument("config", type=Path, help="JobSpec in YAML")
     parser.add_argument("--cache", type=Path, help="keep the tokens in this folder (default: MANTA_TOKEN_CACHE)")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, DataConfig
-from workers.data.read_errors import read_error
-from workers.errors import DataError
-from workers.system.regular_files import read_regular
+from manta.workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, DataConfig
+from manta.workers.data.read_errors import read_error
+from manta.workers.errors import DataError
+from manta.workers.system.regular_files import read_regular
 
 if TYPE_CHECKING:
     import tokenizers
@@ -175,7 +175,7 @@ class FileTokenizer:
         )
 
     def _survives_cuts(self, text: str) -> bool:
-        from workers.data.shards import pieces_of
+        from manta.workers.data.shards import pieces_of
 
         pieces = [piece.decode() for piece in pieces_of(text.encode(), 1)]
         whole, *parts = self.encode([text, *pieces])

@@ -4,9 +4,8 @@ as in Radford et al. 2019), once, and stored next to the tokens.
 Deterministic: pairs are merged by their count, and of equally frequent ones the one with the lowest ids first. Of a
 large corpus only a part is read: the beginning of each shard, up to its share of `TRAINING_BYTES`.
 
-`python -m workers.data.trained_tokenizer PARENT`, with an order on stdin, is the process that does it, so that its
-memory is not that of a rank.
-"""
+`python -m manta.workers.data.trained_tokenizer PARENT`, with an order on stdin, is the process that does it, so that
+its memory is not that of a rank."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, TRAINED_VOCABULARY, DataConfig
-from workers.data.documents import texts_of
-from workers.data.read_errors import answer_of, raise_answered
-from workers.data.shards import Section, Shard, shards_of
-from workers.data.sources import CorpusFile, in_words
-from workers.data.token_cache import FORMAT, Watcher, describe, key_of, locked
-from workers.data.tokenizer import FILE_NAME, ByteTokenizer, library
-from workers.errors import DataError, DataNotStored
-from workers.system.processes import ParentDeathSignal, process_state
+from manta.workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, TRAINED_VOCABULARY, DataConfig
+from manta.workers.data.documents import texts_of
+from manta.workers.data.read_errors import answer_of, raise_answered
+from manta.workers.data.shards import Section, Shard, shards_of
+from manta.workers.data.sources import CorpusFile, in_words
+from manta.workers.data.token_cache import FORMAT, Watcher, describe, key_of, locked
+from manta.workers.data.tokenizer import FILE_NAME, ByteTokenizer, library
+from manta.workers.errors import DataError, DataNotStored
+from manta.workers.system.processes import ParentDeathSignal, process_state
 
 TRAINING_BYTES = 2**28
 LOOK_SECONDS = 0.1
@@ -112,7 +111,7 @@ def _texts(shard: Sequence[Section], data: DataConfig) -> Iterator[str]:
 
 
 def _run(order: dict[str, Any], watcher: Watcher) -> None:
-    command = [sys.executable, "-m", "workers.data.trained_tokenizer", str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "manta.workers.data.trained_tokenizer", str(os.getpid())]
     # In a process group of its own: an interrupt is meant for this process, which ends the other.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0

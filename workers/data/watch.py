@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.data.prepare import Corpus
-from workers.data.token_cache import Watcher
-from workers.errors import DataError
-from workers.training.reporter import Reporter
+from manta.workers.comm.comm import Comm
+from manta.workers.data.prepare import Corpus
+from manta.workers.data.token_cache import Watcher
+from manta.workers.errors import DataError
+from manta.workers.training.reporter import Reporter
 
 
 class DataWatch(Watcher):

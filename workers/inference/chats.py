@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.config import JobSpec
-from workers.data.chat_template import ChatTemplate, TemplateFailed, open_template
-from workers.data.documents import Text, texts_of
-from workers.data.shards import Section
-from workers.data.sources import kind_of_file
-from workers.data.tokenizer import KEPT_CHAT, Marks
-from workers.errors import DataError
-from workers.inference.loaded_model import LoadedModel, TextTokens
-from workers.inference.tasks import BadTask, exponential, marked_log_likelihood
-from workers.storage.files import files_of
-from workers.storage.places import Place
+from manta.workers.config import JobSpec
+from manta.workers.data.chat_template import ChatTemplate, TemplateFailed, open_template
+from manta.workers.data.documents import Text, texts_of
+from manta.workers.data.shards import Section
+from manta.workers.data.sources import kind_of_file
+from manta.workers.data.tokenizer import KEPT_CHAT, Marks
+from manta.workers.errors import DataError
+from manta.workers.inference.loaded_model import LoadedModel, TextTokens
+from manta.workers.inference.tasks import BadTask, exponential, marked_log_likelihood
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from workers.checkpoint.catalog import checkpoint_at
-from workers.errors import MantaError
-from workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
-from workers.spec.problems import SpecError
-from workers.storage.places import BadPlace, Place, place_of
-from workers.system import gpu
+from manta.workers.checkpoint.catalog import checkpoint_at
+from manta.workers.errors import MantaError
+from manta.workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
+from manta.workers.spec.problems import SpecError
+from manta.workers.storage.places import BadPlace, Place, place_of
+from manta.workers.system import gpu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

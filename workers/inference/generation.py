@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.errors import MantaError
-from workers.inference.loaded_model import LoadedModel
-from workers.parallel.pipeline.forward_pass import KeyValueCache
+from manta.workers.errors import MantaError
+from manta.workers.inference.loaded_model import LoadedModel
+from manta.workers.parallel.pipeline.forward_pass import KeyValueCache
 
 
 class PromptTooLong(MantaError):

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import torch
 
-from workers.checkpoint.catalog import Manifest, manifest_of, while_read
-from workers.checkpoint.durable import Rectangle, load
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec, ParallelConfig
-from workers.data.tokenizer import (
+from manta.workers.checkpoint.catalog import Manifest, manifest_of, while_read
+from manta.workers.checkpoint.durable import Rectangle, load
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.data.tokenizer import (
     FILE_NAME,
     ByteTokenizer,
     FileTokenizer,
@@ -25,13 +25,13 @@ from workers.data.tokenizer import (
     open_tokenizer,
     tokenizer_path,
 )
-from workers.errors import DataError
-from workers.model.stage import Chunk, ModelStage
-from workers.parallel.pipeline.forward_pass import ForwardPass, KeyValueCache
-from workers.parallel.tensor.shards import NamedShard
-from workers.spec.reading import parse_job_spec
-from workers.storage.files import files_of
-from workers.storage.places import Place
+from manta.workers.errors import DataError
+from manta.workers.model.stage import Chunk, ModelStage
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass, KeyValueCache
+from manta.workers.parallel.tensor.shards import NamedShard
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
 
 
 class LoadedModel:

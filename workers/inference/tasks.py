@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from workers.data.tokenizer import Marks
-from workers.errors import MantaError
-from workers.inference.loaded_model import LoadedModel, TextTokens
-from workers.system.regular_files import read_regular
+from manta.workers.data.tokenizer import Marks
+from manta.workers.errors import MantaError
+from manta.workers.inference.loaded_model import LoadedModel, TextTokens
+from manta.workers.system.regular_files import read_regular
 
 _MAX_BYTES = 2**30
 """Maximum size of a file of questions or texts, which is read as a whole."""

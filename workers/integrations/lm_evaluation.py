@@ -1,6 +1,6 @@
 """A trained model in EleutherAI's lm-evaluation-harness (`pip install lm-eval`), for its tasks:
 
-    from workers.integrations.lm_evaluation import MantaModel
+    from manta.workers.integrations.lm_evaluation import MantaModel
 
     lm_eval.simple_evaluate(MantaModel("checkpoints"), tasks=["lambada_openai"])
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from lm_eval.api.model import LM
 
-from workers.inference.command import checkpoint_at
-from workers.inference.generation import Sampling, generate
-from workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
-from workers.inference.tasks import score, text_log_likelihood
-from workers.storage.places import place_of
+from manta.workers.inference.command import checkpoint_at
+from manta.workers.inference.generation import Sampling, generate
+from manta.workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
+from manta.workers.inference.tasks import score, text_log_likelihood
+from manta.workers.storage.places import place_of
 
 TOKENS = 256
 """Maximum number of generated tokens if a task does not set one."""

@@ -22,28 +22,28 @@ import torch
 import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
 
-from workers.accounting.device_peak import peak_of_rank
-from workers.checkpoint import pruning
-from workers.checkpoint.catalog import checkpoint_path, next_generation
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.comm.host_names import ask_for_none
-from workers.comm.secret import SECRET_LENGTH
-from workers.config import JobSpec
-from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
-from workers.errors import MantaError
-from workers.protocol.json_codec import spell
-from workers.settings import read_token_cache
-from workers.spec.reading import parse_job_spec, with_absolute_paths
-from workers.spec.submitted import with_shape_of_weights, with_vocabulary
-from workers.standalone.job import restore_newest, threads_begun_with
-from workers.storage.files import files_of
-from workers.storage.places import ObjectPath, Place, place_of
-from workers.system import gpu
-from workers.system.threads import threads_of, with_threads
-from workers.trainer import Trainer
-from workers.training.rank_state import Places
-from workers.training.reporter import Reporter
+from manta.workers.accounting.device_peak import peak_of_rank
+from manta.workers.checkpoint import pruning
+from manta.workers.checkpoint.catalog import checkpoint_path, next_generation
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.host_names import ask_for_none
+from manta.workers.comm.secret import SECRET_LENGTH
+from manta.workers.config import JobSpec
+from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
+from manta.workers.errors import MantaError
+from manta.workers.protocol.json_codec import spell
+from manta.workers.settings import read_token_cache
+from manta.workers.spec.reading import parse_job_spec, with_absolute_paths
+from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
+from manta.workers.standalone.job import restore_newest, threads_begun_with
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import ObjectPath, Place, place_of
+from manta.workers.system import gpu
+from manta.workers.system.threads import threads_of, with_threads
+from manta.workers.trainer import Trainer
+from manta.workers.training.rank_state import Places
+from manta.workers.training.reporter import Reporter
 
 METRICS_FOLDER = "metrics"
 """Folder in the run's folder, with a file for each checkpoint: the rows of the steps since the previous one."""

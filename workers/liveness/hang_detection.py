@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from workers.liveness.hang_timeouts import STOPPED_SECONDS, Standstill, hang_timeout
-from workers.liveness.progress import DeviceRecord, ProgressReader, Record, progress_path
-from workers.protocol.reports import Position, ProcessUse, TrainerStatus
-from workers.snapshot.files import snapshot_files
-from workers.snapshot.snapshot_file import SLOTS
-from workers.system.processes import ProcessState, process_state
+from manta.workers.liveness.hang_timeouts import STOPPED_SECONDS, Standstill, hang_timeout
+from manta.workers.liveness.progress import DeviceRecord, ProgressReader, Record, progress_path
+from manta.workers.protocol.reports import Position, ProcessUse, TrainerStatus
+from manta.workers.snapshot.files import snapshot_files
+from manta.workers.snapshot.snapshot_file import SLOTS
+from manta.workers.system.processes import ProcessState, process_state
 
 LOOK_SECONDS = 0.25
 COMMIT_LOOK_SECONDS = 0.01

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from workers.liveness.progress import Phase
-from workers.system.processes import ProcessState
+from manta.workers.liveness.progress import Phase
+from manta.workers.system.processes import ProcessState
 
 MIN_SECONDS = 1.5
 """Seconds allowed for an ordinary phase, however quick the steps are."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.liveness.record_layout import (
+from manta.workers.liveness.record_layout import (
     CHANGED_AT,
     CHANNEL_BITS,
     COMMITS,
@@ -52,8 +52,8 @@ from workers.liveness.record_layout import (
     Layout,
     Phase,
 )
-from workers.paths import rank_stem
-from workers.system.regular_files import make_folder, open_regular, put
+from manta.workers.paths import rank_stem
+from manta.workers.system.regular_files import make_folder, open_regular, put
 
 _LOOKS = 64
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Any
 
-from workers.protocol.json_codec import JsonObject
+from manta.workers.protocol.json_codec import JsonObject
 
 EVERY_SECONDS = 2.0
 """The shortest time that a sample covers."""

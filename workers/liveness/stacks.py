@@ -13,8 +13,8 @@ import os
 import signal
 from pathlib import Path
 
-from workers.paths import rank_stem
-from workers.system.regular_files import make_folder, open_regular, remove
+from manta.workers.paths import rank_stem
+from manta.workers.system.regular_files import make_folder, open_regular, remove
 
 STACKS_SIGNAL = signal.SIGUSR2
 MAX_CHARACTERS = 16_000

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from workers.model.core_attention import cached_attention, explicit_attention, fused_attention
-from workers.model.initial import INIT_STD, residual_std
-from workers.model.rotary import Rotary
-from workers.model.shared import Shared, first_place
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute.modules import Again
-from workers.parallel.tensor.dropout import derived_keys
-from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, both
+from manta.workers.model.core_attention import cached_attention, explicit_attention, fused_attention
+from manta.workers.model.initial import INIT_STD, residual_std
+from manta.workers.model.rotary import Rotary
+from manta.workers.model.shared import Shared, first_place
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.recompute.modules import Again
+from manta.workers.parallel.tensor.dropout import derived_keys
+from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, both
 
 
 class Attention(nn.Module):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from workers.comm.comm import Comm
-from workers.data.batches import Documents
-from workers.parallel.recompute.modules import checkpointed, in_backward
-from workers.parallel.tensor.dropout import derived_keys, kept
-from workers.system import gpu
+from manta.workers.comm.comm import Comm
+from manta.workers.data.batches import Documents
+from manta.workers.parallel.recompute.modules import checkpointed, in_backward
+from manta.workers.parallel.tensor.dropout import derived_keys, kept
+from manta.workers.system import gpu
 
 
 class Visible:

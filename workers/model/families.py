@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import nn
 
-from workers.config import ModelConfig
-from workers.errors import ModelError
-from workers.model import gpt, llama, qwen
-from workers.model.layer import Embedding
-from workers.model.shared import Shared
+from manta.workers.config import ModelConfig
+from manta.workers.errors import ModelError
+from manta.workers.model import gpt, llama, qwen
+from manta.workers.model.layer import Embedding
+from manta.workers.model.shared import Shared
 
 
 class Parts(Protocol):

@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from workers.config import ModelConfig
-from workers.model.attention import Attention
-from workers.model.initial import INIT_STD, residual_std
-from workers.model.layer import Embedding, Layer
-from workers.model.shared import Shared
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute.modules import Again
-from workers.parallel.tensor.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
-from workers.parallel.tensor.region import Region
+from manta.workers.config import ModelConfig
+from manta.workers.model.attention import Attention
+from manta.workers.model.initial import INIT_STD, residual_std
+from manta.workers.model.layer import Embedding, Layer
+from manta.workers.model.shared import Shared
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.recompute.modules import Again
+from manta.workers.parallel.tensor.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
+from manta.workers.parallel.tensor.region import Region
 
 
 class MLP(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from workers.config import ModelConfig
+from manta.workers.config import ModelConfig
 
 INIT_STD = 0.02
 

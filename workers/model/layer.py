@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from workers.model.attention import Attention
-from workers.model.initial import INIT_STD
-from workers.model.shared import EMBEDDING_PLACE, Shared, first_place
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute.modules import Again, again
-from workers.parallel.tensor.dropout import derived_keys, dropout
-from workers.parallel.tensor.layers import PositionEmbedding, VocabularyParallelEmbedding
-from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.sequence_parallel import first_position
+from manta.workers.model.attention import Attention
+from manta.workers.model.initial import INIT_STD
+from manta.workers.model.shared import EMBEDDING_PLACE, Shared, first_place
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.recompute.modules import Again, again
+from manta.workers.parallel.tensor.dropout import derived_keys, dropout
+from manta.workers.parallel.tensor.layers import PositionEmbedding, VocabularyParallelEmbedding
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import first_position
 
 
 class Dropout:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from workers.model.attention import Attention
-from workers.model.layer import Layer
-from workers.model.llama import SwiGLU, embedding, norm
-from workers.model.shared import Shared
-from workers.parallel.tensor.rms_norm import RMSNorm
+from manta.workers.model.attention import Attention
+from manta.workers.model.layer import Layer
+from manta.workers.model.llama import SwiGLU, embedding, norm
+from manta.workers.model.shared import Shared
+from manta.workers.parallel.tensor.rms_norm import RMSNorm
 
 __all__ = ["embedding", "layer", "norm"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from workers.config import RopeConfig, RopeScaling
-from workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.config import RopeConfig, RopeScaling
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 
 
 class Rotary:

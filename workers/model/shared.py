@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from workers.config import JobSpec
-from workers.model.core_attention import Visible
-from workers.model.rotary import Rotary
-from workers.parallel.recompute.offload import HostBlocks
-from workers.parallel.tensor.region import Region
+from manta.workers.config import JobSpec
+from manta.workers.model.core_attention import Visible
+from manta.workers.model.rotary import Rotary
+from manta.workers.parallel.recompute.offload import HostBlocks
+from manta.workers.parallel.tensor.region import Region
 
 # Places in the model that have dropout; keys of different places are independent.
 EMBEDDING_PLACE = 0

@@ -14,22 +14,22 @@ from functools import partial
 import torch
 from torch import nn
 
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.model.families import parts_of
-from workers.model.initial import INIT_STD
-from workers.model.shared import Shared
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.pipeline.stages import layers_of, stages_of_rank
-from workers.parallel.recompute.modules import checkpointed
-from workers.parallel.recompute.offload import OffloadedPass, memory_of
-from workers.parallel.tensor import compiled_operators
-from workers.parallel.tensor.fp8 import Fp8Products
-from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelOutput
-from workers.parallel.tensor.products import Products, TorchProducts
-from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.shards import NamedShard, named_shards
-from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.model.families import parts_of
+from manta.workers.model.initial import INIT_STD
+from manta.workers.model.shared import Shared
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.pipeline.stages import layers_of, stages_of_rank
+from manta.workers.parallel.recompute.modules import checkpointed
+from manta.workers.parallel.recompute.offload import OffloadedPass, memory_of
+from manta.workers.parallel.tensor import compiled_operators
+from manta.workers.parallel.tensor.fp8 import Fp8Products
+from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelOutput
+from manta.workers.parallel.tensor.products import Products, TorchProducts
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.shards import NamedShard, named_shards
+from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 
 class Chunk(nn.Module):

@@ -22,7 +22,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from workers.node.notices import Notice, SourceUnavailable, most_urgent
+from manta.workers.node.notices import Notice, SourceUnavailable, most_urgent
 
 Cloud = Literal["aws", "gcp", "azure"]
 CLOUDS: tuple[Cloud, ...] = get_args(Cloud)

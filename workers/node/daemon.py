@@ -17,20 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from workers.config import JobSpec
-from workers.data.roots import DataRoots
-from workers.errors import MantaError
-from workers.node import host as machine
-from workers.node.folders import RuntimeFolder, SharedFolders, paths_on_node
-from workers.node.gpus import GpuWatch
-from workers.node.heartbeat import HeartbeatServer
-from workers.node.host import own_code, this_host, visible
-from workers.node.local_drain import drain_socket, serve_drains
-from workers.node.notice_sources import notice_sources
-from workers.node.notices import NOTICE_SECONDS, Notice, NoticeSource, NoticeWatch, on_termination
-from workers.paths import SHARED_MEMORY, UnsafePath, memory_socket, zygote_socket
-from workers.protocol.json_codec import JsonObject, from_json, to_json
-from workers.protocol.messages import (
+from manta.workers.config import JobSpec
+from manta.workers.data.roots import DataRoots
+from manta.workers.errors import MantaError
+from manta.workers.node import host as machine
+from manta.workers.node.folders import RuntimeFolder, SharedFolders, paths_on_node
+from manta.workers.node.gpus import GpuWatch
+from manta.workers.node.heartbeat import HeartbeatServer
+from manta.workers.node.host import own_code, this_host, visible
+from manta.workers.node.local_drain import drain_socket, serve_drains
+from manta.workers.node.notice_sources import notice_sources
+from manta.workers.node.notices import NOTICE_SECONDS, Notice, NoticeSource, NoticeWatch, on_termination
+from manta.workers.paths import SHARED_MEMORY, UnsafePath, memory_socket, zygote_socket
+from manta.workers.protocol.json_codec import JsonObject, from_json, to_json
+from manta.workers.protocol.messages import (
     Endpoint,
     ListeningPorts,
     NodeDescription,
@@ -38,13 +38,13 @@ from workers.protocol.messages import (
     StoreArgument,
     StorePort,
 )
-from workers.protocol.remote_call import serve
-from workers.snapshot.node_memory import MemoryKeeper
-from workers.system.daemon_threads import in_daemon_thread
-from workers.system.ports import LOOPBACK, PortRange
-from workers.system.unix_listener import LOOK_SECONDS, UnixListener
-from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
-from workers.zygote.owner import ZygoteOwner
+from manta.workers.protocol.remote_call import serve
+from manta.workers.snapshot.node_memory import MemoryKeeper
+from manta.workers.system.daemon_threads import in_daemon_thread
+from manta.workers.system.ports import LOOPBACK, PortRange
+from manta.workers.system.unix_listener import LOOK_SECONDS, UnixListener
+from manta.workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
+from manta.workers.zygote.owner import ZygoteOwner
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-from workers.paths import Paths, safe_name
-from workers.system.daemon_threads import in_daemon_thread
-from workers.system.regular_files import read_regular
+from manta.workers.paths import Paths, safe_name
+from manta.workers.system.daemon_threads import in_daemon_thread
+from manta.workers.system.regular_files import read_regular
 
 MARK = ".installation"
 _MAX_BYTES = 1000

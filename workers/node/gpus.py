@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from workers.protocol.messages import GpuReading
+from manta.workers.protocol.messages import GpuReading
 
 log = logging.getLogger(__name__)
 

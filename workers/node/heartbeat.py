@@ -20,9 +20,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import GpuReading, Heartbeat
-from workers.system.ports import PortRange, listen
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.messages import GpuReading, Heartbeat
+from manta.workers.system.ports import PortRange, listen
 
 BACKLOG = 64
 CHUNK_BYTES = 4096

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.protocol.messages import Endpoint, ListeningPorts
-from workers.system.ports import PortRange, listen, outward_address
+from manta.workers.protocol.messages import Endpoint, ListeningPorts
+from manta.workers.system.ports import PortRange, listen, outward_address
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).parents[1]
 
 AT_ONCE = 64
 """Number of connections that are tried at the same time."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from workers.node.notices import NOTICE_SECONDS, Notice, SourceUnavailable, most_urgent
-from workers.settings import Pod, read_pod
+from manta.workers.node.notices import NOTICE_SECONDS, Notice, SourceUnavailable, most_urgent
+from manta.workers.settings import Pod, read_pod
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes mounts the token of a pod's service account and the certificate of the API's authority."""

@@ -17,9 +17,9 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from workers.errors import MantaError
-from workers.paths import RUNTIME_FOLDERS
-from workers.system.unix_listener import UnixListener
+from manta.workers.errors import MantaError
+from manta.workers.paths import RUNTIME_FOLDERS
+from manta.workers.system.unix_listener import UnixListener
 
 ANSWER_SECONDS = 5.0
 LINE_BYTES = 4096

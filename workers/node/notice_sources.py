@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
-from workers.errors import MantaError
-from workers.node.cloud_notices import CLOUDS, SERVICES, MetadataSource
-from workers.node.kubernetes_notices import KubernetesSource
-from workers.node.notices import Notice, NoticeSource, SourceUnavailable
-from workers.settings import read_slurm_job_end
+from manta.workers.errors import MantaError
+from manta.workers.node.cloud_notices import CLOUDS, SERVICES, MetadataSource
+from manta.workers.node.kubernetes_notices import KubernetesSource
+from manta.workers.node.notices import Notice, NoticeSource, SourceUnavailable
+from manta.workers.settings import read_slurm_job_end
 
 LEAD_SECONDS = 600.0
 """The end is announced when it is this near."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 log = logging.getLogger(__name__)
 

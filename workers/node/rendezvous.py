@@ -9,10 +9,10 @@ import socket
 import psutil
 from torch.distributed import TCPStore
 
-from workers.protocol.json_codec import JsonObject, from_json, to_json
-from workers.protocol.messages import StoreArgument, StorePort
-from workers.system.ports import listen
-from workers.system.resources import OTHER_FILES, raise_limit
+from manta.workers.protocol.json_codec import JsonObject, from_json, to_json
+from manta.workers.protocol.messages import StoreArgument, StorePort
+from manta.workers.system.ports import listen
+from manta.workers.system.resources import OTHER_FILES, raise_limit
 
 BACKLOG = 1024
 MAX_CONNECTIONS = 16_384

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from workers.config import RecoveryConfig
+from manta.workers.config import RecoveryConfig
 
 NORMAL = 1.4826
 """Standard deviation of a normal distribution, in units of the median distance from its median."""

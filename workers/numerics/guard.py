@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from workers.comm.comm import Comm
-from workers.config import RecoveryConfig
-from workers.engine import Engine
-from workers.errors import NonFiniteError, SpikeError
-from workers.numerics.bad_numbers import (
+from manta.workers.comm.comm import Comm
+from manta.workers.config import RecoveryConfig
+from manta.workers.engine import Engine
+from manta.workers.errors import NonFiniteError, SpikeError
+from manta.workers.numerics.bad_numbers import (
     NO_LIMITS,
     BadStep,
     NumericsHistory,
@@ -19,8 +19,8 @@ from workers.numerics.bad_numbers import (
     merged_histories,
     roll_back_target,
 )
-from workers.parallel.data.agreement import StepStatistics
-from workers.snapshot.state_copy import HostCopies
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.snapshot.state_copy import HostCopies
 
 
 class NumberGuard:

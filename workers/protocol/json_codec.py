@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 JsonObject = dict[str, Any]
 """A JSON object whose keys are defined elsewhere: a JobSpec, a row of metrics, an event's data. Its contents are not

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from workers.errors import MantaError
-from workers.protocol.json_codec import JsonObject
-from workers.system.ports import PortRange
+from manta.workers.errors import MantaError
+from manta.workers.protocol.json_codec import JsonObject
+from manta.workers.system.ports import PortRange
 
 PROTOCOL = 2
 """Version of all messages between processes. It is increased by a change that the other end must know of."""
@@ -134,7 +134,7 @@ class LaunchOrder:
     store_port: int | None = None
     """Port of the rendezvous store."""
     secret: str | None = field(default=None, repr=False)
-    """Known only to the ranks of this generation (`workers.comm.secret`); None for a single process."""
+    """Known only to the ranks of this generation (`manta.workers.comm.secret`); None for a single process."""
     snapshot_folder: str | None = None
     """Folder in the node's shared memory for this job's snapshots; None turns snapshots off."""
     memory_keeper: str | None = None
@@ -153,8 +153,8 @@ class LaunchOrder:
     faults: tuple[Fault, ...] = ()
     """Faults that were requested and have not occurred yet."""
     roll_backs: tuple[JsonObject, ...] = ()
-    """Data of the job's previous `rolled_back` events (`workers.numerics.bad_numbers.RollBack`): samples that they
-    skipped stay skipped."""
+    """Data of the job's previous `rolled_back` events (`manta.workers.numerics.bad_numbers.RollBack`): samples that
+    they skipped stay skipped."""
     in_place: bool = False
     """Whether a trainer that loses a peer comes to rest and waits for the next order instead of ending. A trainer that
     was asked to rest between two steps does so in any case."""
@@ -306,7 +306,7 @@ class PeakRate:
     peak_flops: float
     """FLOP/s of the device; of a CPU, of one thread."""
     source: str
-    """See `workers.accounting.device_peak.Peak`."""
+    """See `manta.workers.accounting.device_peak.Peak`."""
 
 
 @dataclass(frozen=True)

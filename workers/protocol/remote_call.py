@@ -13,8 +13,8 @@ import typing
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from workers.errors import MantaError
-from workers.protocol.json_codec import Codec, JsonObject, MalformedMessage, codec_of
+from manta.workers.errors import MantaError
+from manta.workers.protocol.json_codec import Codec, JsonObject, MalformedMessage, codec_of
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workers.liveness.flight_record import FlightRecord
-from workers.liveness.progress import DeviceRecord, Phase, Record
-from workers.liveness.rank_samples import RankSample
-from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
-from workers.system.processes import ProcessState
-from workers.timing.recording import PackedRecording
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.liveness.progress import DeviceRecord, Phase, Record
+from manta.workers.liveness.rank_samples import RankSample
+from manta.workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
+from manta.workers.system.processes import ProcessState
+from manta.workers.timing.recording import PackedRecording
 
 REPAIR_SELF_TEST = "repair_self_test"
 """Type of the event by which rank 0 reports whether repair in place works where a job runs."""

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workers.liveness.flight_record import FlightRecord
-from workers.node.folders import paths_on_node
-from workers.node.host import this_host
-from workers.paths import memory_socket
-from workers.protocol.json_codec import JsonObject
-from workers.protocol.messages import (
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.node.folders import paths_on_node
+from manta.workers.node.host import this_host
+from manta.workers.paths import memory_socket
+from manta.workers.protocol.json_codec import JsonObject
+from manta.workers.protocol.messages import (
     AgentDescription,
     Endpoint,
     Fault,
@@ -26,16 +26,16 @@ from workers.protocol.messages import (
     TraceOrder,
     check_protocol,
 )
-from workers.protocol.remote_call import Ownership, serve
-from workers.protocol.reports import KillReason, Report, TrainerStatus
-from workers.rank.report_buffer import ReportBuffer
-from workers.rank.snapshot_sharing import SnapshotSharing
-from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
-from workers.settings import read_token_cache
-from workers.snapshot.backup import BackupProgress
-from workers.system.ports import PortRange
-from workers.system.resources import usable_cores
-from workers.zygote.client import Exit
+from manta.workers.protocol.remote_call import Ownership, serve
+from manta.workers.protocol.reports import KillReason, Report, TrainerStatus
+from manta.workers.rank.report_buffer import ReportBuffer
+from manta.workers.rank.snapshot_sharing import SnapshotSharing
+from manta.workers.rank.trainer_slot import StaleGeneration, TrainerSlot
+from manta.workers.settings import read_token_cache
+from manta.workers.snapshot.backup import BackupProgress
+from manta.workers.system.ports import PortRange
+from manta.workers.system.resources import usable_cores
+from manta.workers.zygote.client import Exit
 
 
 class Agent:

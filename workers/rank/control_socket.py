@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from workers.protocol.json_codec import MalformedMessage, from_json, to_json
-from workers.protocol.messages import Fault, LaunchOrder, TraceOrder
-from workers.protocol.reports import Message, Metrics, Report
+from manta.workers.protocol.json_codec import MalformedMessage, from_json, to_json
+from manta.workers.protocol.messages import Fault, LaunchOrder, TraceOrder
+from manta.workers.protocol.reports import Message, Metrics, Report
 
 EXIT_ORPHANED = 76
 

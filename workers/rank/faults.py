@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-from workers.liveness.progress import Phase
-from workers.protocol.messages import BETWEEN_STEPS, Fault, FaultPhase
+from manta.workers.liveness.progress import Phase
+from manta.workers.protocol.messages import BETWEEN_STEPS, Fault, FaultPhase
 
 _REACHED: dict[FaultPhase, tuple[Phase, ...]] = {"start": ("connecting", "restoring"), "recovery": ("restoring",)}
 _FOREVER_SECONDS = 10**6

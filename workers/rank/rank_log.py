@@ -11,9 +11,9 @@ from collections import deque
 from pathlib import Path
 from typing import Protocol
 
-from workers.protocol.reports import Printed
-from workers.rank.report_buffer import ReportBuffer
-from workers.system.regular_files import open_to_append
+from manta.workers.protocol.reports import Printed
+from manta.workers.rank.report_buffer import ReportBuffer
+from manta.workers.system.regular_files import open_to_append
 
 LINE_CHARACTERS = 8192
 TAIL_LINES = 20

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import replace
 
-from workers.protocol.reports import Metrics, Payload, Printed, Report
+from manta.workers.protocol.reports import Metrics, Payload, Printed, Report
 
 REPORTS_PER_READ = 2000
 MAX_ROWS = 50_000

@@ -7,15 +7,15 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from workers.node.host import this_host
-from workers.paths import rank_stem
-from workers.protocol.messages import Endpoint, StoredSnapshot
-from workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
-from workers.snapshot.files import snapshot_files, steps_kept
-from workers.snapshot.node_memory import SnapshotMemory
-from workers.snapshot.snapshot_file import committed_steps
-from workers.system.ports import PortRange
-from workers.system.regular_files import remove
+from manta.workers.node.host import this_host
+from manta.workers.paths import rank_stem
+from manta.workers.protocol.messages import Endpoint, StoredSnapshot
+from manta.workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
+from manta.workers.snapshot.files import snapshot_files, steps_kept
+from manta.workers.snapshot.node_memory import SnapshotMemory
+from manta.workers.snapshot.snapshot_file import committed_steps
+from manta.workers.system.ports import PortRange
+from manta.workers.system.regular_files import remove
 
 
 class SnapshotSharing:

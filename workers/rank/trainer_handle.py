@@ -10,15 +10,15 @@ from collections.abc import Collection, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from workers.liveness.flight_record import FlightRecord
-from workers.protocol.json_codec import MalformedMessage
-from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TraceOrder
-from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
-from workers.rank.control_socket import Arm, Command, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
-from workers.rank.rank_log import LineSink, LineSplitter
-from workers.rank.report_buffer import ReportBuffer
-from workers.system.resources import killed_for_memory
-from workers.zygote.client import Exit, ForkedProcess
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.protocol.json_codec import MalformedMessage
+from manta.workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TraceOrder
+from manta.workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
+from manta.workers.rank.control_socket import Arm, Command, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
+from manta.workers.rank.rank_log import LineSink, LineSplitter
+from manta.workers.rank.report_buffer import ReportBuffer
+from manta.workers.system.resources import killed_for_memory
+from manta.workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0
 """Seconds without anything to read after which a trainer's output is complete. Its channels close with it, unless a

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workers.accounting.device_peak import peak_of_rank
-from workers.checkpoint.checksums import UnreadableCheckpoint
-from workers.comm.comm import BackendKind, Comm
-from workers.comm.grid import RankGrid
-from workers.comm.process_groups import take_flight_record
-from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
-from workers.errors import (
+from manta.workers.accounting.device_peak import peak_of_rank
+from manta.workers.checkpoint.checksums import UnreadableCheckpoint
+from manta.workers.comm.comm import BackendKind, Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.process_groups import take_flight_record
+from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
+from manta.workers.errors import (
     AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
@@ -43,12 +43,12 @@ from workers.errors import (
     SharedMemoryError,
     SpikeError,
 )
-from workers.liveness.flight_record import FlightRecord
-from workers.liveness.progress import Progress
-from workers.liveness.stacks import answer_with_stacks
-from workers.protocol.json_codec import JsonObject, from_json
-from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TrainerArgument
-from workers.protocol.reports import (
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.liveness.progress import Progress
+from manta.workers.liveness.stacks import answer_with_stacks
+from manta.workers.protocol.json_codec import JsonObject, from_json
+from manta.workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TrainerArgument
+from manta.workers.protocol.reports import (
     EXIT_SAVED,
     REPAIR_SELF_TEST,
     Event,
@@ -61,8 +61,8 @@ from workers.protocol.reports import (
     Resting,
     Started,
 )
-from workers.rank.control_socket import CommandReader, exit_orphaned, report_lines, reports_of
-from workers.rank.faults import (
+from manta.workers.rank.control_socket import CommandReader, exit_orphaned, report_lines, reports_of
+from manta.workers.rank.faults import (
     Faults,
     InjectedError,
     hang,
@@ -71,16 +71,16 @@ from workers.rank.faults import (
     run_out_of_memory,
     signal_self,
 )
-from workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
-from workers.snapshot.node_memory import SnapshotMemory
-from workers.spec.reading import parse_job_spec
-from workers.storage.places import place_of
-from workers.system import gpu
-from workers.system.processes import lower_priority
-from workers.system.threads import threads_of
-from workers.timing.recording import TraceOrders
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
+from manta.workers.snapshot.node_memory import SnapshotMemory
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.storage.places import place_of
+from manta.workers.system import gpu
+from manta.workers.system.processes import lower_priority
+from manta.workers.system.threads import threads_of
+from manta.workers.timing.recording import TraceOrders
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
 STORE_TIMEOUT = timedelta(seconds=20)

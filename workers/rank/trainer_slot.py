@@ -8,20 +8,20 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
-from workers.errors import MantaError
-from workers.liveness.flight_record import FlightRecord
-from workers.liveness.hang_detection import TrainerWatch
-from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
-from workers.liveness.stacks import stacks_path, take_stacks
-from workers.node.host import this_host, visible
-from workers.paths import Paths, zygote_socket
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import Fault, Launched, LaunchOrder, TraceOrder, TrainerArgument
-from workers.protocol.reports import KillReason, TrainerStatus
-from workers.rank.rank_log import LineSink, RankLog, ReportedLines
-from workers.rank.report_buffer import ReportBuffer
-from workers.rank.trainer_handle import TrainerHandle
-from workers.zygote.client import Exit, ZygoteUnavailable, fork
+from manta.workers.errors import MantaError
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.liveness.hang_detection import TrainerWatch
+from manta.workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
+from manta.workers.liveness.stacks import stacks_path, take_stacks
+from manta.workers.node.host import this_host, visible
+from manta.workers.paths import Paths, zygote_socket
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.messages import Fault, Launched, LaunchOrder, TraceOrder, TrainerArgument
+from manta.workers.protocol.reports import KillReason, TrainerStatus
+from manta.workers.rank.rank_log import LineSink, RankLog, ReportedLines
+from manta.workers.rank.report_buffer import ReportBuffer
+from manta.workers.rank.trainer_handle import TrainerHandle
+from manta.workers.zygote.client import Exit, ZygoteUnavailable, fork
 
 ZYGOTE_WAIT_SECONDS = 60.0
 """Seconds that a launch waits for a zygote that is still importing torch."""

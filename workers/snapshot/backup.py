@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.errors import MantaError, SharedMemoryError
-from workers.snapshot import backup_transport as wire
-from workers.snapshot.backup_transport import BackupError
-from workers.snapshot.files import NotificationPipe, backup_path, notification_path, snapshot_path, steps_kept
-from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
-from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
-from workers.system.ports import PortRange, listen
-from workers.system.regular_files import put, remove
+from manta.workers.errors import MantaError, SharedMemoryError
+from manta.workers.snapshot import backup_transport as wire
+from manta.workers.snapshot.backup_transport import BackupError
+from manta.workers.snapshot.files import NotificationPipe, backup_path, notification_path, snapshot_path, steps_kept
+from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
+from manta.workers.snapshot.snapshot_file import SnapshotFile, committed_steps
+from manta.workers.system.ports import PortRange, listen
+from manta.workers.system.regular_files import put, remove
 
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach a partner that refuses or is gone."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from workers.errors import CheckpointError, MantaError
-from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
-from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
-from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
+from manta.workers.errors import CheckpointError, MantaError
+from manta.workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
+from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
+from manta.workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.paths import rank_stem
-from workers.snapshot.node_memory import in_node_memory
-from workers.snapshot.snapshot_file import committed_steps
-from workers.system.regular_files import make_folder, remove
+from manta.workers.paths import rank_stem
+from manta.workers.snapshot.node_memory import in_node_memory
+from manta.workers.snapshot.snapshot_file import committed_steps
+from manta.workers.system.regular_files import make_folder, remove
 
 BACKUP_PREFIX = "replica-"
 """Beginning of the name of a backup; the rest is the name of the rank's own file."""

@@ -28,8 +28,8 @@ from typing import Literal
 
 import torch
 
-from workers.accounting.state_costs import steps_between
-from workers.comm.comm import Comm
+from manta.workers.accounting.state_costs import steps_between
+from manta.workers.comm.comm import Comm
 
 AGREE_EVERY = 16
 """Steps between two exchanges of the numbers."""

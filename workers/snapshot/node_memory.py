@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from workers.errors import SharedMemoryError
-from workers.snapshot.snapshot_file import NO_ROOM, Form, SnapshotFile, lay_out
-from workers.system.regular_files import make_folder, put
-from workers.system.resources import memory_available
-from workers.system.unix_listener import LOOK_SECONDS, UnixListener
+from manta.workers.errors import SharedMemoryError
+from manta.workers.snapshot.snapshot_file import NO_ROOM, Form, SnapshotFile, lay_out
+from manta.workers.system.regular_files import make_folder, put
+from manta.workers.system.resources import memory_available
+from manta.workers.system.unix_listener import LOOK_SECONDS, UnixListener
 
 Place = Literal["auto", "shared_memory", "node_memory"]
 ANSWER_SECONDS = 30.0

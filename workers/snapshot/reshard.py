@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from workers.checkpoint.checksums import BLOCK_BYTES
-from workers.checkpoint.durable import FROZEN, KINDS, Rectangle, Rectangles
-from workers.checkpoint.state_parts import agree, needed_rectangles, part_lengths, take_over
-from workers.comm.comm import Comm
-from workers.comm.grid import state_peers
-from workers.engine import Engine
-from workers.errors import CheckpointError
-from workers.snapshot.snapshot_file import SnapshotFile
+from manta.workers.checkpoint.checksums import BLOCK_BYTES
+from manta.workers.checkpoint.durable import FROZEN, KINDS, Rectangle, Rectangles
+from manta.workers.checkpoint.state_parts import agree, needed_rectangles, part_lengths, take_over
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import state_peers
+from manta.workers.engine import Engine
+from manta.workers.errors import CheckpointError
+from manta.workers.snapshot.snapshot_file import SnapshotFile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle."""

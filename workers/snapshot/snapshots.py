@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
-from workers.checkpoint.uploads import MappedFile
-from workers.errors import CheckpointError, SharedMemoryError
-from workers.snapshot.files import notification_path, notify, snapshot_path
-from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
-from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
-from workers.snapshot.state_copy import Done, Ready, StateCopier, copy_tensors
-from workers.system.pinned import PinnedMemory
+from manta.workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
+from manta.workers.checkpoint.uploads import MappedFile
+from manta.workers.errors import CheckpointError, SharedMemoryError
+from manta.workers.snapshot.files import notification_path, notify, snapshot_path
+from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
+from manta.workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
+from manta.workers.snapshot.state_copy import Done, Ready, StateCopier, copy_tensors
+from manta.workers.system.pinned import PinnedMemory
 
 RETRY_SECONDS = 60.0
 """Seconds between two attempts to make a file anew that was removed, which may take seconds where there is no room."""

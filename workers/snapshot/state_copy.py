@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from workers.system.pinned import PinnedMemory
+from manta.workers.system.pinned import PinnedMemory
 
 Ready = torch.cuda.Event | None
 """On a GPU, an event after all work on the state so far."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from workers.config import JobSpec
-from workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
-from workers.spec.problems import Problem
+from manta.workers.config import JobSpec
+from manta.workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
+from manta.workers.spec.problems import Problem
 
 # Far more increments than needed; each is kept in memory.
 MAX_INCREMENTS = 10_000

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from workers.spec.problems import Problem, SpecError
-from workers.spec.yaml import read_yaml
+from manta.workers.spec.problems import Problem, SpecError
+from manta.workers.spec.yaml import read_yaml
 
 EXAMPLE = "train.steps=100"
 MAX_COMBINATIONS = 100

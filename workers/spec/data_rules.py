@@ -9,8 +9,8 @@ import json
 import re
 from collections.abc import Iterator
 
-from workers.config import BYTE_VOCABULARY, CHATML, END_OF_TEXT, NO_TOKEN, DataConfig, JobSpec
-from workers.spec.problems import Problem
+from manta.workers.config import BYTE_VOCABULARY, CHATML, END_OF_TEXT, NO_TOKEN, DataConfig, JobSpec
+from manta.workers.spec.problems import Problem
 
 MAX_BETWEEN_WEIGHTS = 100_000
 

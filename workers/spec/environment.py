@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from workers.config import JobSpec
-from workers.spec.problems import Problem
+from manta.workers.config import JobSpec
+from manta.workers.spec.problems import Problem
 
 _NCCL = (
     "ALGO", "ALLOC_P2P_NET_LL_BUFFERS", "BUFFSIZE", "CGA_CLUSTER_SIZE", "COLLNET_ENABLE", "CROSS_NIC",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from workers.config import JobSpec, ModelConfig
-from workers.config.model import FAMILIES
-from workers.spec.divisors import nearest_multiple
-from workers.spec.problems import Problem
+from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config.model import FAMILIES
+from manta.workers.spec.divisors import nearest_multiple
+from manta.workers.spec.problems import Problem
 
 UNIT = 16
 """All widths of 8-bit products must be multiples of this."""

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from workers.config import JobSpec, ModelConfig
-from workers.config.model import Family
-from workers.parallel.pipeline.stages import layers_of
+from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config.model import Family
+from manta.workers.parallel.pipeline.stages import layers_of
 
 TOKEN_EMBEDDING = "embedding.token.weight"
 """Layout-independent name of the weight that the output layer may share."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from workers.config import JobSpec
-from workers.parallel.pipeline.stages import even_counts
-from workers.spec.problems import Problem
+from manta.workers.config import JobSpec
+from manta.workers.parallel.pipeline.stages import even_counts
+from manta.workers.spec.problems import Problem
 
 
 def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:

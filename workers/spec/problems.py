@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from workers.config import PART_OF_A_NAME, JobSpec, Section
-from workers.config.fields import ACCELERATOR_TYPE, ENTRYPOINT, JOB_NAME, LABEL_KEY, LABEL_VALUE
-from workers.spec.yaml import read_yaml
+from manta.workers.config import PART_OF_A_NAME, JobSpec, Section
+from manta.workers.config.fields import ACCELERATOR_TYPE, ENTRYPOINT, JOB_NAME, LABEL_KEY, LABEL_VALUE
+from manta.workers.spec.yaml import read_yaml
 
 
 @dataclass(frozen=True)

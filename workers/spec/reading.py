@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from workers.config import BUILT_IN_TOKENIZERS, CHATML, JobSpec
-from workers.spec.problems import Problem, SpecError, kind_of, problems_of
-from workers.spec.rules import find_problems
-from workers.spec.submitted import with_shape_of_weights
-from workers.spec.yaml import read_yaml
-from workers.system.regular_files import read_regular
+from manta.workers.config import BUILT_IN_TOKENIZERS, CHATML, JobSpec
+from manta.workers.spec.problems import Problem, SpecError, kind_of, problems_of
+from manta.workers.spec.rules import find_problems
+from manta.workers.spec.submitted import with_shape_of_weights
+from manta.workers.spec.yaml import read_yaml
+from manta.workers.system.regular_files import read_regular
 
 MAX_BYTES = 2**20
 """Maximum size of a job file: no body of a request may be longer, and parsing a longer text could take minutes."""
@@ -43,12 +43,13 @@ def load_job_spec(path: Path) -> JobSpec:
     return parse_job_spec(with_shape_of_weights(read_document(path)))
 
 
-def read_document(path: Path) -> Any:
+def read_document(path: str | Path) -> Any:
     """Parse the YAML file at `path`, with relative paths of data, tokenizer, template and weights resolved against the
     file's own folder.
 
     Raises SpecError if it is not YAML, OSError if it cannot be read.
     """
+    path = Path(path)
     return document_of(read_regular(path, MAX_BYTES), str(path), path.resolve().parent)
 
 

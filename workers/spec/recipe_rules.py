@@ -10,11 +10,11 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from workers.config import JobSpec
-from workers.config.model import FAMILIES
-from workers.spec.parameters import frozen_names, matching, parameter_names
-from workers.spec.problems import Problem
-from workers.training.learning_rate import decay_steps
+from manta.workers.config import JobSpec
+from manta.workers.config.model import FAMILIES
+from manta.workers.spec.parameters import frozen_names, matching, parameter_names
+from manta.workers.spec.problems import Problem
+from manta.workers.training.learning_rate import decay_steps
 
 SECTION = "train.optimizer"
 

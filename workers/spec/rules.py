@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import MIN_WINDOW, JobSpec, ModelConfig, RopeScaling
-from workers.config.model import FAMILIES
-from workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
-from workers.spec.data_rules import CHAT_RULES, DATA_RULES
-from workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
-from workers.spec.environment import environment_is_allowed
-from workers.spec.kernel_rules import cuda_graphs_fit, fp8_fits
-from workers.spec.pipeline_rules import PIPELINE_RULES
-from workers.spec.problems import Problem
-from workers.spec.recipe_rules import RECIPE_RULES
+from manta.workers.config import MIN_WINDOW, JobSpec, ModelConfig, RopeScaling
+from manta.workers.config.model import FAMILIES
+from manta.workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
+from manta.workers.spec.data_rules import CHAT_RULES, DATA_RULES
+from manta.workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
+from manta.workers.spec.environment import environment_is_allowed
+from manta.workers.spec.kernel_rules import cuda_graphs_fit, fp8_fits
+from manta.workers.spec.pipeline_rules import PIPELINE_RULES
+from manta.workers.spec.problems import Problem
+from manta.workers.spec.recipe_rules import RECIPE_RULES
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from workers.config import JobSpec, ModelConfig
-from workers.data.read_errors import at_submission
-from workers.data.roots import ANYWHERE, DataRoots
-from workers.data.tokenizer import file_tokenizer, tokenizer_path
-from workers.errors import DataError, DataUnreadable, WeightsError
-from workers.spec.problems import Problem, SpecError
-from workers.spec.rules import find_problems
-from workers.weights.config_in import CONFIG, Shape, read_config, shape_of
+from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.data.read_errors import at_submission
+from manta.workers.data.roots import ANYWHERE, DataRoots
+from manta.workers.data.tokenizer import file_tokenizer, tokenizer_path
+from manta.workers.errors import DataError, DataUnreadable, WeightsError
+from manta.workers.spec.problems import Problem, SpecError
+from manta.workers.spec.rules import find_problems
+from manta.workers.weights.config_in import CONFIG, Shape, read_config, shape_of
 
 _SAID_OF_THIS_MACHINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 """Errors in reading a file that another machine, or another user, may not have."""

@@ -16,33 +16,33 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from workers.accounting.device_peak import peak_of_rank
-from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
-from workers.comm.comm import BackendKind, Comm
-from workers.comm.grid import RankGrid
-from workers.comm.host_names import ask_for_none
-from workers.comm.secret import SECRET_LENGTH
-from workers.config import JobSpec
-from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
-from workers.errors import CheckpointError, MantaError
-from workers.protocol.json_codec import from_json, spell
-from workers.protocol.messages import Resume, TraceOrder
-from workers.protocol.reports import Event, Message, Metrics
-from workers.settings import Launcher, read_token_cache
-from workers.step_traces.assembly import StepTrace, assembled
-from workers.step_traces.document import analysis_document, rank_documents
-from workers.step_traces.perfetto import perfetto
-from workers.storage.files import files_of
-from workers.storage.places import Place
-from workers.system import gpu
-from workers.system.regular_files import open_regular
-from workers.system.resources import usable_cores
-from workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
-from workers.timing.recording import PackedRecording, Recording
-from workers.trainer import Places, Trainer
-from workers.training.metric_names import VALIDATION_LOSS
-from workers.training.reporter import Reporter
-from workers.training.tracing import Make
+from manta.workers.accounting.device_peak import peak_of_rank
+from manta.workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
+from manta.workers.comm.comm import BackendKind, Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.host_names import ask_for_none
+from manta.workers.comm.secret import SECRET_LENGTH
+from manta.workers.config import JobSpec
+from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
+from manta.workers.errors import CheckpointError, MantaError
+from manta.workers.protocol.json_codec import from_json, spell
+from manta.workers.protocol.messages import Resume, TraceOrder
+from manta.workers.protocol.reports import Event, Message, Metrics
+from manta.workers.settings import Launcher, read_token_cache
+from manta.workers.step_traces.assembly import StepTrace, assembled
+from manta.workers.step_traces.document import analysis_document, rank_documents
+from manta.workers.step_traces.perfetto import perfetto
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
+from manta.workers.system import gpu
+from manta.workers.system.regular_files import open_regular
+from manta.workers.system.resources import usable_cores
+from manta.workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
+from manta.workers.timing.recording import PackedRecording, Recording
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.metric_names import VALIDATION_LOSS
+from manta.workers.training.reporter import Reporter
+from manta.workers.training.tracing import Make
 
 
 def train(

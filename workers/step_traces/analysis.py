@@ -14,9 +14,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
-from workers.comm.grid import AXES
-from workers.step_traces.assembly import StepTrace, TracedRank, nested, parents
-from workers.timing.recording import Slice
+from manta.workers.comm.grid import AXES
+from manta.workers.step_traces.assembly import StepTrace, TracedRank, nested, parents
+from manta.workers.timing.recording import Slice
 
 
 def idle_slices(trace: StepTrace, rank: TracedRank) -> Iterator[tuple[Slice, float]]:

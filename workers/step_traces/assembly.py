@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
-from workers.comm.grid import RankGrid
-from workers.timing.recording import Recording, Slice, SliceKind, TracedStep
+from manta.workers.comm.grid import RankGrid
+from manta.workers.timing.recording import Recording, Slice, SliceKind, TracedStep
 
 PASSES: frozenset[SliceKind] = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 """Kinds of slices in which a micro-batch passes through a virtual stage."""

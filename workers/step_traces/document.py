@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from workers.step_traces.analysis import bubble, critical_path
-from workers.step_traces.assembly import StepTrace, TracedRank
-from workers.timing.recording import Slice
+from manta.workers.step_traces.analysis import bubble, critical_path
+from manta.workers.step_traces.assembly import StepTrace, TracedRank
+from manta.workers.timing.recording import Slice
 
 _WORDS = {
     "loader": "loader",

@@ -7,9 +7,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from workers.step_traces.assembly import StepTrace, TracedRank, nested
-from workers.step_traces.document import name_of
-from workers.timing.recording import Slice
+from manta.workers.step_traces.assembly import StepTrace, TracedRank, nested
+from manta.workers.step_traces.document import name_of
+from manta.workers.timing.recording import Slice
 
 _VARINT, _FIXED64, _BYTES = 0, 1, 2
 _PACKET = 1

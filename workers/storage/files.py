@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
-from workers.storage.places import Place
-from workers.system.regular_files import open_regular, read_regular
+from manta.workers.storage.places import Place
+from manta.workers.system.regular_files import open_regular, read_regular
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -109,7 +109,7 @@ def files_of(place: Place) -> Files:
     """The operations for files in `place`."""
     if isinstance(place, Path):
         return LocalFiles()
-    from workers.storage.object_files import object_files
+    from manta.workers.storage.object_files import object_files
 
     return object_files(place.scheme)
 

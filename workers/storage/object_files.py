@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy
 
-from workers.errors import MantaError
-from workers.storage.files import Reader, Writer
-from workers.storage.places import ObjectPath, Place
+from manta.workers.errors import MantaError
+from manta.workers.storage.files import Reader, Writer
+from manta.workers.storage.places import ObjectPath, Place
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 SCHEMES = ("s3",)
 """Object stores that are known to work."""

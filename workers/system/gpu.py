@@ -11,8 +11,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 
-from workers.config import JobSpec
-from workers.errors import DeviceLost, ModelError
+from manta.workers.config import JobSpec
+from manta.workers.errors import DeviceLost, ModelError
 
 _NO_KERNEL = "No available kernel"
 """Part of torch's error message if no allowed attention kernel supports the inputs."""

@@ -9,7 +9,7 @@ import secrets
 import socket
 from dataclasses import dataclass
 
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 LOWEST, HIGHEST = 1024, 65535
 BACKLOG = 128

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from workers.errors import OpenFilesError
+from manta.workers.errors import OpenFilesError
 
 ROOT = Path("/")
 

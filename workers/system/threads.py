@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workers.config import JobSpec
+from manta.workers.config import JobSpec
 
 BEFORE = 1
 """Threads of jobs that began under a release without this choice."""

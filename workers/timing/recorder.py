@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from workers.liveness.device_trail import DeviceEvent
-from workers.timing.recording import KINDS, Recording, Slice, SliceKind, TracedStep, clock_of_machine
+from manta.workers.liveness.device_trail import DeviceEvent
+from manta.workers.timing.recording import KINDS, Recording, Slice, SliceKind, TracedStep, clock_of_machine
 
 MAX_SLICES = 50_000
 """The most slices that are kept of one rank."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from workers.protocol.json_codec import MalformedMessage
-from workers.protocol.messages import TraceOrder
+from manta.workers.protocol.json_codec import MalformedMessage
+from manta.workers.protocol.messages import TraceOrder
 
 SliceKind = Literal[
     "loader",

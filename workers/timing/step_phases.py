@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from workers.liveness.device_trail import DeviceTrail
-from workers.liveness.progress import Phase, Progress
-from workers.timing.recorder import Recorder
-from workers.timing.step_clock import StepClock, Wait
+from manta.workers.liveness.device_trail import DeviceTrail
+from manta.workers.liveness.progress import Phase, Progress
+from manta.workers.timing.recorder import Recorder
+from manta.workers.timing.step_clock import StepClock, Wait
 
 State = Literal["starting", "preparing", "connecting", "restoring", "resting", "done"]
 """Phases outside of steps, which last until the next one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from workers.config import OptimizerConfig
+from manta.workers.config import OptimizerConfig
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:

@@ -15,25 +15,25 @@ from typing import Any
 
 import torch
 
-from workers.checkpoint.checkpointer import Checkpointer
-from workers.comm.comm import Comm
-from workers.comm.grid import state_peers
-from workers.config import JobSpec
-from workers.engine import Engine
-from workers.errors import CheckpointNotSaved
-from workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
-from workers.numerics.guard import NumberGuard
-from workers.parallel.data.agreement import StepStatistics
-from workers.protocol.messages import Resume
-from workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
-from workers.snapshot.interval import SnapshotInterval
-from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
-from workers.snapshot.note import RowJournal, read_note
-from workers.snapshot.reshard import describe, restore_from_snapshots
-from workers.snapshot.snapshot_file import committed_steps
-from workers.snapshot.snapshots import Snapshots
-from workers.storage.places import Place
-from workers.training.reporter import Reporter, announce, named_samples, sample_data
+from manta.workers.checkpoint.checkpointer import Checkpointer
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import state_peers
+from manta.workers.config import JobSpec
+from manta.workers.engine import Engine
+from manta.workers.errors import CheckpointNotSaved
+from manta.workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
+from manta.workers.numerics.guard import NumberGuard
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
+from manta.workers.snapshot.interval import SnapshotInterval
+from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
+from manta.workers.snapshot.note import RowJournal, read_note
+from manta.workers.snapshot.reshard import describe, restore_from_snapshots
+from manta.workers.snapshot.snapshot_file import committed_steps
+from manta.workers.snapshot.snapshots import Snapshots
+from manta.workers.storage.places import Place
+from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class RankState:
             self.engine.initialise(self.spec.train.seed)
         else:
             # Imported here, since only these jobs need safetensors, which bare GPU images lack.
-            from workers.weights.reading import Weights
+            from manta.workers.weights.reading import Weights
 
             self.engine.begin_with(Weights(self.spec, self.comm.progress.moved).fill)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.comm.comm import Comm
-from workers.liveness.rank_samples import RankSample
-from workers.protocol.reports import Event, Message, Metrics, Payload
+from manta.workers.comm.comm import Comm
+from manta.workers.liveness.rank_samples import RankSample
+from manta.workers.protocol.reports import Event, Message, Metrics, Payload
 
 BATCH_SECONDS = 0.1
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from workers.accounting.flops import step_flops
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.data.batch_plan import BatchPlan
-from workers.parallel.data.agreement import StepStatistics
+from manta.workers.accounting.flops import step_flops
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.data.batch_plan import BatchPlan
+from manta.workers.parallel.data.agreement import StepStatistics
 
 
 @dataclass(frozen=True)

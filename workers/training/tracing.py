@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from workers.comm.backend import new_event
-from workers.comm.comm import Comm
-from workers.parallel.data.agreement import StepStatistics
-from workers.protocol.reports import Profiled, TraceBegan, Traced
-from workers.timing.recorder import DeviceMoments, HostMoments, Moments, Recorder
-from workers.timing.recording import INTERRUPTED, Recording
-from workers.training.reporter import Reporter
+from manta.workers.comm.backend import new_event
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.protocol.reports import Profiled, TraceBegan, Traced
+from manta.workers.timing.recorder import DeviceMoments, HostMoments, Moments, Recorder
+from manta.workers.timing.recording import INTERRUPTED, Recording
+from manta.workers.training.reporter import Reporter
 
 Make = Callable[[], Recording]
 """Builds this rank's recording, on any thread. Raises RuntimeError if its device has failed."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.data.batches import Batches, HeldOut
-from workers.engine import Engine
-from workers.parallel.data.elastic_sums import shared_leaves, sum_of_halves
+from manta.workers.comm.comm import Comm
+from manta.workers.data.batches import Batches, HeldOut
+from manta.workers.engine import Engine
+from manta.workers.parallel.data.elastic_sums import shared_leaves, sum_of_halves
 
 
 class Validation:

@@ -7,17 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, JobSpec
-from workers.data.read_errors import weights_error
-from workers.data.tokenizer import FILE_NAME as TOKENIZER
-from workers.data.tokenizer import KEPT_CHAT as CHAT
-from workers.data.tokenizer import MAX_BYTES, TEMPLATE, FileTokenizer, content_of, tokenizer_path
-from workers.errors import DataError, WeightsError
-from workers.storage.files import files_of
-from workers.storage.places import Place
-from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
-from workers.weights.config_in import CONFIG, Keys, read_config, shape_of
-from workers.weights.config_out import TOKENS, their_config
+from manta.workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, JobSpec
+from manta.workers.data.read_errors import weights_error
+from manta.workers.data.tokenizer import FILE_NAME as TOKENIZER
+from manta.workers.data.tokenizer import KEPT_CHAT as CHAT
+from manta.workers.data.tokenizer import MAX_BYTES, TEMPLATE, FileTokenizer, content_of, tokenizer_path
+from manta.workers.errors import DataError, WeightsError
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import Place
+from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
+from manta.workers.weights.config_in import CONFIG, Keys, read_config, shape_of
+from manta.workers.weights.config_out import TOKENS, their_config
 
 GENERATION = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"

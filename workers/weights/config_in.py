@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.data.read_errors import weights_error
-from workers.errors import WeightsError
-from workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
+from manta.workers.data.read_errors import weights_error
+from manta.workers.errors import WeightsError
+from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 
 Section = dict[str, Any]
 

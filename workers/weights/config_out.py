@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.config import JobSpec, ModelConfig, RopeConfig
-from workers.errors import WeightsError
+from manta.workers.config import JobSpec, ModelConfig, RopeConfig
+from manta.workers.errors import WeightsError
 
 Config = dict[str, Any]
 

@@ -1,4 +1,5 @@
-"""Exports the weights of a durable checkpoint of any layout: `python -m workers.weights.export CHECKPOINT --to FOLDER`.
+"""Exports the weights of a durable checkpoint of any layout: `python -m manta.workers.weights.export CHECKPOINT --to
+FOLDER`.
 
 `--format hf` writes what transformers reads: config.json, safetensors, generation_config.json, the tokenizer. `--format
 safetensors` writes our tensors with our names, and the JobSpec. Either is written next to its final place and renamed
@@ -9,9 +10,9 @@ which takes longer to load than a small model.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before anything is loaded, which takes seconds
-    from workers.interruption import run_command
+    from manta.workers.interruption import run_command
 
-    run_command("workers.weights.export")
+    run_command("manta.workers.weights.export")
 
 import argparse
 import fcntl
@@ -26,20 +27,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.checkpoint.archives import ITEM_BYTES
-from workers.checkpoint.catalog import Manifest, checkpoint_at, manifest_of, while_read
-from workers.checkpoint.contents import Contents
-from workers.checkpoint.opening import read_contents
-from workers.config import JobSpec
-from workers.errors import CheckpointError, MantaError, WeightsError
-from workers.interruption import cleaning_up_when_terminated
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
-from workers.storage.places import Place, place_of
-from workers.weights.companions import add_tokenizer, companion_files, source_config
-from workers.weights.folder import INDEX, NewFiles, NewTensor, index_of, plan_files, write_text
-from workers.weights.mapping import Dtype, Format, Piece, TheirTensor, their_tensors
-from workers.weights.stream_out import DTYPES, Source, write_tensors
+from manta.workers.checkpoint.archives import ITEM_BYTES
+from manta.workers.checkpoint.catalog import Manifest, checkpoint_at, manifest_of, while_read
+from manta.workers.checkpoint.contents import Contents
+from manta.workers.checkpoint.opening import read_contents
+from manta.workers.config import JobSpec
+from manta.workers.errors import CheckpointError, MantaError, WeightsError
+from manta.workers.interruption import cleaning_up_when_terminated
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.storage.places import Place, place_of
+from manta.workers.weights.companions import add_tokenizer, companion_files, source_config
+from manta.workers.weights.folder import INDEX, NewFiles, NewTensor, index_of, plan_files, write_text
+from manta.workers.weights.mapping import Dtype, Format, Piece, TheirTensor, their_tensors
+from manta.workers.weights.stream_out import DTYPES, Source, write_tensors
 
 SHARD_BYTES = 5 * 10**9
 SPEC = "job.json"
@@ -217,7 +218,7 @@ def _sync(folder: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. Errors of the user are one sentence on stderr."""
     parser = argparse.ArgumentParser(
-        prog="python -m workers.weights.export", description="Export a checkpoint's weights."
+        prog="python -m manta.workers.weights.export", description="Export a checkpoint's weights."
     )
     parser.add_argument(
         "checkpoint", help="a checkpoint, or a folder or s3:// URL of several, whose newest whole one counts"

@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from workers.config import JobSpec
-from workers.data.read_errors import is_of_the_storage, weights_error
-from workers.errors import WeightsError
-from workers.system.regular_files import open_regular, read_regular
-from workers.weights.mapping import TheirTensor, their_tensors
+from manta.workers.config import JobSpec
+from manta.workers.data.read_errors import is_of_the_storage, weights_error
+from manta.workers.errors import WeightsError
+from manta.workers.system.regular_files import open_regular, read_regular
+from manta.workers.weights.mapping import TheirTensor, their_tensors
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

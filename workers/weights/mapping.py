@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from workers.config import JobSpec, ModelConfig
+from manta.workers.config import JobSpec, ModelConfig
 
 Format = Literal["hf", "safetensors"]
 """Format of exported weights. hf: what transformers reads; safetensors: our tensors with our names."""

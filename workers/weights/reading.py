@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 from safetensors import SafetensorError, safe_open
 
-from workers.config import JobSpec
-from workers.data.read_errors import is_of_the_storage, weights_error
-from workers.errors import WeightsError
-from workers.parallel.tensor.shards import NamedShard
-from workers.weights.folder import FileTensor, tensors_of
-from workers.weights.mapping import Piece, TheirTensor, their_tensors
+from manta.workers.config import JobSpec
+from manta.workers.data.read_errors import is_of_the_storage, weights_error
+from manta.workers.errors import WeightsError
+from manta.workers.parallel.tensor.shards import NamedShard
+from manta.workers.weights.folder import FileTensor, tensors_of
+from manta.workers.weights.mapping import Piece, TheirTensor, their_tensors
 
 BLOCK_BYTES = 64 * 2**20
 """The most that is read of a tensor at a time, unless a row is larger."""

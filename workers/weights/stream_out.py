@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy
 
-from workers.checkpoint.archives import ITEM_BYTES
-from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.contents import Contents, StoredTensor
-from workers.checkpoint.stored_rows import RAW, StoredRows, in_file_order, most_memory, rows_and_columns
-from workers.errors import CheckpointError, WeightsError
-from workers.storage.places import Place
-from workers.weights.folder import NewFiles
-from workers.weights.mapping import Piece, TheirTensor
+from manta.workers.checkpoint.archives import ITEM_BYTES
+from manta.workers.checkpoint.catalog import Manifest
+from manta.workers.checkpoint.contents import Contents, StoredTensor
+from manta.workers.checkpoint.stored_rows import RAW, StoredRows, in_file_order, most_memory, rows_and_columns
+from manta.workers.errors import CheckpointError, WeightsError
+from manta.workers.storage.places import Place
+from manta.workers.weights.folder import NewFiles
+from manta.workers.weights.mapping import Piece, TheirTensor
 
 BAND_BYTES = 2 * 2**20
 """Bytes of a tensor's rows, as in the checkpoint, that are cast and written at a time, unless a row is larger."""

@@ -1,7 +1,7 @@
-"""`python -m workers.zygote`: the zygote of a node."""
+"""`python -m manta.workers.zygote`: the zygote of a node."""
 
 import sys
 
-from workers.zygote.server import main
+from manta.workers.zygote.server import main
 
 sys.exit(main())

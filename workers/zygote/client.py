@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.errors import MantaError
-from workers.protocol.json_codec import JsonObject, from_json, to_json
-from workers.protocol.messages import ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
-from workers.system.processes import ended, kill_group
+from manta.workers.errors import MantaError
+from manta.workers.protocol.json_codec import JsonObject, from_json, to_json
+from manta.workers.protocol.messages import ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
+from manta.workers.system.processes import ended, kill_group
 
 CONTROL_LINE_BYTES = 64 * 1024 * 1024
 """Maximum length of a JSON line that a child may send on its control socket."""

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from workers.system.processes import ended, process_state
-from workers.system.threads import OF_COMPUTATION
+from manta.workers.system.processes import ended, process_state
+from manta.workers.system.threads import OF_COMPUTATION
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class ZygoteOwner:
     """Owns the zygote that listens on `socket_path`. It ends with this process, through the pipe between the two."""
 
     def __init__(self, socket_path: Path, log: Path, options: Sequence[str], environment: Mapping[str, str] | None):
-        """`options`: further arguments of `workers.zygote`; `environment`: additions to this process's own."""
+        """`options`: further arguments of `manta.workers.zygote`; `environment`: additions to this process's own."""
         self._socket_path, self._log = socket_path, log
         self._options, self._environment = tuple(options), dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,7 +105,7 @@ class ZygoteOwner:
     def _spawn(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         read, self._owner_pipe = os.pipe()
-        command = [sys.executable, "-m", "workers.zygote", "--socket", str(self._socket_path)]
+        command = [sys.executable, "-P", "-m", "manta.workers.zygote", "--socket", str(self._socket_path)]
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
@@ -153,4 +153,4 @@ async def _until_answered(path: Path) -> None:
 
 def _import_path() -> list[str]:
     """Where this process finds its modules, so that the zygote finds the same ones from any working folder."""
-    return [str(Path(entry).resolve()) for entry in sys.path if Path(entry).is_dir()]
+    return [str(Path(entry).absolute()) for entry in sys.path if entry and Path(entry).is_dir()]

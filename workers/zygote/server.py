@@ -1,6 +1,6 @@
 """The zygote: a process with torch imported, from which trainers are forked in milliseconds.
 
-    python -m workers.zygote --socket PATH --owner-pipe FD [--entry NAME=MODULE:FUNCTION ...]
+    python -m manta.workers.zygote --socket PATH --owner-pipe FD [--entry NAME=MODULE:FUNCTION ...]
                             [--warm MODULE[:FUNCTION] ...]
 
 It is single-threaded, never imports ray and never touches CUDA, so a fork copies a quiet process. One connection on
@@ -37,23 +37,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
-from workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
-from workers.system.processes import ParentDeathSignal, kill_group
-from workers.system.threads import OF_COMPUTATION
-from workers.system.unix_listener import LOOK_SECONDS, UnixListener
+from manta.workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
+from manta.workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
+from manta.workers.system.processes import ParentDeathSignal, kill_group
+from manta.workers.system.threads import OF_COMPUTATION
+from manta.workers.system.unix_listener import LOOK_SECONDS, UnixListener
 
 DEFAULT_ENTRIES = {
-    "trainer": "workers.rank.trainer_process:run",
-    "store": "workers.node.rendezvous:run",
-    "peak": "workers.accounting.device_peak:run",
+    "trainer": "manta.workers.rank.trainer_process:run",
+    "store": "manta.workers.node.rendezvous:run",
+    "peak": "manta.workers.accounting.device_peak:run",
 }
 # What trainers import: here once, instead of in each of them.
 DEFAULT_WARM = (
     "torch",
     "torch.distributed",
-    "workers.zygote.server:import_first_uses",
-    "workers.comm.host_names:ask_for_none",
+    "manta.workers.zygote.server:import_first_uses",
+    "manta.workers.comm.host_names:ask_for_none",
 )
 
 MAXIMUM_REQUEST_BYTES = 16 * 1024 * 1024
@@ -296,7 +296,9 @@ def _exit_of(child: int, status: int) -> ForkAnswer:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="workers.zygote", description="Warm process that trainers are forked from.")
+    parser = argparse.ArgumentParser(
+        prog="manta.workers.zygote", description="Warm process that trainers are forked from."
+    )
     parser.add_argument("--socket", type=Path, required=True, help="path of the Unix socket to serve")
     parser.add_argument("--owner-pipe", type=int, required=True, help="descriptor whose closing ends the zygote")
     parser.add_argument("--entry", action="append", help="NAME=module:function; replaces the built-in table")

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.support.hugging_face import causal_attention, transformers_like
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.engine import Engine
-from workers.system import gpu
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import MicroBatch
+from manta.workers.engine import Engine
+from manta.workers.system import gpu
 
 LEARNING_RATE = 1e-4
 CLIP_NORM = 1.0

@@ -18,10 +18,10 @@ from benchmarks.support.gpu.contestants import manta_engine, settle
 from benchmarks.support.gpu.left_out import going_on
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.report import Report
-from workers.data.batches import Batches
-from workers.parallel.tensor.fp8 import BY_ROW, BY_TENSOR, E4M3, E5M2, Cast, product
-from workers.spec.reading import parse_job_spec
-from workers.system import gpu
+from manta.workers.data.batches import Batches
+from manta.workers.parallel.tensor.fp8 import BY_ROW, BY_TENSOR, E4M3, E5M2, Cast, product
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system import gpu
 
 STEPS, STEPS_OF_A_REHEARSAL = 60, 12
 SMOOTHED, WARM_UP, LEARNING_RATE = 10, 20, 2e-4

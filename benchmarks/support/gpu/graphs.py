@@ -17,9 +17,9 @@ from benchmarks.support.gpu.left_out import going_on
 from benchmarks.support.gpu.memory_savers import checked, step_of
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.report import Report
-from workers.accounting.device_bytes import device_bytes
-from workers.config import JobSpec
-from workers.spec.reading import parse_job_spec
+from manta.workers.accounting.device_bytes import device_bytes
+from manta.workers.config import JobSpec
+from manta.workers.spec.reading import parse_job_spec
 
 MICRO_BATCHES = 8
 """Of a step, which in most other parts is a single large one."""

@@ -22,19 +22,19 @@ from benchmarks.support.gpu.left_out import going_on
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.replayed_operations import ReplayedOperations
 from benchmarks.support.report import Report
-from workers.accounting.activation_bytes import host_bytes_of_rank
-from workers.accounting.device_bytes import device_bytes
-from workers.accounting.state_costs import host_state_bytes
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.engine import Engine
-from workers.errors import MantaError
-from workers.parallel import recompute
-from workers.parallel.data import offloaded
-from workers.parallel.tensor.shards import NamedShard
-from workers.spec.reading import parse_job_spec
-from workers.system import gpu
+from manta.workers.accounting.activation_bytes import host_bytes_of_rank
+from manta.workers.accounting.device_bytes import device_bytes
+from manta.workers.accounting.state_costs import host_state_bytes
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.engine import Engine
+from manta.workers.errors import MantaError
+from manta.workers.parallel import recompute
+from manta.workers.parallel.data import offloaded
+from manta.workers.parallel.tensor.shards import NamedShard
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system import gpu
 
 CHECKED_STEPS = 3
 GOAL_LOSS = 1e-3

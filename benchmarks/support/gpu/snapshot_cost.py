@@ -13,19 +13,19 @@ import torch
 from benchmarks.support.gpu.contestants import WARM_UP, settle
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.report import Report
-from workers.accounting.state_costs import checkpoint_bytes, snapshot_bytes, steps_between
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.errors import MantaError
-from workers.paths import SHARED_MEMORY
-from workers.protocol.messages import Resume
-from workers.snapshot.interval import AGREE_EVERY
-from workers.spec.reading import parse_job_spec
-from workers.system import gpu
-from workers.system.resources import memory_available
-from workers.trainer import NO_PLACES, Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.accounting.state_costs import checkpoint_bytes, snapshot_bytes, steps_between
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
+from manta.workers.paths import SHARED_MEMORY
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.interval import AGREE_EVERY
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system import gpu
+from manta.workers.system.resources import memory_available
+from manta.workers.trainer import NO_PLACES, Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 GOAL_STALL = 0.01
 """Most of a step's time that snapshots may hold the device up, as a mean over steps, at the interval that a job chooses

@@ -22,21 +22,21 @@ from benchmarks.support.gpu.contestants import LEARNING_RATE, batch_of
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.local_ranks import LocalRanks, RanksFailed
 from benchmarks.support.report import Report
-from workers.calibration.local_ranks import Place
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.comm.repair_self_test import RepairSelfTest
-from workers.config import JobSpec
-from workers.engine import Engine
-from workers.errors import MantaError
-from workers.paths import SHARED_MEMORY
-from workers.protocol.messages import Resume
-from workers.protocol.reports import Message, Metrics
-from workers.snapshot.files import steps_kept
-from workers.spec.reading import parse_job_spec
-from workers.system import gpu
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.calibration.local_ranks import Place
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.repair_self_test import RepairSelfTest
+from manta.workers.config import JobSpec
+from manta.workers.engine import Engine
+from manta.workers.errors import MantaError
+from manta.workers.paths import SHARED_MEMORY
+from manta.workers.protocol.messages import Resume
+from manta.workers.protocol.reports import Message, Metrics
+from manta.workers.snapshot.files import steps_kept
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system import gpu
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 AGREEMENT = 2e-2  # bf16 keeps eight bits; loss and norm are means over many roundings
 STEPS, DIES_AT = 8, 5

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs, rates and training days of the published tables, from `workers.accounting`."""
+"""Parameters, FLOPs, rates and training days of the published tables, from `manta.workers.accounting`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.support.published.rows import Row, printed_range
 from benchmarks.support.published.tables import Tables, gpt
-from workers.accounting.flops import parameter_count, step_flops
-from workers.config import JobSpec
+from manta.workers.accounting.flops import parameter_count, step_flops
+from manta.workers.config import JobSpec
 
 A100_PEAK = 312e12
 """FLOP/s that all MFU of arXiv:2205.05198 relate to."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from benchmarks.support.published.rows import Row
 from benchmarks.support.published.tables import Tables
-from workers.parallel.pipeline.schedules import schedule, with_messages
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from workers.parallel.pipeline.schedules.zero_bubble_h2 import zero_bubble_h2
+from manta.workers.parallel.pipeline.schedules import schedule, with_messages
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
+from manta.workers.parallel.pipeline.schedules.zero_bubble_h2 import zero_bubble_h2
 
 COLUMNS = {"1F1B": "1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "1F1B-I": "interleaved"}
 STAGES = 8

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.published.rows import Row
-from service.planner.communication import gather_seconds
-from service.planner.hardware import GIB, Cluster, Machine, machine_of
-from service.planner.memory import fits
-from service.planner.software import (
+from manta.service.planner.communication import gather_seconds
+from manta.service.planner.hardware import GIB, Cluster, Machine, machine_of
+from manta.service.planner.memory import fits
+from manta.service.planner.software import (
     MANTA,
     MEGATRON_2021,
     MEGATRON_2021_SCATTER,
@@ -25,10 +25,10 @@ from service.planner.software import (
     MEGATRON_DEEPSPEED_2021,
     Software,
 )
-from service.planner.step_time import StepModel, slowest_of
-from workers.accounting.flops import step_flops
-from workers.config import JobSpec
-from workers.spec.divisors import divisors
+from manta.service.planner.step_time import StepModel, slowest_of
+from manta.workers.accounting.flops import step_flops
+from manta.workers.config import JobSpec
+from manta.workers.spec.divisors import divisors
 
 FOLDER = Path(__file__).with_name("later")
 

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workers.config import JobSpec
-from workers.errors import MantaError
+from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
 
 VOCABULARY = 51200
 """Of GPT models in all of these tables, as padded."""

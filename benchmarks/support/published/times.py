@@ -9,10 +9,10 @@ from typing import Any
 from benchmarks.support.published.arithmetic import README_DP, README_TP, paper_job, readme_model
 from benchmarks.support.published.rows import Row, rank_correlation
 from benchmarks.support.published.tables import Tables, gpt
-from service.planner.communication import groups_of
-from service.planner.hardware import Cluster, machine_of
-from service.planner.layer_time import LayerTime
-from service.planner.software import (
+from manta.service.planner.communication import groups_of
+from manta.service.planner.hardware import Cluster, machine_of
+from manta.service.planner.layer_time import LayerTime
+from manta.service.planner.software import (
     MEGATRON_2020,
     MEGATRON_2021,
     MEGATRON_2021_SCATTER,
@@ -20,9 +20,9 @@ from service.planner.software import (
     MEGATRON_DEEPSPEED_2021,
     Software,
 )
-from service.planner.step_time import StepModel
-from workers.accounting.flops import step_flops
-from workers.config import JobSpec
+from manta.service.planner.step_time import StepModel
+from manta.workers.accounting.flops import step_flops
+from manta.workers.config import JobSpec
 
 FIGURES = "b_ptdp_figures_7_to_18"
 

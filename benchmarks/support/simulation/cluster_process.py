@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.simulation.messages import serve_requests
-from service.cluster.agent_client import AgentLost
-from service.cluster.placement import Seat
+from manta.service.cluster.agent_client import AgentLost
+from manta.service.cluster.placement import Seat
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.json_codec import JsonObject, to_json
+from manta.workers.protocol.messages import Endpoint, Heartbeat
+from manta.workers.protocol.remote_call import Ownership, StaleOwner, serve
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
-from workers.config import ParallelConfig
-from workers.protocol.json_codec import JsonObject, to_json
-from workers.protocol.messages import Endpoint, Heartbeat
-from workers.protocol.remote_call import Ownership, StaleOwner, serve
 
 HOST = "127.0.0.1"
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from workers.protocol.json_codec import JsonObject
+from manta.workers.protocol.json_codec import JsonObject
 
 LONGEST_LINE = 64 * 2**20
 

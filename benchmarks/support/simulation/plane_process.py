@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from benchmarks.support.simulation.remote_cluster import connected
-from service.cluster.cluster import Cluster
-from service.cluster.existing_ray import ExistingRay
-from service.control.control_plane import ControlPlane
-from service.control.options import ControlPlaneOptions
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.existing_ray import ExistingRay
+from manta.service.control.control_plane import ControlPlane
+from manta.service.control.options import ControlPlaneOptions
 
 READY = "ready"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.support.simulation.messages import Channel
 from benchmarks.support.simulation.plane_process import READY
-from workers.errors import MantaError
+from manta.workers.errors import MantaError
 
 SECONDS = 60.0
 POLL_SECONDS = 0.05

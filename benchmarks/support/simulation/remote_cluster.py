@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 
 from benchmarks.support.simulation.cluster_process import HOST, SimulatedCluster
 from benchmarks.support.simulation.messages import Channel
-from service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, OrderEpoch, RayAgent
-from service.cluster.cluster import Cluster
-from service.cluster.node_daemons import HeartbeatSource
-from service.cluster.node_shapes import NodeShape
-from service.cluster.nodes import GpuReadings, RayNode
-from service.cluster.placement import Capacity, Seat, Unit, job_of
-from service.cluster.placement_groups import NotPlaced
-from workers.config import ParallelConfig
-from workers.paths import Paths
-from workers.protocol.json_codec import JsonObject, MalformedMessage
-from workers.protocol.messages import Endpoint, NodeDescription
-from workers.protocol.remote_call import StaleOwner, call
+from manta.service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, OrderEpoch, RayAgent
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.node_daemons import HeartbeatSource
+from manta.service.cluster.node_shapes import NodeShape
+from manta.service.cluster.nodes import GpuReadings, RayNode
+from manta.service.cluster.placement import Capacity, Seat, Unit, job_of
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.workers.config import ParallelConfig
+from manta.workers.paths import Paths
+from manta.workers.protocol.json_codec import JsonObject, MalformedMessage
+from manta.workers.protocol.messages import Endpoint, NodeDescription
+from manta.workers.protocol.remote_call import StaleOwner, call
 
 T = TypeVar("T")
 ERRORS: dict[str, type[Exception]] = {
@@ -41,7 +41,7 @@ class Asking:
 
 
 class SimulatedNodes:
-    """As `service.cluster.nodes.Nodes`."""
+    """As `manta.service.cluster.nodes.Nodes`."""
 
     def __init__(self, asking: Asking):
         self._asking = asking
@@ -95,7 +95,7 @@ class SimulatedNodes:
 
 
 class SimulatedGroups:
-    """As `service.cluster.placement_groups.PlacementGroups`."""
+    """As `manta.service.cluster.placement_groups.PlacementGroups`."""
 
     def __init__(self, asking: Asking):
         self._asking = asking
@@ -151,7 +151,7 @@ class SimulatedAgentClient(RayAgent):
 
 
 class SimulatedAgents:
-    """As `service.cluster.agents.Agents`."""
+    """As `manta.service.cluster.agents.Agents`."""
 
     def __init__(self, asking: Asking):
         self._asking = asking
@@ -219,7 +219,7 @@ def _names(agents: Iterable[AgentClient | None]) -> list[str]:
 
 
 class SimulatedDaemon:
-    """As `service.cluster.agent_client.NodeClient`."""
+    """As `manta.service.cluster.agent_client.NodeClient`."""
 
     def __init__(self, asking: Asking, node: str):
         self._asking, self._node = asking, node
@@ -252,7 +252,7 @@ class SimulatedDaemon:
 
 
 class SimulatedDaemons:
-    """As `service.cluster.node_daemons.NodeDaemons`."""
+    """As `manta.service.cluster.node_daemons.NodeDaemons`."""
 
     def __init__(self, asking: Asking, nodes: SimulatedNodes):
         self._asking, self._nodes = asking, nodes

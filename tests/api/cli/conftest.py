@@ -5,7 +5,7 @@ import yaml
 from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
-from api.cli.main import app
+from manta.api.cli.main import app
 
 
 @pytest.fixture

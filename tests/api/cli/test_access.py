@@ -7,11 +7,11 @@ from functools import partial
 import httpx
 import pytest
 
-from api.cli import access, jobs
-from api.cli.main import app
-from api.client import MantaClient
-from service.store import Store, keys
-from service.store.location import sqlite_url
+from manta.api.cli import access, jobs
+from manta.api.cli.main import app
+from manta.api.client import Client
+from manta.service.store import Store, keys
+from manta.service.store.location import sqlite_url
 from tests.api.support.keys import add_key, bearer
 
 access.register(app)
@@ -125,9 +125,9 @@ def test_key_that_was_drawn_elsewhere_is_added_once_without_a_service(manta, tmp
 
 def test_client_sends_the_key_it_is_given_before_that_of_the_environment(service):
     key = add_key(service.store, "submit", "theirs")
-    with MantaClient(service.url, key=key) as client:
+    with Client(service.url, key=key) as client:
         assert client.projects().items[0].name == "theirs"
-    with MantaClient(service.url) as client:
+    with Client(service.url) as client:
         made = client.create_key("a", "read", project="theirs")
         assert client.keys().items[0].id == made.id
         assert client.revoke_key(made.id).revoked_at is not None

@@ -9,17 +9,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from api.cli import calibrate
-from api.cli.main import command_line
-from service.planner import machines
-from service.planner.hardware import Cluster, Core, CpuNode, Gpu, Links
-from service.planner.machines import Calibrated, CalibrationFailed, jobs_since, save
-from service.planner.refinement import MIN_JOBS
+from manta.api.cli import calibrate
+from manta.api.cli.main import command_line
+from manta.service.planner import machines
+from manta.service.planner.hardware import Cluster, Core, CpuNode, Gpu, Links
+from manta.service.planner.machines import Calibrated, CalibrationFailed, jobs_since, save
+from manta.service.planner.refinement import MIN_JOBS
+from manta.workers.paths import Paths
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system.resources import node_type
 from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on
-from workers.paths import Paths
-from workers.spec.reading import parse_job_spec
-from workers.system.resources import node_type
 
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 LINKS = Links(3.6e11, 3e-6, 0.1)

@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import checkpoints as commands
-from api.cli.main import app
-from service.store import checkpoints, generations
-from workers.checkpoint.catalog import Manifest, checkpoint_path, seal, verify
-from workers.checkpoint.checksums import SummedFiles
-from workers.paths import Paths
+from manta.api.cli import checkpoints as commands
+from manta.api.cli.main import app
+from manta.service.store import checkpoints, generations
+from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal, verify
+from manta.workers.checkpoint.checksums import SummedFiles
+from manta.workers.paths import Paths
 
 commands.register(app)
 

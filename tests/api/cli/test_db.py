@@ -7,12 +7,12 @@ import pytest
 from sqlalchemy import text
 from typer.testing import CliRunner
 
-from api.cli import main, service
-from api.cli.db import db
-from api.server import lock_home
-from service.store import Store, jobs
-from service.store.database import FIRST_RELEASED, newest_revision
-from workers.spec.reading import parse_job_spec
+from manta.api.cli import main, service
+from manta.api.cli.db import db
+from manta.api.server import lock_home
+from manta.service.store import Store, jobs
+from manta.service.store.database import FIRST_RELEASED, newest_revision
+from manta.workers.spec.reading import parse_job_spec
 
 service.register(main.app)
 main.app.add_typer(db, name="db")

@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import doctor as command
-from api.cli.main import app
-from service.doctor import Finding
+from manta.api.cli import doctor as command
+from manta.api.cli.main import app
+from manta.service.doctor import Finding
 from tests.api.support.keys import add_key
 
 command.register(app)

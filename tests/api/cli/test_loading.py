@@ -11,10 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from api.cli import main
-from api.cli.main import PANELS
+from manta.api.cli import main
+from manta.api.cli.main import PANELS
 
-LOADED = "import sys; from api.cli.main import command_line; [command_line(each) for each in sys.argv[1:]]; "
+LOADED = "import sys; from manta.api.cli.main import command_line; [command_line(each) for each in sys.argv[1:]]; "
 LOADED += "print(*sys.modules)"
 
 
@@ -70,13 +70,13 @@ def test_every_command_has_its_place_in_the_help(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
 def test_output_for_which_there_is_no_room_is_one_sentence() -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "api.cli", "--version"]
+        command = [sys.executable, "-m", "manta.api.cli", "--version"]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, NO_ROOM)
 
 
 NO_ROOM = "the output cannot be written: No space left on device; the command itself may have succeeded\n"
-RUN = "import sys; from pathlib import Path; from api.cli import __main__, main; "
+RUN = "import sys; from pathlib import Path; from manta.api.cli import __main__, main; "
 RUN += "main.command_line = lambda wanted: lambda: {}; __main__.main()"
 
 

@@ -8,19 +8,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from api.cli import checkpoints as checkpoint_commands
-from api.cli import jobs as job_commands
-from api.cli import lines as line_commands
-from api.cli import main
-from api.cli import nodes as node_commands
-from api.cli import plan as plan_command
-from api.cli import submit as submit_commands
-from api.cli.main import app
-from api.client import MantaClient
-from service.logs.pages import log_file, log_folder
-from service.recovery.timeline import RecoveryTimeline
-from service.store import checkpoints, events, generations, ranks, recoveries
-from service.store.recoveries import Beginning
+from manta.api.cli import checkpoints as checkpoint_commands
+from manta.api.cli import jobs as job_commands
+from manta.api.cli import lines as line_commands
+from manta.api.cli import main
+from manta.api.cli import nodes as node_commands
+from manta.api.cli import plan as plan_command
+from manta.api.cli import submit as submit_commands
+from manta.api.cli.main import app
+from manta.api.client import Client
+from manta.service.logs.pages import log_file, log_folder
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.store import checkpoints, events, generations, ranks, recoveries
+from manta.service.store.recoveries import Beginning
 from tests.api.support.silent_service import SilentService
 
 checkpoint_commands.register(app)
@@ -349,7 +349,7 @@ FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.
 )
 def test_all_that_is_said_to_a_command_is_in_its_request(command, line, body, monkeypatch):
     service = SilentService()
-    monkeypatch.setattr(main, "MantaClient", lambda url: MantaClient(url, service))
+    monkeypatch.setattr(main, "Client", lambda url: Client(url, service))
     words = command.replace("JOB", JOB).split()
     result = CliRunner().invoke(app, [*words, "--url", "http://there:1"], env={"MANTA_URL": "http://elsewhere:1"})
     assert (result.exit_code, result.stderr) == (1, "ask again later\n")
@@ -375,7 +375,7 @@ def test_a_job_may_be_called_by_its_name(service, command, monkeypatch, tmp_path
             return httpx.Response(200, json={"items": [job], "next_cursor": None})
         return httpx.Response(503, json={"code": "not_ready", "title": "", "status": 503, "detail": "ask again later"})
 
-    monkeypatch.setattr(main, "MantaClient", lambda url: MantaClient(url, httpx.MockTransport(answer)))
+    monkeypatch.setattr(main, "Client", lambda url: Client(url, httpx.MockTransport(answer)))
     first, *then = command.split()
     words = [first, then.pop(0), "small", *then] if then[:1] == ["delete"] else [first, "small", *then]
     result = CliRunner().invoke(app, [*words, "--url", "http://there:1"])

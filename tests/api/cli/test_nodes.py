@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import nodes as commands
-from api.cli.main import app
-from api.schemas import Node
-from workers.node import local_drain
-from workers.rank.agent import AgentOnNode
+from manta.api.cli import nodes as commands
+from manta.api.cli.main import app
+from manta.api.schemas import Node
+from manta.workers.node import local_drain
+from manta.workers.rank.agent import AgentOnNode
 
 commands.register(app)
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from api.cli.main import command_line
-from service.words import byte_count
+from manta.api.cli.main import command_line
+from manta.service.words import byte_count
 from tests.api.conftest import DOCUMENT
 from tests.api.support.keys import ADMIN
 

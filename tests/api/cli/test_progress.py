@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from api.cli import progress
-from api.cli.progress import duration, follow, progress_line
-from api.schemas import Job
+from manta.api.cli import progress
+from manta.api.cli.progress import duration, follow, progress_line
+from manta.api.schemas import Job
 
 
 def make_job(**changes):

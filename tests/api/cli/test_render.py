@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
-from api import schemas
-from api.cli import render
-from api.schemas import access as access_schemas
+from manta.api import schemas
+from manta.api.cli import render
+from manta.api.schemas import access as access_schemas
 
 MOMENT = datetime(2026, 1, 2, 12, 30, 15, tzinfo=UTC)
 

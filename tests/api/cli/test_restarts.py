@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
-from api.app_state import state_of
-from api.cli import restarts
+from manta.api.app_state import state_of
+from manta.api.cli import restarts
 restarts.PAUSE_SECONDS = 0.0
 file, ending, says = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "says"
 

@@ -13,17 +13,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from api import server
-from api.cli import service
-from api.serving import local_service
-from service.cluster.processes import start_of
-from service.cluster.ray_head import RayHead
-from service.settings import Settings, Tls
-from service.states import JobState
-from service.store import checkpoints, jobs
-from workers import paths
-from workers.paths import Paths
-from workers.spec.reading import parse_job_spec
+from manta.api import server
+from manta.api.cli import service
+from manta.api.serving import local_service
+from manta.service.cluster.processes import start_of
+from manta.service.cluster.ray_head import RayHead
+from manta.service.settings import Settings, Tls
+from manta.service.states import JobState
+from manta.service.store import checkpoints, jobs
+from manta.workers import paths
+from manta.workers.paths import Paths
+from manta.workers.spec.reading import parse_job_spec
 
 ALL_OPTIONS = [
     "--host", "0.0.0.0", "--port", "0", "--slots", "3", "--ray", "there:6379", "--allow-faults",
@@ -86,15 +86,15 @@ def test_service_in_the_background_is_run_with_what_up_was_told(
     everywhere = " and this machine's other addresses" if options else ""
     assert f"Manta is up: http://127.0.0.1:1{everywhere} (home: " in manta("up", *options)
     ((command, environment),) = started
-    assert command[:3] == [sys.executable, "-m", "api.cli"]
+    assert command[:4] == [sys.executable, "-P", "-m", "manta.api.cli"]
     assert environment["MANTA_HOME"] == str(tmp_path)
-    manta(*command[3:])
+    manta(*command[4:])
     assert served == [(Settings(tmp_path, allow_faults=allow_faults, tls=tls), *taken)]
 
 
 def test_faults_that_the_environment_allows_are_allowed_in_the_background_too(manta, served, started, tmp_path):
     manta("up", MANTA_ALLOW_FAULTS="1")
-    manta(*started[0][0][3:])
+    manta(*started[0][0][4:])
     manta("serve", MANTA_ALLOW_FAULTS="1")
     assert [settings.allow_faults for settings, *_ in served] == [True, True]
 
@@ -121,7 +121,7 @@ def test_service_that_starts_over_is_run_as_before(manta, served, tmp_path, monk
         server._start_over(settings, "0.0.0.0", 1234, slots)
         program, command, environment = replaced[-1]
         assert (program, environment["MANTA_HOME"]) == (sys.executable, str(tmp_path))
-        manta(*command[3:], **{name: value for name, value in environment.items() if name.startswith("MANTA_")})
+        manta(*command[4:], **{name: value for name, value in environment.items() if name.startswith("MANTA_")})
         assert served[-1] == (settings, "0.0.0.0", 1234, slots, None)
 
 
@@ -129,7 +129,7 @@ def test_database_is_named_in_the_environment_where_no_other_user_sees_its_passw
     manta("up", "--database", POSTGRESQL)
     ((command, environment),) = started
     assert "secret" not in " ".join(command)
-    manta(*command[3:], MANTA_DATABASE_URL=environment["MANTA_DATABASE_URL"])
+    manta(*command[4:], MANTA_DATABASE_URL=environment["MANTA_DATABASE_URL"])
     manta("serve", "--database", POSTGRESQL)
     assert [settings.database_url for settings, *_ in served] == [POSTGRESQL, POSTGRESQL]
     assert "secret" not in repr(served)
@@ -259,7 +259,7 @@ def test_our_own_ray_goes_with_all_that_jobs_had_there(home, monkeypatch, is_rec
     if is_recorded:
         home.ray_record.write_text("{}")
     else:
-        monkeypatch.setattr("service.cluster.ray_head.session_leader", lambda mark, words: os.getpid())
+        monkeypatch.setattr("manta.service.cluster.ray_head.session_leader", lambda mark, words: os.getpid())
     assert service.stop_service(home.home), "a Ray without a service is something that was stopped"
     assert left == ["service found", "ranks frozen", True], "first whoever writes there"
     assert not home.snapshot_root.exists()

@@ -9,14 +9,14 @@ import pytest
 import typer
 import yaml
 
-from api.cli import doctor as doctor_command
-from api.cli import jobs as job_commands
-from api.cli import main
-from api.cli import plan as plan_command
-from api.cli import submit as submit_commands
-from api.cli import tokenize as tokenize_command
-from api.cli.main import app
-from api.cli.submit import read_file
+from manta.api.cli import doctor as doctor_command
+from manta.api.cli import jobs as job_commands
+from manta.api.cli import main
+from manta.api.cli import plan as plan_command
+from manta.api.cli import submit as submit_commands
+from manta.api.cli import tokenize as tokenize_command
+from manta.api.cli.main import app
+from manta.api.cli.submit import read_file
 
 doctor_command.register(app)
 job_commands.register(app)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from api.cli import compare, submit
-from api.cli.main import app
-from api.cli.submit import variants
+from manta.api.cli import compare, submit
+from manta.api.cli.main import app
+from manta.api.cli.submit import variants
 
 submit.register(app)
 compare.register(app)

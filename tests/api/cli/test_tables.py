@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from api.cli.render import GAP, table, widths_of
+from manta.api.cli.render import GAP, table, widths_of
 
 JOB = "job_0vyq68q7jhxr"
 HEADINGS = ("JOB", "NAME", "LOSS", "SUBMITTED")

@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from api.cli.main import command_line
+from manta.api.cli.main import command_line
 
 
 def test_a_trace_that_could_not_be_written_is_not_asked_for(tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from api.cli import track
-from api.cli.main import app
+from manta.api.cli import track
+from manta.api.cli.main import app
 
 track.register(app)
 

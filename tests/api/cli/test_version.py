@@ -8,10 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from api.cli import main
-from api.rest_version import REST
-from service.store.database import newest_revision
-from workers.protocol.messages import PROTOCOL
+from manta.api.cli import main
+from manta.api.rest_version import REST
+from manta.service.store.database import newest_revision
+from manta.workers.protocol.messages import PROTOCOL
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from api.demo.failure import Killed, NotRecovered, RankKiller, outcome_of
-from api.schemas import Rank, Recovery
+from manta.api.demo.failure import Killed, NotRecovered, RankKiller, outcome_of
+from manta.api.schemas import Rank, Recovery
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 
-from api.demo import __main__ as demo
+from manta.api.demo import __main__ as demo
+from manta.workers.errors import MantaError
+from manta.workers.spec.reading import parse_job_spec
 from tests.api.conftest import DOCUMENT
-from workers.errors import MantaError
-from workers.spec.reading import parse_job_spec
 
 
 @pytest.mark.parametrize(("steps", "every", "saved"), [(20, 5, 15), (21, 5, 20), (24, 5, 20), (5, 5, 0), (4, 5, 0)])

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from api.demo.__main__ import SPEC, on_slots_where_gpus_are_few
-from api.schemas import Cluster
-from service.cluster import ray_head
-from service.cluster.placement import unit_of
-from workers.spec.reading import parse_job_spec, read_document
+from manta.api.demo.__main__ import SPEC, on_slots_where_gpus_are_few
+from manta.api.schemas import Cluster
+from manta.service.cluster import ray_head
+from manta.service.cluster.placement import unit_of
+from manta.workers.spec.reading import parse_job_spec, read_document
 
 
 def cluster(gpus):

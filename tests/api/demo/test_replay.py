@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from api.demo import failure as demo_replay
-from api.demo.failure import ReplayFailed, replay
+from manta.api.demo import failure as demo_replay
+from manta.api.demo.failure import ReplayFailed, replay
 
 DOCUMENT = {"parallel": {"tensor": 2, "pipeline": 1, "data": 2}}
 ROWS = {step: {"loss": 5.0 - step / 7, "grad_norm": 1.0 / step} for step in range(1, 31)}

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from api import schemas
-from api.demo.failure import Comparison, Killed, Outcome
-from api.demo.summary import show
+from manta.api import schemas
+from manta.api.demo.failure import Comparison, Killed, Outcome
+from manta.api.demo.summary import show
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 RANK = schemas.Rank(rank=5, tensor=1, pipeline=0, data=1, context=0, node="n", device="cpu", pid=42, generation=1,

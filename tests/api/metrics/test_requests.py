@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from api.metrics.requests import RequestTimer
+from manta.api.metrics.requests import RequestTimer
 
 
 class Route:

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.metrics import jobs
-from service.cluster.errors import ClusterUnavailable
-from service.monitoring.cluster_view import Measurements, NodeMeasurements
-from service.store import events, job_numbers
-from service.store.job_numbers import Saved
+from manta.api.metrics import jobs
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.monitoring.cluster_view import Measurements, NodeMeasurements
+from manta.service.store import events, job_numbers
+from manta.service.store.job_numbers import Saved
+from manta.workers.protocol.messages import GpuReading
 from tests.api.support.keys import bearer
 from tests.api.support.scraped_names import FAMILIES, sample_names
 from tests.deploy import monitoring
-from workers.protocol.messages import GpuReading
 
 GPUS = (GpuReading(0, True, 0.9, 2**30, 2**36, 60, 350.5, 7, 0, {"31": 2}), GpuReading(1, answers=False))
 MEASURED = Measurements(

@@ -2,8 +2,8 @@
 
 from sqlalchemy.orm import Session
 
-from service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_key
-from service.store import Project, Store, keys, projects
+from manta.service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_key
+from manta.service.store import Project, Store, keys, projects
 
 ADMIN = new_key()
 """What tests send where they are about something else: everything may be done with it."""

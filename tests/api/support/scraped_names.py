@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from api.metrics import control_plane, jobs, requests
-from api.metrics.families import Family
+from manta.api.metrics import control_plane, jobs, requests
+from manta.api.metrics.families import Family
 
 FAMILIES: tuple[Family, ...] = (*jobs.FAMILIES, *control_plane.FAMILIES)
 

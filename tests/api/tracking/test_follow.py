@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from api.schemas import MetricSeries
-from api.tracking import track
+from manta.api.schemas import MetricSeries
+from manta.api.tracking import track
 
 
 class Growing:

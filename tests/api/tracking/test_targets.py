@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from api import tracking
-from api.tracking import MlflowRun, NotInstalled, TensorBoardFiles, TrackingFailed, WandbRun, flattened
+from manta.api import tracking
+from manta.api.tracking import MlflowRun, NotInstalled, TensorBoardFiles, TrackingFailed, WandbRun, flattened
 
 JOB = SimpleNamespace(
     id="job-1", name="small", spec={"name": "small", "train": {"steps": 2, "optimizer": {"name": "adamw"}}}

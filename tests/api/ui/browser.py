@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from service.store import Store
+from manta.service.store import Store
 from tests.api.ui.sample import SampleServer, one_time_link
 
 CHROMIUM = shutil.which("chromium")

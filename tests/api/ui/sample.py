@@ -15,25 +15,36 @@ from typing import Any
 
 import uvicorn
 
-from api.app import create_app
-from api.security.permissions import LINK_PATH
-from api.ui import mount
-from service.control.options import ModelPackages
-from service.control.running_ranks import RankStack, SeenWaits
-from service.file_work import FileWork
-from service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
-from service.logs.pages import LogsInHome, log_file, log_folder
-from service.recovery.timeline import RecoveryTimeline
-from service.recovery.waits import WaitingRank, Waits
-from service.removal.deletion import Deletion, delete_checkpoint, delete_job
-from service.states import JobState
-from service.store import Store, checkpoints, events, generations, jobs, keys, metrics, projects, ranks, recoveries
-from service.store.recoveries import Beginning
-from service.store.tables import Checkpoint
-from workers.checkpoint.catalog import checkpoint_path
-from workers.config import JobSpec
-from workers.data.roots import DataRoots
-from workers.paths import Paths
+from manta.api.app import create_app
+from manta.api.security.permissions import LINK_PATH
+from manta.api.ui import mount
+from manta.service.control.options import ModelPackages
+from manta.service.control.running_ranks import RankStack, SeenWaits
+from manta.service.file_work import FileWork
+from manta.service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
+from manta.service.logs.pages import LogsInHome, log_file, log_folder
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.recovery.waits import WaitingRank, Waits
+from manta.service.removal.deletion import Deletion, delete_checkpoint, delete_job
+from manta.service.states import JobState
+from manta.service.store import (
+    Store,
+    checkpoints,
+    events,
+    generations,
+    jobs,
+    keys,
+    metrics,
+    projects,
+    ranks,
+    recoveries,
+)
+from manta.service.store.recoveries import Beginning
+from manta.service.store.tables import Checkpoint
+from manta.workers.checkpoint.catalog import checkpoint_path
+from manta.workers.config import JobSpec
+from manta.workers.data.roots import DataRoots
+from manta.workers.paths import Paths
 
 STEPS, DONE, CRASHED_AT = 400, 200, 120
 MARKUP = "<img src=x onerror=alert(1)>"

@@ -7,9 +7,9 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-from service.logs.pages import log_file, log_folder
-from service.states import JobState
-from service.store import checkpoints, events, jobs, keys, metrics, pauses_and_retries, ranks
+from manta.service.logs.pages import log_file, log_folder
+from manta.service.states import JobState
+from manta.service.store import checkpoints, events, jobs, keys, metrics, pauses_and_retries, ranks
 from tests.api.ui.browser import Sample, needs_chromium, sign_in
 from tests.api.ui.sample import row
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Frame, Page
 
-from service.store import jobs
+from manta.service.store import jobs
 from tests.api.ui.browser import ARGUMENTS, CHROMIUM, MILLISECONDS, Sample, needs_chromium, sign_in
 
 pytestmark = needs_chromium

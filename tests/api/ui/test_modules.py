@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from manta.workers.timing.step_phases import PARTS
 from tests.api.ui.browser import needs_chromium
-from workers.timing.step_phases import PARTS
 
 pytestmark = needs_chromium
 
@@ -133,7 +133,7 @@ DOCUMENTS = st.recursive(
 @drawn()
 @given(st.dictionaries(st.text(max_size=8), DOCUMENTS, max_size=5))
 def test_yaml_says_what_the_document_says(call, document):
-    from workers.spec.yaml import read_yaml
+    from manta.workers.spec.yaml import read_yaml
 
     assert _close(read_yaml(call("core/yaml.js", "toYaml", document)), document)
 
@@ -142,7 +142,7 @@ def test_yaml_says_what_the_document_says(call, document):
     "text", ["on", "OFF", "Yes", "null", "nan", "true", " a", "a ", "a: b", "# a", "1e3", "-", "~"]
 )
 def test_text_that_yaml_would_take_for_something_else_stays_text(call, text):
-    from workers.spec.yaml import read_yaml
+    from manta.workers.spec.yaml import read_yaml
 
     assert read_yaml(call("core/yaml.js", "toYaml", {"name": text})) == {"name": text}
 

@@ -8,13 +8,13 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 
-from api import ui
-from api.app import create_app
-from api.app_state import state_of
-from api.security import credentials
-from api.ui import mount
-from api.ui.mounting import DIGEST, FILES, document_for
-from service.store import Store
+from manta.api import ui
+from manta.api.app import create_app
+from manta.api.app_state import state_of
+from manta.api.security import credentials
+from manta.api.ui import mount
+from manta.api.ui.mounting import DIGEST, FILES, document_for
+from manta.service.store import Store
 from tests.api.support.keys import ADMIN, add_admin, bearer
 
 

@@ -7,10 +7,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from service.store import ranks
+from manta.service.store import ranks
+from manta.workers.liveness.rank_samples import RankSample, packed
 from tests.api.ui.browser import needs_chromium, sign_in
 from tests.api.ui.sample import MARKUP
-from workers.liveness.rank_samples import RankSample, packed
 
 pytestmark = needs_chromium
 

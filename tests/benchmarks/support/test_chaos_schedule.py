@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.support.chaos_schedule import ERRORS, HANGS_IN, STEPS, WAYS, schedule, short_form
 from benchmarks.support.chaos_strikes import CARRIED_OUT
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 MANY = range(300)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.support.drawn_layouts import MAX_RANKS, draw_jobs
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 
 def test_a_seed_draws_the_same_jobs_again():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.report import ROOT, Figure, Report, deliver, parser, percentile
-from workers.errors import DataError
+from manta.workers.errors import DataError
 
 
 def _report(options: argparse.Namespace) -> Report:

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from service.backups.rank_backups import spread, whole_states
+from manta.service.backups.rank_backups import spread, whole_states
+from manta.workers.protocol.messages import StoredSnapshot
 from tests.service.support.fake_agents import FakeAgent
-from workers.protocol.messages import StoredSnapshot
 
 
 def file(rank, *steps, layout="aaaa", backup=False):

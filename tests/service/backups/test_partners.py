@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.backups.partners import Reachable, partners, reachable
+from manta.service.backups.partners import Reachable, partners, reachable
 
 nodes = st.lists(st.sampled_from("abcd"), min_size=1, max_size=24)
 steps = st.sets(st.integers(0, 5), max_size=2)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from service.backups.rank_backups import Brought, Ranks, begin, bring_back, without_state
-from service.cluster.agent_client import AgentLost
-from workers.protocol.messages import StoredSnapshot
-from workers.rank.agent import Agent
-from workers.snapshot.files import backup_path, snapshot_path
-from workers.snapshot.snapshot_file import committed_steps
-from workers.snapshot.snapshots import Snapshots
+from manta.service.backups.rank_backups import Brought, Ranks, begin, bring_back, without_state
+from manta.service.cluster.agent_client import AgentLost
+from manta.workers.protocol.messages import StoredSnapshot
+from manta.workers.rank.agent import Agent
+from manta.workers.snapshot.files import backup_path, snapshot_path
+from manta.workers.snapshot.snapshot_file import committed_steps
+from manta.workers.snapshot.snapshots import Snapshots
 
 LAYOUT = "0a0a0a0a"
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.backups.rank_backups import hand_over
+from manta.service.backups.rank_backups import hand_over
 from tests.service.support.fake_agents import FakeAgent
 
 

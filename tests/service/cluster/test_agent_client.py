@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.agent_client import (
+from manta.service.cluster.agent_client import (
     AgentClient,
     AgentFailed,
     AgentLost,
@@ -19,12 +19,11 @@ from service.cluster.agent_client import (
     RayNodeDaemon,
     within,
 )
-from service.leases.decisions import LeaseLost, LeaseUncertain
-from tests.service.support.fake_agents import FakeAgent
-from workers.node.daemon import NodeDaemon
-from workers.protocol import messages
-from workers.protocol.json_codec import JsonObject
-from workers.protocol.messages import (
+from manta.service.leases.decisions import LeaseLost, LeaseUncertain
+from manta.workers.node.daemon import NodeDaemon
+from manta.workers.protocol import messages
+from manta.workers.protocol.json_codec import JsonObject
+from manta.workers.protocol.messages import (
     AgentDescription,
     Endpoint,
     Fault,
@@ -34,8 +33,9 @@ from workers.protocol.messages import (
     ProtocolMismatch,
     TraceOrder,
 )
-from workers.protocol.remote_call import EPOCH, StaleOwner, serve
-from workers.rank.agent import Agent
+from manta.workers.protocol.remote_call import EPOCH, StaleOwner, serve
+from manta.workers.rank.agent import Agent
+from tests.service.support.fake_agents import FakeAgent
 
 
 class RayError(Exception):

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import agents as agents_module
-from service.cluster.agent_client import AgentError, AgentLost
-from service.cluster.agents import Agents
-from service.cluster.connection import RayConnection
-from service.cluster.nodes import Nodes
-from service.cluster.placement import Seat
-from service.leases.decisions import LeaseLost
+from manta.service.cluster import agents as agents_module
+from manta.service.cluster.agent_client import AgentError, AgentLost
+from manta.service.cluster.agents import Agents
+from manta.service.cluster.connection import RayConnection
+from manta.service.cluster.nodes import Nodes
+from manta.service.cluster.placement import Seat
+from manta.service.leases.decisions import LeaseLost
+from manta.workers.paths import Paths
+from manta.workers.system.ports import PortRange
 from tests.service.support.virtual_time import in_virtual_time
-from workers.paths import Paths
-from workers.system.ports import PortRange
 
 NODES = [
     {"NodeID": node, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1,

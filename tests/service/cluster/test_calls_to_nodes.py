@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.agent_client import AgentLost, AgentTimeout, within
-from service.cluster.agents import CallsToNodes
+from manta.service.cluster.agent_client import AgentLost, AgentTimeout, within
+from manta.service.cluster.agents import CallsToNodes
 from tests.service.support.virtual_time import in_virtual_time
 
 

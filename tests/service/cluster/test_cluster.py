@@ -6,13 +6,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.cluster.agent_client import AgentFailed
-from service.cluster.placement import agent_name, placement_group_name, seats_of
-from service.cluster.placement_groups import NotPlaced
+from manta.service.cluster.agent_client import AgentFailed
+from manta.service.cluster.placement import agent_name, placement_group_name, seats_of
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.workers.config import ParallelConfig
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import LaunchOrder
 from tests.service.conftest import SLOTS
-from workers.config import ParallelConfig
-from workers.paths import Paths
-from workers.protocol.messages import LaunchOrder
 
 LAYOUT = ParallelConfig(tensor=2, data=2)
 

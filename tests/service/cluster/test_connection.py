@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import placement_groups
-from service.cluster.connection import RayConnection, detached
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.node_daemons import NodeDaemons
-from service.cluster.nodes import Nodes
-from service.cluster.placement_groups import NotPlaced, PlacementGroups
+from manta.service.cluster import placement_groups
+from manta.service.cluster.connection import RayConnection, detached
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.node_daemons import NodeDaemons
+from manta.service.cluster.nodes import Nodes
+from manta.service.cluster.placement_groups import NotPlaced, PlacementGroups
+from manta.workers.config import ParallelConfig
+from manta.workers.paths import Paths
 from tests.service.support.waiting import reached
-from workers.config import ParallelConfig
-from workers.paths import Paths
 
 SECONDS = 60.0
 NODE = {

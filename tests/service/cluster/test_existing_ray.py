@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from service.cluster import existing_ray as module
-from service.cluster.existing_ray import HEAD_AWAY_SECONDS, HEAD_FORGETS, HEAD_REMEMBERS, ExistingRay
-from service.cluster.ray_private import RECONNECT_SECONDS
+from manta.service.cluster import existing_ray as module
+from manta.service.cluster.existing_ray import HEAD_AWAY_SECONDS, HEAD_FORGETS, HEAD_REMEMBERS, ExistingRay
+from manta.service.cluster.ray_private import RECONNECT_SECONDS
 
 ADDRESS = "10.0.0.1:6379"
 

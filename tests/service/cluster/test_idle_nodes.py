@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from service.cluster.agent_client import AgentFailed
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.node_care import REST_SECONDS, IdleNodes
-from service.cluster.node_shapes import NodeShape
+from manta.service.cluster.agent_client import AgentFailed
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.node_care import REST_SECONDS, IdleNodes
+from manta.service.cluster.node_shapes import NodeShape
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.waiting import reached
 

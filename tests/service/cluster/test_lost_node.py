@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from service.cluster.placement import Seat, placement_group_name
-from service.leases.decisions import LeaseLost
+from manta.service.cluster.placement import Seat, placement_group_name
+from manta.service.leases.decisions import LeaseLost
+from manta.workers.config import ParallelConfig
 from tests.service.support.fake_cluster import FakeCluster
-from workers.config import ParallelConfig
 
 
 @pytest.fixture

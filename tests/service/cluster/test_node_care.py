@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from service.cluster import node_care
-from service.cluster.agent_client import AgentFailed, AgentTimeout
-from service.cluster.node_care import NodeCare
+from manta.service.cluster import node_care
+from manta.service.cluster.agent_client import AgentFailed, AgentTimeout
+from manta.service.cluster.node_care import NodeCare
 from tests.service.support.fake_cluster import FakeCluster
 
 SECONDS = 60.0

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import node_daemons
-from service.cluster.cluster import Cluster
-from service.cluster.connection import RayConnection
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.node_daemons import HeartbeatSource, NodeDaemons
-from service.cluster.node_shapes import shapes_in
-from service.cluster.nodes import Nodes
-from service.cluster.placement import agent_name, node_daemon_name
-from workers.paths import Paths
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import PROTOCOL, NodeDescription
+from manta.service.cluster import node_daemons
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.connection import RayConnection
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.node_daemons import HeartbeatSource, NodeDaemons
+from manta.service.cluster.node_shapes import shapes_in
+from manta.service.cluster.nodes import Nodes
+from manta.service.cluster.placement import agent_name, node_daemon_name
+from manta.workers.paths import Paths
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.messages import PROTOCOL, NodeDescription
 
 NODES = [
     {"NodeID": node, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1,
@@ -60,7 +60,9 @@ def made(monkeypatch, others):
     """(Daemons, nodes, the actors by node)."""
     monkeypatch.setattr(node_daemons, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr(node_daemons, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr("service.cluster.nodes.free_resources", lambda ray: {"sick": {"manta_slot": 4}, "well": {}})
+    monkeypatch.setattr(
+        "manta.service.cluster.nodes.free_resources", lambda ray: {"sick": {"manta_slot": 4}, "well": {}}
+    )
     monkeypatch.setattr(node_daemons, "node_of_actor", lambda ray, actor: actor.node)
     actors = {node: FakeDaemonActor(node) for node in ("sick", "well")}
 
@@ -399,7 +401,7 @@ def test_node_where_other_code_is_installed_is_closed_but_a_daemon_of_before_an_
 def test_node_where_no_daemon_can_be_started_says_why(made, others, caplog):
     daemons, nodes, actors = made
     del actors["sick"]
-    others.error = ActorError("died at its birth\nModuleNotFoundError: No module named 'workers'")
+    others.error = ActorError("died at its birth\nModuleNotFoundError: No module named 'manta'")
 
     async def body():
         for _ in range(3):
@@ -437,8 +439,8 @@ def comes_and_goes(made, monkeypatch):
     """As `made`, where an autoscaler has added the node `well`."""
     _, nodes, _ = made
     nodes.shapes = shapes_in("small=1x4 slots")
-    monkeypatch.setattr("service.cluster.nodes.node_types", lambda ray: {"sick": "", "well": "small"})
-    monkeypatch.setattr("service.cluster.nodes.free_resources", lambda ray: {"well": {"manta_slot": 4}})
+    monkeypatch.setattr("manta.service.cluster.nodes.node_types", lambda ray: {"sick": "", "well": "small"})
+    monkeypatch.setattr("manta.service.cluster.nodes.free_resources", lambda ray: {"well": {"manta_slot": 4}})
     return made
 
 
@@ -473,7 +475,7 @@ def test_node_whose_daemon_another_control_plane_ended_is_at_rest_here_too(comes
 
 def test_daemon_that_dies_beside_ranks_is_started_again_at_once(comes_and_goes, others, monkeypatch):
     daemons, nodes, actors = comes_and_goes
-    monkeypatch.setattr("service.cluster.nodes.free_resources", lambda ray: {"well": {"manta_slot": 3}})
+    monkeypatch.setattr("manta.service.cluster.nodes.free_resources", lambda ray: {"well": {"manta_slot": 3}})
     del actors["well"]
     assert asyncio.run(daemons.watched("well")) is not None
     assert nodes.at_rest == set()

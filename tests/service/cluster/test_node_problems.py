@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.cluster.errors import problem_of, problem_of_start
-from workers.protocol.messages import NodeDescription
+from manta.service.cluster.errors import problem_of, problem_of_start
+from manta.workers.protocol.messages import NodeDescription
 
 
 def test_node_without_problems_has_none():
@@ -24,8 +24,8 @@ def test_node_with_another_manta_is_named():
 
 
 @pytest.mark.parametrize(("error", "words"), [
-    ("ModuleNotFoundError: No module named 'workers'", "node 0123456789ab has no Manta: install the same"),
-    ("ModuleNotFoundError: No module named 'workers.node'", "has no Manta"),
+    ("ModuleNotFoundError: No module named 'manta'", "node 0123456789ab has no Manta: install the same"),
+    ("ModuleNotFoundError: No module named 'manta.workers.node'", "has no Manta"),
     ("No module named 'psutil'", "lacks the Python package 'psutil', which Manta needs there: install it"),
     ("the disk is full", "the daemon of node 0123456789ab does not start: the disk is full"),
 ])  # fmt: skip

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import placement_groups
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.placement_groups import NodeRequests
+from manta.service.cluster import placement_groups
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.placement_groups import NodeRequests
 
 ONE, TWO = [{"manta_slot": 1.0}], [{"manta_slot": 2.0}] * 2
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cluster.node_shapes import BadNodeShapes, Demand, NodeShape, grown, shapes_in, with_placed
-from service.cluster.placement import Capacity, missing
-from workers.config import ParallelConfig
+from manta.service.cluster.node_shapes import BadNodeShapes, Demand, NodeShape, grown, shapes_in, with_placed
+from manta.service.cluster.placement import Capacity, missing
+from manta.workers.config import ParallelConfig
 
 SLOTS = "manta_slot"
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import node_watch
-from service.cluster.node_daemons import HeartbeatSource
-from service.cluster.node_watch import NodeWatch, listens
+from manta.service.cluster import node_watch
+from manta.service.cluster.node_daemons import HeartbeatSource
+from manta.service.cluster.node_watch import NodeWatch, listens
+from manta.workers.node.heartbeat import HeartbeatServer
+from manta.workers.protocol.messages import GpuReading
+from manta.workers.system.ports import PortRange
 from tests.service.support.one_node import SECONDS, bound, one_node, until, watched
-from workers.node.heartbeat import HeartbeatServer
-from workers.protocol.messages import GpuReading
-from workers.system.ports import PortRange
 
 
 @pytest.fixture

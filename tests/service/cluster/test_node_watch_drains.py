@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.cluster.node_watch import NodeWatch
+from manta.service.cluster.node_watch import NodeWatch
 from tests.service.support.one_node import one_node, until, watched
 
 

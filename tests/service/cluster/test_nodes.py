@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import nodes as nodes_module
-from service.cluster.nodes import Nodes
-from service.cluster.placement import Capacity
-from service.cluster.placement_groups import PlacementGroups
+from manta.service.cluster import nodes as nodes_module
+from manta.service.cluster.nodes import Nodes
+from manta.service.cluster.placement import Capacity
+from manta.service.cluster.placement_groups import PlacementGroups
+from manta.workers.config import ParallelConfig
 from tests.service.support.virtual_time import VirtualTimeLoop
-from workers.config import ParallelConfig
 
 
 class FakeConnection:
@@ -45,7 +45,7 @@ def ray(monkeypatch):
         placement_group=lambda bundles, name, **options: made.groups.update({name: options["bundle_label_selector"]})
     )
     monkeypatch.setattr(
-        "service.cluster.placement_groups.placement_group_states",
+        "manta.service.cluster.placement_groups.placement_group_states",
         lambda ray, names: dict.fromkeys(ray.groups, "CREATED"),
     )
     return made

@@ -7,14 +7,14 @@ import socket
 
 import pytest
 
-from service.cluster import existing_ray as module
-from service.cluster import ray_head
-from service.cluster.existing_ray import ensure_raylet
-from service.cluster.ray_head import RayUnavailable
-from service.cluster.ray_private import Raylet
+from manta.service.cluster import existing_ray as module
+from manta.service.cluster import ray_head
+from manta.service.cluster.existing_ray import ensure_raylet
+from manta.service.cluster.ray_head import RayUnavailable
+from manta.service.cluster.ray_private import Raylet
+from manta.workers.paths import Paths
+from manta.workers.system.ports import PortRange
 from tests.service.support.stand_in_ray import ray_processes
-from workers.paths import Paths
-from workers.system.ports import PortRange
 
 ADDRESS = "127.0.0.1:6379"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cluster.placement import (
+from manta.service.cluster.placement import (
     Capacity,
     agent_name,
     anywhere_but,
@@ -18,8 +18,8 @@ from service.cluster.placement import (
     unit_of,
     without,
 )
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
 
 
 def capacity(*free, total=8):

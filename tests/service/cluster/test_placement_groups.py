@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import placement_groups
-from service.cluster.nodes import Nodes
-from service.cluster.placement_groups import AVOIDING_SECONDS, LONGEST_LOOK_SECONDS, NotPlaced, PlacementGroups
-from service.leases.decisions import LeaseLost
+from manta.service.cluster import placement_groups
+from manta.service.cluster.nodes import Nodes
+from manta.service.cluster.placement_groups import AVOIDING_SECONDS, LONGEST_LOOK_SECONDS, NotPlaced, PlacementGroups
+from manta.service.leases.decisions import LeaseLost
+from manta.workers.config import ParallelConfig
 from tests.service.support.virtual_time import VirtualTimeLoop
-from workers.config import ParallelConfig
 
 SLOT = "manta_slot"
 TWO = ParallelConfig(tensor=2, pipeline=3, data=2)
@@ -66,7 +66,7 @@ def ray(monkeypatch):
         return {name: made.states[name] for name in names if name in made.states}
 
     monkeypatch.setattr(placement_groups, "placement_group_states", states)
-    monkeypatch.setattr("service.cluster.nodes.free_resources", lambda module: {})
+    monkeypatch.setattr("manta.service.cluster.nodes.free_resources", lambda module: {})
     return made
 
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import port_check
-from service.cluster.agent_client import AgentFailed, AgentLost
-from service.cluster.nodes import RayNode
-from service.cluster.port_check import check_ports
-from workers.protocol.messages import Endpoint, ListeningPorts
+from manta.service.cluster import port_check
+from manta.service.cluster.agent_client import AgentFailed, AgentLost
+from manta.service.cluster.nodes import RayNode
+from manta.service.cluster.port_check import check_ports
+from manta.workers.protocol.messages import Endpoint, ListeningPorts
 
 HEAD = RayNode("head", ("10.0.0.1", 6380), "head", True, holds_ranks=False)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.cluster import processes
-from service.cluster.processes import (
+from manta.service.cluster import processes
+from manta.service.cluster.processes import (
     end_all,
     freeze_all,
     same_process,
@@ -183,7 +183,7 @@ def test_process_is_known_again_though_the_clock_was_set(monkeypatch):
     real = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) + 3600)
     assert same_process(me, started_in(written))
-    monkeypatch.setattr("service.cluster.processes.BOOT_ID", Path(__file__))
+    monkeypatch.setattr("manta.service.cluster.processes.BOOT_ID", Path(__file__))
     assert not same_process(me, started_in(written)), "after another boot it is another process"
 
 

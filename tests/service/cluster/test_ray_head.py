@@ -17,16 +17,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from service.cluster import ray_head as module
-from service.cluster.existing_ray import ExistingRay
-from service.cluster.processes import same_process, start_of, wait_until_ended
-from service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
-from service.cluster.ray_private import HEAD_PROCESSES, NO_AUTOSCALER, outlives_head, sockets_of
-from service.home.own_files import HomeUnusable
-from service.settings import SECRETS
+from manta.service.cluster import ray_head as module
+from manta.service.cluster.existing_ray import ExistingRay
+from manta.service.cluster.processes import same_process, start_of, wait_until_ended
+from manta.service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
+from manta.service.cluster.ray_private import HEAD_PROCESSES, NO_AUTOSCALER, outlives_head, sockets_of
+from manta.service.home.own_files import HomeUnusable
+from manta.service.settings import SECRETS
+from manta.workers.paths import Paths
 from tests.service.conftest import SLOTS
 from tests.service.support.stand_in_ray import ray_processes
-from workers.paths import Paths
 
 ROOT = Path(__file__).parents[3]
 
@@ -107,7 +107,7 @@ def record_text(record, **changes):
 
 
 def _slots_seen_by_another_process(home):
-    script = "import sys; from service.cluster.ray_head import RayHead; r = RayHead(sys.argv[1]).connect()\n"
+    script = "import sys; from manta.service.cluster.ray_head import RayHead; r = RayHead(sys.argv[1]).connect()\n"
     script += "print(r.cluster_resources()['manta_slot'])"
     command = [sys.executable, "-c", script, str(home)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
@@ -135,7 +135,7 @@ def test_modules_of_its_user_are_found_after_ours(second_home, monkeypatch):
     monkeypatch.setattr(head, "_command", lambda: [sys.executable, "-c", script])
     with pytest.raises(RayUnavailable):
         head.start()
-    assert Paths.of(second_home).ray_log.read_text() == f"{ROOT}{os.pathsep}/of/the/user\n"
+    assert Paths.of(second_home).ray_log.read_text() == f"{ROOT}/src{os.pathsep}/of/the/user\n"
 
 
 @pytest.mark.parametrize("key", ["started", "created"])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.ray_private import actors_on, node_of_actor, node_types, placement_group_states, session_name
+from manta.service.cluster.ray_private import actors_on, node_of_actor, node_types, placement_group_states, session_name
 
 
 def ray_with(*groups):

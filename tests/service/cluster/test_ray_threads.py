@@ -2,7 +2,7 @@
 
 import threading
 
-from service.cluster.connection import RayThreads
+from manta.service.cluster.connection import RayThreads
 
 SECONDS = 20.0
 

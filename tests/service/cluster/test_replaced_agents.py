@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster import cluster as cluster_module
-from service.cluster.cluster import Cluster
-from service.cluster.placement import Seat
-from workers.paths import Paths
+from manta.service.cluster import cluster as cluster_module
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.placement import Seat
+from manta.workers.paths import Paths
 
 SEATS = {2: Seat("group", 0), 3: Seat("group", 1)}
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cluster.placement import Capacity
-from service.cluster.sizes import (
+from manta.service.cluster.placement import Capacity
+from manta.service.cluster.sizes import (
     SizeOutOfBounds,
     fitting,
     given_back,
@@ -20,10 +20,10 @@ from service.cluster.sizes import (
     sizes_of,
     smallest,
 )
-from workers.config import ParallelConfig
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
-from workers.spec.rules import find_problems
+from manta.workers.config import ParallelConfig
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.spec.rules import find_problems
 
 
 def spec(**sections):

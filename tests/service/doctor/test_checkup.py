@@ -1,9 +1,9 @@
 """Everything is looked at, and a look that fails is a finding."""
 
-from service.doctor import Finding
-from service.doctor.checkup import findings, looks
-from service.settings import Settings
-from workers.spec.reading import parse_job_spec
+from manta.service.doctor import Finding
+from manta.service.doctor.checkup import findings, looks
+from manta.service.settings import Settings
+from manta.workers.spec.reading import parse_job_spec
 
 
 def test_a_look_that_fails_hides_no_other():

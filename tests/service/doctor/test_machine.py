@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.doctor import machine
-from service.words import byte_count
-from workers.accounting.activation_bytes import host_bytes_of_rank
-from workers.accounting.flops import rank_parameters
-from workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
-from workers.paths import Paths
-from workers.spec.reading import parse_job_spec
+from manta.service.doctor import machine
+from manta.service.words import byte_count
+from manta.workers.accounting.activation_bytes import host_bytes_of_rank
+from manta.workers.accounting.flops import rank_parameters
+from manta.workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
+from manta.workers.paths import Paths
+from manta.workers.spec.reading import parse_job_spec
 
 GIB = 1 << 30
 

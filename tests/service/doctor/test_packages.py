@@ -4,9 +4,9 @@ import importlib.metadata
 
 import pytest
 
-from service import torch_facts
-from service.cluster.ray_private import TRIED_WITH
-from service.doctor import packages
+from manta.service import torch_facts
+from manta.service.cluster.ray_private import TRIED_WITH
+from manta.service.doctor import packages
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "nccl": None, "devices": []}
 CUDA = {"version": "2.14.1", "cuda": "13.0", "nccl": "2.29.1", "devices": ["H100", "H100"]}

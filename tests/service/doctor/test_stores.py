@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from service.doctor import stores
-from service.settings import Settings
-from service.store import Store
-from service.store.location import sqlite_url
-from workers.storage.places import ObjectPath
+from manta.service.doctor import stores
+from manta.service.settings import Settings
+from manta.service.store import Store
+from manta.service.store.location import sqlite_url
+from manta.workers.storage.places import ObjectPath
 
 
 def test_a_database_that_is_not_there_yet_will_be_made(tmp_path):

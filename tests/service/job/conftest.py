@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from service.recovery import budgets
+from manta.service.recovery import budgets
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import SupervisedJob
 

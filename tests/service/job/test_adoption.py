@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from service.job.record import JobRecord
-from service.job.report_writer import ReportWriter
-from service.states import JobState
-from service.store import generations, jobs
+from manta.service.job.record import JobRecord
+from manta.service.job.report_writer import ReportWriter
+from manta.service.states import JobState
+from manta.service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
 

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from service.cluster.agents import describe
-from service.cluster.placement_groups import NotPlaced
-from service.cluster.sizes import resized, shapes_of
-from service.job.changes import Move, PlaceAgain, Stay, carry_out, standby_of
-from service.job.context import JobContext
-from service.store import generations, jobs
+from manta.service.cluster.agents import describe
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.cluster.sizes import resized, shapes_of
+from manta.service.job.changes import Move, PlaceAgain, Stay, carry_out, standby_of
+from manta.service.job.context import JobContext
+from manta.service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from service.job import context
-from service.job.context import FolderReader
-from workers.checkpoint.catalog import Listing
+from manta.service.job import context
+from manta.service.job.context import FolderReader
+from manta.workers.checkpoint.catalog import Listing
 
 
 def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monkeypatch):

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.job.context import JobContext
-from service.job.incident import Incident
-from service.recovery.budgets import PastFailure
-from service.recovery.decisions import Death
-from service.recovery.timeline import RecoveryTimeline
-from service.store import jobs
+from manta.service.job.context import JobContext
+from manta.service.job.incident import Incident
+from manta.service.recovery.budgets import PastFailure
+from manta.service.recovery.decisions import Death
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.store import jobs
 from tests.service.support.fake_cluster import FakeCluster
 
 ELASTIC = {"parallel": {"tensor": 2, "data": 2}, "elastic": {"min_data": 1, "max_data": 4, "reshape": True}}

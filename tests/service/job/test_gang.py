@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from service.cluster.placement import agent_name
-from service.cluster.sizes import given_back, resized
-from service.job.context import JobContext
-from service.job.gang import NOWHERE
+from manta.service.cluster.placement import agent_name
+from manta.service.cluster.sizes import given_back, resized
+from manta.service.job.context import JobContext
+from manta.service.job.gang import NOWHERE
+from manta.workers.protocol.messages import AgentDescription
 from tests.service.support.fake_cluster import FakeCluster
-from workers.protocol.messages import AgentDescription
 
 
 @pytest.fixture

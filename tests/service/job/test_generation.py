@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from service.job import generation
-from service.job.generation import RunningGeneration
+from manta.service.job import generation
+from manta.service.job.generation import RunningGeneration
+from manta.workers.protocol.reports import Exited, Finished, KillReason, Metrics, Resting
 from tests.service.support.generations import agent_of, failed, run, stalled
 from tests.service.support.waiting import reached
-from workers.protocol.reports import Exited, Finished, KillReason, Metrics, Resting
 
 
 def test_generation_ends_when_all_ranks_finished():

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from service.job import generation
-from service.job.generation import RunningGeneration
+from manta.service.job import generation
+from manta.service.job.generation import RunningGeneration
+from manta.workers.protocol.reports import EXIT_SAVED, Exited, Finished, Metrics
 from tests.service.support.generations import agent_of, run
 from tests.service.support.waiting import reached
-from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Metrics
 
 
 def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
@@ -32,7 +32,7 @@ def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
 
 
 def test_agent_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr("service.job.generation.STOP_SECONDS", 0.05)
+    monkeypatch.setattr("manta.service.job.generation.STOP_SECONDS", 0.05)
 
     async def body(running, agents, handled):
         agents[0].stop = asyncio.Event().wait

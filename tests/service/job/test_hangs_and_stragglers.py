@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.job import hangs_and_stragglers
-from service.job.hangs_and_stragglers import HangWatch
+from manta.service.job import hangs_and_stragglers
+from manta.service.job.hangs_and_stragglers import HangWatch
+from manta.workers.comm.grid import AXES
+from manta.workers.liveness.flight_record import FlightRecord, read_flight_record
+from manta.workers.liveness.progress import DeviceRecord
+from manta.workers.protocol.reports import Event, KillReason, Position, ProcessUse, Report, TrainerStatus
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.waiting import reached
 from tests.workers.support.flight_dumps import FlightDump
-from workers.comm.grid import AXES
-from workers.liveness.flight_record import FlightRecord, read_flight_record
-from workers.liveness.progress import DeviceRecord
-from workers.protocol.reports import Event, KillReason, Position, ProcessUse, Report, TrainerStatus
 
 COUNTS = {"tensor": 5, "pipeline": 0, "data": 3, "embedding": 0, "world": 2, "sent": 0, "received": 0}
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.job import supervisor
-from service.job.supervisor import Supervisor
-from service.recovery import durable_state
-from service.recovery.durable_state import CheckpointsUnreadable
-from service.store import checkpoints
+from manta.service.job import supervisor
+from manta.service.job.supervisor import Supervisor
+from manta.service.recovery import durable_state
+from manta.service.recovery.durable_state import CheckpointsUnreadable
+from manta.service.store import checkpoints
+from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from tests.service.support.supervised_job import story
-from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 
 SAVED = ["checkpoint_saving", "checkpoint_saved"]
 

@@ -5,13 +5,13 @@ import dataclasses
 
 import pytest
 
-from service.cluster.errors import ClusterUnavailable
-from service.cluster.sizes import resized
-from service.job import hangs_and_stragglers, launch
-from service.job.actions import Launch, launch_after
-from service.job.context import JobContext
-from service.job.incident import Incident
-from service.job.launch import (
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.sizes import resized
+from manta.service.job import hangs_and_stragglers, launch
+from manta.service.job.actions import Launch, launch_after
+from manta.service.job.context import JobContext
+from manta.service.job.incident import Incident
+from manta.service.job.launch import (
     CommonOrder,
     LaunchFailed,
     RepairOverGroups,
@@ -20,16 +20,16 @@ from service.job.launch import (
     order_for,
     watch_generation,
 )
-from service.recovery.budgets import PastFailure
-from service.recovery.decisions import Death
-from service.recovery.timeline import RecoveryTimeline
-from service.store import events, generations, ranks
+from manta.service.recovery.budgets import PastFailure
+from manta.service.recovery.decisions import Death
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.store import events, generations, ranks
+from manta.workers.protocol.messages import AgentDescription, Resume
+from manta.workers.protocol.reports import TrainerStatus
 from tests.service.support.control_planes import start_training
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
-from workers.protocol.messages import AgentDescription, Resume
-from workers.protocol.reports import TrainerStatus
 
 
 @pytest.fixture

@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-from service.cluster.placement_groups import NotPlaced
-from service.job import leave
-from service.job.context import JobContext
-from service.job.supervisor import Supervisor
-from service.states import JobState
-from service.store import checkpoints, generations, jobs, pauses_and_retries
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.job import leave
+from manta.service.job.context import JobContext
+from manta.service.job.supervisor import Supervisor
+from manta.service.states import JobState
+from manta.service.store import checkpoints, generations, jobs, pauses_and_retries
+from manta.workers.checkpoint.catalog import Listing, checkpoint_path
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import save_checkpoint, story
-from workers.checkpoint.catalog import Listing, checkpoint_path
 
 UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 PAUSED = ["PAUSING", "not_saved", "PAUSED"]

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from service.job import leave, resize_and_drain
-from service.job.actions import Launch, Leave, Reacquire, while_leaving
-from service.job.leave import SPARE_SECONDS
-from service.store import jobs
+from manta.service.job import leave, resize_and_drain
+from manta.service.job.actions import Launch, Leave, Reacquire, while_leaving
+from manta.service.job.leave import SPARE_SECONDS
+from manta.service.store import jobs
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import save_checkpoint, story

@@ -5,18 +5,18 @@ import time
 
 import pytest
 
-from service.job import leave
-from service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
-from service.job.changes import Stay
-from service.job.context import JobContext
-from service.job.leave import SAVE_SECONDS
-from service.ledger import StateEntry
-from service.states import JobState
-from service.store import checkpoints, jobs
+from manta.service.job import leave
+from manta.service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
+from manta.service.job.changes import Stay
+from manta.service.job.context import JobContext
+from manta.service.job.leave import SAVE_SECONDS
+from manta.service.ledger import StateEntry
+from manta.service.states import JobState
+from manta.service.store import checkpoints, jobs
+from manta.workers.protocol.reports import Position, TrainerStatus
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
-from workers.protocol.reports import Position, TrainerStatus
 
 
 @pytest.fixture

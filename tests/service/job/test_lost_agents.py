@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from service.cluster.placement_groups import NotPlaced
-from service.cluster.sizes import resized
-from service.job.changes import place_all, replace_lost
-from service.job.context import JobContext
-from service.job.gang import NOWHERE
-from service.recovery.budgets import AVOID_FAILURES, PastFailure
-from service.store import events
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.cluster.sizes import resized
+from manta.service.job.changes import place_all, replace_lost
+from manta.service.job.context import JobContext
+from manta.service.job.gang import NOWHERE
+from manta.service.recovery.budgets import AVOID_FAILURES, PastFailure
+from manta.service.store import events
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.virtual_time import in_virtual_time
 

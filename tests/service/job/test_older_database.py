@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from service.job.owner import newer_gang
-from service.store import Store, events, generations, jobs, pauses_and_retries, ranks, restored
+from manta.service.job.owner import newer_gang
+from manta.service.store import Store, events, generations, jobs, pauses_and_retries, ranks, restored
+from manta.workers.protocol.messages import AgentDescription
 from tests.service.support.supervised_job import story
-from workers.protocol.messages import AgentDescription
 
 UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 

@@ -7,23 +7,23 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
-from service.cluster.errors import ClusterUnavailable
-from service.job import launch, resize_and_drain, resume
-from service.job import owner as owning
-from service.job.context import JobContext
-from service.job.owner import JobOwner
-from service.job.record import JobRecord
-from service.job.resize_and_drain import ElasticityPlanner
-from service.job.supervisor import Supervisor
-from service.leases.decisions import LeaseLost, LeaseUncertain
-from service.recovery import durable_state
-from service.states import JobState
-from service.store import database, jobs, pauses_and_retries
-from service.store.tables import Event
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.job import launch, resize_and_drain, resume
+from manta.service.job import owner as owning
+from manta.service.job.context import JobContext
+from manta.service.job.owner import JobOwner
+from manta.service.job.record import JobRecord
+from manta.service.job.resize_and_drain import ElasticityPlanner
+from manta.service.job.supervisor import Supervisor
+from manta.service.leases.decisions import LeaseLost, LeaseUncertain
+from manta.service.recovery import durable_state
+from manta.service.states import JobState
+from manta.service.store import database, jobs, pauses_and_retries
+from manta.service.store.tables import Event
+from manta.workers.protocol.messages import ProtocolMismatch
 from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
 from tests.service.support.waiting import reached
-from workers.protocol.messages import ProtocolMismatch
 
 
 @pytest.fixture(autouse=True)

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from service.job import planning
-from service.job.context import JobContext
-from service.job.planning import plan_generation
-from service.planner.machines import BadCalibration
-from service.store import generations, plans
+from manta.service.job import planning
+from manta.service.job.context import JobContext
+from manta.service.job.planning import plan_generation
+from manta.service.planner.machines import BadCalibration
+from manta.service.store import generations, plans
+from manta.workers.protocol.messages import AgentDescription
 from tests.service.support.fake_cluster import FakeCluster
-from workers.protocol.messages import AgentDescription
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from service.job import received_lines
-from service.job.received_lines import ReceivedLines
-from service.logs.pages import LogFiles, read_page
-from workers.protocol.reports import Printed, Report
+from manta.service.job import received_lines
+from manta.service.job.received_lines import ReceivedLines
+from manta.service.logs.pages import LogFiles, read_page
+from manta.workers.protocol.reports import Printed, Report
 
 
 @pytest.fixture(autouse=True)

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from service.job.incident import Incident
-from service.job.record import JobRecord
-from service.recovery.budgets import PastFailure
-from service.recovery.decisions import Death
-from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState
-from service.store import events, generations, jobs, pauses_and_retries, ranks, recoveries
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
+from manta.service.job.incident import Incident
+from manta.service.job.record import JobRecord
+from manta.service.recovery.budgets import PastFailure
+from manta.service.recovery.decisions import Death
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import JobState
+from manta.service.store import events, generations, jobs, pauses_and_retries, ranks, recoveries
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
 
 
 @pytest.fixture

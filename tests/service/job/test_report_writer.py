@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from service.job.received_lines import ReceivedLines
-from service.job.report_writer import ReportWriter
-from service.leases.decisions import LeaseLost
-from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState
-from service.store import checkpoints, database, events, generations, jobs, metrics, ranks, recoveries
-from service.store.recoveries import Beginning
-from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
-from workers.liveness.rank_samples import RankSample, packed
-from workers.protocol.json_codec import to_json
-from workers.protocol.reports import Metrics, Report, payload_of
+from manta.service.job.received_lines import ReceivedLines
+from manta.service.job.report_writer import ReportWriter
+from manta.service.leases.decisions import LeaseLost
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import JobState
+from manta.service.store import checkpoints, database, events, generations, jobs, metrics, ranks, recoveries
+from manta.service.store.recoveries import Beginning
+from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
+from manta.workers.liveness.rank_samples import RankSample, packed
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.reports import Metrics, Report, payload_of
 
 LINES = ReceivedLines(Path("/nowhere"))
 

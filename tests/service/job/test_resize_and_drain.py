@@ -9,22 +9,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.agents import describe
-from service.cluster.placement import Capacity
-from service.cluster.sizes import resized, shapes_of
-from service.job import resize_and_drain
-from service.job.changes import Grow, Move, PlaceAgain, Shrink
-from service.job.context import JobContext
-from service.job.gang import AgentSet
-from service.job.generation import RunningGeneration
-from service.job.resize_and_drain import ElasticityPlanner
-from service.states import JobState
-from service.store import edits, events, generations, jobs
+from manta.service.cluster.agents import describe
+from manta.service.cluster.placement import Capacity
+from manta.service.cluster.sizes import resized, shapes_of
+from manta.service.job import resize_and_drain
+from manta.service.job.changes import Grow, Move, PlaceAgain, Shrink
+from manta.service.job.context import JobContext
+from manta.service.job.gang import AgentSet
+from manta.service.job.generation import RunningGeneration
+from manta.service.job.resize_and_drain import ElasticityPlanner
+from manta.service.states import JobState
+from manta.service.store import edits, events, generations, jobs
+from manta.workers.config import JobSpec
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.queue import LARGE
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
-from workers.config import JobSpec
 
 
 @pytest.fixture

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 from storage_away import away
 
-from service.cluster.agent_client import AgentError
-from service.cluster.sizes import resized, shapes_of
-from service.job import resume
-from service.job.context import LOOK_SECONDS, JobContext
-from service.job.gang import AgentSet
-from service.job.resume import known_checkpoints, newest_state
-from service.recovery.durable_state import CheckpointsUnreadable
-from service.store import checkpoints, generations
+from manta.service.cluster.agent_client import AgentError
+from manta.service.cluster.sizes import resized, shapes_of
+from manta.service.job import resume
+from manta.service.job.context import LOOK_SECONDS, JobContext
+from manta.service.job.gang import AgentSet
+from manta.service.job.resume import known_checkpoints, newest_state
+from manta.service.recovery.durable_state import CheckpointsUnreadable
+from manta.service.store import checkpoints, generations
+from manta.workers.checkpoint.catalog import MANIFEST, Manifest, checkpoint_path, seal
+from manta.workers.config import ElasticConfig
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import layout_tag
 from tests.service.support.fake_cluster import FakeCluster
-from workers.checkpoint.catalog import MANIFEST, Manifest, checkpoint_path, seal
-from workers.config import ElasticConfig
-from workers.protocol.messages import Resume
-from workers.snapshot.files import layout_tag
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from service.job.context import LOOK_SECONDS, FolderReader
-from service.store import checkpoints
+from manta.service.job.context import LOOK_SECONDS, FolderReader
+from manta.service.store import checkpoints
+from manta.workers.checkpoint.catalog import Listing
+from manta.workers.protocol.reports import Position, TrainerStatus
 from tests.service.support.supervised_job import save_checkpoint
 from tests.service.support.virtual_time import in_virtual_time
-from workers.checkpoint.catalog import Listing
-from workers.protocol.reports import Position, TrainerStatus
 
 AT_ONCE = 3.0
 """Seconds in which a job in memory is on its way again."""

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from service.job import supervisor
+from manta.service.job import supervisor
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import AGAIN, UP, story
 from tests.service.support.waiting import reached

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from service.cluster.placement_groups import NotPlaced
-from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
-from service.job.launch import LaunchFailed
-from service.job.supervisor import Supervisor
-from service.recovery import budgets
-from service.recovery.decisions import Death
-from service.store import jobs, pauses_and_retries
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
+from manta.service.job.launch import LaunchFailed
+from manta.service.job.supervisor import Supervisor
+from manta.service.recovery import budgets
+from manta.service.recovery.decisions import Death
+from manta.service.store import jobs, pauses_and_retries
 from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP, story
 from tests.service.support.waiting import reached
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_specs import spec
 
-from service.job.generation import REST_SECONDS, time_to_rest
+from manta.service.job.generation import REST_SECONDS, time_to_rest
 
 LARGE = {"layers": 32, "hidden_size": 4096, "heads": 32, "sequence_length": 8192, "vocabulary_size": 128_256}
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from service.job.leave import (
+from manta.service.job.leave import (
     LONGEST_SECONDS,
     SAVE_SECONDS,
     SPARE_SECONDS,
@@ -13,8 +13,8 @@ from service.job.leave import (
     seconds_to_save,
     time_to_save,
 )
-from service.job.record import JobRecord
-from service.store import checkpoints, generations, metrics
+from manta.service.job.record import JobRecord
+from manta.service.store import checkpoints, generations, metrics
 
 
 @pytest.mark.parametrize(

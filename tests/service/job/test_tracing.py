@@ -2,13 +2,13 @@
 
 import pytest
 
-from service.job import launch
-from service.store import step_traces, trace_requests
+from manta.service.job import launch
+from manta.service.store import step_traces, trace_requests
+from manta.workers.protocol.messages import TraceOrder
+from manta.workers.protocol.reports import TraceBegan, Traced
+from manta.workers.timing.recording import PackedRecording
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
-from workers.protocol.messages import TraceOrder
-from workers.protocol.reports import TraceBegan, Traced
-from workers.timing.recording import PackedRecording
 
 RECORDING = PackedRecording("x", 3)
 

@@ -7,13 +7,13 @@ import itertools
 import pytest
 from s3_fixtures import bucket, s3_server, wire, wired_bucket  # noqa: F401 - fixtures
 
-from service.kept_logs.keeper import LogKeeper
-from service.leases.held import HeldLease
-from service.logs.pages import read_page
-from service.store import jobs
-from workers.paths import Paths
-from workers.protocol.reports import Printed
-from workers.rank.report_buffer import ReportBuffer
+from manta.service.kept_logs.keeper import LogKeeper
+from manta.service.leases.held import HeldLease
+from manta.service.logs.pages import read_page
+from manta.service.store import jobs
+from manta.workers.paths import Paths
+from manta.workers.protocol.reports import Printed
+from manta.workers.rank.report_buffer import ReportBuffer
 
 
 class SharedLeases:

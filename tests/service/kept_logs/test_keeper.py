@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from s3_server import answer
 
-from service.job import received_lines
-from service.kept_logs import keeper, kept_log, parts
-from service.logs.pages import LogsUnavailable
-from service.logs.tail import read_tail
-from service.states import JobState
+from manta.service.job import received_lines
+from manta.service.kept_logs import keeper, kept_log, parts
+from manta.service.logs.pages import LogsUnavailable
+from manta.service.logs.tail import read_tail
+from manta.service.states import JobState
+from manta.workers.storage.files import files_of
 from tests.service.kept_logs.conftest import Agent
-from workers.storage.files import files_of
 
 RUNNING = (JobState.STARTING, JobState.RUNNING)
 
@@ -270,7 +270,7 @@ def test_small_parts_become_larger_ones_while_the_job_runs_and_is_read(make_plan
 
 
 def test_files_that_have_grown_large_and_are_kept_begin_anew(make_plane, shared, job, monkeypatch):
-    monkeypatch.setattr("service.kept_logs.spool.SHRINK_BYTES", 2000)
+    monkeypatch.setattr("manta.service.kept_logs.spool.SHRINK_BYTES", 2000)
     mine, agent, texts = make_plane(shared), Agent(), []
     mine.take(job)
     for number in range(35):
@@ -334,7 +334,7 @@ def test_what_is_no_file_in_the_place_of_a_log_holds_up_no_other_rank(make_plane
 
 
 def test_report_of_very_many_lines_is_kept_whole(make_plane, shared, job, monkeypatch):
-    monkeypatch.setattr("service.kept_logs.spool.CHUNK_BYTES", 64)
+    monkeypatch.setattr("manta.service.kept_logs.spool.CHUNK_BYTES", 64)
     monkeypatch.setattr(keeper, "PART_BYTES", 64)
     mine, agent = make_plane(shared), Agent()
     mine.take(job)
@@ -351,8 +351,8 @@ def test_every_line_once_and_in_order_whatever_happens(make_plane, shared, job, 
     """Control planes die at any moment, with their disks or without, stand still and go on, and the store fails."""
     monkeypatch.setattr(keeper, "SMALL_PARTS", 5)
     monkeypatch.setattr(keeper, "PART_BYTES", 300)
-    monkeypatch.setattr("service.kept_logs.spool.CHUNK_BYTES", 100)
-    monkeypatch.setattr("service.kept_logs.spool.SHRINK_BYTES", 2000)
+    monkeypatch.setattr("manta.service.kept_logs.spool.CHUNK_BYTES", 100)
+    monkeypatch.setattr("manta.service.kept_logs.spool.SHRINK_BYTES", 2000)
     drawn, place, agents = random.Random(seed), shared, [Agent(0), Agent(1)]
     planes = [make_plane(place), make_plane(place)]
     owner, printed = planes[0], {0: [], 1: []}

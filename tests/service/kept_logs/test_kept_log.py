@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from service.kept_logs import kept_log
-from service.kept_logs.kept_log import Blocks, KeptLog
-from service.kept_logs.parts import PartWriter, Piece
-from service.logs.pages import LogsUnavailable
-from workers.storage.files import LocalFiles
+from manta.service.kept_logs import kept_log
+from manta.service.kept_logs.kept_log import Blocks, KeptLog
+from manta.service.kept_logs.parts import PartWriter, Piece
+from manta.service.logs.pages import LogsUnavailable
+from manta.workers.storage.files import LocalFiles
 
 
 @pytest.fixture

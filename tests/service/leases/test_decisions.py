@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from service.leases.decisions import (
+from manta.service.leases.decisions import (
     LEASE_SECONDS,
     MARGIN_SECONDS,
     MIN_SURPLUS,
@@ -19,7 +19,7 @@ from service.leases.decisions import (
     to_claim,
     to_hand_over,
 )
-from service.states import SUPERVISED, JobState
+from manta.service.states import SUPERVISED, JobState
 
 states, owners = st.sampled_from(list(JobState)), st.sampled_from([None, "me", "other"])
 briefs = st.lists(st.builds(JobInBrief, st.uuids().map(str), states, st.none(), st.just(0), owners, st.integers(0, 5)))

@@ -6,10 +6,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from service.leases.decisions import HOUSEKEEPING, LEASE_SECONDS, MARGIN_SECONDS, LeaseLost, LeaseUncertain
-from service.leases.held import Leases, new_id
-from service.states import JobState
-from service.store import Store, jobs, leases
+from manta.service.leases.decisions import HOUSEKEEPING, LEASE_SECONDS, MARGIN_SECONDS, LeaseLost, LeaseUncertain
+from manta.service.leases.held import Leases, new_id
+from manta.service.states import JobState
+from manta.service.store import Store, jobs, leases
 from tests.service.support.supervised_job import story
 
 SECONDS = 60.0

@@ -6,9 +6,9 @@ import time
 import pytest
 from sqlalchemy import text
 
-from service.leases.decisions import RENEW_SECONDS
-from service.leases.held import Keeper
-from service.store import Store, leases
+from manta.service.leases.decisions import RENEW_SECONDS
+from manta.service.leases.held import Keeper
+from manta.service.store import Store, leases
 
 SECONDS = 30.0
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from api import schemas
-from service.planner import explain
-from service.planner.answer import to_json
-from service.planner.beside_steps import BesideSteps, beside_steps, validation_seconds
-from service.planner.hardware import HOST_COPY, HOST_CORE_COPY, Cluster, Gpu, cpu_machine, machine_of, measured
-from service.planner.request import PlanRequest
-from service.planner.search import plan_of
-from service.planner.software import engine_on
-from service.planner.step_time import StepModel, slowest_of
+from manta.api import schemas
+from manta.service.planner import explain
+from manta.service.planner.answer import to_json
+from manta.service.planner.beside_steps import BesideSteps, beside_steps, validation_seconds
+from manta.service.planner.hardware import HOST_COPY, HOST_CORE_COPY, Cluster, Gpu, cpu_machine, machine_of, measured
+from manta.service.planner.request import PlanRequest
+from manta.service.planner.search import plan_of
+from manta.service.planner.software import engine_on
+from manta.service.planner.step_time import StepModel, slowest_of
+from manta.workers.accounting.state_costs import FREE_SECONDS, STALL_SHARE
+from manta.workers.config import JobSpec
 from tests.service.support.planned import a100s, job
-from workers.accounting.state_costs import FREE_SECONDS, STALL_SHARE
-from workers.config import JobSpec
 
 TINY = {"global_batch_size": 1, "micro_batch_size": 1}
 """A step that is over before its state is copied."""

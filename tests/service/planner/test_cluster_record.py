@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Links, Refined, measured
-from service.planner.job_plan import cluster_from_json, cluster_to_json
-from service.planner.refinement import movable, with_constants
+from manta.service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Links, Refined, measured
+from manta.service.planner.job_plan import cluster_from_json, cluster_to_json
+from manta.service.planner.refinement import movable, with_constants
 
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 CORE = replace(ASSUMED_CORE, memory=3e10)

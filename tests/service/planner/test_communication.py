@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from service.planner.communication import (
+from manta.service.planner.communication import (
     Group,
     bus_bandwidth,
     gather_seconds,
@@ -14,10 +14,10 @@ from service.planner.communication import (
     message_seconds,
     reduce_seconds,
 )
-from service.planner.hardware import ASSUMED_CORE, Cluster, cpu_machine
-from service.planner.software import MANTA, MEGATRON_2021
+from manta.service.planner.hardware import ASSUMED_CORE, Cluster, cpu_machine
+from manta.service.planner.software import MANTA, MEGATRON_2021
+from manta.workers.config import ParallelConfig
 from tests.service.support.planned import a100s
-from workers.config import ParallelConfig
 
 GB = 1e9
 

@@ -2,8 +2,16 @@
 
 import pytest
 
-from service.planner.drift import GROUPS, MEASURED_STEPS, SETTLING_STEPS, Measured, compared, drift_of, measured_of
-from workers.timing.step_phases import PARTS
+from manta.service.planner.drift import (
+    GROUPS,
+    MEASURED_STEPS,
+    SETTLING_STEPS,
+    Measured,
+    compared,
+    drift_of,
+    measured_of,
+)
+from manta.workers.timing.step_phases import PARTS
 
 PLANNED_PARTS = ("arithmetic", "products", "elementwise", "recomputation", "tensor", "host", "bubble", "gradients")
 PLANNED_PARTS += ("optimizer", "replicas")

@@ -12,16 +12,16 @@ import torch
 from dispatch_mode import DispatchMode
 from torch.utils._pytree import tree_leaves
 
-from service.planner import engine_passes
-from service.planner.engine_passes import EnginePasses, layer_time
-from service.planner.hardware import MACHINES, Cluster, Gpu, measured
-from service.planner.layer_time import LayerTime
-from service.planner.software import MANTA_ON_MEASURED_GPU, engine_on
-from service.planner.step_time import StepModel
+from manta.service.planner import engine_passes
+from manta.service.planner.engine_passes import EnginePasses, layer_time
+from manta.service.planner.hardware import MACHINES, Cluster, Gpu, measured
+from manta.service.planner.layer_time import LayerTime
+from manta.service.planner.software import MANTA_ON_MEASURED_GPU, engine_on
+from manta.service.planner.step_time import StepModel
+from manta.workers.calibration.device import step_document
+from manta.workers.calibration.steps import OneRank
+from manta.workers.config import JobSpec
 from tests.service.support.planned import job
-from workers.calibration.device import step_document
-from workers.calibration.steps import OneRank
-from workers.config import JobSpec
 
 ASSUMED = MACHINES["h100-80gb"]
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)

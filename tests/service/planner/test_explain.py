@@ -9,20 +9,20 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from service.planner.budget import sentences
-from service.planner.drift import GROUPS
-from service.planner.explain import _lists, explain, to_json, what_ifs
-from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
-from service.planner.long_run import NeverDone
-from service.planner.memory import fits, usable_bytes
-from service.planner.pictures import picture
-from service.planner.pipeline import WEIGHT
-from service.planner.request import together
-from service.planner.search import evaluate, plan_of
-from service.planner.software import engine_on
-from service.planner.step_time import StepModel
+from manta.service.planner.budget import sentences
+from manta.service.planner.drift import GROUPS
+from manta.service.planner.explain import _lists, explain, to_json, what_ifs
+from manta.service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
+from manta.service.planner.long_run import NeverDone
+from manta.service.planner.memory import fits, usable_bytes
+from manta.service.planner.pictures import picture
+from manta.service.planner.pipeline import WEIGHT
+from manta.service.planner.request import together
+from manta.service.planner.search import evaluate, plan_of
+from manta.service.planner.software import engine_on
+from manta.service.planner.step_time import StepModel
+from manta.workers.config import ElasticConfig, JobSpec
 from tests.service.support import planned
-from workers.config import ElasticConfig, JobSpec
 
 GPU = Gpu(2.4e14, 1.5e13, 1.8e14, 1.6e12, 1.2e12, 3e-6, 1e-5, 2e10)
 CLUSTERS = {
@@ -198,7 +198,7 @@ def test_of_a_run_that_would_never_end_this_is_said_and_nothing_else(monkeypatch
     def never(run):
         raise NeverDone(f"it would never end: {run.gpus}")
 
-    monkeypatch.setattr("service.planner.explain.advise", never)
+    monkeypatch.setattr("manta.service.planner.explain.advise", never)
     _, explanation = explained(LAYOUTS[1], steps=10**7)
     document = to_json(explanation)
     assert document["run"] is None and document["sentences"][-1] == "Of the whole training: it would never end: 16."
@@ -207,7 +207,7 @@ def test_of_a_run_that_would_never_end_this_is_said_and_nothing_else(monkeypatch
 @pytest.mark.parametrize(("elastic", "fewest"), [({}, 2), ({"min_data": 1}, 1)])
 def test_a_whole_training_waits_for_nodes_if_its_size_is_fixed(monkeypatch, elastic, fewest):
     runs = []
-    monkeypatch.setattr("service.planner.explain.advise", lambda run: runs.append(run))
+    monkeypatch.setattr("manta.service.planner.explain.advise", lambda run: runs.append(run))
     spec = job({"data": 2}, steps=10**7).model_copy(update={"elastic": ElasticConfig(**elastic)})
     explain(plan_of(spec, CLUSTERS["a100"]), CLUSTERS["a100"])
     assert [run.fewest for run in runs] == [fewest]

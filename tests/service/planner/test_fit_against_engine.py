@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from fake_rank import FakeRank, host_memory_apart, pretended_gpu
 
-from service.planner.hardware import Cluster
-from service.planner.memory import fits, memory_of, worst_rank
+from manta.service.planner.hardware import Cluster
+from manta.service.planner.memory import fits, memory_of, worst_rank
+from manta.workers.config import JobSpec
+from manta.workers.spec.rules import find_problems
 from tests.service.support.planned import a100s, job
-from workers.config import JobSpec
-from workers.spec.rules import find_problems
 
 FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 4}, {"family": "qwen", "kv_heads": 4, "head_dim": 64})
 CHUNKS = {"interleaved": 2, "zb-v": 2}

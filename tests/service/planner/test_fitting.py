@@ -6,13 +6,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from service.planner.communication import Group, gather_seconds
-from service.planner.fitting import fit_core, least_squares
-from service.planner.hardware import Cluster, Core, cpu_machine
-from service.planner.pipeline import SharedCores
-from service.planner.software import MANTA_ON_CPU
-from service.planner.step_time import StepModel
-from workers.calibration.measurements import (
+from manta.service.planner.communication import Group, gather_seconds
+from manta.service.planner.fitting import fit_core, least_squares
+from manta.service.planner.hardware import Cluster, Core, cpu_machine
+from manta.service.planner.pipeline import SharedCores
+from manta.service.planner.software import MANTA_ON_CPU
+from manta.service.planner.step_time import StepModel
+from manta.workers.calibration.measurements import (
     AttentionTime,
     BusyTime,
     CollectiveTime,
@@ -20,7 +20,7 @@ from workers.calibration.measurements import (
     ProductTime,
     StepSeconds,
 )
-from workers.config import JobSpec
+from manta.workers.config import JobSpec
 
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
 

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from service.planner.fitting import fit_gpu, machine_measured, product_time, step_seconds
-from service.planner.hardware import HOPPER, MACHINES, Gpu, UnknownMachine, measured, named_by_driver
-from service.planner.operations import attention_seconds, product_seconds
-from workers.calibration.device import ON_GPU, step_document
-from workers.calibration.measurements import (
+from manta.service.planner.fitting import fit_gpu, machine_measured, product_time, step_seconds
+from manta.service.planner.hardware import HOPPER, MACHINES, Gpu, UnknownMachine, measured, named_by_driver
+from manta.service.planner.operations import attention_seconds, product_seconds
+from manta.workers.calibration.device import ON_GPU, step_document
+from manta.workers.calibration.measurements import (
     AttentionTime,
     CopyTime,
     ElementTime,

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from service.planner.communication import Group, gather_seconds, message_seconds, reduce_seconds
-from service.planner.fitting import exchange_seconds, fit_links
-from service.planner.hardware import MACHINES, Cluster, Links, linked
-from workers.calibration.collectives import GPU_SIZES
-from workers.calibration.measurements import CollectiveTime
+from manta.service.planner.communication import Group, gather_seconds, message_seconds, reduce_seconds
+from manta.service.planner.fitting import exchange_seconds, fit_links
+from manta.service.planner.hardware import MACHINES, Cluster, Links, linked
+from manta.workers.calibration.collectives import GPU_SIZES
+from manta.workers.calibration.measurements import CollectiveTime
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "message")
 

@@ -6,16 +6,16 @@ import math
 
 import pytest
 
-from service.planner.explain import explain
-from service.planner.hardware import MACHINES, Cluster, Core, cpu_machine, measured
-from service.planner.search import search
-from service.planner.software import MANTA_ON_CPU
-from service.planner.step_time import StepModel
+from manta.service.planner.explain import explain
+from manta.service.planner.hardware import MACHINES, Cluster, Core, cpu_machine, measured
+from manta.service.planner.search import search
+from manta.service.planner.software import MANTA_ON_CPU
+from manta.service.planner.step_time import StepModel
+from manta.workers.accounting.flops import core_attention_forward, step_flops
+from manta.workers.config import JobSpec
+from manta.workers.spec.parameters import first_trained_layer
 from tests.service.planner.test_engine_passes import GPU
 from tests.service.support.planned import a100s, job
-from workers.accounting.flops import core_attention_forward, step_flops
-from workers.config import JobSpec
-from workers.spec.parameters import first_trained_layer
 
 COUNTER = Core(1.0, 1.0, 0.0, math.inf, 0.0, math.inf, 0.0, 1.0)
 """A core on which a FLOP takes a second, and nothing else takes any time."""

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from service.planner.hardware import HOPPER, MACHINES, Constants, Gpu, Links, UnknownMachine, machine_of, measured
+from manta.service.planner.hardware import HOPPER, MACHINES, Constants, Gpu, Links, UnknownMachine, machine_of, measured
 
 
 def test_a_machine_has_at_most_eight_constants():

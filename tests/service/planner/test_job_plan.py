@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from service.planner.hardware import MACHINES, CpuNode, Gpu, Links, measured
-from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
+from manta.service.planner.hardware import MACHINES, CpuNode, Gpu, Links, measured
+from manta.service.planner.job_plan import NotPlanned, Place, cluster_of, planned
+from manta.workers.spec.problems import SpecError
 from tests.service.support.planned import a100s, job
-from workers.spec.problems import SpecError
 
 NODE = CpuNode(8, 2.0**34)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner.long_run import (
+from manta.service.planner.long_run import (
     LLAMA_3,
     MANTA,
     RESTARTS,

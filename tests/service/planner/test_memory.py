@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.planner import memory
-from service.planner.hardware import MACHINES, Gpu, cpu_machine, measured
-from service.planner.memory import RESERVE, fits, host_bytes, memory_of, usable_bytes, worst_rank
+from manta.service.planner import memory
+from manta.service.planner.hardware import MACHINES, Gpu, cpu_machine, measured
+from manta.service.planner.memory import RESERVE, fits, host_bytes, memory_of, usable_bytes, worst_rank
+from manta.workers.accounting.activation_bytes import bytes_of_rank, host_bytes_of_rank
+from manta.workers.accounting.flops import rank_parameters
+from manta.workers.accounting.state_costs import snapshot_bytes
+from manta.workers.config import JobSpec
 from tests.service.support.planned import a100s, job
-from workers.accounting.activation_bytes import bytes_of_rank, host_bytes_of_rank
-from workers.accounting.flops import rank_parameters
-from workers.accounting.state_costs import snapshot_bytes
-from workers.config import JobSpec
 
 
 def test_state_is_counted_as_the_engine_keeps_it():

@@ -10,23 +10,23 @@ from itertools import product
 
 import pytest
 
-from service.planner import mixed_search
-from service.planner.beside_steps import beside_steps
-from service.planner.candidates import rank_totals, schedules
-from service.planner.explain import what_ifs
-from service.planner.hardware import Cluster, Gpu, UnknownMachine, machine_of, measured, parts_of
-from service.planner.memory import fits, memory_of, tightest, usable_bytes
-from service.planner.mixed_search import best_layouts
-from service.planner.request import together
-from service.planner.search import evaluate, plan_of, search
-from service.planner.sizes import elastic_sizes
-from service.planner.software import MANTA
-from service.planner.step_time import MixedStepModel, StepModel, step_model
+from manta.service.planner import mixed_search
+from manta.service.planner.beside_steps import beside_steps
+from manta.service.planner.candidates import rank_totals, schedules
+from manta.service.planner.explain import what_ifs
+from manta.service.planner.hardware import Cluster, Gpu, UnknownMachine, machine_of, measured, parts_of
+from manta.service.planner.memory import fits, memory_of, tightest, usable_bytes
+from manta.service.planner.mixed_search import best_layouts
+from manta.service.planner.request import together
+from manta.service.planner.search import evaluate, plan_of, search
+from manta.service.planner.sizes import elastic_sizes
+from manta.service.planner.software import MANTA
+from manta.service.planner.step_time import MixedStepModel, StepModel, step_model
+from manta.workers.accounting.flops import rank_parameters
+from manta.workers.config import ElasticConfig, JobSpec
+from manta.workers.spec.divisors import divisors
+from manta.workers.spec.rules import find_problems
 from tests.service.support.planned import job
-from workers.accounting.flops import rank_parameters
-from workers.config import ElasticConfig, JobSpec
-from workers.spec.divisors import divisors
-from workers.spec.rules import find_problems
 
 WITHIN = 1.02
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.planner.communication import groups_of
-from service.planner.hardware import ASSUMED_CORE, cpu_machine
-from service.planner.layer_time import LayerTime
-from service.planner.operations import Budget, memory_seconds, product_seconds
-from service.planner.software import MANTA
+from manta.service.planner.communication import groups_of
+from manta.service.planner.hardware import ASSUMED_CORE, cpu_machine
+from manta.service.planner.layer_time import LayerTime
+from manta.service.planner.operations import Budget, memory_seconds, product_seconds
+from manta.service.planner.software import MANTA
 from tests.service.support.planned import a100s, job
 
 MACHINE = a100s().machine

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.planner.pipeline import FORWARD, Pipeline, StageTimes
-from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from workers.parallel.pipeline.stages import even_counts
+from manta.service.planner.pipeline import FORWARD, Pipeline, StageTimes
+from manta.workers.parallel.pipeline.schedules import schedule
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
+from manta.workers.parallel.pipeline.stages import even_counts
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 times = st.floats(0.1, 5.0)

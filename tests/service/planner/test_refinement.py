@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner.drift import GROUPS, Measured
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Links, measured
-from service.planner.job_plan import planned
-from service.planner.refinement import (
+from manta.service.planner.drift import GROUPS, Measured
+from manta.service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Links, measured
+from manta.service.planner.job_plan import planned
+from manta.service.planner.refinement import (
     BETWEEN_GPUS,
     MAX_FACTOR,
     MAX_JOBS,
@@ -28,7 +28,7 @@ from service.planner.refinement import (
     refined,
     with_constants,
 )
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 CORES = CpuNode(4, 2.0**36)
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from service.planner.answer import to_json
-from service.planner.beside_steps import beside_steps
-from service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, machine_of
-from service.planner.memory import fits
-from service.planner.request import (
+from manta.service.planner.answer import to_json
+from manta.service.planner.beside_steps import beside_steps
+from manta.service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, machine_of
+from manta.service.planner.memory import fits
+from manta.service.planner.request import (
     PlanRequest,
     asks_for_layout,
     bounds_in,
@@ -23,12 +23,12 @@ from service.planner.request import (
     with_layout,
     without_layout,
 )
-from service.planner.sizes import elastic_sizes
-from service.planner.step_time import step_model
+from manta.service.planner.sizes import elastic_sizes
+from manta.service.planner.step_time import step_model
+from manta.workers.config import ElasticConfig, ResourcesConfig
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.rules import find_problems
 from tests.service.support.planned import a100s, job
-from workers.config import ElasticConfig, ResourcesConfig
-from workers.spec.problems import SpecError
-from workers.spec.rules import find_problems
 
 DOCUMENT: dict[str, Any] = {
     "model": {"layers": 8, "hidden_size": 1024, "heads": 16, "sequence_length": 512, "vocabulary_size": 32000},

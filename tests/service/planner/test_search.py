@@ -10,18 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.planner import candidates as candidates_module
-from service.planner.bounds import Bounds
-from service.planner.candidates import Candidate, candidates, is_complete, micro_batch_sizes, schedules
-from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
-from service.planner.memory import usable_bytes, worst_rank
-from service.planner.search import Best, evaluate, fastest, search, smallest_cluster
-from service.planner.software import engine_on
-from service.planner.step_time import StepModel
+from manta.service.planner import candidates as candidates_module
+from manta.service.planner.bounds import Bounds
+from manta.service.planner.candidates import Candidate, candidates, is_complete, micro_batch_sizes, schedules
+from manta.service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
+from manta.service.planner.memory import usable_bytes, worst_rank
+from manta.service.planner.search import Best, evaluate, fastest, search, smallest_cluster
+from manta.service.planner.software import engine_on
+from manta.service.planner.step_time import StepModel
+from manta.workers.config import ElasticConfig, JobSpec
+from manta.workers.spec.divisors import divisors
+from manta.workers.spec.rules import find_problems
 from tests.service.support.planned import a100s, job
-from workers.config import ElasticConfig, JobSpec
-from workers.spec.divisors import divisors
-from workers.spec.rules import find_problems
 
 FROZEN = ["embedding", "layers.0-22"]
 PAPERS = {"sequence_length": 2048, "vocabulary_size": 51200, "dropout": 0.1}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.planner.pipeline import Pass, Pipeline, SharedCores, StageTimes, simulate_sharing
+from manta.service.planner.pipeline import Pass, Pipeline, SharedCores, StageTimes, simulate_sharing
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 times = st.floats(0.1, 5.0)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner.hardware import Cluster, machine_of
-from service.planner.mixed_search import best_layouts
-from service.planner.request import together
-from service.planner.search import search
-from service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
-from service.planner.software import MANTA
+from manta.service.planner.hardware import Cluster, machine_of
+from manta.service.planner.mixed_search import best_layouts
+from manta.service.planner.request import together
+from manta.service.planner.search import search
+from manta.service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
+from manta.service.planner.software import MANTA
+from manta.workers.config import ElasticConfig, JobSpec
 from tests.service.support.planned import a100s, job
-from workers.config import ElasticConfig, JobSpec
 
 
 def small_memory(cluster: Cluster, gibibytes: float) -> Cluster:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.planner.stage_shares import chunks_of, in_words, moves, shared_out
-from workers.parallel.pipeline.stages import even_counts, place
+from manta.service.planner.stage_shares import chunks_of, in_words, moves, shared_out
+from manta.workers.parallel.pipeline.stages import even_counts, place
 
 KINDS = {"1f1b": 1, "interleaved": 2, "zb-v": 2}
 

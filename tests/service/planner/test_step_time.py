@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner.budget import step_shares
-from service.planner.hardware import HOST_COPY, Cluster, Gpu, Machine, cpu_machine, machine_of, measured
-from service.planner.layer_time import LayerTime
-from service.planner.software import (
+from manta.service.planner.budget import step_shares
+from manta.service.planner.hardware import HOST_COPY, Cluster, Gpu, Machine, cpu_machine, machine_of, measured
+from manta.service.planner.layer_time import LayerTime
+from manta.service.planner.software import (
     MANTA,
     MEGATRON_2021,
     MEGATRON_2021_SCATTER,
@@ -17,10 +17,10 @@ from service.planner.software import (
     Software,
     engine_on,
 )
-from service.planner.step_time import StepModel, StepTime
+from manta.service.planner.step_time import StepModel, StepTime
+from manta.workers.accounting.flops import rank_parameters, step_flops
+from manta.workers.config import JobSpec
 from tests.service.support.planned import a100s, job
-from workers.accounting.flops import rank_parameters, step_flops
-from workers.config import JobSpec
 
 
 def step(spec: JobSpec, nodes: int = 1, software: Software = MANTA) -> StepTime:

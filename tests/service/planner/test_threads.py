@@ -2,12 +2,12 @@
 
 import pytest
 
-from service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, with_threads
-from service.planner.search import search
-from service.planner.software import engine_on
-from service.planner.step_time import StepModel, threads_in
+from manta.service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, with_threads
+from manta.service.planner.search import search
+from manta.service.planner.software import engine_on
+from manta.service.planner.step_time import StepModel, threads_in
+from manta.workers.config import ElasticConfig, ResourcesConfig
 from tests.service.support.planned import a100s, job
-from workers.config import ElasticConfig, ResourcesConfig
 
 
 def cores(count, slots=8):

@@ -7,19 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.planner import uneven
-from service.planner.bounds import Bounds
-from service.planner.candidates import Candidate
-from service.planner.explain import explain
-from service.planner.hardware import Cluster
-from service.planner.memory import fits, layers_with_room, memory_of, usable_bytes, worst_rank
-from service.planner.search import evaluate, fastest, search
-from service.planner.software import MANTA
-from service.planner.step_time import StepModel
-from service.planner.uneven import fitted, refined
+from manta.service.planner import uneven
+from manta.service.planner.bounds import Bounds
+from manta.service.planner.candidates import Candidate
+from manta.service.planner.explain import explain
+from manta.service.planner.hardware import Cluster
+from manta.service.planner.memory import fits, layers_with_room, memory_of, usable_bytes, worst_rank
+from manta.service.planner.search import evaluate, fastest, search
+from manta.service.planner.software import MANTA
+from manta.service.planner.step_time import StepModel
+from manta.service.planner.uneven import fitted, refined
+from manta.workers.config import JobSpec
+from manta.workers.parallel.pipeline.stages import layer_counts
 from tests.service.support.planned import a100s, job
-from workers.config import JobSpec
-from workers.parallel.pipeline.stages import layer_counts
 
 LARGE_VOCABULARY = {"vocabulary_size": 128256, "sequence_length": 2048, "family": "llama"}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.recovery.budgets import (
+from manta.service.recovery.budgets import (
     AVOID_FAILURES,
     AVOID_SECONDS,
     FIRST_WAIT_SECONDS,

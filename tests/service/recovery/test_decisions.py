@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.recovery.budgets import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, PastFailure
-from service.recovery.decisions import (
+from manta.service.recovery.budgets import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, PastFailure
+from manta.service.recovery.decisions import (
     NODE_EXHAUSTED,
     NOT_SAVED,
     SUSPECTED,
@@ -25,7 +25,7 @@ from service.recovery.decisions import (
     snapshot_source,
     unusable_sources,
 )
-from workers.protocol.messages import Resume
+from manta.workers.protocol.messages import Resume
 
 KINDS = ("exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "killed", "agent_lost", "stopped")
 steps_of_ranks = st.lists(st.sets(st.integers(0, 6), max_size=2), max_size=4)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.recovery.waits import Look, find_culprits, waiting_for
+from manta.service.recovery.waits import Look, find_culprits, waiting_for
+from manta.workers.comm.grid import AXES
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.protocol.reports import Position, TrainerStatus
 from tests.service.support.drawn_hangs import LAYOUTS, grid_of, hang
-from workers.comm.grid import AXES
-from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.protocol.reports import Position, TrainerStatus
 
 
 def looks(gang, tmp_path, known=True, unable=None):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.recovery.durable_state import (
+from manta.service.recovery.durable_state import (
     FIRST_HOLD_SECONDS,
     LONGEST_HOLD_SECONDS,
     CheckpointsUnreadable,
@@ -15,8 +15,8 @@ from service.recovery.durable_state import (
     durable_state,
     hold_seconds,
 )
-from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
-from workers.protocol.messages import Resume
+from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
+from manta.workers.protocol.messages import Resume
 
 FOLDER = Path("/c")
 

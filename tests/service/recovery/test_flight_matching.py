@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.recovery.flight_matching import find_disagreement, refined
-from service.recovery.waits import Verdict
+from manta.service.recovery.flight_matching import find_disagreement, refined
+from manta.service.recovery.waits import Verdict
+from manta.workers.liveness.flight_record import FlightRecord, read_flight_record
 from tests.service.support.drawn_hangs import LAYOUTS, grid_of, hang
 from tests.workers.support.flight_dumps import FlightDump
-from workers.liveness.flight_record import FlightRecord, read_flight_record
 
 WORLD = ("default_pg", (0, 1, 2, 3))
 

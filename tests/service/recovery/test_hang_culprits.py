@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.recovery.waits import AXES, Look, find_culprits, waiting_for
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.protocol.reports import Position, TrainerStatus
+from manta.service.recovery.waits import AXES, Look, find_culprits, waiting_for
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.reports import Position, TrainerStatus
 
 LAYOUTS = [(2, 2, 2), (1, 1, 4), (4, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 2), (1, 1, 1)]
 

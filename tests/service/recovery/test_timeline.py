@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.recovery.timeline import PHASES, RecoveryTimeline
+from manta.service.recovery.timeline import PHASES, RecoveryTimeline
 
 
 def test_phases_follow_one_another():

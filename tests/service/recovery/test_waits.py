@@ -2,12 +2,12 @@
 
 import pytest
 
-from service.recovery.waits import waits_now
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.liveness.progress import DeviceRecord
-from workers.liveness.record_layout import CONNECTING_CHANNEL
-from workers.protocol.reports import Position, TrainerStatus
+from manta.service.recovery.waits import waits_now
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.liveness.progress import DeviceRecord
+from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
+from manta.workers.protocol.reports import Position, TrainerStatus
 
 TENSOR, PIPELINE, DATA = 0, 1, 2
 COUNTS = dict.fromkeys(("tensor", "pipeline", "data", "embedding", "world", "sent", "received"), 5)

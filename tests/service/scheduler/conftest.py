@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from service.control import data_looks
-from service.control.scheduler import Scheduler
+from manta.service.control import data_looks
+from manta.service.control.scheduler import Scheduler
 from tests.service.support.fake_cluster import FakeCluster
 
 

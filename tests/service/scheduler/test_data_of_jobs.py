@@ -3,11 +3,11 @@
 import asyncio
 import threading
 
-from service.control import data_looks
-from service.control.scheduler import Scheduler
+from manta.service.control import data_looks
+from manta.service.control.scheduler import Scheduler
+from manta.workers.data import roots
 from tests.service.support.queue import LARGE, has, job_now
 from tests.service.support.waiting import reached
-from workers.data import roots
 
 
 def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, submit, look, cluster):

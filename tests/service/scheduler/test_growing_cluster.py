@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.cluster.node_shapes import shapes_in
+from manta.service.cluster.node_shapes import shapes_in
 from tests.service.support.queue import LARGE, job_now, resize
 
 

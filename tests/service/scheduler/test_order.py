@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.errors import ClusterUnavailable
-from service.control import scheduler as module
-from service.control.scheduler import Scheduler
-from service.leases.decisions import LeaseLost
-from service.store import edits, generations, jobs, pauses_and_retries
-from service.stored_specs import stored_spec
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control import scheduler as module
+from manta.service.control.scheduler import Scheduler
+from manta.service.leases.decisions import LeaseLost
+from manta.service.store import edits, generations, jobs, pauses_and_retries
+from manta.service.stored_specs import stored_spec
+from manta.workers.data import roots
 from tests.service.support.queue import LARGE, cancel, free, has, job_now, resize
 from tests.service.support.waiting import reached
-from workers.data import roots
 
 
 def test_job_that_fits_is_starting_and_handed_over(store, submit, look, cluster):
@@ -282,7 +282,7 @@ def rounds(store, cluster, monkeypatch):
 
 
 def test_queue_in_which_nobody_waits_is_looked_at_when_somebody_says_so(rounds, monkeypatch):
-    monkeypatch.setattr("service.control.scheduler.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("manta.service.control.scheduler.IDLE_SECONDS", 0.0)
 
     async def pass_by():
         for _ in range(20):
@@ -298,7 +298,7 @@ def test_queue_in_which_nobody_waits_is_looked_at_when_somebody_says_so(rounds, 
 
 
 def test_queue_in_which_somebody_waits_is_looked_at_now_and_then(rounds, monkeypatch):
-    monkeypatch.setattr("service.control.scheduler.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("manta.service.control.scheduler.IDLE_SECONDS", 0.0)
 
     async def wait(scheduler, looks):
         await reached(lambda: len(looks) == 3)

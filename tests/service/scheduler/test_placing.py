@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from service.cluster.placement_groups import NotPlaced
-from service.control.scheduler import PLACEMENT_SECONDS, Scheduler
-from service.states import JobState
-from service.store import generations, leases, pauses_and_retries
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.service.control.scheduler import PLACEMENT_SECONDS, Scheduler
+from manta.service.states import JobState
+from manta.service.store import generations, leases, pauses_and_retries
 from tests.service.support.queue import cancel, job_now, owned_by
 
 

@@ -6,12 +6,12 @@ from engine_specs import spec
 from hypothesis import given
 from simulated_traces import grid_of, timeline_of, trace_of
 
-from service.planner.budget import Share
-from service.step_traces import budget
-from workers.accounting.flops import step_flops
-from workers.parallel.pipeline.schedules.simulate import PassTimes
-from workers.step_traces.assembly import StepTrace, TracedRank
-from workers.timing.recording import Slice, TracedStep
+from manta.service.planner.budget import Share
+from manta.service.step_traces import budget
+from manta.workers.accounting.flops import step_flops
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from manta.workers.step_traces.assembly import StepTrace, TracedRank
+from manta.workers.timing.recording import Slice, TracedStep
 
 JOB = spec(train={"micro_batch_size": 2}, parallel={"pipeline": 2})
 

@@ -3,9 +3,9 @@
 import pytest
 from engine_specs import spec
 
-from service.planner.hardware import Cluster, machine_of
-from service.step_traces.budget import PARTS
-from service.step_traces.reading import planned_step
+from manta.service.planner.hardware import Cluster, machine_of
+from manta.service.step_traces.budget import PARTS
+from manta.service.step_traces.reading import planned_step
 
 MODEL = {"layers": 8, "hidden_size": 1024, "heads": 8, "sequence_length": 512, "vocabulary_size": 32000}
 
@@ -41,6 +41,6 @@ def test_what_cannot_be_planned_is_none():
 
 
 def test_a_timeline_that_nobody_could_look_at_is_left_out(monkeypatch):
-    monkeypatch.setattr("service.step_traces.reading.MAX_PASSES", 10)
+    monkeypatch.setattr("manta.service.step_traces.reading.MAX_PASSES", 10)
     planned = planned_step(job(pipeline=2), cluster())
     assert planned.ranks is None and planned.seconds > 0

@@ -9,8 +9,8 @@ from contextlib import closing
 import pytest
 from sqlalchemy import create_engine, select
 
-from service.states import JobState
-from service.store import (
+from manta.service.states import JobState
+from manta.service.store import (
     Store,
     StoreOfNewerRelease,
     StoreUnusable,
@@ -23,7 +23,7 @@ from service.store import (
     metrics,
     pauses_and_retries,
 )
-from service.store.backup_file import (
+from manta.service.store.backup_file import (
     EVENT_IDS_SKIPPED,
     DatabaseInUse,
     DatabaseNotEmpty,
@@ -31,8 +31,8 @@ from service.store.backup_file import (
     back_up,
     restore,
 )
-from service.store.installation_tables import ControlPlaneRow, Lease
-from service.store.tables import Base, Job
+from manta.service.store.installation_tables import ControlPlaneRow, Lease
+from manta.service.store.tables import Base, Job
 
 NOW = 1_800_000_000.0
 

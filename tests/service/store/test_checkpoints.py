@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from service.store import InvalidCursor, checkpoints, generations
-from service.store.paging import Cursors
-from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
+from manta.service.store import InvalidCursor, checkpoints, generations
+from manta.service.store.paging import Cursors
+from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 
 FOLDER = Path("/x")
 UNFINISHED = str(checkpoint_path(FOLDER, 150, 1))

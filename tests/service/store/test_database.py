@@ -8,10 +8,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
-from service.states import JobState
-from service.store import Store, StoreOfNewerRelease, StoreUnusable, events, installation_tables, job_rows, jobs
-from service.store.database import OLDEST_READER, newest_revision
-from service.store.tables import Base
+from manta.service.states import JobState
+from manta.service.store import Store, StoreOfNewerRelease, StoreUnusable, events, installation_tables, job_rows, jobs
+from manta.service.store.database import OLDEST_READER, newest_revision
+from manta.service.store.tables import Base
 
 TABLES = {
     "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "control_planes", "deleted_jobs", "events",

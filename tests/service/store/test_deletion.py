@@ -5,9 +5,9 @@ import time
 import pytest
 from sqlalchemy import delete, func, select
 
-from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState
-from service.store import (
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import JobState
+from manta.service.store import (
     JobBeingDeleted,
     JobBeingExported,
     JobNotFinal,
@@ -25,10 +25,10 @@ from service.store import (
     recoveries,
     trace_requests,
 )
-from service.store.recoveries import Beginning
-from service.store.tables import Base, MetricBin
-from workers.liveness.rank_samples import RankSample, packed
-from workers.timing.recording import Recording
+from manta.service.store.recoveries import Beginning
+from manta.service.store.tables import Base, MetricBin
+from manta.workers.liveness.rank_samples import RankSample, packed
+from manta.workers.timing.recording import Recording
 
 
 def full(session, job_id):

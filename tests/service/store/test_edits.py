@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.states import JobState
-from service.store import JobChanged, JobNotFound, edits, events, jobs
+from manta.service.states import JobState
+from manta.service.store import JobChanged, JobNotFound, edits, events, jobs
 
 
 def edit(store, job, **changes):

@@ -4,8 +4,8 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-from service.store import InvalidCursor, events, jobs
-from service.store.paging import LARGEST_INTEGER
+from manta.service.store import InvalidCursor, events, jobs
+from manta.service.store.paging import LARGEST_INTEGER
 
 
 def test_pages_of_events_continue_after_an_id_and_hold_one_job(store, submit):

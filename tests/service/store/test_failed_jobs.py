@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.states import JobState
-from service.store import IllegalTransition, generations, jobs, pauses_and_retries
+from manta.service.states import JobState
+from manta.service.store import IllegalTransition, generations, jobs, pauses_and_retries
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
-from service.states import JobState
-from service.store import JobNotFound, checkpoints, generations, jobs, metrics, ranks
-from service.store.generations import TrainedStep
+from manta.service.states import JobState
+from manta.service.store import JobNotFound, checkpoints, generations, jobs, metrics, ranks
+from manta.service.store.generations import TrainedStep
 
 
 def begin(store, job, restart=False):

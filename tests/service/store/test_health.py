@@ -6,8 +6,8 @@ import sqlite3
 import pytest
 from sqlalchemy import text
 
-from service.store import Store, StoreUnusable, health
-from service.store.database import newest_revision
+from manta.service.store import Store, StoreUnusable, health
+from manta.service.store.database import newest_revision
 
 
 def run(store, *statements):

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from service.states import JobState
-from service.store import InvalidCursor, edits, job_rows, jobs
-from service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
-from service.store.paging import Cursors
+from manta.service.states import JobState
+from manta.service.store import InvalidCursor, edits, job_rows, jobs
+from manta.service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
+from manta.service.store.paging import Cursors
 
 SORTS = ("created", "name", "state", "step", "loss", "priority", "finished")
 LOSSES = (2.5, math.nan, None, 2.5, -math.inf, 0.1 + 0.2, math.inf, None, 3)

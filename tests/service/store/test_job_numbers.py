@@ -5,12 +5,12 @@ import time
 import pytest
 from sqlalchemy import event
 
-from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState
-from service.store import Store, checkpoints, events, generations, job_numbers, jobs, leases, recoveries
-from service.store.job_numbers import RECENT_SECONDS, Saved
-from service.store.recoveries import Beginning
-from workers.config import JobSpec
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import JobState
+from manta.service.store import Store, checkpoints, events, generations, job_numbers, jobs, leases, recoveries
+from manta.service.store.job_numbers import RECENT_SECONDS, Saved
+from manta.service.store.recoveries import Beginning
+from manta.workers.config import JobSpec
 
 SPEC = JobSpec.model_validate(
     {

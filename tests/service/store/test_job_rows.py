@@ -3,11 +3,11 @@
 import pytest
 from sqlalchemy import String
 
-from service.states import JobState
-from service.store import InvalidCursor, JobNotFound, edits, job_rows, jobs
-from service.store.job_rows import JobFilter
-from service.store.tables import Job
-from service.store.types import AnyText, Document, Numbers, ShortText
+from manta.service.states import JobState
+from manta.service.store import InvalidCursor, JobNotFound, edits, job_rows, jobs
+from manta.service.store.job_rows import JobFilter
+from manta.service.store.tables import Job
+from manta.service.store.types import AnyText, Document, Numbers, ShortText
 
 
 def test_pages_are_newest_first_and_complete_while_jobs_arrive(store, submit):

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import event, text
 
-from service.ids import is_job_id, next_job_id
-from service.states import JobState
-from service.store import IdempotencyConflict, IllegalTransition, JobNotFound, edits, events, generations, jobs
-from service.store.tables import Job
+from manta.service.ids import is_job_id, next_job_id
+from manta.service.states import JobState
+from manta.service.store import IdempotencyConflict, IllegalTransition, JobNotFound, edits, events, generations, jobs
+from manta.service.store.tables import Job
 
 times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)
 entropy = st.integers(min_value=0, max_value=2**32)

@@ -5,8 +5,8 @@ import time
 import pytest
 from sqlalchemy import text
 
-from service.keys.identity import Scope
-from service.store import (
+from manta.service.keys.identity import Scope
+from manta.service.store import (
     InvalidCursor,
     KeyNotFound,
     LinkInvalid,
@@ -18,9 +18,9 @@ from service.store import (
     keys,
     projects,
 )
-from service.store.audit import AuditRecord
-from service.store.job_rows import JobFilter
-from service.store.paging import Cursors
+from manta.service.store.audit import AuditRecord
+from manta.service.store.job_rows import JobFilter
+from manta.service.store.paging import Cursors
 
 RECORD = AuditRecord("cancel_job", "job_000000000000", "127.0.0.1", 202)
 

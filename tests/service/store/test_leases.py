@@ -7,11 +7,11 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
-from service.leases.decisions import LeaseLost, OtherRay
-from service.states import JobState
-from service.store import Store, jobs, leases
-from service.store.installation_tables import Lease
-from service.store.leases import connection_name
+from manta.service.leases.decisions import LeaseLost, OtherRay
+from manta.service.states import JobState
+from manta.service.store import Store, jobs, leases
+from manta.service.store.installation_tables import Lease
+from manta.service.store.leases import connection_name
 
 SECONDS = 60.0
 LEASE_SECONDS = 3600.0

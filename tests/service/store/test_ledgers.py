@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.ledger import PATIENCE_STEPS
-from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState
-from service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries
-from service.store.recoveries import Beginning
+from manta.service.ledger import PATIENCE_STEPS
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import JobState
+from manta.service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries
+from manta.service.store.recoveries import Beginning
 
 
 def begin(store, job, *arguments):

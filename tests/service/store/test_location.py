@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.store.location import BadDatabaseUrl, file_of, parse_url, shown, sqlite_url, url_in
+from manta.service.store.location import BadDatabaseUrl, file_of, parse_url, shown, sqlite_url, url_in
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import delete, func, select, text
 
-from service.states import JobState
-from service.store import generations, jobs, metric_bins, metrics
-from service.store.metric_bins import Segment, segments, width
-from service.store.tables import Metric, MetricBin
+from manta.service.states import JobState
+from manta.service.store import generations, jobs, metric_bins, metrics
+from manta.service.store.metric_bins import Segment, segments, width
+from manta.service.store.tables import Metric, MetricBin
 
 LOSSES = st.sampled_from([None, math.nan, math.inf, -math.inf, 0.0, 1.0, 2.5, 7.0])
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.ledger import STEP_CLASSES
-from service.states import JobState
-from service.store import generations, jobs, metrics
+from manta.service.ledger import STEP_CLASSES
+from manta.service.states import JobState
+from manta.service.store import generations, jobs, metrics
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.store import InvalidCursor, audit, checkpoints, job_rows, keys, projects, recoveries
-from service.store.errors import ForeignCursor
-from service.store.job_rows import JobFilter, JobOrder
-from service.store.paging import Cursors, Page
+from manta.service.store import InvalidCursor, audit, checkpoints, job_rows, keys, projects, recoveries
+from manta.service.store.errors import ForeignCursor
+from manta.service.store.job_rows import JobFilter, JobOrder
+from manta.service.store.paging import Cursors, Page
 
 EVERYTHING = {"bound": None}
 texts = st.text("job_19 :,.é", max_size=20)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.states import JobState
-from service.store import IllegalTransition, events, generations, jobs, pauses_and_retries
+from manta.service.states import JobState
+from manta.service.store import IllegalTransition, events, generations, jobs, pauses_and_retries
 
 
 def move(store, job, *states):

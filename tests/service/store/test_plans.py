@@ -2,9 +2,9 @@
 
 import pytest
 
-from service.planner.drift import MEASURED_STEPS, SETTLING_STEPS
-from service.store import events, generations, jobs, metrics, plans
-from service.store.errors import JobNotFound
+from manta.service.planner.drift import MEASURED_STEPS, SETTLING_STEPS
+from manta.service.store import events, generations, jobs, metrics, plans
+from manta.service.store.errors import JobNotFound
 
 ENOUGH = SETTLING_STEPS + MEASURED_STEPS
 PARALLEL = {"tensor": 1, "pipeline": 1, "data": 2}

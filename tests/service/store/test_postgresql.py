@@ -11,8 +11,8 @@ from sqlalchemy import text
 from sqlalchemy.event import listen
 from sqlalchemy.exc import OperationalError
 
-from service.states import JobState
-from service.store import (
+from manta.service.states import JobState
+from manta.service.store import (
     OutcomeUnknown,
     Store,
     StoreUnusable,
@@ -26,10 +26,10 @@ from service.store import (
     postgresql,
     restored,
 )
-from service.store.database import may_pass, newest_revision
-from service.store.postgresql import unsuitable
-from workers.config import ParallelConfig
-from workers.errors import MantaError
+from manta.service.store.database import may_pass, newest_revision
+from manta.service.store.postgresql import unsuitable
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import MantaError
 
 SECONDS = 60.0
 

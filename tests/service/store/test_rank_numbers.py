@@ -2,9 +2,9 @@
 
 import pytest
 
-from service.store import generations, ranks
-from service.store.ranks import SLOTS
-from workers.liveness.rank_samples import EVERY_SECONDS, RankSample, packed
+from manta.service.store import generations, ranks
+from manta.service.store.ranks import SLOTS
+from manta.workers.liveness.rank_samples import EVERY_SECONDS, RankSample, packed
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.store import generations, jobs, ranks
-from service.store.tables import Rank
+from manta.service.store import generations, jobs, ranks
+from manta.service.store.tables import Rank
 
 
 def rows(count, generation):

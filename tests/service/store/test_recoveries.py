@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from service.store import recoveries
+from manta.service.store import recoveries
 
 
 def test_recovery_times_are_those_of_the_last_rank_and_fixed_by_the_first_step():

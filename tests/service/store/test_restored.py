@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.states import JobState
-from service.store import events, generations, jobs, ranks, restored
+from manta.service.states import JobState
+from manta.service.store import events, generations, jobs, ranks, restored
 
 
 @pytest.mark.parametrize(

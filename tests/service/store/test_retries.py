@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
-from service.backoff import backoff
-from service.states import JobState
-from service.store import IllegalTransition
-from service.store.database import may_pass, until_done
+from manta.service.backoff import backoff
+from manta.service.states import JobState
+from manta.service.store import IllegalTransition
+from manta.service.store.database import may_pass, until_done
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 

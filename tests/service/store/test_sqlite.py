@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from service.store import (
+from manta.service.store import (
     JobNotFound,
     OutcomeUnknown,
     Store,
@@ -20,9 +20,9 @@ from service.store import (
     leases,
     pauses_and_retries,
 )
-from service.store.database import may_pass
-from service.store.errors import DatabaseLost
-from service.store.job_rows import JobFilter
+from manta.service.store.database import may_pass
+from manta.service.store.errors import DatabaseLost
+from manta.service.store.job_rows import JobFilter
 
 
 def test_sqlite_runs_in_wal_mode_with_foreign_keys(store, tmp_path):

@@ -2,9 +2,18 @@
 
 import pytest
 
-from service.states import JobState
-from service.store import TraceNotFound, TraceNotPossible, events, generations, jobs, ranks, step_traces, trace_requests
-from workers.timing.recording import INTERRUPTED, PackedRecording
+from manta.service.states import JobState
+from manta.service.store import (
+    TraceNotFound,
+    TraceNotPossible,
+    events,
+    generations,
+    jobs,
+    ranks,
+    step_traces,
+    trace_requests,
+)
+from manta.workers.timing.recording import INTERRUPTED, PackedRecording
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from service.store import jobs
-from service.store.types import Document, storable
+from manta.service.store import jobs
+from manta.service.store.types import Document, storable
 
 
 @pytest.mark.parametrize(

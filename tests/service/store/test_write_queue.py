@@ -3,8 +3,8 @@
 import threading
 from concurrent.futures import Future
 
-from service.store import Store
-from service.store.database import WriteQueue
+from manta.service.store import Store
+from manta.service.store.database import WriteQueue
 
 
 class Clock:

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from service.cluster.placement import placement_group_name, seats_of
-from service.store import events, jobs
-from service.tasks import Lag
+from manta.service.cluster.placement import placement_group_name, seats_of
+from manta.service.store import events, jobs
+from manta.service.tasks import Lag
+from manta.workers.config import JobSpec
 from tests.service.support.waiting import reached
-from workers.config import JobSpec
 
 
 class IdleNodeWatch:

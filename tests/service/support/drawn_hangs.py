@@ -5,10 +5,10 @@ import random
 
 import torch
 
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.liveness.progress import Progress
 from tests.workers.support.pretended_devices import COLLECTIVE_AXES, Gang, Network, no_thread
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.liveness.progress import Progress
 
 LAYOUTS = [(2, 2, 2), (1, 1, 4), (4, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 2), (1, 2, 1)]
 NUMBER = torch.zeros(8)

@@ -6,9 +6,9 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from service.cluster.agent_client import AgentFailed, AgentLost
-from workers.liveness.flight_record import FlightRecord
-from workers.protocol.messages import (
+from manta.service.cluster.agent_client import AgentFailed, AgentLost
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.protocol.messages import (
     AgentDescription,
     Endpoint,
     Fault,
@@ -17,7 +17,7 @@ from workers.protocol.messages import (
     StoredSnapshot,
     TraceOrder,
 )
-from workers.protocol.reports import (
+from manta.workers.protocol.reports import (
     EXIT_SAVED,
     Event,
     Exited,
@@ -31,8 +31,8 @@ from workers.protocol.reports import (
     Started,
     TrainerStatus,
 )
-from workers.snapshot.backup import BackupProgress
-from workers.zygote.client import Exit
+from manta.workers.snapshot.backup import BackupProgress
+from manta.workers.zygote.client import Exit
 
 SIGKILL = 9
 

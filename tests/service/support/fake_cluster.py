@@ -7,24 +7,24 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from service.cluster.agent_client import AgentError, within
-from service.cluster.agents import CLOSE_SECONDS
-from service.cluster.cluster import Cluster
-from service.cluster.node_shapes import NodeShape, grown
-from service.cluster.nodes import GpuReadings, Nodes, RayNode
-from service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
-from service.cluster.placement_groups import NotPlaced
-from tests.service.support.fake_agents import FakeAgent
-from workers.paths import Paths
-from workers.protocol.messages import (
+from manta.service.cluster.agent_client import AgentError, within
+from manta.service.cluster.agents import CLOSE_SECONDS
+from manta.service.cluster.cluster import Cluster
+from manta.service.cluster.node_shapes import NodeShape, grown
+from manta.service.cluster.nodes import GpuReadings, Nodes, RayNode
+from manta.service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
+from manta.service.cluster.placement_groups import NotPlaced
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import (
     Endpoint,
     Launched,
     LaunchOrder,
     NodeDescription,
     StoredSnapshot,
 )
-from workers.protocol.reports import Report
-from workers.snapshot.files import layout_tag
+from manta.workers.protocol.reports import Report
+from manta.workers.snapshot.files import layout_tag
+from tests.service.support.fake_agents import FakeAgent
 
 Memory = dict[tuple[str, str, int], list[int]]
 """By job, layout and rank the steps in shared memory."""

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from service.job.generation import RunningGeneration
+from manta.service.job.generation import RunningGeneration
+from manta.workers.protocol.reports import Exited, Failure, TrainerStatus
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.waiting import SECONDS
-from workers.protocol.reports import Exited, Failure, TrainerStatus
 
 
 def agent_of(rank):

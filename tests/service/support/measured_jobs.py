@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.planner.drift import GROUPS, MEASURED_STEPS, SETTLING_STEPS
-from service.planner.hardware import Cluster
-from service.planner.job_plan import planned
-from service.planner.machines import type_of
-from service.store import Store, generations, jobs, metrics, plans
-from workers.config import JobSpec
+from manta.service.planner.drift import GROUPS, MEASURED_STEPS, SETTLING_STEPS
+from manta.service.planner.hardware import Cluster
+from manta.service.planner.job_plan import planned
+from manta.service.planner.machines import type_of
+from manta.service.store import Store, generations, jobs, metrics, plans
+from manta.workers.config import JobSpec
 
 ENOUGH = SETTLING_STEPS + MEASURED_STEPS
 

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import socket
 
-from service.cluster.node_daemons import HeartbeatSource
-from service.cluster.node_watch import NodeWatch
-from service.cluster.nodes import Nodes, RayNode
-from workers.node.heartbeat import HeartbeatServer
+from manta.service.cluster.node_daemons import HeartbeatSource
+from manta.service.cluster.node_watch import NodeWatch
+from manta.service.cluster.nodes import Nodes, RayNode
+from manta.workers.node.heartbeat import HeartbeatServer
 
 SECONDS = 60.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.planner.hardware import Cluster, machine_of
-from workers.config import JobSpec
+from manta.service.planner.hardware import Cluster, machine_of
+from manta.workers.config import JobSpec
 
 
 def job(layers: int = 8, hidden: int = 1024, heads: int = 16, **sections: Any) -> JobSpec:

@@ -117,7 +117,7 @@ class PostgresServer:
     def connections_kept(self) -> Iterator[None]:
         """Stores of the shared database that are opened meanwhile have the connections of those before: to make one
         takes longer than a test."""
-        from service.store import database
+        from manta.service.store import database
 
         def open_database(url: str, name: str = "manta") -> Any:
             if self._shared is None or url != self.url(self._shared) or name != "manta":
@@ -142,7 +142,7 @@ class PostgresServer:
     def make_migrated(self) -> str:
         """The name of a new database with the newest schema."""
         if not self.execute(f"SELECT 1 FROM pg_database WHERE datname = '{_TEMPLATE}'"):
-            from service.store import Store
+            from manta.service.store import Store
 
             self.execute(f"CREATE DATABASE {_TEMPLATE} TEMPLATE template0")
             store = Store(self.url(_TEMPLATE))
@@ -166,7 +166,7 @@ class PostgresServer:
 
     def _tables(self) -> list[str]:
         """Each after those that it refers to."""
-        from service.store.tables import Base
+        from manta.service.store.tables import Base
 
         return [table.name for table in Base.metadata.sorted_tables]
 

@@ -1,6 +1,6 @@
 """What tests of the queue do to its nodes and jobs."""
 
-from service.store import jobs, leases
+from manta.service.store import jobs, leases
 
 LARGE = {"steps": 2, "global_batch_size": 24, "micro_batch_size": 1}
 """`train` of jobs of many replicas."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
+from manta.workers.config import JobSpec
+from manta.workers.protocol.reports import TrainerStatus
 from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
-from workers.config import JobSpec
-from workers.protocol.reports import TrainerStatus
 
 START_SECONDS = 0.3
 STEP_SECONDS = 0.5

@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from service.job.context import JobContext
-from service.job.owner import catch_up
-from service.job.record import JobRecord
-from service.job.supervisor import Supervisor
-from service.states import SUPERVISED, JobState
-from service.store import Job, Store, checkpoints, events, generations, jobs, pauses_and_retries, ranks, recoveries
+from manta.service.job.context import JobContext
+from manta.service.job.owner import catch_up
+from manta.service.job.record import JobRecord
+from manta.service.job.supervisor import Supervisor
+from manta.service.states import SUPERVISED, JobState
+from manta.service.store import (
+    Job,
+    Store,
+    checkpoints,
+    events,
+    generations,
+    jobs,
+    pauses_and_retries,
+    ranks,
+    recoveries,
+)
+from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from manta.workers.config import JobSpec
 from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
-from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
-from workers.config import JobSpec
 
 SECONDS = 60.0
 

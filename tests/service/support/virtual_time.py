@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from service.job.context import FolderReader
-from service.store import Store
-from workers.checkpoint.catalog import list_checkpoints
+from manta.service.job.context import FolderReader
+from manta.service.store import Store
+from manta.workers.checkpoint.catalog import list_checkpoints
 
 BEGAN = 1_800_000_000.0
 """What the wall clock says at the beginning, in Unix seconds."""
@@ -72,7 +72,7 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch, body: Callable[[], Coroutin
         patch.setattr(asyncio, "to_thread", _at_once)
         patch.setattr(Store, "write_async", _write)
         patch.setattr(FolderReader, "list", _list)
-        patch.setattr("service.control.data_looks.in_daemon_thread", _future)
+        patch.setattr("manta.service.control.data_looks.in_daemon_thread", _future)
         try:
             loop.run_until_complete(body())
         finally:

@@ -1,9 +1,9 @@
 """Histories of jobs, in few words."""
 
-from service.ledger import StateEntry
-from service.recovery.timeline import RecoveryTimeline
-from service.traces.spans import JobHistory, PastGeneration, PastRecovery
-from workers.config import ParallelConfig
+from manta.service.ledger import StateEntry
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.traces.spans import JobHistory, PastGeneration, PastRecovery
+from manta.workers.config import ParallelConfig
 
 
 def history(states, generations, recoveries=(), layout=None):

@@ -1,7 +1,7 @@
 """A recovery is traced from the failure to the next committed step, with the phases of its record."""
 
-from service.recovery.timeline import PHASES, RecoveryTimeline
-from service.traces.spans import spans_of
+from manta.service.recovery.timeline import PHASES, RecoveryTimeline
+from manta.service.traces.spans import spans_of
 from tests.service.traces.histories import broken_off, history
 
 STATES = "0 QUEUED, 5 STARTING, 20 RUNNING, 31 RECOVERING, 45 RUNNING"

@@ -5,10 +5,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.ledger import StateEntry
-from service.recovery.timeline import RecoveryTimeline
-from service.states import TRANSITIONS, JobState
-from service.traces.spans import JobHistory, PastGeneration, PastRecovery, span_id, spans_of, trace_id
+from manta.service.ledger import StateEntry
+from manta.service.recovery.timeline import RecoveryTimeline
+from manta.service.states import TRANSITIONS, JobState
+from manta.service.traces.spans import JobHistory, PastGeneration, PastRecovery, span_id, spans_of, trace_id
 
 moments = st.floats(0, 1000)
 maybe = st.none() | moments

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.traces.spans import START_PHASES, spans_of
+from manta.service.traces.spans import START_PHASES, spans_of
 from tests.service.traces.histories import LAYOUT, broken_off, history
 
 ONCE = "0 QUEUED, 5 STARTING, 20 RUNNING"

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.store import generations
-from service.traces import exporter, traces
-from service.traces.exporter import SpanSender, traces_endpoint
-from service.traces.spans import Span
-from service.traces.traces import Traces, TracesNotInstalled, refuse_without_packages
+from manta.service.store import generations
+from manta.service.traces import exporter, traces
+from manta.service.traces.exporter import SpanSender, traces_endpoint
+from manta.service.traces.spans import Span
+from manta.service.traces.traces import Traces, TracesNotInstalled, refuse_without_packages
+from manta.workers.protocol.reports import Exited, Started
 from tests.service.support.control_planes import behave, for_the_next_loop, start_training, until
 from tests.service.support.fake_agents import SIGKILL
 from tests.service.support.otlp_collector import attributes
 from tests.service.support.waiting import reached
-from workers.protocol.reports import Exited, Started
 
 START = {"job.start", "job.start.queued", "job.start.placing", "job.start.launching", "job.start.first_step"}
 
@@ -242,14 +242,14 @@ def test_address_is_the_base_or_the_whole(said, used):
 
 def test_nothing_that_sends_is_imported_by_a_service_that_sends_nothing():
     """FastAPI imports OpenTelemetry's API by itself, which does nothing without an SDK."""
-    script = "import api.server, api.app, sys; print(*sys.modules)"
+    script = "import manta.api.server, manta.api.app, sys; print(*sys.modules)"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    sends = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto", "service.traces.exporter")
+    sends = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto", "manta.service.traces.exporter")
     assert [name for name in printed.split() if name.startswith(sends)] == []
 
 
 def test_missing_package_is_one_clear_sentence(monkeypatch):
-    monkeypatch.delitem(sys.modules, "service.traces.exporter")
+    monkeypatch.delitem(sys.modules, "manta.service.traces.exporter")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     refuse_without_packages(None)
     with pytest.raises(TracesNotInstalled, match=r"^MANTA_TRACES needs OpenTelemetry, .*'manta-train\[traces\]'$"):

@@ -9,7 +9,7 @@ import pytest
 from engine_specs import spec
 from schedule_sizes import most_in_flight
 
-from workers.accounting.activation_bytes import (
+from manta.workers.accounting.activation_bytes import (
     bytes_of_rank,
     chunk_bytes,
     layer_bytes,
@@ -17,8 +17,8 @@ from workers.accounting.activation_bytes import (
     layer_terms,
     put_off_bytes,
 )
-from workers.config import JobSpec, ModelConfig
-from workers.parallel.pipeline.schedules import schedule
+from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.parallel.pipeline.schedules import schedule
 
 TABLE_2 = {
     "no parallelism": {},

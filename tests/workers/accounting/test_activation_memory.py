@@ -11,14 +11,14 @@ import torch
 from engine_specs import spec
 from one_layer import held_by_layer, held_bytes, lone_rank
 
-from workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
-from workers.config import JobSpec
-from workers.data.batches import Documents
-from workers.engine import Engine
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute import Recompute
-from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
-from workers.parallel.tensor.dropout import sample_keys
+from manta.workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import Documents
+from manta.workers.engine import Engine
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.recompute import Recompute
+from manta.workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
+from manta.workers.parallel.tensor.dropout import sample_keys
 
 TABLE_2 = {
     "no parallelism": (False, "none"),

@@ -9,15 +9,15 @@ from engine_specs import spec
 from fake_rank import CPU, FakeRank, host_memory_apart, pretended_gpu, tracker_of_bytes
 from one_layer import OneLayer
 
-from workers.accounting import state_costs, step_peak
-from workers.accounting.activation_bytes import host_bytes_of_rank
-from workers.accounting.device_bytes import bytes_of_stage, device_bytes
-from workers.accounting.layer_passes import LayerPasses
-from workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, places_bytes
-from workers.accounting.step_peak import StepPeak
-from workers.config import JobSpec
-from workers.parallel.data import offloaded
-from workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
+from manta.workers.accounting import state_costs, step_peak
+from manta.workers.accounting.activation_bytes import host_bytes_of_rank
+from manta.workers.accounting.device_bytes import bytes_of_stage, device_bytes
+from manta.workers.accounting.layer_passes import LayerPasses
+from manta.workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, places_bytes
+from manta.workers.accounting.step_peak import StepPeak
+from manta.workers.config import JobSpec
+from manta.workers.parallel.data import offloaded
+from manta.workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},

@@ -8,9 +8,9 @@ import pytest
 import torch
 from engine_specs import spec
 
-from workers.accounting import device_peak
-from workers.accounting.device_peak import Peak, measure_peak_flops, peak_of_rank
-from workers.accounting.device_table import DEVICE_PEAKS, known_peak, peak_of_stages
+from manta.workers.accounting import device_peak
+from manta.workers.accounting.device_peak import Peak, measure_peak_flops, peak_of_rank
+from manta.workers.accounting.device_table import DEVICE_PEAKS, known_peak, peak_of_stages
 
 
 @pytest.mark.parametrize(

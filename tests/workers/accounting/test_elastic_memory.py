@@ -5,12 +5,12 @@ import torch
 from engine_specs import spec
 from rank_programs import micro_batches
 
-from workers.accounting.device_bytes import arriving_bytes, bytes_of_stage, halves_bytes
-from workers.accounting.step_peak import StepPeak
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.engine import Engine
-from workers.parallel.data.elastic_sums import LeafSum
+from manta.workers.accounting.device_bytes import arriving_bytes, bytes_of_stage, halves_bytes
+from manta.workers.accounting.step_peak import StepPeak
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.engine import Engine
+from manta.workers.parallel.data.elastic_sums import LeafSum
 
 CASES = {
     "a table on both ends": ({}, {"pipeline": 2, "data": 2}, 8, 1),

@@ -13,7 +13,7 @@ from plain_gpt import PlainGPT
 from rank_programs import micro_batches
 from torch.utils.flop_counter import FlopCounterMode
 
-from workers.accounting.flops import (
+from manta.workers.accounting.flops import (
     core_attention_forward,
     forward_flops,
     frozen_parameters,
@@ -23,9 +23,9 @@ from workers.accounting.flops import (
     step_flops,
     waiting_gradient_buffers,
 )
-from workers.config import JobSpec
-from workers.engine import Engine
-from workers.model.stage import ModelStage
+from manta.workers.config import JobSpec
+from manta.workers.engine import Engine
+from manta.workers.model.stage import ModelStage
 
 SHAPES = [
     pytest.param(*shape, marks=[] if sum(map(bool, shape)) % 2 else [pytest.mark.soak])

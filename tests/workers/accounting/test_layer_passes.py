@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from engine_specs import spec
 
-from workers.accounting.activation_bytes import layer_bytes, put_off_layer_bytes
-from workers.accounting.layer_passes import LayerPasses
-from workers.accounting.rank_passes import Pass, Tape
-from workers.accounting.step_peak import StepPeak
-from workers.config import JobSpec
-from workers.parallel import recompute as recomputation
+from manta.workers.accounting.activation_bytes import layer_bytes, put_off_layer_bytes
+from manta.workers.accounting.layer_passes import LayerPasses
+from manta.workers.accounting.rank_passes import Pass, Tape
+from manta.workers.accounting.step_peak import StepPeak
+from manta.workers.config import JobSpec
+from manta.workers.parallel import recompute as recomputation
 
 FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 2}, {"family": "qwen", "kv_heads": 2, "head_dim": 16})
 MODULES = ((), ("norm", "mlp_activation", "core_attention"))

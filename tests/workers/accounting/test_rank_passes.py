@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, comes_to, passes_of_rank, walked
-from workers.config import ParallelConfig
-from workers.parallel.recompute import recomputed
+from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, comes_to, passes_of_rank, walked
+from manta.workers.config import ParallelConfig
+from manta.workers.parallel.recompute import recomputed
 
 
 def drawn(seed: int) -> tuple[ParallelConfig, int]:

@@ -11,8 +11,8 @@ from dispatch_mode import FakeMode
 from engine_specs import spec
 from one_layer import FlopCounter, OneLayer
 
-from workers.accounting.flops import StepFlops, core_attention_forward, forward_flops, step_flops
-from workers.config import JobSpec
+from manta.workers.accounting.flops import StepFlops, core_attention_forward, forward_flops, step_flops
+from manta.workers.config import JobSpec
 
 MODELS = ("22B", "175B", "530B", "1T")
 ALL_MODULES = ("core_attention", "norm", "mlp_activation")

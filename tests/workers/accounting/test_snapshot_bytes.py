@@ -4,14 +4,14 @@ import pytest
 import torch
 from engine_specs import spec
 
-from workers.accounting.state_costs import SLOTS, checkpoint_bytes, snapshot_bytes
-from workers.checkpoint.catalog import list_checkpoints
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.protocol.messages import Resume
-from workers.snapshot.files import snapshot_files
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.accounting.state_costs import SLOTS, checkpoint_bytes, snapshot_bytes
+from manta.workers.checkpoint.catalog import list_checkpoints
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import snapshot_files
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 
 @pytest.mark.parametrize("frozen", [[], ["embedding", "layers.0-2"]], ids=["all trained", "most frozen"])

@@ -7,7 +7,7 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from workers.accounting.state_costs import FREE_SECONDS, STALL_SHARE, steps_between
+from manta.workers.accounting.state_costs import FREE_SECONDS, STALL_SHARE, steps_between
 
 seconds = st.floats(1e-6, 1e3)
 

@@ -8,15 +8,15 @@ import local_rank_programs
 import pytest
 import torch
 
-from service.planner.fitting import fit_links
-from service.planner.hardware import MACHINES
-from workers.calibration import __main__ as program
-from workers.calibration import collectives as module
-from workers.calibration.collectives import between_gpus, gpu_places, of_all
-from workers.calibration.local_ranks import LocalRanks, Place, RanksFailed, end_with_reader
-from workers.calibration.measurements import CollectiveTime, Measurements
-from workers.calibration.steps import layout_document
-from workers.errors import MantaError
+from manta.service.planner.fitting import fit_links
+from manta.service.planner.hardware import MACHINES
+from manta.workers.calibration import __main__ as program
+from manta.workers.calibration import collectives as module
+from manta.workers.calibration.collectives import between_gpus, gpu_places, of_all
+from manta.workers.calibration.local_ranks import LocalRanks, Place, RanksFailed, end_with_reader
+from manta.workers.calibration.measurements import CollectiveTime, Measurements
+from manta.workers.calibration.steps import layout_document
+from manta.workers.errors import MantaError
 
 ON_GLOO = Place(backend="process_groups")
 TWO = layout_document(tensor=2)

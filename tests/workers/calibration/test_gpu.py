@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from service.planner.fitting import fit_gpu
-from service.planner.hardware import MACHINES
-from workers.calibration import __main__ as program
-from workers.calibration import device, steps
-from workers.calibration.clock import median_seconds
-from workers.calibration.measurements import SMALL, Measurements, StepSeconds, step_job
-from workers.errors import MantaError
+from manta.service.planner.fitting import fit_gpu
+from manta.service.planner.hardware import MACHINES
+from manta.workers.calibration import __main__ as program
+from manta.workers.calibration import device, steps
+from manta.workers.calibration.clock import median_seconds
+from manta.workers.calibration.measurements import SMALL, Measurements, StepSeconds, step_job
+from manta.workers.errors import MantaError
 
 CPU = torch.device("cpu")
 TINY = device.Shapes(

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.calibration import clock, collectives, device, steps
-from workers.calibration.__main__ import _with_disturbances, busy_ranks
-from workers.calibration.clock import median_seconds
-from workers.calibration.collectives import collective_times
-from workers.calibration.local_ranks import LocalRanks
-from workers.calibration.measurements import BusyTime, Measurements, step_job
-from workers.spec.reading import parse_job_spec
-from workers.system.resources import OtherWork
+from manta.workers.calibration import clock, collectives, device, steps
+from manta.workers.calibration.__main__ import _with_disturbances, busy_ranks
+from manta.workers.calibration.clock import median_seconds
+from manta.workers.calibration.collectives import collective_times
+from manta.workers.calibration.local_ranks import LocalRanks
+from manta.workers.calibration.measurements import BusyTime, Measurements, step_job
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.system.resources import OtherWork
 
 CPU = torch.device("cpu")
 

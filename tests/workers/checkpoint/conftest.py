@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from s3_fixtures import bucket, s3_server, wire, wired_bucket  # noqa: F401 - fixtures
 
-from workers.checkpoint.checksums import SummingFile
+from manta.workers.checkpoint.checksums import SummingFile
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import numpy
 import pytest
 import torch
 
-from workers.checkpoint import archives
-from workers.checkpoint.archives import elements_of
-from workers.checkpoint.stored_rows import RAW
+from manta.workers.checkpoint import archives
+from manta.workers.checkpoint.archives import elements_of
+from manta.workers.checkpoint.stored_rows import RAW
 
 
 def archive_of(value: Any) -> bytes:

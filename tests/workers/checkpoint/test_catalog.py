@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.checkpoint.catalog import (
+from manta.workers.checkpoint.catalog import (
     MANIFEST,
     Condition,
     Listing,
@@ -26,9 +26,9 @@ from workers.checkpoint.catalog import (
     seal,
     whole_checkpoints,
 )
-from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, UnreadableCheckpoint
-from workers.checkpoint.pruning import prune
-from workers.errors import CheckpointError
+from manta.workers.checkpoint.checksums import DamagedCheckpoint, FileSums, UnreadableCheckpoint
+from manta.workers.checkpoint.pruning import prune
+from manta.workers.errors import CheckpointError
 
 WHOLE, NOT_WHOLE, UNKNOWN = Condition.WHOLE, Condition.NOT_WHOLE, Condition.UNKNOWN
 ERRORS = (errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)

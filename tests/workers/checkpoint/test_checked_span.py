@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.checkpoint import checksums, stored_rows
-from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked
-from workers.checkpoint.stored_rows import ALIGNMENT, CheckedSpan
+from manta.workers.checkpoint import checksums, stored_rows
+from manta.workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked
+from manta.workers.checkpoint.stored_rows import ALIGNMENT, CheckedSpan
 
 BLOCK, SIZE = 64, 1000
 CONTENT = bytes(n * 7 % 251 for n in range(SIZE))

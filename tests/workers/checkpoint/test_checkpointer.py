@@ -14,15 +14,15 @@ from unittest.mock import patch
 import pytest
 from checkpoint_programs import bits, is_still, job, lone, trainer_of
 
-from workers.checkpoint import catalog
-from workers.checkpoint import checkpointer as module
-from workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
-from workers.checkpoint.checkpointer import Checkpointer
-from workers.checkpoint.checksums import SummingFile
-from workers.comm.comm import Comm
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
-from workers.trainer import Trainer
+from manta.workers.checkpoint import catalog
+from manta.workers.checkpoint import checkpointer as module
+from manta.workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
+from manta.workers.checkpoint.checkpointer import Checkpointer
+from manta.workers.checkpoint.checksums import SummingFile
+from manta.workers.comm.comm import Comm
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
+from manta.workers.trainer import Trainer
 
 ROLL_BACK_STEPS = 3
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.checkpoint import checksums
-from workers.checkpoint.checksums import (
+from manta.workers.checkpoint import checksums
+from manta.workers.checkpoint.checksums import (
     CheckedFile,
     DamagedCheckpoint,
     FileSums,
@@ -27,7 +27,7 @@ from workers.checkpoint.checksums import (
     Window,
     checked,
 )
-from workers.errors import CheckpointError
+from manta.workers.errors import CheckpointError
 
 BLOCK = 16
 contents = st.binary(max_size=5 * BLOCK)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor, as_text, merged
-from workers.protocol.json_codec import MalformedMessage
+from manta.workers.checkpoint.catalog import Manifest
+from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor, as_text, merged
+from manta.workers.protocol.json_codec import MalformedMessage
 
 MANIFEST = Manifest("job", 1, 1, {"a": 1000, "b": 1000}, {})
 

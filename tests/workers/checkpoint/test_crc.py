@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from workers.checkpoint.checksums import crc32
+from manta.workers.checkpoint.checksums import crc32
 
 CONTENT = bytes(n % 253 for n in range(100_000))
 
@@ -23,7 +23,7 @@ def test_crc_equals_that_of_pythons_zlib(pieces):
 
 def test_crc_falls_back_to_pythons_zlib_without_zlib_ng():
     program = (
-        "import sys; sys.modules['zlib_ng'] = None; from workers.checkpoint import checksums; "
+        "import sys; sys.modules['zlib_ng'] = None; from manta.workers.checkpoint import checksums; "
         "print(checksums.crc32.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -21,8 +21,8 @@ from checkpoint_programs import bits, is_still, job, load_damaged, lone, save, s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.checkpoint import checksums, durable
-from workers.checkpoint.catalog import (
+from manta.workers.checkpoint import checksums, durable
+from manta.workers.checkpoint.catalog import (
     Condition,
     Manifest,
     checkpoint_path,
@@ -32,14 +32,14 @@ from workers.checkpoint.catalog import (
     seal,
     whole_checkpoints,
 )
-from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile
-from workers.checkpoint.pruning import prune
-from workers.comm.shared_work import SharedWork
-from workers.config import ParallelConfig
-from workers.errors import CheckpointError
-from workers.protocol.messages import Resume
-from workers.storage.files import LocalFiles
-from workers.trainer import Trainer
+from manta.workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile
+from manta.workers.checkpoint.pruning import prune
+from manta.workers.comm.shared_work import SharedWork
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import CheckpointError
+from manta.workers.protocol.messages import Resume
+from manta.workers.storage.files import LocalFiles
+from manta.workers.trainer import Trainer
 
 BLOCK = 4096
 MODEL = {"hidden_size": 16}

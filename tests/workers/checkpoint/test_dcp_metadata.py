@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch_reader import metadata_by_torch
 
-from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from workers.checkpoint.dcp_metadata import metadata_file
-from workers.checkpoint.opening import METADATA, read_metadata
-from workers.protocol.json_codec import MalformedMessage
+from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
+from manta.workers.checkpoint.dcp_metadata import metadata_file
+from manta.workers.checkpoint.opening import METADATA, read_metadata
+from manta.workers.protocol.json_codec import MalformedMessage
 
 FAR = 2**31
 CONTENTS = Contents(

@@ -20,13 +20,13 @@ from checkpoint_programs import (
 )
 from engine_specs import axes
 
-from workers.checkpoint import checkpointer
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.checkpoint.checksums import SummingFile
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Trainer
+from manta.workers.checkpoint import checkpointer
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.checksums import SummingFile
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Trainer
 
 STEPS = 8
 

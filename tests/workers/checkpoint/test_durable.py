@@ -15,18 +15,18 @@ from rank_processes import RankFailure
 from rank_programs import train_job
 from torch_reader import state_by_torch
 
-from workers.checkpoint import durable
-from workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
-from workers.checkpoint.checksums import DamagedCheckpoint
-from workers.checkpoint.pruning import prune
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.errors import CheckpointError
-from workers.protocol.messages import Resume
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint import durable
+from manta.workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
+from manta.workers.checkpoint.checksums import DamagedCheckpoint
+from manta.workers.checkpoint.pruning import prune
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import CheckpointError
+from manta.workers.protocol.messages import Resume
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 WRITER = (2, 2, 2)
 

@@ -14,15 +14,15 @@ from checkpoint_programs import job, lone, save, slots_beside_a_slow_save
 from engine_specs import axes
 from held_memory import held_bytes
 
-from workers.checkpoint import checkpointer
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
-from workers.snapshot.files import snapshot_path, steps_kept
-from workers.snapshot.node_memory import SnapshotMemory
-from workers.snapshot.snapshot_file import SnapshotFile
-from workers.storage.places import place_of
-from workers.trainer import Trainer
+from manta.workers.checkpoint import checkpointer
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import snapshot_path, steps_kept
+from manta.workers.snapshot.node_memory import SnapshotMemory
+from manta.workers.snapshot.snapshot_file import SnapshotFile
+from manta.workers.storage.places import place_of
+from manta.workers.trainer import Trainer
 
 STEPS = 8
 Make = Callable[..., Trainer]
@@ -209,7 +209,7 @@ def test_all_ranks_hold_the_same_step_until_the_last_has_written(ranks, corpus, 
 
 
 def test_checkpoint_is_written_from_snapshots_in_the_daemons_memory(make, tmp_path, corpus):
-    from workers.snapshot.node_memory import MemoryKeeper
+    from manta.workers.snapshot.node_memory import MemoryKeeper
 
     keeper = MemoryKeeper(tmp_path / "memory.sock", tmp_path / "shared")
     memory = SnapshotMemory("node_memory", tmp_path / "memory.sock")

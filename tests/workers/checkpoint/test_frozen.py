@@ -8,16 +8,16 @@ import pytest
 import torch
 from checkpoint_programs import job, load_and_save, load_from_memory, lone, save, train_and_save, train_and_snapshot
 
-from workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
-from workers.checkpoint.durable import read_contents
-from workers.comm.comm import Comm
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
-from workers.snapshot.files import snapshot_files
-from workers.spec.parameters import frozen_names, parameter_names
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
+from manta.workers.checkpoint.durable import read_contents
+from manta.workers.comm.comm import Comm
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import snapshot_files
+from manta.workers.spec.parameters import frozen_names, parameter_names
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 FROZEN = ["embedding", "layers.0-1", "*.mlp.down"]
 WRITER = {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, "data": 2, "bucket_megabytes": 0.004}

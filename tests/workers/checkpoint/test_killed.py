@@ -12,9 +12,9 @@ import yaml
 from checkpoint_programs import job, lone
 from rank_processes import begin_process
 
-from workers import run
-from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
-from workers.protocol.messages import Resume
+from manta.workers import run
+from manta.workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
+from manta.workers.protocol.messages import Resume
 
 
 def killed_while_saving(config: Path, folder: Path, seconds: float) -> None:

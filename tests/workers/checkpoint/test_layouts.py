@@ -12,14 +12,14 @@ import torch
 from checkpoint_programs import Placed, RankOutcome, job, load_and_save, train_and_save
 from torch_reader import metadata_by_torch, state_by_torch
 
-from workers.checkpoint import durable
-from workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
-from workers.checkpoint.durable import Rectangle, rectangles_of
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.engine import Engine
-from workers.spec.reading import parse_job_spec
+from manta.workers.checkpoint import durable
+from manta.workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
+from manta.workers.checkpoint.durable import Rectangle, rectangles_of
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.engine import Engine
+from manta.workers.spec.reading import parse_job_spec
 
 SMALL = {"bucket_megabytes": 0.004}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -15,13 +15,13 @@ import torch
 from checkpoint_programs import bits, is_still, job, lone, make_older, reseal, save
 from torch_reader import metadata_by_torch
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.checkpoint.contents import CONTENTS, Contents
-from workers.checkpoint.opening import METADATA
-from workers.errors import CheckpointError
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import Resume
-from workers.trainer import Trainer
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.contents import CONTENTS, Contents
+from manta.workers.checkpoint.opening import METADATA
+from manta.workers.errors import CheckpointError
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.messages import Resume
+from manta.workers.trainer import Trainer
 
 DATA, MODEL = "__0_0.distcp", {"hidden_size": 16, "layers": 1}
 NAME = "model.final_norm.weight"

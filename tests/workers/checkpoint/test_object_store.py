@@ -7,17 +7,17 @@ import pytest
 import torch
 from engine_specs import spec
 
-from workers.checkpoint import checkpointer
-from workers.checkpoint.catalog import Condition, list_checkpoints, newest_usable, next_generation, verify
-from workers.checkpoint.checksums import DamagedCheckpoint
-from workers.checkpoint.pruning import prune
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.protocol.messages import Resume
-from workers.storage import object_files
-from workers.storage.files import files_of
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint import checkpointer
+from manta.workers.checkpoint.catalog import Condition, list_checkpoints, newest_usable, next_generation, verify
+from manta.workers.checkpoint.checksums import DamagedCheckpoint
+from manta.workers.checkpoint.pruning import prune
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.protocol.messages import Resume
+from manta.workers.storage import object_files
+from manta.workers.storage.files import files_of
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 STEPS = 4
 

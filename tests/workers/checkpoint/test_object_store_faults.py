@@ -8,13 +8,13 @@ import torch
 from checkpoint_files import made
 from s3_server import S3Server, Wire, answer, reached_at
 
-from workers.checkpoint.catalog import Condition, Manifest, look_at, seal, verify
-from workers.checkpoint.checksums import UnreadableCheckpoint
-from workers.checkpoint.transfer import copy
-from workers.checkpoint.uploads import SharedRoom, Uploads
-from workers.storage import object_files
-from workers.storage.files import files_of
-from workers.storage.places import ObjectPath
+from manta.workers.checkpoint.catalog import Condition, Manifest, look_at, seal, verify
+from manta.workers.checkpoint.checksums import UnreadableCheckpoint
+from manta.workers.checkpoint.transfer import copy
+from manta.workers.checkpoint.uploads import SharedRoom, Uploads
+from manta.workers.storage import object_files
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import ObjectPath
 
 PART = 5 * 1024 * 1024
 SEEDS = [pytest.param(seed, marks=() if seed < 2 else pytest.mark.soak) for seed in range(50)]

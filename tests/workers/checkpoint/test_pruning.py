@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint import pruning
-from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path, seal
-from workers.checkpoint.pruning import prune, remove_after, remove_newer, to_prune, to_undo
-from workers.storage.files import LocalFiles
+from manta.workers.checkpoint import pruning
+from manta.workers.checkpoint.catalog import (
+    MANIFEST,
+    Condition,
+    ListedCheckpoint,
+    Listing,
+    Manifest,
+    checkpoint_path,
+    seal,
+)
+from manta.workers.checkpoint.pruning import prune, remove_after, remove_newer, to_prune, to_undo
+from manta.workers.storage.files import LocalFiles
 
 names = st.tuples(st.integers(1, 6), st.integers(0, 12))
 """(Generation, step)."""

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from workers.checkpoint.durable import rectangles_of
-from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
-from workers.parallel.tensor.shards import NamedShard, ParameterShard
+from manta.workers.checkpoint.durable import rectangles_of
+from manta.workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
+from manta.workers.parallel.tensor.shards import NamedShard, ParameterShard
 
 CPU = torch.device("cpu")
 sizes = st.integers(1, 40)

@@ -10,11 +10,11 @@ import numpy
 import pytest
 import torch
 
-from workers.checkpoint import stored_rows
-from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from workers.checkpoint.stored_rows import StoredRows, in_file_order, most_memory
-from workers.errors import CheckpointError
+from manta.workers.checkpoint import stored_rows
+from manta.workers.checkpoint.catalog import Manifest
+from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
+from manta.workers.checkpoint.stored_rows import StoredRows, in_file_order, most_memory
+from manta.workers.errors import CheckpointError
 
 MATRIX, VECTOR = torch.arange(60.0).view(10, 6), torch.arange(5.0).bfloat16()
 CUTS = [("a", 0, 6, 0, 3), ("b", 0, 6, 3, 6), ("a", 6, 7, 0, 4), ("c", 6, 7, 4, 6), ("c", 7, 10, 0, 6)]

@@ -6,11 +6,11 @@ from dataclasses import asdict
 import pytest
 from checkpoint_files import CONTENT, made
 
-from workers.checkpoint.catalog import MANIFEST, Condition, RemovedCheckpoint, look_at, verify
-from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint
-from workers.checkpoint.pruning import remove
-from workers.checkpoint.transfer import PlaceTaken, copy
-from workers.storage.files import files_of
+from manta.workers.checkpoint.catalog import MANIFEST, Condition, RemovedCheckpoint, look_at, verify
+from manta.workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint
+from manta.workers.checkpoint.pruning import remove
+from manta.workers.checkpoint.transfer import PlaceTaken, copy
+from manta.workers.storage.files import files_of
 
 
 @pytest.mark.parametrize("way", ["from here to here", "up", "down"])

@@ -12,10 +12,10 @@ import pytest
 import torch
 from s3_server import answer
 
-from workers.checkpoint import uploads as uploads_module
-from workers.checkpoint.checksums import BLOCK_BYTES
-from workers.checkpoint.uploads import SharedRoom, Uploads, offset_within
-from workers.storage.files import files_of
+from manta.workers.checkpoint import uploads as uploads_module
+from manta.workers.checkpoint.checksums import BLOCK_BYTES
+from manta.workers.checkpoint.uploads import SharedRoom, Uploads, offset_within
+from manta.workers.storage.files import files_of
 
 ELEMENTS = 3 * BLOCK_BYTES // 4 + 5
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from rank_threads import connected
 
-from workers.comm.links import Links
-from workers.comm.links_backend import SMALL_BYTES, Collectives, maximum
+from manta.workers.comm.links import Links
+from manta.workers.comm.links_backend import SMALL_BYTES, Collectives, maximum
 
 SIZES = (2, 3, 4)
 # Elements: one, odd, just below and above the border between the two ways of adding, and large and odd.

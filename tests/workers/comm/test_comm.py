@@ -12,15 +12,15 @@ import torch.distributed as dist
 from engine_specs import axes
 from rank_threads import HOST, SECRET, run_threads
 
-from workers.comm.comm import Comm
-from workers.comm.grid import AXES, RankGrid
-from workers.comm.links_backend import HostStaged
-from workers.comm.process_groups import ProcessGroups
-from workers.comm.shared_work import SharedWork
-from workers.config import ParallelConfig
-from workers.errors import PeerLost
-from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.timing.step_phases import StepPhases
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import AXES, RankGrid
+from manta.workers.comm.links_backend import HostStaged
+from manta.workers.comm.process_groups import ProcessGroups
+from manta.workers.comm.shared_work import SharedWork
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import PeerLost
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.timing.step_phases import StepPhases
 
 CPU = torch.device("cpu")
 
@@ -181,7 +181,7 @@ def test_a_rank_whose_network_was_cut_gets_through_again_when_the_time_is_up_and
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("workers.comm.comm.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr("manta.workers.comm.comm.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
     connected_at = []
     comm.cut(3.0)
@@ -336,7 +336,7 @@ def test_a_rank_says_that_it_connects_and_in_which_generation_and_that_it_rests(
         return HOST
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.comm.comm.address_towards", address_towards)
+        patch.setattr("manta.workers.comm.comm.address_towards", address_towards)
         comm.connect(dist.HashStore(), 4, HOST, SECRET)
     comm.close()
     seen.append((reader.read().generation, reader.read().phase))
@@ -363,7 +363,7 @@ def test_a_generation_that_ended_while_the_ranks_met_is_not_begun(monkeypatch):
             comm.end(1)
             super().__init__(*arguments)
 
-    monkeypatch.setattr("workers.comm.comm.SharedWork", Ending)
+    monkeypatch.setattr("manta.workers.comm.comm.SharedWork", Ending)
     with pytest.raises(PeerLost, match="generation 1 is over"):
         comm.connect(dist.HashStore(), 1, HOST, SECRET)
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from pretended_devices import CPU, Gang, Network, no_thread
 
-from workers.comm import backend
-from workers.comm import comm as comm_module
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.liveness.rank_samples import WINDOW, Stragglers
+from manta.workers.comm import backend
+from manta.workers.comm import comm as comm_module
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.liveness.rank_samples import WINDOW, Stragglers
 
 NUMBER = torch.zeros(8)
 

@@ -13,11 +13,11 @@ import pytest
 from engine_specs import spec
 from fake_rank import FakeRank, pretended_gpu
 
-from workers.accounting.device_bytes import device_bytes
-from workers.comm.grid import Coordinates, RankGrid
-from workers.config import JobSpec
-from workers.liveness.device_trail import DeviceTrail
-from workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.accounting.device_bytes import device_bytes
+from manta.workers.comm.grid import Coordinates, RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.liveness.device_trail import DeviceTrail
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 
 MEANT = {
     "workers/parallel/data/zero.py _read": "the step's numbers, once, when all of it is queued",
@@ -141,7 +141,7 @@ def test_a_device_is_marked_at_all_that_a_step_communicates(tmp_path, schedule, 
     job = spec(model={"family": "gpt", "layers": 4}, train=train | numbers, parallel=layout)
     progress = Progress.shared(tmp_path, 0)
     trail = DeviceTrail(PassedAtOnce, progress)
-    with pretended_gpu(), mock.patch("workers.comm.comm.trail_for", lambda *_: trail):
+    with pretended_gpu(), mock.patch("manta.workers.comm.comm.trail_for", lambda *_: trail):
         rank = FakeRank(job, 0)
         rank.comm.progress = rank.comm.step.record = progress
         for step in (1, 2, 3):

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from workers.comm import process_groups
-from workers.comm.process_groups import GlooWaits
-from workers.errors import PeerLost
+from manta.workers.comm import process_groups
+from manta.workers.comm.process_groups import GlooWaits
+from manta.workers.errors import PeerLost
 
 SECONDS = 30.0
 

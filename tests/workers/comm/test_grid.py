@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.comm.grid import Coordinates, RankGrid, state_groups, state_peers
-from workers.config import ParallelConfig
+from manta.workers.comm.grid import Coordinates, RankGrid, state_groups, state_peers
+from manta.workers.config import ParallelConfig
 
 small = st.integers(1, 4)
 grids = st.builds(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.comm import host_names
+from manta.workers.comm import host_names
 
 ALONE = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 """Runs a program where no name server can be reached."""
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif("resolve" in RESOLVER.split(), reason="names com
 NOT_TOLD = "hostname of the client socket cannot be retrieved"
 PROGRAM = """
 import os
-from workers.comm.host_names import ask_for_none, connect_once
+from manta.workers.comm.host_names import ask_for_none, connect_once
 ask_for_none()
 connect_once()
 child = os.fork()

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from rank_threads import HOST, connected, run_threads, secret
 
-from workers.comm.links import Links
-from workers.errors import MantaError, PeerLost
-from workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.comm.links import Links
+from manta.workers.errors import MantaError, PeerLost
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 
 MILLION = 1_000_000
 SECONDS = 20.0
@@ -57,7 +57,7 @@ def test_big_messages_both_ways_at_once_do_not_block_each_other():
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that holds far less than two million numbers between two ranks, on every machine."""
-    monkeypatch.setattr("workers.comm.links._BUFFER_BYTES", 64 * 1024)
+    monkeypatch.setattr("manta.workers.comm.links._BUFFER_BYTES", 64 * 1024)
 
 
 def test_a_send_that_waits_goes_out_while_the_rank_waits_for_somebody_else(small_buffers):

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from workers.comm.lost_peers import is_lost_peer, naming_lost_peers
-from workers.errors import PeerLost
+from manta.workers.comm.lost_peers import is_lost_peer, naming_lost_peers
+from manta.workers.errors import PeerLost
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
 NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94"

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from rank_threads import HOST, SECRET, run_threads, secret
 
-from workers.comm import meeting
-from workers.comm.links import Links
-from workers.comm.meeting import MAX_UNAUTHENTICATED, NONCE_BYTES, Meeting
-from workers.comm.secret import PROOF_BYTES, Secret
-from workers.errors import PeerLost
-from workers.liveness.progress import Progress
-from workers.liveness.record_layout import CONNECTING_CHANNEL
-from workers.system.ports import PortRange
+from manta.workers.comm import meeting
+from manta.workers.comm.links import Links
+from manta.workers.comm.meeting import MAX_UNAUTHENTICATED, NONCE_BYTES, Meeting
+from manta.workers.comm.secret import PROOF_BYTES, Secret
+from manta.workers.errors import PeerLost
+from manta.workers.liveness.progress import Progress
+from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
+from manta.workers.system.ports import PortRange
 
 GENERATION = 9
 

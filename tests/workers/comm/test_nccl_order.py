@@ -15,7 +15,7 @@ from nccl_rules import findings, least_kernels_at_once
 from recorded_jobs import Programs, recorded_job
 from spoiled_programs import SPOILERS, spoiled
 
-from workers.config import JobSpec
+from manta.workers.config import JobSpec
 
 PLAIN: Row = {name: values[0] for name, values in FACTORS.items()}
 STEPS = 2

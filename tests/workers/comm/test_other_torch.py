@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 FILES = [f"tests/workers/comm/{name}.py" for name in ("test_process_groups", "test_repair", "test_repair_self_test")]
 WAY = """
 import sys, torch
-from workers.comm.regroup import regroup_for
+from manta.workers.comm.regroup import regroup_for
 print([int(part) for part in torch.__version__.split(".")[:2]] >= [2, 14], regroup_for(torch.device("cpu"), True).way)
 """
 

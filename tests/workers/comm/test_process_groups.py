@@ -14,14 +14,14 @@ from engine_specs import axes, document
 from rank_processes import HOST, SECRET
 from rank_programs import train_job
 
-from workers.comm.comm import Comm
-from workers.comm.process_groups import ProcessGroups
-from workers.config import ParallelConfig
-from workers.errors import PeerLost
-from workers.protocol.messages import Resume
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.process_groups import ProcessGroups
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import PeerLost
+from manta.workers.protocol.messages import Resume
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 STEPS = 4
 

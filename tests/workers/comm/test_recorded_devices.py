@@ -5,8 +5,8 @@ import torch
 from engine_specs import layout_of
 from pretended_devices import Event, Gang, Network, no_thread
 
-from workers.comm.grid import RankGrid
-from workers.timing.recorder import DeviceMoments, Recorder
+from manta.workers.comm.grid import RankGrid
+from manta.workers.timing.recorder import DeviceMoments, Recorder
 
 
 def test_waits_for_others_take_the_devices_time_and_the_hosts_none():

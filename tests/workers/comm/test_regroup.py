@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from workers.comm import regroup
-from workers.comm.regroup import GlooBreaking, LastingGroups, NcclBreaking, NewGroups, regroup_for
-from workers.errors import DeviceLost
+from manta.workers.comm import regroup
+from manta.workers.comm.regroup import GlooBreaking, LastingGroups, NcclBreaking, NewGroups, regroup_for
+from manta.workers.errors import DeviceLost
 
 GPU = torch.device("cuda:0")
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -10,7 +10,7 @@ import pytest
 from engine_specs import axes, document
 from repair_programs import Cut, train_through
 
-from workers.config import ParallelConfig
+from manta.workers.config import ParallelConfig
 
 STEPS = 5
 LAYOUTS = {

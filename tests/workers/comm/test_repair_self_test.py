@@ -12,13 +12,13 @@ import torch.distributed as dist
 from engine_specs import axes
 from rank_processes import HOST, SECRET
 
-from workers.comm import repair_self_test
-from workers.comm.backend import DONE, Handle
-from workers.comm.comm import Comm
-from workers.comm.grid import Axis
-from workers.comm.process_groups import ProcessGroups
-from workers.comm.repair_self_test import RepairSelfTest
-from workers.config import ParallelConfig
+from manta.workers.comm import repair_self_test
+from manta.workers.comm.backend import DONE, Handle
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import Axis
+from manta.workers.comm.process_groups import ProcessGroups
+from manta.workers.comm.repair_self_test import RepairSelfTest
+from manta.workers.config import ParallelConfig
 
 FOUR = ParallelConfig(**axes((2, 1, 2)))
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from rank_threads import SECRET, secret
 
-from workers.comm.secret import PROOF_BYTES, Secret
+from manta.workers.comm.secret import PROOF_BYTES, Secret
 
 
 def test_a_proof_holds_for_its_statement_only():

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rank_threads import connected
 
-from workers.comm.links import Links
-from workers.comm.shared_work import SharedWork, SharedWorkFailed
-from workers.liveness.progress import Progress, _parse
+from manta.workers.comm.links import Links
+from manta.workers.comm.shared_work import SharedWork, SharedWorkFailed
+from manta.workers.liveness.progress import Progress, _parse
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.config import BatchRamp, DataConfig, JobSpec, ModelConfig, ParallelConfig, TrainConfig
-from workers.data.batch_plan import BatchPlan, leaf_share, micro_batches, replica_micro_batches, replica_share
+from manta.workers.config import BatchRamp, DataConfig, JobSpec, ModelConfig, ParallelConfig, TrainConfig
+from manta.workers.data.batch_plan import BatchPlan, leaf_share, micro_batches, replica_micro_batches, replica_share
 
 ramps = st.tuples(st.integers(1, 20), st.integers(1, 10), st.integers(0, 20), st.integers(1, 600))
 """(first size, increment, number of increments, samples)."""

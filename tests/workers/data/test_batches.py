@@ -6,9 +6,9 @@ import pytest
 import torch
 from engine_specs import spec
 
-from workers.data.batches import Batches
-from workers.data.order import SkippedSamples
-from workers.errors import DataError
+from manta.workers.data.batches import Batches
+from manta.workers.data.order import SkippedSamples
+from manta.workers.errors import DataError
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.data import order as module
-from workers.data.order import Blend, SampleOrder, blended, whole_shares
+from manta.workers.data import order as module
+from manta.workers.data.order import Blend, SampleOrder, blended, whole_shares
 
 weights = st.lists(st.integers(1, 1000), min_size=1, max_size=12)
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from workers.data import chat_template
-from workers.data.chat_template import ChatTemplate, TemplateFailed
-from workers.errors import DataError
+from manta.workers.data import chat_template
+from manta.workers.data.chat_template import ChatTemplate, TemplateFailed
+from manta.workers.errors import DataError
 
 MESSAGES = [{"role": "user", "content": "<b>ü"}]
 
@@ -116,9 +116,9 @@ def test_checking_a_template_evaluates_none_of_its_expressions():
 
 def test_template_operation_that_cannot_be_interrupted_ends_with_its_process():
     program = (
-        "from workers.data import chat_template\n"
+        "from manta.workers.data import chat_template\n"
         "chat_template.SECONDS, chat_template.LAST_SECONDS = 99.0, 0.3\n"
-        "from workers.data.chat_template import ChatTemplate\n"
+        "from manta.workers.data.chat_template import ChatTemplate\n"
         "ChatTemplate('{{ 9 ** (9 ** 9) }}').render([])"
     )
     done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, capture_output=True)

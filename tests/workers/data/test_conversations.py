@@ -10,13 +10,13 @@ import pyarrow.parquet
 import pytest
 from chat_files import CONVERSATIONS, TEMPLATES, chat_file, plain, said, tokenizer_folder
 
-from workers.config import DataConfig
-from workers.data.chat_template import ChatTemplate, open_template
-from workers.data.conversations import as_text, conversation_in
-from workers.data.documents import texts_of
-from workers.data.shards import Section
-from workers.data.tokenizer import open_tokenizer
-from workers.errors import DataError
+from manta.workers.config import DataConfig
+from manta.workers.data.chat_template import ChatTemplate, open_template
+from manta.workers.data.conversations import as_text, conversation_in
+from manta.workers.data.documents import texts_of
+from manta.workers.data.shards import Section
+from manta.workers.data.tokenizer import open_tokenizer
+from manta.workers.errors import DataError
 
 
 def section(path: Path) -> Section:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.data.prepare import ByteCorpus
-from workers.data.sources import CorpusFile
-from workers.errors import DataError
+from manta.workers.data.prepare import ByteCorpus
+from manta.workers.data.sources import CorpusFile
+from manta.workers.errors import DataError
 
 PARTS = [b"first, ", b"s", "zweite Zeile: \u00e4\n".encode(), bytes(range(256)), b"last"]
 

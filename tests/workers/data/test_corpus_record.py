@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from workers.config import DataConfig
-from workers.data import corpus_record
-from workers.data.corpus_record import as_recorded, as_recorded_tokens
-from workers.data.prepare import ByteCorpus
-from workers.data.sources import corpus_files
-from workers.errors import DataError
-from workers.storage.files import LocalFiles
+from manta.workers.config import DataConfig
+from manta.workers.data import corpus_record
+from manta.workers.data.corpus_record import as_recorded, as_recorded_tokens
+from manta.workers.data.prepare import ByteCorpus
+from manta.workers.data.sources import corpus_files
+from manta.workers.errors import DataError
+from manta.workers.storage.files import LocalFiles
 
 LENGTH = 10_000
 

@@ -11,8 +11,8 @@ import yaml
 from documented import ROOT, blocks_of, run_blocks
 from engine_specs import document
 
-from workers.data.conversations import conversation_in
-from workers.spec.reading import load_job_spec, parse_job_spec
+from manta.workers.data.conversations import conversation_in
+from manta.workers.spec.reading import load_job_spec, parse_job_spec
 
 CHAT = blocks_of("training.md", "Fine-tune on chat data")
 MEGATRON = blocks_of("data.md", "To and from Megatron-LM")

@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from workers.config import DataConfig
-from workers.data import documents
-from workers.data.documents import raw_pieces_of, texts_of
-from workers.data.shards import Section
-from workers.errors import DataError
+from manta.workers.config import DataConfig
+from manta.workers.data import documents
+from manta.workers.data.documents import raw_pieces_of, texts_of
+from manta.workers.data.shards import Section
+from manta.workers.errors import DataError
 
 TEXTS = ["first", "", "zweites Dokument: Größe", "3\nlines\r\n", " ", "日本語", "x" * 70_000]
 

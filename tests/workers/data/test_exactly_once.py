@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron_files import megatron_dataset
 from tokenizer_files import byte_level
 
-from workers.data.batches import NO_TARGET, Batches
-from workers.data.tokenizer import FileTokenizer
+from manta.workers.data.batches import NO_TARGET, Batches
+from manta.workers.data.tokenizer import FileTokenizer
 
 CPU, LENGTH, BATCH = torch.device("cpu"), 8, 6
 FIRST, SIZES, WEIGHTS = (1000, 3000), (401, 163), (2, 1)

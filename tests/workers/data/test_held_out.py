@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from engine_specs import spec
 
-from workers.data.batches import BlendedHeldOut, HeldOut, validation_sets
-from workers.data.prepare import ByteCorpus
-from workers.errors import DataError
+from manta.workers.data.batches import BlendedHeldOut, HeldOut, validation_sets
+from manta.workers.data.prepare import ByteCorpus
+from manta.workers.errors import DataError
 
 
 def held_out(tokens: int, most: int) -> HeldOut:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from megatron_files import DOCUMENTS, megatron_dataset
 
-from workers.data import indexed_dataset
-from workers.data.indexed_dataset import IndexedTokens, boundaries, read_index, tokens_in, write_index
-from workers.errors import DataError
+from manta.workers.data import indexed_dataset
+from manta.workers.data.indexed_dataset import IndexedTokens, boundaries, read_index, tokens_in, write_index
+from manta.workers.errors import DataError
 
 
 @pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (4, "<i4"), (1, "<u1"), (3, "<i2"), (5, "<i8")])

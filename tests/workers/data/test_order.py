@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.data.order import SampleOrder
+from manta.workers.data.order import SampleOrder
 
 
 @st.composite

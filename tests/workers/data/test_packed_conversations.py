@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_files import megatron_dataset
 
-from workers.data import packed_conversations, shards
-from workers.data.batches import NO_TARGET, Batches
-from workers.data.indexed_dataset import IndexedTokens
-from workers.data.packed_conversations import OPEN_SAMPLES, PackedConversations, packed
-from workers.data.prepare import open_corpus
-from workers.data.token_cache import Watcher
-from workers.data.tokenize import tokenize
-from workers.errors import DataError
+from manta.workers.data import packed_conversations, shards
+from manta.workers.data.batches import NO_TARGET, Batches
+from manta.workers.data.indexed_dataset import IndexedTokens
+from manta.workers.data.packed_conversations import OPEN_SAMPLES, PackedConversations, packed
+from manta.workers.data.prepare import open_corpus
+from manta.workers.data.token_cache import Watcher
+from manta.workers.data.tokenize import tokenize
+from manta.workers.errors import DataError
 
 CPU, LENGTH = torch.device("cpu"), 256
 CHATS = [said(f"{n} is " * (1 + n % 5), f"{n}.", f"and {n * n}?", "yes " * (n % 7)) for n in range(60)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from engine_specs import axes, spec
 
-from workers.data.batches import NO_TARGET, Batches, Documents
-from workers.errors import DataError
+from manta.workers.data.batches import NO_TARGET, Batches, Documents
+from manta.workers.errors import DataError
 
 CPU, END = torch.device("cpu"), 256
 TEXTS = ["abc", "d", "", "efghijklmnopqrstuvwxyz" * 3, "0123456789" * 4]

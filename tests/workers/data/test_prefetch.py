@@ -8,9 +8,9 @@ import pytest
 import torch
 from engine_specs import spec
 
-from workers.data.batches import Batches, Prefetch
-from workers.data.order import SkippedSamples
-from workers.errors import DataError
+from manta.workers.data.batches import Batches, Prefetch
+from manta.workers.data.order import SkippedSamples
+from manta.workers.errors import DataError
 
 SECONDS = 60.0
 

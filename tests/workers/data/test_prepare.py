@@ -14,12 +14,12 @@ from engine_specs import spec
 from megatron_files import DOCUMENTS, megatron_dataset
 from tokenizer_files import TEXT, byte_level, plain_tokens
 
-from workers.data import prepare, steady_file
-from workers.data.batches import Batches
-from workers.data.prepare import open_corpus
-from workers.data.sources import check_data
-from workers.data.token_cache import Watcher
-from workers.errors import DataError
+from manta.workers.data import prepare, steady_file
+from manta.workers.data.batches import Batches
+from manta.workers.data.prepare import open_corpus
+from manta.workers.data.sources import check_data
+from manta.workers.data.token_cache import Watcher
+from manta.workers.errors import DataError
 
 CPU = torch.device("cpu")
 DATASETS = {"good": [1, 2, 3], "empty": [], "negative": [1, -1, 2], "large": [1, 9999]}

@@ -18,23 +18,23 @@ from megatron_files import DOCUMENTS, megatron_dataset
 from storage_away import away
 from tokenizer_files import byte_level
 
-from workers.config import DataConfig
-from workers.data import token_cache, token_process, trained_tokenizer
-from workers.data.chat_template import open_template
-from workers.data.corpus_record import with_digests
-from workers.data.documents import raw_pieces_of, texts_of
-from workers.data.indexed_dataset import IndexedTokens
-from workers.data.prepare import ByteCorpus, open_corpus
-from workers.data.read_errors import read_error
-from workers.data.roots import ANYWHERE
-from workers.data.shards import Section, shards_of
-from workers.data.sources import CorpusFile, corpus_files
-from workers.data.token_cache import Watcher
-from workers.data.token_processes import tokenize_shards
-from workers.data.tokenizer import ByteTokenizer, file_tokenizer, open_tokenizer
-from workers.errors import DataError, DataNotStored, DataUnreadable
-from workers.spec.problems import SpecError
-from workers.spec.submitted import with_vocabulary
+from manta.workers.config import DataConfig
+from manta.workers.data import token_cache, token_process, trained_tokenizer
+from manta.workers.data.chat_template import open_template
+from manta.workers.data.corpus_record import with_digests
+from manta.workers.data.documents import raw_pieces_of, texts_of
+from manta.workers.data.indexed_dataset import IndexedTokens
+from manta.workers.data.prepare import ByteCorpus, open_corpus
+from manta.workers.data.read_errors import read_error
+from manta.workers.data.roots import ANYWHERE
+from manta.workers.data.shards import Section, shards_of
+from manta.workers.data.sources import CorpusFile, corpus_files
+from manta.workers.data.token_cache import Watcher
+from manta.workers.data.token_processes import tokenize_shards
+from manta.workers.data.tokenizer import ByteTokenizer, file_tokenizer, open_tokenizer
+from manta.workers.errors import DataError, DataNotStored, DataUnreadable
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.submitted import with_vocabulary
 
 OF_THE_STORAGE = [
     errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import TEXT, byte_level, split_as_llama_3
 
-from workers.config import DataConfig
-from workers.data import shards
-from workers.data.shards import pieces_of, shards_of
-from workers.data.sources import CorpusFile, corpus_files
-from workers.data.tokenizer import FileTokenizer
+from manta.workers.config import DataConfig
+from manta.workers.data import shards
+from manta.workers.data.shards import pieces_of, shards_of
+from manta.workers.data.sources import CorpusFile, corpus_files
+from manta.workers.data.tokenizer import FileTokenizer
 
 WIKITEXT = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "wikitext2-valid.txt"
 
@@ -86,7 +86,7 @@ def test_short_rest_of_a_file_joins_the_shard_before_it(small, tmp_path):
 
 
 def test_row_groups_are_shared_out_and_the_last_section_may_have_fewer(small, monkeypatch):
-    monkeypatch.setattr("workers.data.rows.row_group_count", lambda path: 5)
+    monkeypatch.setattr("manta.workers.data.rows.row_group_count", lambda path: 5)
     made = shards_of([CorpusFile("a.parquet", 1250)], DataConfig(source="parquet", paths=["a"]), False)
     sections = [(each.start, each.stop, each.bytes) for shard in made for each in shard]
     assert sections == [(0, 2, 500), (2, 4, 500), (4, 5, 250)]

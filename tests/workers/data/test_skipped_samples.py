@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.data.order import SkippedSamples
+from manta.workers.data.order import SkippedSamples
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda each: range(each[0], sum(each))))
 

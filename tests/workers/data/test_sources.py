@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from engine_specs import spec
 
-from workers.config import DataConfig
-from workers.data.sources import check_data, corpus_files, split_tokens
-from workers.errors import DataError
+from manta.workers.config import DataConfig
+from manta.workers.data.sources import check_data, corpus_files, split_tokens
+from manta.workers.errors import DataError
 
 
 def test_validation_sets_are_checked_with_the_corpus(tmp_path):

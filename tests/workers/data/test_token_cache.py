@@ -21,14 +21,14 @@ import pyarrow.parquet
 import pytest
 from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like
 
-from workers.config import DataConfig
-from workers.data import shards, token_cache, token_process, token_processes
-from workers.data.corpus_record import with_digests
-from workers.data.indexed_dataset import read_index
-from workers.data.sources import corpus_files
-from workers.data.token_cache import Watcher, cached_tokens, locked, read_info
-from workers.data.tokenizer import open_tokenizer
-from workers.errors import DataError, DataNotStored
+from manta.workers.config import DataConfig
+from manta.workers.data import shards, token_cache, token_process, token_processes
+from manta.workers.data.corpus_record import with_digests
+from manta.workers.data.indexed_dataset import read_index
+from manta.workers.data.sources import corpus_files
+from manta.workers.data.token_cache import Watcher, cached_tokens, locked, read_info
+from manta.workers.data.tokenizer import open_tokenizer
+from manta.workers.errors import DataError, DataNotStored
 
 DOCUMENTS = ["".join(TEXT[n : n + 7]) for n in range(0, 280, 7)] + ["x", "end"]
 
@@ -251,12 +251,12 @@ def test_shard_that_kills_every_process_is_given_up_with_an_error(tmp_path, file
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from workers.config import DataConfig
-from workers.data import shards
-from workers.data.corpus_record import with_digests
-from workers.data.sources import corpus_files
-from workers.data.token_cache import Watcher, cached_tokens
-from workers.data.tokenizer import open_tokenizer
+from manta.workers.config import DataConfig
+from manta.workers.data import shards
+from manta.workers.data.corpus_record import with_digests
+from manta.workers.data.sources import corpus_files
+from manta.workers.data.token_cache import Watcher, cached_tokens
+from manta.workers.data.tokenizer import open_tokenizer
 shards.SHARD_BYTES = 4000
 config = DataConfig(source="jsonl", paths=[sys.argv[2]], tokenizer=sys.argv[3])
 
@@ -304,7 +304,7 @@ def test_shards_made_by_a_killed_process_are_used_by_the_next_one(tmp_path, file
         return spied(order, missing, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.data.token_cache.tokenize_shards", spy)
+        patch.setattr("manta.workers.data.token_cache.tokenize_shards", spy)
         watcher = RecordingWatcher()
         row, _, made = make(tmp_path / "cache", [path], file, watcher=watcher)
     assert made

@@ -1,4 +1,4 @@
-"""`python -m workers.data.tokenize`: the tokens that a job will find, and the same ones for Megatron-LM."""
+"""`python -m manta.workers.data.tokenize`: the tokens that a job will find, and the same ones for Megatron-LM."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import yaml
 from engine_specs import document
 from tokenizer_files import TEXT, byte_level, plain_tokens
 
-from workers.data import tokenize
-from workers.data.indexed_dataset import IndexedTokens, read_index
-from workers.data.prepare import open_corpus
-from workers.data.token_cache import Watcher
-from workers.spec.reading import load_job_spec
-from workers.spec.submitted import with_vocabulary
+from manta.workers.data import tokenize
+from manta.workers.data.indexed_dataset import IndexedTokens, read_index
+from manta.workers.data.prepare import open_corpus
+from manta.workers.data.token_cache import Watcher
+from manta.workers.spec.reading import load_job_spec
+from manta.workers.spec.submitted import with_vocabulary
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like, split_as_llama_3
 from tokenizers import AddedToken, Tokenizer, models
 
-from workers.config import DataConfig
-from workers.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
-from workers.errors import DataError
+from manta.workers.config import DataConfig
+from manta.workers.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
+from manta.workers.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ from chat_files import chat_file, said
 from tokenizer_files import TEXT
 from tokenizers import Tokenizer
 
-from workers.config import DataConfig
-from workers.data import trained_tokenizer as module
-from workers.data.corpus_record import with_digests
-from workers.data.sources import CorpusFile, corpus_files
-from workers.data.token_cache import Watcher
-from workers.data.tokenizer import open_tokenizer
-from workers.errors import DataError, DataNotStored
+from manta.workers.config import DataConfig
+from manta.workers.data import trained_tokenizer as module
+from manta.workers.data.corpus_record import with_digests
+from manta.workers.data.sources import CorpusFile, corpus_files
+from manta.workers.data.token_cache import Watcher
+from manta.workers.data.tokenizer import open_tokenizer
+from manta.workers.errors import DataError, DataNotStored
 
 
 class RecordingWatcher(Watcher):
@@ -94,8 +94,8 @@ def test_tokenizer_is_trained_on_a_share_of_each_shard_of_a_large_corpus(tmp_pat
     monkeypatch.setattr(module, "TRAINING_BYTES", 2000)
     for name in "abcd":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {n}\n" for n in range(1000)))
-    monkeypatch.setattr("workers.data.shards.SHARD_BYTES", 100)
-    monkeypatch.setattr("workers.data.documents.PIECE_BYTES", 100)
+    monkeypatch.setattr("manta.workers.data.shards.SHARD_BYTES", 100)
+    monkeypatch.setattr("manta.workers.data.documents.PIECE_BYTES", 100)
     config = DataConfig(source="text", paths=[str(tmp_path)], tokenizer="bpe")
     files = [CorpusFile(str(path), path.stat().st_size) for path in sorted(tmp_path.glob("*.txt"))]
     texts = "".join(module._training_texts([[section] for section in sections_of(files)], config))
@@ -104,7 +104,7 @@ def test_tokenizer_is_trained_on_a_share_of_each_shard_of_a_large_corpus(tmp_pat
 
 
 def sections_of(files):
-    from workers.data.shards import Section
+    from manta.workers.data.shards import Section
 
     return [Section(file.path, 0, file.size, file.size) for file in files]
 

@@ -10,16 +10,16 @@ from engine_specs import spec
 from reported import events_of
 from tokenizer_files import TEXT
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.data.prepare import Corpus
-from workers.data.watch import DataWatch, check_same_tokens
-from workers.errors import DataError
-from workers.liveness.hang_timeouts import hang_timeout
-from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.protocol.messages import Resume
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.data.prepare import Corpus
+from manta.workers.data.watch import DataWatch, check_same_tokens
+from manta.workers.errors import DataError
+from manta.workers.liveness.hang_timeouts import hang_timeout
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.protocol.messages import Resume
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 
 def test_rank_that_prepares_data_shows_progress_and_reports_events(tmp_path):

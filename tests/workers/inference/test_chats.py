@@ -11,11 +11,11 @@ import torch
 from chat_files import TEMPLATES, chat_file, said, tokenizer_folder
 from engine_specs import spec
 
-from workers.data.chat_template import ChatTemplate, open_template
-from workers.errors import DataError
-from workers.inference.chats import chat, end_of_answer, question, read_conversations, template_of
-from workers.inference.loaded_model import Bytes, text_tokens_of
-from workers.inference.tasks import BadTask
+from manta.workers.data.chat_template import ChatTemplate, open_template
+from manta.workers.errors import DataError
+from manta.workers.inference.chats import chat, end_of_answer, question, read_conversations, template_of
+from manta.workers.inference.loaded_model import Bytes, text_tokens_of
+from manta.workers.inference.tasks import BadTask
 
 
 class Counter:

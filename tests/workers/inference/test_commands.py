@@ -1,4 +1,4 @@
-"""`python -m workers.evaluate` and `workers.generate`, as a user calls them."""
+"""`python -m manta.workers.evaluate` and `manta.workers.generate`, as a user calls them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from checkpoint_programs import job, lone, save
 
-from workers import evaluate, generate
-from workers.checkpoint.pruning import remove
-from workers.inference import loaded_model
-from workers.protocol.messages import Resume
+from manta.workers import evaluate, generate
+from manta.workers.checkpoint.pruning import remove
+from manta.workers.inference import loaded_model
+from manta.workers.protocol.messages import Resume
 
 
 @pytest.fixture(scope="module")

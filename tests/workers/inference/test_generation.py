@@ -10,8 +10,8 @@ from engine_specs import spec
 from plain_gpt import random_weights
 from plain_llama import plain_model
 
-from workers.inference.generation import PromptTooLong, Sampler, Sampling, generate
-from workers.inference.loaded_model import LoadedModel
+from manta.workers.inference.generation import PromptTooLong, Sampler, Sampling, generate
+from manta.workers.inference.loaded_model import LoadedModel
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from plain_gpt import random_weights
 from plain_llama import plain_model
 from torch_reader import state_by_torch
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.inference.loaded_model import LoadedModel
-from workers.parallel.pipeline.forward_pass import KeyValueCache
-from workers.spec.reading import parse_job_spec
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.inference.loaded_model import LoadedModel
+from manta.workers.parallel.pipeline.forward_pass import KeyValueCache
+from manta.workers.spec.reading import parse_job_spec
 
 CPU = torch.device("cpu")
 MODELS = [

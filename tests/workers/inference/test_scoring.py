@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_gpt import random_weights
 
-from workers.inference.loaded_model import LoadedModel
-from workers.inference.tasks import TextTooLong, _windows, score, text_log_likelihood
+from manta.workers.inference.loaded_model import LoadedModel
+from manta.workers.inference.tasks import TextTooLong, _windows, score, text_log_likelihood
 
 LENGTH = 8
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine_specs import spec
 
-from workers.inference import tasks
-from workers.inference.loaded_model import Bytes
-from workers.inference.tasks import BadTask, Question
+from manta.workers.inference import tasks
+from manta.workers.inference.loaded_model import Bytes
+from manta.workers.inference.tasks import BadTask, Question
 
 
 class Alphabet:

@@ -6,8 +6,8 @@ import pytest
 from engine_specs import spec
 from tokenizer_files import TEXT, byte_level, plain_tokens
 
-from workers.errors import DataError
-from workers.inference.loaded_model import text_tokens_of
+from manta.workers.errors import DataError
+from manta.workers.inference.loaded_model import text_tokens_of
 
 
 def job(file, **data):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 from checkpoint_programs import job, lone, save
 
-from workers.inference.tasks import score, text_log_likelihood
-from workers.protocol.messages import Resume
+from manta.workers.inference.tasks import score, text_log_likelihood
+from manta.workers.protocol.messages import Resume
 
 
 class LM(abc.ABC):
@@ -40,9 +40,9 @@ def adapter(monkeypatch):
     modules["lm_eval.api.model"].LM = LM
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "workers.integrations.lm_evaluation", raising=False)
-    yield importlib.import_module("workers.integrations.lm_evaluation")
-    sys.modules.pop("workers.integrations.lm_evaluation", None)
+    monkeypatch.delitem(sys.modules, "manta.workers.integrations.lm_evaluation", raising=False)
+    yield importlib.import_module("manta.workers.integrations.lm_evaluation")
+    sys.modules.pop("manta.workers.integrations.lm_evaluation", None)
 
 
 @pytest.fixture(scope="module")

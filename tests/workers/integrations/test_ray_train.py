@@ -15,10 +15,10 @@ import torch
 import yaml
 from rank_programs import train_job
 
-from workers.checkpoint.catalog import list_checkpoints, verify, whole_checkpoints
-from workers.checkpoint.transfer import copy as copy_checkpoint
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec, read_document
+from manta.workers.checkpoint.catalog import list_checkpoints, verify, whole_checkpoints
+from manta.workers.checkpoint.transfer import copy as copy_checkpoint
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec, read_document
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "ray_train.py"
@@ -88,7 +88,7 @@ def test_manta_reads_what_ray_train_stored(interrupted):
     newest, manifest = whole_checkpoints(interrupted.folder)[-1]
     assert verify(newest).step == manifest.step == STEPS
     assert manifest.job == interrupted.name
-    command = [sys.executable, "-m", "api.cli", "checkpoints", "verify", str(interrupted.folder)]
+    command = [sys.executable, "-m", "manta.api.cli", "checkpoints", "verify", str(interrupted.folder)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.replace("\n", "").startswith(f"{newest} is intact: step {STEPS}, ")
     assert [each.step for each in list_checkpoints(interrupted.folder).checkpoints] == [EVERY, STEPS - EVERY, STEPS]
@@ -110,7 +110,7 @@ def test_ray_train_reads_what_the_engine_stored(interrupted):
 
 
 def test_as_many_workers_as_ranks_and_files_where_the_driver_sees_them(job, tmp_path, monkeypatch):
-    from workers.integrations.ray_train import torch_trainer
+    from manta.workers.integrations.ray_train import torch_trainer
 
     monkeypatch.chdir(tmp_path)
     here = copy.deepcopy(job)
@@ -139,7 +139,7 @@ def test_as_many_workers_as_ranks_and_files_where_the_driver_sees_them(job, tmp_
 def test_what_does_not_fit_together_is_said_before_anything_starts(job, sections, sentence):
     from ray.train import ScalingConfig
 
-    from workers.integrations.ray_train import RayTrainError, torch_trainer
+    from manta.workers.integrations.ray_train import RayTrainError, torch_trainer
 
     with pytest.raises(RayTrainError, match=sentence):
         torch_trainer({**job, **sections}, ScalingConfig(num_workers=4))
@@ -148,7 +148,7 @@ def test_what_does_not_fit_together_is_said_before_anything_starts(job, sections
 
 
 def test_training_stops_at_checkpoints_at_reports_and_at_the_end(job):
-    from workers.integrations.ray_train import _next_stop
+    from manta.workers.integrations.ray_train import _next_stop
 
     spec = parse_job_spec(job)
     assert [_next_stop(spec, step, 0) for step in (0, 3, 4, 17)] == [4, 4, 8, 20]
@@ -160,7 +160,7 @@ def test_training_stops_at_checkpoints_at_reports_and_at_the_end(job):
 
 def test_a_checkpoint_that_could_not_be_saved_is_not_reported(monkeypatch, tmp_path):
     """Ray Train would count it among those that are kept, and delete an older one for it."""
-    from workers.integrations import ray_train
+    from manta.workers.integrations import ray_train
 
     reported, saved = [], SimpleNamespace(due=lambda step: True, failure="no space left on device")
     trainer = SimpleNamespace(step=4, comm=SimpleNamespace(rank=0), state=SimpleNamespace(checkpoints=saved))

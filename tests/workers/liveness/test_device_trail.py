@@ -5,9 +5,9 @@ import threading
 import pytest
 from pretended_devices import Device, Event, Network, no_thread
 
-from workers.liveness import device_trail
-from workers.liveness.device_trail import DeviceTrail
-from workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.liveness import device_trail
+from manta.workers.liveness.device_trail import DeviceTrail
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 
 DATA = 2
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from flight_dumps import FlightDump
 
-from workers.comm import process_groups
-from workers.comm.process_groups import take_flight_record
-from workers.config import ParallelConfig
-from workers.liveness.flight_record import AFTER, BEFORE, FlightOperation, FlightRecord, read_flight_record
-from workers.protocol.json_codec import from_json, to_json
+from manta.workers.comm import process_groups
+from manta.workers.comm.process_groups import take_flight_record
+from manta.workers.config import ParallelConfig
+from manta.workers.liveness.flight_record import AFTER, BEFORE, FlightOperation, FlightRecord, read_flight_record
+from manta.workers.protocol.json_codec import from_json, to_json
 
 WORLD = ("default_pg", (0, 1, 2))
 

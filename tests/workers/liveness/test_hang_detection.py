@@ -9,21 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from workers.liveness import hang_detection
-from workers.liveness.hang_detection import DEVICE_SECONDS, LOOK_SECONDS, TrainerWatch
-from workers.liveness.hang_timeouts import BURNING_FACTOR, MIN_SECONDS, STOPPED_SECONDS, WAITING_FACTOR, Standstill
-from workers.liveness.progress import Progress
-from workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
-from workers.liveness.stacks import stacks_path, take_stacks
-from workers.snapshot.files import snapshot_path
-from workers.system.processes import ProcessState, process_state
+from manta.workers.liveness import hang_detection
+from manta.workers.liveness.hang_detection import DEVICE_SECONDS, LOOK_SECONDS, TrainerWatch
+from manta.workers.liveness.hang_timeouts import (
+    BURNING_FACTOR,
+    MIN_SECONDS,
+    STOPPED_SECONDS,
+    WAITING_FACTOR,
+    Standstill,
+)
+from manta.workers.liveness.progress import Progress
+from manta.workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
+from manta.workers.liveness.stacks import stacks_path, take_stacks
+from manta.workers.snapshot.files import snapshot_path
+from manta.workers.system.processes import ProcessState, process_state
 
 ROOT = Path(__file__).parents[3]
 BEGIN = """
 import ctypes, sys, time
-from workers.liveness.progress import Progress
-from workers.liveness.stacks import answer_with_stacks
-from workers.rank.faults import hang
+from manta.workers.liveness.progress import Progress
+from manta.workers.liveness.stacks import answer_with_stacks
+from manta.workers.rank.faults import hang
 folder = sys.argv[1]
 answer_with_stacks(folder, 2)
 progress = Progress.shared(folder, 2)
@@ -104,7 +110,7 @@ def test_a_stopped_process_is_reported_once_and_again_when_it_moves_on(child, wa
 @pytest.fixture
 def patient(monkeypatch):
     """Whoever asks for stacks waits for them, however long a busy machine keeps the process from answering."""
-    monkeypatch.setattr("workers.liveness.stacks._ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr("manta.workers.liveness.stacks._ANSWER_SECONDS", 30.0)
 
 
 def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(child, watched, tmp_path, go, patient):
@@ -157,7 +163,7 @@ def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
 
 
 def test_of_a_process_that_does_not_answer_the_kernel_tells_after_a_while(go, tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.liveness.stacks._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("manta.workers.liveness.stacks._ANSWER_SECONDS", 0.1)
     path = stacks_path(tmp_path, 2)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("what it said an hour ago")

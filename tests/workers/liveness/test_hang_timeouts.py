@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.liveness.hang_timeouts import (
+from manta.workers.liveness.hang_timeouts import (
     BURNING_FACTOR,
     FIRST_STEP_SECONDS,
     LONG,
@@ -17,8 +17,8 @@ from workers.liveness.hang_timeouts import (
     hang_timeout,
     slowest_ordinary,
 )
-from workers.liveness.progress import PHASES
-from workers.system.processes import ProcessState
+from manta.workers.liveness.progress import PHASES
+from manta.workers.system.processes import ProcessState
 
 ORDINARY = sorted(set(PHASES) - set(LONG))
 phases = st.sampled_from(PHASES)

@@ -12,9 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from workers.liveness import progress
-from workers.liveness.progress import COUNTED, PHASES, RECENT, RECORD_BYTES, Progress, ProgressReader, progress_path
-from workers.liveness.stacks import STACKS_SIGNAL, answer_with_stacks, stacks_path, take_stacks
+from manta.workers.liveness import progress
+from manta.workers.liveness.progress import (
+    COUNTED,
+    PHASES,
+    RECENT,
+    RECORD_BYTES,
+    Progress,
+    ProgressReader,
+    progress_path,
+)
+from manta.workers.liveness.stacks import STACKS_SIGNAL, answer_with_stacks, stacks_path, take_stacks
 
 ROOT = Path(__file__).parents[3]
 
@@ -251,7 +259,7 @@ def test_the_step_is_known_to_whoever_computes_it():
 
 def test_reading_needs_nothing_of_a_stopped_process(tmp_path):
     program = (
-        "import sys; from workers.liveness.progress import Progress\n"
+        "import sys; from manta.workers.liveness.progress import Progress\n"
         f"p = Progress.shared({str(tmp_path)!r}, 1); p.begin_step(12); p.at('forward', 2)\n"
         "print('up', flush=True); sys.stdin.read()\n"
     )
@@ -271,6 +279,8 @@ def test_reading_needs_nothing_of_a_stopped_process(tmp_path):
 
 
 def test_agents_can_read_it_without_torch():
-    program = "import sys, workers.liveness.progress, workers.liveness.stacks; print('torch' in sys.modules)"
+    program = (
+        "import sys, manta.workers.liveness.progress, manta.workers.liveness.stacks; print('torch' in sys.modules)"
+    )
     program_run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert program_run.stdout.strip() == "False"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.liveness.rank_samples import (
+from manta.workers.liveness.rank_samples import (
     EVERY_SECONDS,
     SLOW_STEPS,
     RankSample,
@@ -11,7 +11,7 @@ from workers.liveness.rank_samples import (
     packed,
     unpacked,
 )
-from workers.protocol.json_codec import from_json, to_json
+from manta.workers.protocol.json_codec import from_json, to_json
 
 
 class Clock:

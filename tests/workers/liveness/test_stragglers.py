@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.liveness.rank_samples import MIN_SECONDS, SLOW_STEPS, WINDOW, Stragglers
+from manta.workers.liveness.rank_samples import MIN_SECONDS, SLOW_STEPS, WINDOW, Stragglers
 
 FOUR = [0, 0, 1, 1]
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from engine_specs import axes, document, layout_of, spec
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.engine import Engine
-from workers.model.layer import Layer
-from workers.model.stage import compile_layers
-from workers.parallel.pipeline import runtime
-from workers.parallel.recompute import offload
-from workers.parallel.tensor.cross_entropy import BY_BLOCKS, LossKernels
-from workers.spec.reading import parse_job_spec
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import MicroBatch
+from manta.workers.engine import Engine
+from manta.workers.model.layer import Layer
+from manta.workers.model.stage import compile_layers
+from manta.workers.parallel.pipeline import runtime
+from manta.workers.parallel.recompute import offload
+from manta.workers.parallel.tensor.cross_entropy import BY_BLOCKS, LossKernels
+from manta.workers.spec.reading import parse_job_spec
 
 
 def batch(job: JobSpec) -> list[MicroBatch]:
@@ -102,7 +102,7 @@ def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_of_compiled_layers_can_wait_in_host_memory(monkeypatch, recompute):
     """With one graph, and the same numbers."""
-    monkeypatch.setattr("workers.parallel.recompute.OFFLOADED_BYTES", 0)
+    monkeypatch.setattr("manta.workers.parallel.recompute.OFFLOADED_BYTES", 0)
     taken, take, results = [], offload.HostBlocks.take, []
     monkeypatch.setattr(offload.HostBlocks, "take", lambda host, like: taken.append(like.shape) or take(host, like))
     comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))

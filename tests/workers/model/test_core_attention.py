@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.data.batches import Documents
-from workers.model.core_attention import Visible, explicit_attention, fused_attention
-from workers.parallel.tensor.dropout import derived_keys, kept
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.data.batches import Documents
+from manta.workers.model.core_attention import Visible, explicit_attention, fused_attention
+from manta.workers.parallel.tensor.dropout import derived_keys, kept
 
 S, B, A, D = 7, 2, 4, 6
 ALL = Visible(None)

@@ -14,9 +14,9 @@ from plain_llama import PlainLlama, PlainLlamaLayer, PlainRMSNorm
 from rank_programs import assemble, run_steps
 from torch import nn
 
-from workers.errors import ModelError
-from workers.model.families import custom_parts
-from workers.spec.reading import parse_job_spec
+from manta.workers.errors import ModelError
+from manta.workers.model.families import custom_parts
+from manta.workers.spec.reading import parse_job_spec
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_model" / "src"
 MODEL = {"family": "custom", "entrypoint": "parallel_blocks:build", "kv_heads": 2, "ffn_hidden_size": 40}

@@ -10,9 +10,9 @@ from engine_specs import axes, document, layout_of, spec
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import assemble, initial_parameters, run_steps
 
-from workers.config import ParallelConfig
-from workers.model.initial import residual_std
-from workers.spec.reading import parse_job_spec
+from manta.workers.config import ParallelConfig
+from manta.workers.model.initial import residual_std
+from manta.workers.spec.reading import parse_job_spec
 
 
 def initial(ranks, layout: tuple[int, int, int], **model) -> dict[str, torch.Tensor]:

@@ -11,9 +11,9 @@ from plain_gpt import random_weights
 from plain_llama import plain_model
 from rank_programs import assemble, run_steps
 
-from workers.model.rotary import Rotary, frequencies_of
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.spec.reading import parse_job_spec
+from manta.workers.model.rotary import Rotary, frequencies_of
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.spec.reading import parse_job_spec
 
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 32, "low_frequency_factor": 1.0}
 YARN = {"type": "yarn", "factor": 4.0, "original_length": 256, "beta_fast": 24.0}

@@ -6,7 +6,7 @@ import pytest
 from engine_specs import spec
 from one_layer import lone_rank
 
-from workers.model.stage import TOKEN_EMBEDDING, ModelStage
+from manta.workers.model.stage import TOKEN_EMBEDDING, ModelStage
 
 
 def stages(**sections) -> list[ModelStage]:

@@ -5,14 +5,14 @@ from datetime import UTC, datetime
 import pytest
 from metadata_service import MetadataService
 
-from workers.node import cloud_notices
-from workers.node.cloud_notices import (
+from manta.workers.node import cloud_notices
+from manta.workers.node.cloud_notices import (
     GCP_MAINTENANCE_SECONDS,
     GCP_PREEMPTED_SECONDS,
     MetadataSource,
     MetadataUnavailable,
 )
-from workers.node.notices import Notice
+from manta.workers.node.notices import Notice
 
 NOW = datetime(2026, 11, 24, 12, 0, 0, tzinfo=UTC)
 SPOT, PLANNED = "/latest/meta-data/spot/instance-action", "/latest/meta-data/events/maintenance/scheduled"

@@ -17,19 +17,19 @@ import pytest
 from held_memory import held_bytes
 from metadata_service import MetadataService
 
-from workers import paths
-from workers.node import daemon as module
-from workers.node import local_drain
-from workers.node.daemon import NodeDaemon, StoreUnavailable
-from workers.node.host import Host
-from workers.node.local_drain import _ask, drain_socket
-from workers.node.notices import NOTICE_SECONDS, NoticeWatch
-from workers.paths import Paths
-from workers.protocol.messages import Endpoint
-from workers.snapshot.node_memory import SnapshotMemory, in_node_memory
-from workers.snapshot.snapshot_file import Form
-from workers.zygote.client import ZygoteUnavailable
-from workers.zygote.owner import ZygoteOwner
+from manta.workers import paths
+from manta.workers.node import daemon as module
+from manta.workers.node import local_drain
+from manta.workers.node.daemon import NodeDaemon, StoreUnavailable
+from manta.workers.node.host import Host
+from manta.workers.node.local_drain import _ask, drain_socket
+from manta.workers.node.notices import NOTICE_SECONDS, NoticeWatch
+from manta.workers.paths import Paths
+from manta.workers.protocol.messages import Endpoint
+from manta.workers.snapshot.node_memory import SnapshotMemory, in_node_memory
+from manta.workers.snapshot.snapshot_file import Form
+from manta.workers.zygote.client import ZygoteUnavailable
+from manta.workers.zygote.owner import ZygoteOwner
 
 
 class Store:
@@ -62,7 +62,7 @@ def stores(monkeypatch) -> list[Store]:
         started.append(Store(json.dumps({"port": 5001 + len(started)}).encode() + b"\n"))
         return started[-1]
 
-    monkeypatch.setattr("workers.node.daemon.fork", fork)
+    monkeypatch.setattr("manta.workers.node.daemon.fork", fork)
     return started
 
 
@@ -90,7 +90,7 @@ def test_generations_share_a_store_and_none_before_the_newest_gets_it(go, daemon
 
 
 def test_a_store_listens_where_all_ranks_reach_it_and_no_further(go, daemon, stores, monkeypatch):
-    monkeypatch.setattr("workers.node.daemon.this_host", lambda: Host("machine", "192.0.2.7", None, ()))
+    monkeypatch.setattr("manta.workers.node.daemon.this_host", lambda: Host("machine", "192.0.2.7", None, ()))
 
     async def body():
         inside = [await daemon.start_store("job", generation, one_machine=True) for generation in (1, 2)]
@@ -120,7 +120,7 @@ def test_a_store_that_does_not_start_says_why_and_is_tried_again(go, daemon, sto
             return Store(b"", b"Traceback\nOSError: no port is free\n")
 
         with monkeypatch.context() as broken:
-            broken.setattr("workers.node.daemon.fork", fail)
+            broken.setattr("manta.workers.node.daemon.fork", fail)
             with pytest.raises(StoreUnavailable, match=r"store of job did not start on .*: OSError: no port is free"):
                 await daemon.start_store("job", 1)
         assert await daemon.jobs() == []

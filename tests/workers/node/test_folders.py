@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.node import folders
-from workers.node.folders import mark, paths_on_node, shares, unshared
-from workers.paths import Paths
+from manta.workers.node import folders
+from manta.workers.node.folders import mark, paths_on_node, shares, unshared
+from manta.workers.paths import Paths
 
 ID = "manta-0123456789abcdef"
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from manta.workers.node import gpus
+from manta.workers.node.gpus import GpuWatch
+from manta.workers.protocol.messages import GpuReading
 from tests.support.fake_nvml import pynvml
-from workers.node import gpus
-from workers.node.gpus import GpuWatch
-from workers.protocol.messages import GpuReading
 
 
 def library(**changes):

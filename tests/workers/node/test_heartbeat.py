@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.node.heartbeat import MAX_UNAUTHENTICATED, HeartbeatServer
-from workers.protocol.json_codec import from_json
-from workers.protocol.messages import GpuReading, Heartbeat
+from manta.workers.node.heartbeat import MAX_UNAUTHENTICATED, HeartbeatServer
+from manta.workers.protocol.json_codec import from_json
+from manta.workers.protocol.messages import GpuReading, Heartbeat
 
 SECONDS = 30.0
 
@@ -171,7 +171,7 @@ def test_one_that_hangs_up_does_not_disturb_the_others(heartbeat):
 
 PROGRAM = """
 import signal, time
-from workers.node.notices import on_termination
+from manta.workers.node.notices import on_termination
 on_termination(lambda: print("told", flush=True))
 print("ready", flush=True)
 while True:

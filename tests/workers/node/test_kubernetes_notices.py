@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 import pytest
 from kubernetes_api import KubernetesApi, make_certificate
 
-from workers.node import kubernetes_notices
-from workers.node.kubernetes_notices import CONDITIONS, TAINTS, KubernetesSource, node_notice
-from workers.node.notices import NOTICE_SECONDS, Notice, SourceUnavailable
+from manta.workers.node import kubernetes_notices
+from manta.workers.node.kubernetes_notices import CONDITIONS, TAINTS, KubernetesSource, node_notice
+from manta.workers.node.notices import NOTICE_SECONDS, Notice, SourceUnavailable
 
 NOW = datetime(2026, 11, 24, 12, 0, 0, tzinfo=UTC)
 SOON = NOTICE_SECONDS

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.node import local_drain
-from workers.node.local_drain import drain_nodes_here, drain_socket, serve_drains
-from workers.system.unix_listener import UnixListener
+from manta.workers.node import local_drain
+from manta.workers.node.local_drain import drain_nodes_here, drain_socket, serve_drains
+from manta.workers.system.unix_listener import UnixListener
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
-from workers.node.cloud_notices import MetadataSource
-from workers.node.kubernetes_notices import KubernetesSource
-from workers.node.notice_sources import SlurmSource, UnknownSource, notice_sources
+from manta.workers.node.cloud_notices import MetadataSource
+from manta.workers.node.kubernetes_notices import KubernetesSource
+from manta.workers.node.notice_sources import SlurmSource, UnknownSource, notice_sources
 
 
 def test_each_has_its_usual_address_and_may_have_another():

@@ -6,9 +6,9 @@ import threading
 import pytest
 from metadata_service import MetadataService
 
-from workers.node import cloud_notices
-from workers.node.cloud_notices import MetadataSource
-from workers.node.notices import Notice, NoticeWatch, SourceUnavailable
+from manta.workers.node import cloud_notices
+from manta.workers.node.cloud_notices import MetadataSource
+from manta.workers.node.notices import Notice, NoticeWatch, SourceUnavailable
 
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.node import host as module
+from manta.workers.node import host as module
 
 
 @pytest.fixture

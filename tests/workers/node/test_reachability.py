@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from workers.node.host import listen_for_a_moment, unreached
-from workers.protocol.messages import Endpoint
-from workers.system.ports import PortRange
+from manta.workers.node.host import listen_for_a_moment, unreached
+from manta.workers.protocol.messages import Endpoint
+from manta.workers.system.ports import PortRange
 
 HERE = "127.0.0.1"
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 STORE = (
     "import socket, sys\n"
-    "from workers.node import rendezvous\n"
+    "from manta.workers.node import rendezvous\n"
     "rendezvous.MEMORY_BYTES = 32 * 1024 * 1024\n"
     "sys.exit(rendezvous.run({'host': '127.0.0.1'}, socket.socket(fileno=int(sys.argv[1]))))\n"
 )

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.node import folders
-from workers.node.folders import RuntimeFolder
-from workers.paths import Paths
+from manta.workers.node import folders
+from manta.workers.node.folders import RuntimeFolder
+from manta.workers.paths import Paths
 
 OLD = 1_000_000_000
 
@@ -21,7 +21,7 @@ OLD = 1_000_000_000
 def paths(monkeypatch, tmp_path):
     """Those of a service whose runtime folder has a file of Ray that is years old, as are all folders."""
     with tempfile.TemporaryDirectory(dir="/tmp") as above:
-        monkeypatch.setattr("workers.paths.RUNTIME_FOLDERS", (Path(above), "manta-{user}-{tag}"))
+        monkeypatch.setattr("manta.workers.paths.RUNTIME_FOLDERS", (Path(above), "manta-{user}-{tag}"))
         made = Paths.of(tmp_path)
         (made.make_runtime_folder() / "ray" / "session").mkdir(parents=True)
         for path in (ray_file(made), Path(above) / "another's"):

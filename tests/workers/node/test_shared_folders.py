@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.node import folders as module
-from workers.node.folders import SharedFolders
+from manta.workers.node import folders as module
+from manta.workers.node.folders import SharedFolders
 
 FOLDERS = ("/here", "/not/here")
 

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from workers.node.notice_sources import LEAD_SECONDS, SlurmSource
-from workers.node.notices import Notice, SourceUnavailable
+from manta.workers.node.notice_sources import LEAD_SECONDS, SlurmSource
+from manta.workers.node.notices import Notice, SourceUnavailable
 
 END = 1_800_000_000
 

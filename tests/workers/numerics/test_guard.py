@@ -9,13 +9,13 @@ from engine_specs import spec
 from one_layer import lone_rank
 from rank_threads import connected
 
-from workers.comm.links import Links
-from workers.comm.shared_work import SharedWork
-from workers.engine import Engine
-from workers.errors import NonFiniteError, SpikeError
-from workers.numerics.bad_numbers import NO_LIMITS, BadStep, NumericsHistory, RollBack
-from workers.numerics.guard import NumberGuard
-from workers.parallel.data.agreement import StepStatistics
+from manta.workers.comm.links import Links
+from manta.workers.comm.shared_work import SharedWork
+from manta.workers.engine import Engine
+from manta.workers.errors import NonFiniteError, SpikeError
+from manta.workers.numerics.bad_numbers import NO_LIMITS, BadStep, NumericsHistory, RollBack
+from manta.workers.numerics.guard import NumberGuard
+from manta.workers.parallel.data.agreement import StepStatistics
 
 BAD = BadStep("not_finite", "roll_back", "bad numbers")
 

@@ -15,7 +15,7 @@ from engine_specs import axes, document
 from plain_gpt import NO_TARGET, PlainGPT, random_weights
 from rank_programs import Steps, assemble, light, run_steps
 
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 TOLERANCE = 1e-10
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 10)  # the last of a replica is smaller under most of them

@@ -12,7 +12,7 @@ from engine_specs import axes, document
 from plain_gpt import random_weights
 from rank_programs import Precise, run_precise
 
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 KINDS = ("tensorwise", "rowwise")
 STEPS = 60

@@ -10,9 +10,9 @@ from engine_specs import axes, document
 from plain_gpt import NO_TARGET, PlainGPT, random_weights
 from rank_programs import assemble, light, run_steps
 
-from workers.spec.parameters import frozen_names
-from workers.spec.reading import parse_job_spec
-from workers.training.learning_rate import learning_rate
+from manta.workers.spec.parameters import frozen_names
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.training.learning_rate import learning_rate
 
 STEPS = 2
 FROZEN: dict[str, list[str]] = {

@@ -18,7 +18,7 @@ import torch
 from engine_specs import document
 from rank_programs import train_job
 
-from workers.config import ParallelConfig
+from manta.workers.config import ParallelConfig
 
 KEPT = Path(__file__).with_name("golden_curves.json")
 STEPS = 8

@@ -19,8 +19,8 @@ from plain_gpt import NO_TARGET, random_weights
 from plain_llama import plain_model
 from rank_programs import END, Steps, assemble, light, marks_of, run_steps
 
-from workers.config import RecomputeModule
-from workers.spec.reading import parse_job_spec
+from manta.workers.config import RecomputeModule
+from manta.workers.spec.reading import parse_job_spec
 
 Row = dict[str, Any]
 """A choice for some of the factors."""

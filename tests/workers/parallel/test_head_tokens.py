@@ -14,9 +14,9 @@ from one_layer import lone_rank
 from plain_gpt import NO_TARGET, random_weights
 from rank_programs import START, Steps, assemble, evaluate, light, micro_batches, run_steps, train_job
 
-from workers.engine import Engine
-from workers.parallel.tensor.products import TorchProducts
-from workers.spec.reading import parse_job_spec
+from manta.workers.engine import Engine
+from manta.workers.parallel.tensor.products import TorchProducts
+from manta.workers.spec.reading import parse_job_spec
 
 TOKENS = 5
 """Of the 16 of a micro-batch: the last part has one."""

@@ -15,14 +15,14 @@ from engine_specs import spec
 from one_layer import CPU, LoneRank
 
 from benchmarks.support.replayed_operations import ReplayedOperations
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.data.batches import NO_TARGET, MicroBatch
-from workers.engine import Engine
-from workers.model.layer import Layer
-from workers.parallel.pipeline import graphed
-from workers.parallel.pipeline.graphed import GraphedPipeline, Inputs, MicroBatchRecorder
-from workers.parallel.tensor.weight_gradients import forget
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.data.batches import NO_TARGET, MicroBatch
+from manta.workers.engine import Engine
+from manta.workers.model.layer import Layer
+from manta.workers.parallel.pipeline import graphed
+from manta.workers.parallel.pipeline.graphed import GraphedPipeline, Inputs, MicroBatchRecorder
+from manta.workers.parallel.tensor.weight_gradients import forget
 
 STEPS = 3
 BATCH = 7

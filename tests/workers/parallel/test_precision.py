@@ -20,9 +20,9 @@ from engine_specs import axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import Precise, assemble, attempts, poisoned_steps, run_precise
 
-from workers import engine
-from workers.engine import LossScale
-from workers.spec.reading import parse_job_spec
+from manta.workers import engine
+from manta.workers.engine import LossScale
+from manta.workers.spec.reading import parse_job_spec
 
 STEPS = 20
 PRECISIONS = ("bf16", "fp16")

@@ -13,8 +13,8 @@ import torch
 from engine_specs import axes, document
 from rank_programs import START, Trained, train_with_threads
 
-from workers.config import ParallelConfig
-from workers.protocol.messages import Resume
+from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import Resume
 
 STEPS, MIDDLE = 3, 2
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 1))

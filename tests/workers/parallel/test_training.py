@@ -10,8 +10,8 @@ from engine_specs import SEVEN_LAYOUTS, axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import START, assemble, run_steps, train_job
 
-from workers.config import ParallelConfig
-from workers.spec.reading import parse_job_spec
+from manta.workers.config import ParallelConfig
+from manta.workers.spec.reading import parse_job_spec
 
 STEPS = 16
 VALIDATION_SETS = ["validation_loss_same", "validation_loss_other"]

@@ -8,9 +8,9 @@ from engine_specs import axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import assemble, light, run_steps
 
-from workers.config import ParallelConfig
-from workers.spec.reading import parse_job_spec
-from workers.training.learning_rate import learning_rate
+from manta.workers.config import ParallelConfig
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.training.learning_rate import learning_rate
 
 STEPS, DECAY = 3, 2.0
 ALL = ("linear", "embedding", "norm", "bias")

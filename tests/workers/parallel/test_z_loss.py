@@ -12,7 +12,7 @@ from engine_specs import axes, document
 from plain_gpt import NO_TARGET, PlainGPT, random_weights
 from rank_programs import START, assemble, evaluate, light, run_precise, run_steps, train_job
 
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 WEIGHT = 0.02
 """Large, so that no part of it hides."""

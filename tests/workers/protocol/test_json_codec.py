@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from workers.protocol.json_codec import JsonObject, MalformedMessage, codec_of, from_json, to_json
+from manta.workers.protocol.json_codec import JsonObject, MalformedMessage, codec_of, from_json, to_json
 
 
 @dataclass(frozen=True)

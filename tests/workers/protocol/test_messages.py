@@ -2,8 +2,8 @@
 
 import pytest
 
-from workers.protocol import messages
-from workers.protocol.messages import PROTOCOL, SPOKEN, Fault, LaunchOrder, ProtocolMismatch, check_protocol
+from manta.workers.protocol import messages
+from manta.workers.protocol.messages import PROTOCOL, SPOKEN, Fault, LaunchOrder, ProtocolMismatch, check_protocol
 
 
 def test_another_protocol_is_refused_with_a_sentence():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from workers.protocol.json_codec import number, spell, spell_series
+from manta.workers.protocol.json_codec import number, spell, spell_series
 
 
 def test_numbers_that_json_lacks_are_words_at_any_depth():

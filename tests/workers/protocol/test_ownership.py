@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.protocol.remote_call import EPOCH, FOR_ALL, Ownership, StaleOwner
-from workers.rank.agent import Agent
+from manta.workers.protocol.remote_call import EPOCH, FOR_ALL, Ownership, StaleOwner
+from manta.workers.rank.agent import Agent
 
 
 @given(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from workers.protocol.json_codec import MalformedMessage
-from workers.protocol.remote_call import call, serve
+from manta.workers.protocol.json_codec import MalformedMessage
+from manta.workers.protocol.remote_call import call, serve
 
 
 @dataclass(frozen=True)

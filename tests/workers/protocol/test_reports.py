@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from workers.liveness.flight_record import FlightOperation, FlightRecord, FlightSequence
-from workers.liveness.progress import DeviceRecord
-from workers.protocol.json_codec import MalformedMessage
-from workers.protocol.reports import (
+from manta.workers.liveness.flight_record import FlightOperation, FlightRecord, FlightSequence
+from manta.workers.liveness.progress import DeviceRecord
+from manta.workers.protocol.json_codec import MalformedMessage
+from manta.workers.protocol.reports import (
     PAYLOADS,
     Event,
     Exited,
@@ -27,7 +27,7 @@ from workers.protocol.reports import (
     Traced,
     TrainerStatus,
 )
-from workers.timing.recording import PackedRecording
+from manta.workers.timing.recording import PackedRecording
 
 FAILURE = Failure("spike", 4, "SpikeError", "too high", "Traceback", 12.5)
 DEVICE = DeviceRecord("forward", 3, None, 5, True, 2, 7, None, False, {"data": 7}, fresh=False)

@@ -3,7 +3,7 @@
 import pytest
 from trainer_rig import Rig
 
-from workers.rank import trainer_process
+from manta.workers.rank import trainer_process
 
 
 @pytest.fixture

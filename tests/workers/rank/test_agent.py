@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from workers.node.host import Host
-from workers.paths import Paths
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import PROTOCOL, Endpoint, Fault, Launched, LaunchOrder, ProtocolMismatch
-from workers.protocol.remote_call import StaleOwner
-from workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
-from workers.rank import agent as module
-from workers.rank import trainer_handle, trainer_slot
-from workers.rank.agent import Agent
-from workers.rank.trainer_handle import TrainerHandle
-from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
-from workers.zygote.client import Exit
+from manta.workers.node.host import Host
+from manta.workers.paths import Paths
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.messages import PROTOCOL, Endpoint, Fault, Launched, LaunchOrder, ProtocolMismatch
+from manta.workers.protocol.remote_call import StaleOwner
+from manta.workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
+from manta.workers.rank import agent as module
+from manta.workers.rank import trainer_handle, trainer_slot
+from manta.workers.rank.agent import Agent
+from manta.workers.rank.trainer_handle import TrainerHandle
+from manta.workers.rank.trainer_slot import StaleGeneration, TrainerSlot
+from manta.workers.zygote.client import Exit
 
 ROOT = Path(__file__).parents[3]
 
@@ -243,9 +243,9 @@ def test_close_removes_the_snapshots_of_this_rank_only(make_agent, go, tmp_path)
 def test_stopped_trainer_dies_with_its_agent(zygote, tmp_path, gone):
     script = (
         "import asyncio, json, os, signal, sys\n"
-        "from workers.protocol.json_codec import from_json\n"
-        "from workers.protocol.messages import LaunchOrder\n"
-        "from workers.rank.agent import Agent\n"
+        "from manta.workers.protocol.json_codec import from_json\n"
+        "from manta.workers.protocol.messages import LaunchOrder\n"
+        "from manta.workers.rank.agent import Agent\n"
         "async def main():\n"
         "    agent = Agent('job-1', 3, sys.argv[1], sys.argv[2], None)\n"
         "    answer = await agent.launch(from_json(LaunchOrder, json.loads(sys.argv[3])))\n"

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from workers.node.folders import mark
-from workers.paths import Paths, memory_socket
-from workers.protocol.messages import Launched, LaunchOrder
-from workers.rank.agent import AgentOnNode
-from workers.rank.trainer_slot import TrainerSlot
+from manta.workers.node.folders import mark
+from manta.workers.paths import Paths, memory_socket
+from manta.workers.protocol.messages import Launched, LaunchOrder
+from manta.workers.rank.agent import AgentOnNode
+from manta.workers.rank.trainer_slot import TrainerSlot
 
 ID = "manta-0123456789abcdef"
 

@@ -5,11 +5,11 @@ import torch
 from engine_specs import document
 from trainer_rig import order
 
-from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
-from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.rank import trainer_process
-from workers.rank.trainer_process import build_rank
-from workers.trainer import Places
+from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.rank import trainer_process
+from manta.workers.rank.trainer_process import build_rank
+from manta.workers.trainer import Places
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from workers.protocol.messages import Fault, LaunchOrder, TraceOrder
-from workers.rank import control_socket
-from workers.rank.control_socket import (
+from manta.workers.protocol.messages import Fault, LaunchOrder, TraceOrder
+from manta.workers.rank import control_socket
+from manta.workers.rank.control_socket import (
     EXIT_ORPHANED,
     Arm,
     CommandReader,

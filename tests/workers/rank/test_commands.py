@@ -2,9 +2,9 @@
 
 import pytest
 
-from workers.protocol.json_codec import MalformedMessage
-from workers.protocol.messages import Fault, LaunchOrder, Resume, TraceOrder
-from workers.rank.control_socket import Arm, Go, Rest, SaveAndEnd, Trace, command_line, read_command
+from manta.workers.protocol.json_codec import MalformedMessage
+from manta.workers.protocol.messages import Fault, LaunchOrder, Resume, TraceOrder
+from manta.workers.rank.control_socket import Arm, Go, Rest, SaveAndEnd, Trace, command_line, read_command
 
 ORDER = LaunchOrder("job-1", 2, 1, {"any": [1]}, resume=Resume("memory", 3, paths=("/a", "/b")), in_place=True)
 

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.liveness.progress import Progress
-from workers.protocol.messages import Fault
-from workers.rank import faults as module
-from workers.rank.faults import Faults, hang, kill_node, kill_store, run_out_of_memory, signal_self
-from workers.timing.step_phases import StepPhases
+from manta.workers.liveness.progress import Progress
+from manta.workers.protocol.messages import Fault
+from manta.workers.rank import faults as module
+from manta.workers.rank.faults import Faults, hang, kill_node, kill_store, run_out_of_memory, signal_self
+from manta.workers.timing.step_phases import StepPhases
 
 ROOT = Path(__file__).parents[3]
 
@@ -116,7 +116,7 @@ def test_the_store_is_found_by_its_port_among_the_siblings():
     """A parent with two children: one listens, the other kills whoever listens on that port, and nobody else."""
     script = (
         "import os, socket, sys, time\n"
-        "from workers.rank.faults import kill_store\n"
+        "from manta.workers.rank.faults import kill_store\n"
         "door = socket.create_server(('127.0.0.1', 0))\n"
         "port = door.getsockname()[1]\n"
         "store = os.fork()\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.rank import rank_log
-from workers.rank.rank_log import LINE_CHARACTERS, TAIL_LINES, LineSplitter, RankLog
+from manta.workers.rank import rank_log
+from manta.workers.rank.rank_log import LINE_CHARACTERS, TAIL_LINES, LineSplitter, RankLog
 
 
 def written(path: Path) -> list[dict]:

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from workers.liveness.rank_samples import RankSample, packed
-from workers.protocol.reports import Event, Exited, Metrics
-from workers.rank import report_buffer
-from workers.rank.report_buffer import ReportBuffer
+from manta.workers.liveness.rank_samples import RankSample, packed
+from manta.workers.protocol.reports import Event, Exited, Metrics
+from manta.workers.rank import report_buffer
+from manta.workers.rank.report_buffer import ReportBuffer
 
 
 def read_all(buffer):

@@ -2,11 +2,11 @@
 
 import json
 
-from workers.liveness.rank_samples import RankSample, packed
-from workers.protocol.messages import LaunchOrder
-from workers.protocol.reports import Event, Finished, Message, Metrics, Report
-from workers.rank import control_socket as module
-from workers.rank.control_socket import report_lines, reports_of
+from manta.workers.liveness.rank_samples import RankSample, packed
+from manta.workers.protocol.messages import LaunchOrder
+from manta.workers.protocol.reports import Event, Finished, Message, Metrics, Report
+from manta.workers.rank import control_socket as module
+from manta.workers.rank.control_socket import report_lines, reports_of
 
 ORDER = LaunchOrder("job-1", 2, 3, {})
 

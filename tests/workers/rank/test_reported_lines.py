@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from workers.protocol.reports import Event, Printed, Report
-from workers.rank import report_buffer
-from workers.rank.rank_log import ReportedLines
-from workers.rank.report_buffer import ReportBuffer
+from manta.workers.protocol.reports import Event, Printed, Report
+from manta.workers.rank import report_buffer
+from manta.workers.rank.rank_log import ReportedLines
+from manta.workers.rank.report_buffer import ReportBuffer
 
 
 def waiting(buffer):

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 import torch
 
-from workers.protocol.messages import Endpoint, StoredSnapshot
-from workers.rank import snapshot_sharing
-from workers.rank.snapshot_sharing import SnapshotSharing
-from workers.snapshot.backup import BackupError
-from workers.snapshot.files import snapshot_path
-from workers.snapshot.node_memory import SnapshotMemory
-from workers.snapshot.snapshots import Snapshots
+from manta.workers.protocol.messages import Endpoint, StoredSnapshot
+from manta.workers.rank import snapshot_sharing
+from manta.workers.rank.snapshot_sharing import SnapshotSharing
+from manta.workers.snapshot.backup import BackupError
+from manta.workers.snapshot.files import snapshot_path
+from manta.workers.snapshot.node_memory import SnapshotMemory
+from manta.workers.snapshot.snapshots import Snapshots
 
 LAYOUT = "0a0a0a0a"
 NOWHERE = Endpoint("127.0.0.1", 1)

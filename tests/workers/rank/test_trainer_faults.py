@@ -5,11 +5,11 @@ import signal
 import pytest
 from trainer_rig import SECONDS, order
 
-from workers.protocol.messages import Fault
-from workers.protocol.reports import Event
-from workers.rank import trainer_process
-from workers.rank.control_socket import Arm, Rest
-from workers.rank.trainer_process import EXIT_FAILED
+from manta.workers.protocol.messages import Fault
+from manta.workers.protocol.reports import Event
+from manta.workers.rank import trainer_process
+from manta.workers.rank.control_socket import Arm, Rest
+from manta.workers.rank.trainer_process import EXIT_FAILED
 
 
 def test_a_fault_strikes_in_its_phase_after_it_was_reported(rig):

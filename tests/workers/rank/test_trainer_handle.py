@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from workers.liveness.flight_record import FlightRecord
-from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
-from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
-from workers.rank import trainer_handle
-from workers.rank.control_socket import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, read_command
-from workers.rank.report_buffer import ReportBuffer
-from workers.rank.trainer_handle import TrainerHandle
-from workers.zygote.client import Exit
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
+from manta.workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
+from manta.workers.rank import trainer_handle
+from manta.workers.rank.control_socket import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, read_command
+from manta.workers.rank.report_buffer import ReportBuffer
+from manta.workers.rank.trainer_handle import TrainerHandle
+from manta.workers.zygote.client import Exit
 
 SECONDS = 20.0
 

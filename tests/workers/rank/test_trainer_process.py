@@ -10,8 +10,8 @@ import threading
 import pytest
 from trainer_rig import SECONDS, finish, lose_peer, order
 
-from workers.checkpoint.checksums import UnreadableCheckpoint
-from workers.errors import (
+from manta.workers.checkpoint.checksums import UnreadableCheckpoint
+from manta.workers.errors import (
     AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
@@ -28,13 +28,13 @@ from workers.errors import (
     WeightsError,
     WeightsUnreadable,
 )
-from workers.liveness.flight_record import FlightRecord
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import Resume, TrainerArgument
-from workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Resting, Started
-from workers.rank import trainer_process
-from workers.rank.control_socket import DumpFlightRecord, Go, Rest, SaveAndEnd
-from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST
+from manta.workers.liveness.flight_record import FlightRecord
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.messages import Resume, TrainerArgument
+from manta.workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Resting, Started
+from manta.workers.rank import trainer_process
+from manta.workers.rank.control_socket import DumpFlightRecord, Go, Rest, SaveAndEnd
+from manta.workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST
 
 
 def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):

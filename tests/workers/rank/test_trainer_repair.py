@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from trainer_rig import finish, lose_peer, order
 
-from workers.protocol.reports import Finished, Resting, Started
-from workers.rank import trainer_process
-from workers.rank.control_socket import Go
-from workers.rank.trainer_process import EXIT_PEER_LOST
+from manta.workers.protocol.reports import Finished, Resting, Started
+from manta.workers.rank import trainer_process
+from manta.workers.rank.control_socket import Go
+from manta.workers.rank.trainer_process import EXIT_PEER_LOST
 
 REPAIR = {"seconds": 0.5, "way": "by hand", "torch_version": "2.13.0", "nccl_version": None}
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.liveness.stacks import stacks_path
-from workers.node.host import Host
-from workers.paths import Paths, zygote_socket
-from workers.protocol.json_codec import from_json
-from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
-from workers.protocol.reports import KillReason, TrainerStatus
-from workers.rank import trainer_slot
-from workers.rank.report_buffer import ReportBuffer
-from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
-from workers.zygote.client import Exit, ZygoteUnavailable
+from manta.workers.liveness.stacks import stacks_path
+from manta.workers.node.host import Host
+from manta.workers.paths import Paths, zygote_socket
+from manta.workers.protocol.json_codec import from_json
+from manta.workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
+from manta.workers.protocol.reports import KillReason, TrainerStatus
+from manta.workers.rank import trainer_slot
+from manta.workers.rank.report_buffer import ReportBuffer
+from manta.workers.rank.trainer_slot import StaleGeneration, TrainerSlot
+from manta.workers.zygote.client import Exit, ZygoteUnavailable
 
 
 class FakeHandle:

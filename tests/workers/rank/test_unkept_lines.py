@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from workers.protocol.reports import Event, Printed
-from workers.rank.report_buffer import ReportBuffer, UnkeptLines
+from manta.workers.protocol.reports import Event, Printed
+from manta.workers.rank.report_buffer import ReportBuffer, UnkeptLines
 
 
 def filled(*payloads):

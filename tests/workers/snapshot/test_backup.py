@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.errors import SharedMemoryError
-from workers.rank.agent import Agent
-from workers.rank.trainer_slot import StaleGeneration
-from workers.snapshot import backup_transport as wire
-from workers.snapshot.backup import MAX_UNAUTHENTICATED, BackupError, BackupSender, BackupServer, fetch
-from workers.snapshot.files import NotificationPipe, backup_path, notification_path, notify, snapshot_path
-from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
-from workers.snapshot.snapshots import Snapshots
+from manta.workers.errors import SharedMemoryError
+from manta.workers.rank.agent import Agent
+from manta.workers.rank.trainer_slot import StaleGeneration
+from manta.workers.snapshot import backup_transport as wire
+from manta.workers.snapshot.backup import MAX_UNAUTHENTICATED, BackupError, BackupSender, BackupServer, fetch
+from manta.workers.snapshot.files import NotificationPipe, backup_path, notification_path, notify, snapshot_path
+from manta.workers.snapshot.snapshot_file import SnapshotFile, committed_steps
+from manta.workers.snapshot.snapshots import Snapshots
 
 IDENTITY, LAYOUT, TOKEN = b"0123456789abcdef", "0a0a0a0a", "a token"
 SIZE = 200_000
@@ -444,8 +444,7 @@ def test_notifications_before_a_wait_wake_it_once(tmp_path):
 
 
 def test_backups_need_no_torch():
-    program = (
-        "import sys, workers.rank.agent, workers.snapshot.backup; print('torch' in sys.modules, 'ray' in sys.modules)"
-    )
+    program = "import sys, manta.workers.rank.agent, manta.workers.snapshot.backup; "
+    program += "print('torch' in sys.modules, 'ray' in sys.modules)"
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert process.stdout == "False False\n", process.stderr

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from workers.snapshot import backup_transport as wire
-from workers.snapshot.backup_transport import MESSAGE_BYTES, BackupError
+from manta.workers.snapshot import backup_transport as wire
+from manta.workers.snapshot.backup_transport import MESSAGE_BYTES, BackupError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from workers.snapshot.files import (
+from manta.workers.snapshot.files import (
     backup_path,
     fingerprint,
     layout_tag,
@@ -16,7 +16,7 @@ from workers.snapshot.files import (
     snapshot_path,
     steps_kept,
 )
-from workers.snapshot.snapshots import Snapshots
+from manta.workers.snapshot.snapshots import Snapshots
 
 IDENTITY = b"0123456789abcdef"
 
@@ -29,7 +29,7 @@ def state_at(step: int) -> list[torch.Tensor]:
 def test_committed_steps_needs_no_torch(tmp_path):
     Snapshots(tmp_path, 3, state_at(5), IDENTITY).save(5)
     program = (
-        "import sys; from workers.snapshot.files import steps_kept\n"
+        "import sys; from manta.workers.snapshot.files import steps_kept\n"
         "print(steps_kept(sys.argv[1], 3), 'torch' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from workers.snapshot import state_copy
-from workers.snapshot.state_copy import HostCopies
+from manta.workers.snapshot import state_copy
+from manta.workers.snapshot.state_copy import HostCopies
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.snapshot.interval import AGREE_EVERY, SnapshotInterval
-from workers.snapshot.snapshot_file import committed_steps
-from workers.snapshot.snapshots import Snapshots
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.snapshot.interval import AGREE_EVERY, SnapshotInterval
+from manta.workers.snapshot.snapshot_file import committed_steps
+from manta.workers.snapshot.snapshots import Snapshots
 
 
 def ranks_with_unlike_clocks(comm: Comm) -> list[tuple[int, list[int]]]:

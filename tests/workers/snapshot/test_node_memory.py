@@ -12,12 +12,12 @@ from held_memory import held_bytes
 from rank_processes import begin_process
 from stepped_snapshots import snapshot_and_be_killed
 
-from workers.errors import SharedMemoryError
-from workers.snapshot import node_memory, snapshot_file
-from workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
-from workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, hand_over, in_node_memory
-from workers.snapshot.snapshot_file import Form, SnapshotFile, committed_steps
-from workers.snapshot.snapshots import Snapshots
+from manta.workers.errors import SharedMemoryError
+from manta.workers.snapshot import node_memory, snapshot_file
+from manta.workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
+from manta.workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, hand_over, in_node_memory
+from manta.workers.snapshot.snapshot_file import Form, SnapshotFile, committed_steps
+from manta.workers.snapshot.snapshots import Snapshots
 
 FORM = Form(b"0123456789abcdef", 5000, b"{}")
 

@@ -17,14 +17,14 @@ from checkpoint_programs import RankOutcome, fail_to_load_from_memory, job, load
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint.durable import FROZEN, KINDS, Rectangle
-from workers.config import ParallelConfig
-from workers.errors import CheckpointError
-from workers.snapshot.files import snapshot_files
-from workers.snapshot.note import read_note
-from workers.snapshot.reshard import ReshardedState, intersection, load_from_snapshots, rest
-from workers.snapshot.snapshot_file import SnapshotFile
-from workers.snapshot.snapshots import Snapshots
+from manta.workers.checkpoint.durable import FROZEN, KINDS, Rectangle
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import CheckpointError
+from manta.workers.snapshot.files import snapshot_files
+from manta.workers.snapshot.note import read_note
+from manta.workers.snapshot.reshard import ReshardedState, intersection, load_from_snapshots, rest
+from manta.workers.snapshot.snapshot_file import SnapshotFile
+from manta.workers.snapshot.snapshots import Snapshots
 
 SMALL = {"bucket_megabytes": 0.004}
 LAYOUTS: dict[str, dict[str, Any]] = {

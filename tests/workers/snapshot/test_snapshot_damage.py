@@ -16,12 +16,12 @@ import torch
 from rank_processes import begin_process
 from stepped_snapshots import IDENTITY, bring, holds, opened, save, snapshot_each_step, state_at
 
-from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
-from workers.errors import CheckpointError
-from workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
-from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
-from workers.snapshot.snapshots import Snapshots
-from workers.system.regular_files import put
+from manta.workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
+from manta.workers.errors import CheckpointError
+from manta.workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
+from manta.workers.snapshot.snapshot_file import SnapshotFile, committed_steps
+from manta.workers.snapshot.snapshots import Snapshots
+from manta.workers.system.regular_files import put
 
 
 def test_changed_constant_in_a_snapshot_file_is_found_after_its_slot_is_summed_again(tmp_path):

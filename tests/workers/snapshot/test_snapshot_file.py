@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 
-from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
-from workers.errors import CheckpointError
-from workers.snapshot import snapshot_file
-from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps
+from manta.workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
+from manta.workers.errors import CheckpointError
+from manta.workers.snapshot import snapshot_file
+from manta.workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps
 
 IDENTITY = b"0123456789abcdef"
 

@@ -14,13 +14,13 @@ import torch
 from held_memory import held_bytes
 from stepped_snapshots import IDENTITY, Held, bring, holds, opened, save, state_at
 
-from workers.checkpoint.checksums import BLOCK_BYTES
-from workers.errors import CheckpointError, SharedMemoryError
-from workers.snapshot import snapshot_file
-from workers.snapshot.files import snapshot_path
-from workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, in_node_memory
-from workers.snapshot.snapshot_file import NOTE_BYTES, SnapshotFile, committed_steps
-from workers.snapshot.snapshots import Snapshots
+from manta.workers.checkpoint.checksums import BLOCK_BYTES
+from manta.workers.errors import CheckpointError, SharedMemoryError
+from manta.workers.snapshot import snapshot_file
+from manta.workers.snapshot.files import snapshot_path
+from manta.workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, in_node_memory
+from manta.workers.snapshot.snapshot_file import NOTE_BYTES, SnapshotFile, committed_steps
+from manta.workers.snapshot.snapshots import Snapshots
 
 
 def test_constant_state_is_copied_into_each_slot_once_and_restored(tmp_path):
@@ -132,7 +132,7 @@ def test_stall_counts_only_the_time_that_the_training_thread_waits(tmp_path, mon
         held.released.set()
 
     for module in ("snapshots", "state_copy"):
-        monkeypatch.setattr(f"workers.snapshot.{module}.time", SimpleNamespace(perf_counter=clock))
+        monkeypatch.setattr(f"manta.workers.snapshot.{module}.time", SimpleNamespace(perf_counter=clock))
     held = Held(snapshots)
     releasing = threading.Thread(target=let_go)
     releasing.start()
@@ -246,7 +246,7 @@ def test_snapshot_file_holds_the_table_of_its_state(tmp_path):
 
 def test_seconds_of_a_copy_and_its_sums_are_measured(tmp_path, monkeypatch):
     now = iter(range(100))
-    monkeypatch.setattr("workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    monkeypatch.setattr("manta.workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     snapshots = opened(tmp_path)
     assert (snapshots.stall_seconds, snapshots.copy_seconds, snapshots.sum_seconds) == (0.0, 0.0, 0.0)
     snapshots.save(1)

@@ -16,16 +16,16 @@ from job_cover import FACTORS, SCHEDULES, job_of
 from recorded_jobs import recorded_rank
 from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pretended_loader, pretended_streams
 
-from workers.checkpoint import checkpointer
-from workers.config import JobSpec
-from workers.parallel import recompute
-from workers.parallel.data import offloaded
-from workers.parallel.data.zero import ArrivingParameters
-from workers.parallel.tensor import products
-from workers.snapshot import state_copy
-from workers.snapshot.snapshots import Snapshots
-from workers.system import pinned
-from workers.system.pinned import copy_streams
+from manta.workers.checkpoint import checkpointer
+from manta.workers.config import JobSpec
+from manta.workers.parallel import recompute
+from manta.workers.parallel.data import offloaded
+from manta.workers.parallel.data.zero import ArrivingParameters
+from manta.workers.parallel.tensor import products
+from manta.workers.snapshot import state_copy
+from manta.workers.snapshot.snapshots import Snapshots
+from manta.workers.system import pinned
+from manta.workers.system.pinned import copy_streams
 
 HOST = "the host"
 IDENTITY = b"0123456789abcdef"
@@ -91,7 +91,7 @@ def test_slots_are_pinned_until_the_snapshots_are_closed(tmp_path):
 
 def test_stall_on_a_gpu_is_the_time_that_the_device_waits_and_not_the_host(tmp_path, monkeypatch):
     """By the events: the copy was done two seconds after the compute stream had come so far."""
-    monkeypatch.setattr("workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=lambda: 50.0))
+    monkeypatch.setattr("manta.workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=lambda: 50.0))
     with pretended_streams() as cuda:
         snapshots = opened(tmp_path)
         snapshots.save(1)

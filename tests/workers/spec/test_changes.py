@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from workers.spec.changes import changes_in, combinations_in, with_changes
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.changes import changes_in, combinations_in, with_changes
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
 
 DOCUMENT = {
     "name": "a",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.spec.divisors import nearest_divisor, nearest_multiple
+from manta.workers.spec.divisors import nearest_divisor, nearest_multiple
 
 
 @given(st.integers(1, 400), st.integers(1, 500))

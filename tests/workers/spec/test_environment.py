@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from engine_specs import document
 
-from workers.spec.environment import ALLOWED
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.environment import ALLOWED
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "parallelism.md"
 

@@ -6,8 +6,8 @@ import pytest
 from engine_specs import document, spec
 from one_layer import lone_rank
 
-from workers.model.stage import ModelStage
-from workers.spec.parameters import (
+from manta.workers.model.stage import ModelStage
+from manta.workers.spec.parameters import (
     first_trained_layer,
     frozen_names,
     matching,
@@ -15,8 +15,8 @@ from workers.spec.parameters import (
     parameter_names,
     takes_gradient,
 )
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
 
 GPT = {"layers": 12, "tie_embeddings": False}
 

@@ -13,9 +13,9 @@ from engine_specs import document, problems_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from workers.spec import batch_rules
-from workers.spec.problems import MAX_PROBLEMS, Problem, SpecError
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec import batch_rules
+from manta.workers.spec.problems import MAX_PROBLEMS, Problem, SpecError
+from manta.workers.spec.reading import parse_job_spec
 
 
 def follow(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:

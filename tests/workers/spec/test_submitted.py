@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from storage_away import away
 
-from workers.data.roots import DataRoots
-from workers.spec.problems import SpecError
-from workers.spec.reading import document_in, parse_job_spec
-from workers.spec.submitted import with_shape_of_weights
+from manta.workers.data.roots import DataRoots
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import document_in, parse_job_spec
+from manta.workers.spec.submitted import with_shape_of_weights
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,

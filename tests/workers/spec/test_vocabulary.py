@@ -9,9 +9,9 @@ from engine_specs import spec
 from storage_away import away
 from tokenizer_files import byte_level
 
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
-from workers.spec.submitted import with_vocabulary
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.spec.submitted import with_vocabulary
 
 
 def job(file, model=None, **data):

@@ -7,8 +7,8 @@ import yaml
 from engine_specs import spec
 from yaml import YAMLError
 
-from workers.spec.problems import SpecError
-from workers.spec.yaml import read_yaml
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.yaml import read_yaml
 
 
 @pytest.mark.parametrize(("text", "number"), [

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_traces import grid_of, recordings_of, timeline_of
 
-from workers.parallel.pipeline.schedules.simulate import PassTimes
-from workers.step_traces.assembly import assembled, clock_offsets
-from workers.timing.recording import Recording, Slice, TracedStep
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from manta.workers.step_traces.assembly import assembled, clock_offsets
+from manta.workers.timing.recording import Recording, Slice, TracedStep
 
 
 def meeting(number, begun, over):

@@ -5,10 +5,10 @@ from drawn_schedules import SECONDS, SHAPES
 from hypothesis import given
 from simulated_traces import timeline_of, trace_of
 
-from workers.parallel.pipeline.schedules.simulate import PassTimes
-from workers.step_traces.analysis import critical_path
-from workers.step_traces.assembly import PASSES, StepTrace, TracedRank
-from workers.timing.recording import Slice, TracedStep
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from manta.workers.step_traces.analysis import critical_path
+from manta.workers.step_traces.assembly import PASSES, StepTrace, TracedRank
+from manta.workers.timing.recording import Slice, TracedStep
 
 
 def computed(trace, path):

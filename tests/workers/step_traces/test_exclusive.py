@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.step_traces.analysis import own_seconds
-from workers.step_traces.assembly import nested
-from workers.timing.recording import Recording, Slice, TracedStep
+from manta.workers.step_traces.analysis import own_seconds
+from manta.workers.step_traces.assembly import nested
+from manta.workers.timing.recording import Recording, Slice, TracedStep
 
 
 def lane(*spans):

@@ -5,8 +5,8 @@ from drawn_schedules import SECONDS, SHAPES
 from hypothesis import given
 from simulated_traces import timeline_of, trace_of
 
-from workers.parallel.pipeline.schedules.simulate import PassTimes
-from workers.step_traces.analysis import bubble
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from manta.workers.step_traces.analysis import bubble
 
 
 @given(SHAPES, SECONDS, SECONDS, SECONDS)

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from perfetto_reader import fields, read_trace
 from simulated_traces import grid_of, timeline_of, trace_of
 
-from workers.parallel.pipeline.schedules.simulate import PassTimes
-from workers.step_traces.assembly import StepTrace, TracedRank
-from workers.step_traces.document import name_of
-from workers.step_traces.perfetto import perfetto
-from workers.timing.recording import Slice, TracedStep
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from manta.workers.step_traces.assembly import StepTrace, TracedRank
+from manta.workers.step_traces.document import name_of
+from manta.workers.step_traces.perfetto import perfetto
+from manta.workers.timing.recording import Slice, TracedStep
 
 
 @given(SHAPES, SECONDS, SECONDS)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from workers.storage.files import files_of
+from manta.workers.storage.files import files_of
 
 CONTENT = bytes(range(256)) * 40
 

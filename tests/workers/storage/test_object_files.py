@@ -7,9 +7,9 @@ import fsspec
 import pytest
 from s3_server import MIN_PART, answer, reached_at
 
-from workers.storage import object_files
-from workers.storage.files import files_of
-from workers.storage.places import ObjectPath
+from manta.workers.storage import object_files
+from manta.workers.storage.files import files_of
+from manta.workers.storage.places import ObjectPath
 
 PART = MIN_PART
 CONTENT = bytes(bytearray(itertools.islice(itertools.cycle(range(251)), 3 * PART + 1000)))

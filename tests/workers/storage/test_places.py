@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.storage.places import BadPlace, ObjectPath, place_of
+from manta.workers.storage.places import BadPlace, ObjectPath, place_of
 
 
 def test_what_is_no_url_is_a_path():

@@ -1,8 +1,8 @@
 """A checkpoint whose content is made up, but whole in every way."""
 
-from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
-from workers.checkpoint.checksums import BLOCK_BYTES, SummedFiles
-from workers.storage.files import files_of
+from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from manta.workers.checkpoint.checksums import BLOCK_BYTES, SummedFiles
+from manta.workers.storage.files import files_of
 
 CONTENT = bytes(range(256)) * 30_000
 """More than one block."""

@@ -17,22 +17,22 @@ import torch
 from engine_specs import document
 from reported import events_of, rows_of
 
-from workers.checkpoint import catalog, checkpointer, checksums, durable
-from workers.checkpoint.catalog import MANIFEST, manifest_of, seal
-from workers.checkpoint.checksums import SummingFile
-from workers.checkpoint.contents import CONTENTS
-from workers.checkpoint.durable import rectangles_of
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.engine import Engine
-from workers.errors import CheckpointError
-from workers.parallel.data.flat import Range
-from workers.protocol.messages import Resume
-from workers.protocol.reports import Message
-from workers.snapshot.files import snapshot_files, steps_kept
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint import catalog, checkpointer, checksums, durable
+from manta.workers.checkpoint.catalog import MANIFEST, manifest_of, seal
+from manta.workers.checkpoint.checksums import SummingFile
+from manta.workers.checkpoint.contents import CONTENTS
+from manta.workers.checkpoint.durable import rectangles_of
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.engine import Engine
+from manta.workers.errors import CheckpointError
+from manta.workers.parallel.data.flat import Range
+from manta.workers.protocol.messages import Resume
+from manta.workers.protocol.reports import Message
+from manta.workers.snapshot.files import snapshot_files, steps_kept
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 Placed = tuple[str, tuple[int, ...], torch.Tensor]
 """A rectangle of a layout-free tensor: `kind.name`, offsets, values."""

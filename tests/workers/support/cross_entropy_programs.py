@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.parallel.tensor.cross_entropy import cross_entropy_and_log_z, vocabulary_parallel_cross_entropy
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.tensor.cross_entropy import cross_entropy_and_log_z, vocabulary_parallel_cross_entropy
 
 
 def cross_entropy(comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[Any, Any]:

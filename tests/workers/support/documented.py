@@ -27,12 +27,12 @@ def run_blocks(blocks: Iterable[Block], folder: Path) -> list[str]:
     """Carry them out in `folder`: YAML that begins with the name of a file becomes one. What each command prints."""
     (folder / "bin").mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
-    for name, module in (("python", ""), ("manta", "-m api.cli ")):
+    for name, module in (("python", ""), ("manta", "-m manta.api.cli ")):
         command = folder / "bin" / name
         command.write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
         command.chmod(0o755)
     environment = {
-        **os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        **os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src"),
         "MANTA_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     printed = []

@@ -7,12 +7,12 @@ from typing import Any
 
 from reported import rows_of
 
-from workers.comm.comm import Comm
-from workers.protocol.messages import Resume
-from workers.snapshot.files import steps_kept
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.comm.comm import Comm
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import steps_kept
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 START = Resume()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from workers.config import JobSpec, ParallelConfig
-from workers.spec.problems import Problem, SpecError
-from workers.spec.reading import parse_job_spec
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.spec.problems import Problem, SpecError
+from manta.workers.spec.reading import parse_job_spec
 
 TINY: dict[str, Any] = {
     "model": {"layers": 4, "hidden_size": 32, "heads": 4, "sequence_length": 8},

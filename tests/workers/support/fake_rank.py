@@ -23,16 +23,16 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.support.tensor_bytes import tracker_of_bytes
-from workers.comm import process_groups
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.comm.process_groups import ProcessGroups
-from workers.comm.regroup import NewGroups
-from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.engine import Engine
-from workers.parallel.data import offloaded
-from workers.parallel.recompute import offload
+from manta.workers.comm import process_groups
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.process_groups import ProcessGroups
+from manta.workers.comm.regroup import NewGroups
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import MicroBatch
+from manta.workers.engine import Engine
+from manta.workers.parallel.data import offloaded
+from manta.workers.parallel.recompute import offload
 
 CPU = torch.device("cpu")
 _TENSOR = torch.Tensor

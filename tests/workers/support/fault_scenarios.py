@@ -11,9 +11,9 @@ from typing import Any, Literal
 from engine_specs import axes, document
 from job_cover import SCHEDULES, Factors, NotWanted, Row, cover
 
-from workers.config import JobSpec
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
+from manta.workers.config import JobSpec
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
 
 STEPS, BATCH = 6, 12
 BAD_STEP = 3

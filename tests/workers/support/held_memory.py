@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from workers.snapshot.node_memory import MemoryKeeper
+from manta.workers.snapshot.node_memory import MemoryKeeper
 
 
 def held_bytes(keeper: MemoryKeeper) -> int:

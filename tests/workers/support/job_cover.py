@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from engine_specs import document
 
-from workers.config import JobSpec
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
+from manta.workers.config import JobSpec
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
 
 Factors = dict[str, tuple[Any, ...]]
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""What ranks do in tests of `workers.calibration.local_ranks`."""
+"""What ranks do in tests of `manta.workers.calibration.local_ranks`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.errors import DataError
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.errors import DataError
 
 
 def see(_: Comm, __: JobSpec) -> tuple[str | None, bool]:

@@ -9,14 +9,14 @@ from unittest import mock
 import torch
 from reported import events_of, rows_of
 
-from workers.checkpoint import checkpointer
-from workers.comm.comm import Comm
-from workers.parallel.data.agreement import StepStatistics
-from workers.protocol.messages import Resume
-from workers.snapshot.files import steps_kept
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint import checkpointer
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import steps_kept
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 START = Resume()
 

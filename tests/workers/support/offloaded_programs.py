@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from workers.comm.comm import Comm
-from workers.parallel.data import offloaded
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.data import offloaded
 
 FEW = 192
 """Elements of a slice."""

@@ -16,19 +16,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.support.faked_comm import FakedComm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.data.batches import Documents
-from workers.model.families import parts_of
-from workers.model.shared import Shared
-from workers.parallel.data.flat import FlatParameters
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute import Recompute
-from workers.parallel.recompute.modules import checkpointed
-from workers.parallel.tensor.dropout import sample_keys
-from workers.parallel.tensor.products import TorchProducts
-from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.shards import named_shards
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import Documents
+from manta.workers.model.families import parts_of
+from manta.workers.model.shared import Shared
+from manta.workers.parallel.data.flat import FlatParameters
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.recompute import Recompute
+from manta.workers.parallel.recompute.modules import checkpointed
+from manta.workers.parallel.tensor.dropout import sample_keys
+from manta.workers.parallel.tensor.products import TorchProducts
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.shards import named_shards
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.config import ModelConfig
+from manta.workers.config import ModelConfig
 
 
 def _table(columns: tuple[str, ...], *rows: tuple[Any, ...]) -> dict[str, dict[str, Any]]:

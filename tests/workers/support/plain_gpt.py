@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workers.config import JobSpec
+from manta.workers.config import JobSpec
 
 NO_TARGET = -1
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from plain_gpt import Drop, PlainAttention, PlainGPT, keep_all
 from torch import nn
 
-from workers.config import JobSpec
+from manta.workers.config import JobSpec
 
 
 class PlainRMSNorm(nn.Module):

@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.comm.grid import AXES, RankGrid
-from workers.liveness.device_trail import DeviceTrail
-from workers.liveness.progress import Progress
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import AXES, RankGrid
+from manta.workers.liveness.device_trail import DeviceTrail
+from manta.workers.liveness.progress import Progress
 
 CPU = torch.device("cpu")
 Meeting = tuple[Any, ...]
@@ -169,7 +169,7 @@ class Gang:
 
     def _comm(self, device: Device, progress: Progress) -> Comm:
         trail = DeviceTrail(lambda: Event(device), progress)
-        with mock.patch("workers.comm.comm.trail_for", lambda *_: trail):
+        with mock.patch("manta.workers.comm.comm.trail_for", lambda *_: trail):
             comm = Comm(self.grid, device.rank, CPU, "process_groups", progress)
         comm.generation, comm._backend = 1, Backend(comm, device)
         return comm

@@ -23,15 +23,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from workers.comm.comm import BackendKind, Comm
-from workers.comm.grid import RankGrid
-from workers.comm.host_names import ask_for_none
-from workers.comm.secret import SECRET_LENGTH
-from workers.config import ParallelConfig
-from workers.errors import PeerLost
-from workers.liveness.stacks import answer_with_stacks, stacks_path, take_stacks
-from workers.system.threads import OF_COMPUTATION
-from workers.zygote.server import FIRST_USES
+from manta.workers.comm.comm import BackendKind, Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.host_names import ask_for_none
+from manta.workers.comm.secret import SECRET_LENGTH
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import PeerLost
+from manta.workers.liveness.stacks import answer_with_stacks, stacks_path, take_stacks
+from manta.workers.system.threads import OF_COMPUTATION
+from manta.workers.zygote.server import FIRST_USES
 
 RANKS = 8
 HOST = "127.0.0.1"
@@ -60,7 +60,7 @@ def begin_process(body: Callable[..., Any], *arguments: Any) -> Any:
     """A process that runs `body`, a function of a module that it can import, and has imported torch already. It ends
     with this one at the latest."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "workers.trainer", *FIRST_USES])
+    context.set_forkserver_preload(["torch", "manta.workers.trainer", *FIRST_USES])
     process = context.Process(target=body, args=arguments, daemon=True)
     with mock.patch.dict(os.environ, OF_COMPUTATION):  # for the server that forks them, which loads torch
         process.start()

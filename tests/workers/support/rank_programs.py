@@ -18,24 +18,24 @@ import numpy as np
 import torch
 from reported import events_of, rows_of
 
-from workers import run
-from workers.checkpoint import checkpointer
-from workers.checkpoint.durable import Rectangle, rectangles_of
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.data.batch_plan import replica_micro_batches
-from workers.data.batches import MicroBatch, with_documents_apart, with_marks
-from workers.data.packed_conversations import Marks
-from workers.engine import Engine
-from workers.parallel import recompute
-from workers.parallel.data.agreement import StepStatistics
-from workers.protocol.messages import Resume
-from workers.spec.reading import parse_job_spec
-from workers.standalone import job as standalone
-from workers.system.threads import threads_of
-from workers.trainer import Places, Trainer
-from workers.training.learning_rate import learning_rate
-from workers.training.reporter import Reporter
+from manta.workers import run
+from manta.workers.checkpoint import checkpointer
+from manta.workers.checkpoint.durable import Rectangle, rectangles_of
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.data.batch_plan import replica_micro_batches
+from manta.workers.data.batches import MicroBatch, with_documents_apart, with_marks
+from manta.workers.data.packed_conversations import Marks
+from manta.workers.engine import Engine
+from manta.workers.parallel import recompute
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.protocol.messages import Resume
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.standalone import job as standalone
+from manta.workers.system.threads import threads_of
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.learning_rate import learning_rate
+from manta.workers.training.reporter import Reporter
 
 START = Resume()
 END = 3
@@ -252,7 +252,8 @@ def train_job(
 
 
 def run_as_launched(comm: Comm, command: list[str], port: int) -> int:
-    """`python -m workers.run` with `command`, told what torchrun tells its processes; it hosts the store on `port`."""
+    """`python -m manta.workers.run` with `command`, told what torchrun tells its processes; it hosts the store on
+    `port`."""
     here, count = str(comm.rank), str(comm.size("world"))
     places = {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

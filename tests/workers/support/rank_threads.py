@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from workers.comm.links import Links
-from workers.comm.secret import SECRET_LENGTH, Secret
+from manta.workers.comm.links import Links
+from manta.workers.comm.secret import SECRET_LENGTH, Secret
 
 HOST = "127.0.0.1"
 SECRET = "7" * SECRET_LENGTH

@@ -1,5 +1,6 @@
-"""Stands in for torch.distributed below `workers.comm.process_groups`, and for what makes its groups (`regroup.py`),
-for one rank whose peers are not there, and records what NCCL would have been asked to do (`group_programs.py`).
+"""Stands in for torch.distributed below `manta.workers.comm.process_groups`, and for what makes its groups
+(`regroup.py`), for one rank whose peers are not there, and records what NCCL would have been asked to do
+(`group_programs.py`).
 
 Which communicator and which stream an operation gets is what torch's ProcessGroupNCCL does (torch 2.11 to 2.13, no
 `device_id` bound): one communicator a group for collectives and for batches of messages, one a pair of ranks for single
@@ -24,9 +25,9 @@ import torch.distributed as dist
 from dispatch_mode import DispatchMode
 from group_programs import Communicator, Meet, Message, Program, Start, Sum, Use, Wait
 
-from workers.comm import process_groups
-from workers.comm.comm import Comm
-from workers.comm.regroup import Members
+from manta.workers.comm import process_groups
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.regroup import Members
 
 _OF_COMMUNICATION = "workers/comm/"
 _NORM_AT = 3

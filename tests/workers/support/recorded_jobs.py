@@ -13,15 +13,15 @@ import torch.distributed as dist
 from group_programs import Program
 from recorded_groups import Recorder, labelled, recording
 
-from workers.checkpoint import checkpointer
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.comm.process_groups import ProcessGroups
-from workers.comm.shared_work import SharedWork
-from workers.config import JobSpec
-from workers.protocol.messages import Resume
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.checkpoint import checkpointer
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.process_groups import ProcessGroups
+from manta.workers.comm.shared_work import SharedWork
+from manta.workers.config import JobSpec
+from manta.workers.protocol.messages import Resume
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 Programs = list[Program]
 CPU = torch.device("cpu")
@@ -68,8 +68,8 @@ def recorded_rank(
     comm._regroup = recorder
     # Nobody else comes, and of gloo, whose waits are looked after by turns, there is nothing.
     here = mock.patch.object(ProcessGroups, "_wait_for_all", lambda *_: None)
-    with recording(recorder), here, mock.patch("workers.comm.comm.Links"), patience:
-        with mock.patch("workers.comm.process_groups.GlooWaits", lambda _: None):
+    with recording(recorder), here, mock.patch("manta.workers.comm.comm.Links"), patience:
+        with mock.patch("manta.workers.comm.process_groups.GlooWaits", lambda _: None):
             comm.connect(dist.HashStore(), 1, HOST, SECRET)
         comm.shared_work = _AllAlike(rank, grid.world_size)
         if isinstance(comm._backend, ProcessGroups):

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from rank_processes import HOST, SECRET
 from reported import rows_of
 
-from workers.comm.backend import Backend
-from workers.comm.comm import Comm
-from workers.comm.links_backend import LinksBackend
-from workers.errors import PeerLost
-from workers.protocol.messages import Resume
-from workers.protocol.reports import Message
-from workers.snapshot.snapshot_file import committed_steps
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.workers.comm.backend import Backend
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.links_backend import LinksBackend
+from manta.workers.errors import PeerLost
+from manta.workers.protocol.messages import Resume
+from manta.workers.protocol.reports import Message
+from manta.workers.snapshot.snapshot_file import committed_steps
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from workers.protocol.reports import Event, Message, Metrics
+from manta.workers.protocol.reports import Event, Message, Metrics
 
 
 def rows_of(messages: Iterable[Message]) -> list[dict[str, Any]]:

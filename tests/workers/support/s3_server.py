@@ -189,7 +189,7 @@ def reached_at(url: str) -> Iterator[None]:
     import s3fs
     from botocore.loaders import JSONFileLoader
 
-    from workers.storage import object_files
+    from manta.workers.storage import object_files
 
     read = _descriptions()
     with pytest.MonkeyPatch.context() as patch:

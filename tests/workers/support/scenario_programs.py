@@ -19,20 +19,20 @@ from rank_processes import HOST, SECRET
 from repair_programs import PeersToTell, on_each_message
 from reported import events_of, rows_of
 
-from service.backups.rank_backups import whole_states
-from service.recovery.decisions import choose_resume
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid, state_groups, state_peers
-from workers.config import ParallelConfig
-from workers.errors import AskedToRest, PeerLost
-from workers.protocol.messages import Resume, StoredSnapshot
-from workers.protocol.reports import Message
-from workers.snapshot.files import layout_tag, snapshot_files, snapshot_path, steps_kept
-from workers.snapshot.snapshot_file import committed_steps
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Places, Trainer
-from workers.training.reporter import Reporter
+from manta.service.backups.rank_backups import whole_states
+from manta.service.recovery.decisions import choose_resume
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid, state_groups, state_peers
+from manta.workers.config import ParallelConfig
+from manta.workers.errors import AskedToRest, PeerLost
+from manta.workers.protocol.messages import Resume, StoredSnapshot
+from manta.workers.protocol.reports import Message
+from manta.workers.snapshot.files import layout_tag, snapshot_files, snapshot_path, steps_kept
+from manta.workers.snapshot.snapshot_file import committed_steps
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Places, Trainer
+from manta.workers.training.reporter import Reporter
 
 NOT_SENT = 3
 """Steps whose rows a killed rank may not have sent."""

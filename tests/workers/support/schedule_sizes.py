@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
-from workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
+from manta.workers.parallel.pipeline.schedules.action import Action
 
 Size = tuple[str, int, int, int]
 """Schedule, pipeline stages, virtual stages, micro-batches."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.schedules.simulate import PassTimes, Timeline, simulate
-from workers.parallel.pipeline.stages import neighbours, virtual_stage
-from workers.step_traces.assembly import StepTrace, assembled
-from workers.timing.recording import Recording, Slice, TracedStep
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.parallel.pipeline.schedules import schedule
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, Timeline, simulate
+from manta.workers.parallel.pipeline.stages import neighbours, virtual_stage
+from manta.workers.step_traces.assembly import StepTrace, assembled
+from manta.workers.timing.recording import Recording, Slice, TracedStep
 
 STEP = 7
 CLOCK = 5000.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from workers.snapshot.node_memory import SnapshotMemory
-from workers.snapshot.snapshots import Snapshots
+from manta.workers.snapshot.node_memory import SnapshotMemory
+from manta.workers.snapshot.snapshots import Snapshots
 
 IDENTITY = b"0123456789abcdef"
 

@@ -27,15 +27,15 @@ import torch
 from dispatch_mode import DispatchMode
 from recorded_groups import Recorder, _ends, _Work, code_line
 
-from workers.checkpoint import checkpointer
-from workers.data import batches
-from workers.data.batches import MicroBatch
-from workers.parallel.data import offloaded
-from workers.parallel.recompute import offload
-from workers.snapshot import snapshots, state_copy
-from workers.snapshot.snapshots import HeldSlot
-from workers.system.pinned import PinnedMemory, copy_streams
-from workers.training import rank_state
+from manta.workers.checkpoint import checkpointer
+from manta.workers.data import batches
+from manta.workers.data.batches import MicroBatch
+from manta.workers.parallel.data import offloaded
+from manta.workers.parallel.recompute import offload
+from manta.workers.snapshot import snapshots, state_copy
+from manta.workers.snapshot.snapshots import HeldSlot
+from manta.workers.system.pinned import PinnedMemory, copy_streams
+from manta.workers.training import rank_state
 
 Clock = dict[str, int]
 """How far each actor had come."""

@@ -25,7 +25,7 @@ def test_a_hang_is_ended_and_says_where_everybody_stood(ranks, tmp_path, monkeyp
             time.sleep(0.01)
         return []
 
-    monkeypatch.setattr("workers.liveness.stacks._ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr("manta.workers.liveness.stacks._ANSWER_SECONDS", 30.0)
     with monkeypatch.context() as patch, pytest.raises(RankFailure, match=r"ranks \[0, 1\] did not end") as caught:
         patch.setattr(ranks, "_ready", nobody)
         ranks.run(layout_of(pipeline=2), hang, str(tmp_path))

@@ -10,9 +10,9 @@ from plain_gpt import PlainGPT, PlainStage
 from rank_processes import join_default_group
 from rank_programs import Weights, default_dtype
 
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.spec.reading import parse_job_spec
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.spec.reading import parse_job_spec
 
 
 def torch_pipeline(

@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.protocol.messages import Resume, TraceOrder
-from workers.spec.reading import parse_job_spec
-from workers.trainer import Trainer
-from workers.training import tracing
-from workers.training.reporter import Reporter
+from manta.workers.comm.comm import Comm
+from manta.workers.protocol.messages import Resume, TraceOrder
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Trainer
+from manta.workers.training import tracing
+from manta.workers.training.reporter import Reporter
 
 Seen = tuple[list[tuple[float, float]], list[Any], list[Any]]
 """Loss and gradient norm of each step, what was reported, bits of the state."""

@@ -7,13 +7,13 @@ import socket
 import threading
 from types import SimpleNamespace
 
-from workers.comm.repair_self_test import RepairSelfTest
-from workers.errors import PeerLost
-from workers.liveness.progress import Progress
-from workers.protocol.messages import LaunchOrder
-from workers.protocol.reports import Report
-from workers.rank.control_socket import command_line
-from workers.rank.trainer_process import TrainerProcess
+from manta.workers.comm.repair_self_test import RepairSelfTest
+from manta.workers.errors import PeerLost
+from manta.workers.liveness.progress import Progress
+from manta.workers.protocol.messages import LaunchOrder
+from manta.workers.protocol.reports import Report
+from manta.workers.rank.control_socket import command_line
+from manta.workers.rank.trainer_process import TrainerProcess
 
 SECONDS = 20.0
 

@@ -66,11 +66,11 @@ def compute(argument: dict, control: socket.socket) -> int:
 
 def train(argument: dict, control: socket.socket) -> int:
     """Trains a job to its end, and says what was imported meanwhile of other libraries than Python's."""
-    from workers import run
-    from workers.standalone import job as standalone  # as the zygote's own entries, these bring the trainer
+    from manta.workers import run
+    from manta.workers.standalone import job as standalone  # as the zygote's own entries, these bring the trainer
 
     assert standalone.Trainer
-    before, ours = set(sys.modules), {"workers", *sys.stdlib_module_names}
+    before, ours = set(sys.modules), {"manta", *sys.stdlib_module_names}
     code = run.main([argument["config"], "--checkpoints", argument["checkpoints"]])
     imported = [name for name in sys.modules.keys() - before if name.partition(".")[0] not in ours]
     _say(control, imported=sorted(imported))

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from workers.system.resources import usable_cores
+from manta.workers.system.resources import usable_cores
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from engine_specs import spec
 
-from workers.errors import DataError, DeviceLost, ModelError
-from workers.model.core_attention import Visible, cached_attention
-from workers.system import gpu
+from manta.workers.errors import DataError, DeviceLost, ModelError
+from manta.workers.model.core_attention import Visible, cached_attention
+from manta.workers.system import gpu
 
 CUBLAS, COMPILER = "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DYNAMIC_SCALE_RBLOCK"
 FLAGS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")

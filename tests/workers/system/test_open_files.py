@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from workers.errors import OpenFilesError
-from workers.system.resources import OTHER_FILES, make_room, raise_limit
+from manta.workers.errors import OpenFilesError
+from manta.workers.system.resources import OTHER_FILES, make_room, raise_limit
 
 ANY = resource.RLIM_INFINITY
 
@@ -41,7 +41,7 @@ def test_a_process_with_a_low_limit_can_hold_them_all():
     program = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-from workers.system.resources import make_room
+from manta.workers.system.resources import make_room
 make_room(200)
 print(len([os.dup(0) for _ in range(400)]))
 """

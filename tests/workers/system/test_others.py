@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from workers.system import resources
-from workers.system.resources import OtherWork
+from manta.workers.system import resources
+from manta.workers.system.resources import OtherWork
 
 
 @pytest.fixture

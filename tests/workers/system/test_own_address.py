@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from workers.system.ports import address_towards, outward_address
+from manta.workers.system.ports import address_towards, outward_address
 
 
 def test_towards_itself_it_is_the_machine_itself():

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from workers.system.ports import BadPorts, PortRange, listen
+from manta.workers.system.ports import BadPorts, PortRange, listen
 
 HOST = "127.0.0.1"
 

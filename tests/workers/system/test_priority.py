@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from workers.system import processes
-from workers.system.processes import AUTOGROUP, NICENESS
+from manta.workers.system import processes
+from manta.workers.system.processes import AUTOGROUP, NICENESS
 
 SCRIPT = """
 import os, threading
-from workers.system.processes import lower_priority
+from manta.workers.system.processes import lower_priority
 os.nice({before})
 lower_priority(), lower_priority()
 late = []
@@ -23,7 +23,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), *late)
 
 OF_A_SESSION = """
 import threading
-from workers.system.processes import AUTOGROUP, lower_priority
+from manta.workers.system.processes import AUTOGROUP, lower_priority
 lower_priority()
 for thread in threading.enumerate()[1:]:
     thread.join()  # it asks again: somebody else on this machine has just asked

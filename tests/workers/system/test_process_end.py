@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workers.system.processes import ended, kill_group
+from manta.workers.system.processes import ended, kill_group
 
 PARENT = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); input()"
 

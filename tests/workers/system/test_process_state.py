@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.protocol.reports import Position, ProcessUse
-from workers.system.processes import ProcessState, process_state
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.protocol.reports import Position, ProcessUse
+from manta.workers.system.processes import ProcessState, process_state
 
 
 def test_a_process_that_computes_runs_and_its_time_is_that_of_all_of_it():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.system.regular_files import open_regular, read_regular
+from manta.workers.system.regular_files import open_regular, read_regular
 
 
 def a_socket(path):

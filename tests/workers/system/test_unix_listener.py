@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from workers.system.unix_listener import UnixListener
+from manta.workers.system.unix_listener import UnixListener
 
 
 @pytest.fixture

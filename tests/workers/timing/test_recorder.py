@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from workers.liveness.progress import Progress
-from workers.timing.recorder import DeviceMoments, HostMoments, Recorder
-from workers.timing.step_phases import StepPhases
+from manta.workers.liveness.progress import Progress
+from manta.workers.timing.recorder import DeviceMoments, HostMoments, Recorder
+from manta.workers.timing.step_phases import StepPhases
 
 
 class Clock(HostMoments):
@@ -158,7 +158,7 @@ def test_times_of_a_device_are_its_events_on_the_hosts_clock(monkeypatch):
     def settle():
         host[0] += 0.5
 
-    monkeypatch.setattr("workers.timing.recorder.time.monotonic", lambda: host[0])
+    monkeypatch.setattr("manta.workers.timing.recorder.time.monotonic", lambda: host[0])
     moments = DeviceMoments(lambda: Event(host), settle)
     recorder = Recorder(1, 1, moments)
     recorder.begin_step(1)

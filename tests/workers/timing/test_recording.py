@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.protocol.json_codec import MalformedMessage, from_json, to_json
-from workers.timing.recording import KINDS, PackedRecording, Recording, Slice, TracedStep
+from manta.workers.protocol.json_codec import MalformedMessage, from_json, to_json
+from manta.workers.timing.recording import KINDS, PackedRecording, Recording, Slice, TracedStep
 
 MOMENTS = st.floats(0.0, 1e4)
 COUNTS = st.none() | st.integers(0, 2**50)

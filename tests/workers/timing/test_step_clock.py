@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.timing.step_clock import WAITS, StepClock
+from manta.workers.timing.step_clock import WAITS, StepClock
 
 
 class Hands:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from workers.timing.step_phases import PARTS, StepParts
+from manta.workers.timing.step_phases import PARTS, StepParts
 
 
 class Clock:

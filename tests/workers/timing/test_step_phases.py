@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.timing.step_phases import StepPhases
+from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.timing.step_phases import StepPhases
 
 
 class Clock:

@@ -1,7 +1,7 @@
 """Orders wait for their step and their generation, and are carried out once."""
 
-from workers.protocol.messages import TraceOrder
-from workers.timing.recording import TraceOrders
+from manta.workers.protocol.messages import TraceOrder
+from manta.workers.timing.recording import TraceOrders
 
 
 def test_an_order_waits_for_its_step_and_the_first_goes_first():

@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
-from workers.checkpoint.stored_rows import RAW
-from workers.weights.stream_out import CHUNK, TooLarge, cast
+from manta.workers.checkpoint.stored_rows import RAW
+from manta.workers.weights.stream_out import CHUNK, TooLarge, cast
 
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-40, 3.4028235e38, 65504.0, 65000.0, 5.9e-8, 2.0**-14]
 COUNT = 2 * CHUNK + 16

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from engine_specs import document
 
-from workers.config import JobSpec
-from workers.data.tokenizer import MAX_BYTES
-from workers.errors import WeightsError
-from workers.weights.companions import add_tokenizer, byte_tokenizer, companion_files
+from manta.workers.config import JobSpec
+from manta.workers.data.tokenizer import MAX_BYTES
+from manta.workers.errors import WeightsError
+from manta.workers.weights.companions import add_tokenizer, byte_tokenizer, companion_files
 
 
 def added(folder: Path, **data: str) -> dict[str, str]:

@@ -9,10 +9,10 @@ import pytest
 from engine_specs import document
 from their_models import KINDS, LLAMA3, YARN
 
-from workers.errors import WeightsError
-from workers.spec.reading import parse_job_spec
-from workers.weights.config_in import Keys, read_config, shape_of
-from workers.weights.config_out import their_config
+from manta.workers.errors import WeightsError
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.weights.config_in import Keys, read_config, shape_of
+from manta.workers.weights.config_out import their_config
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 263, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

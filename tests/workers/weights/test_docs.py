@@ -7,7 +7,7 @@ import yaml
 from documented import blocks_of, run_blocks
 from engine_specs import document
 
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 BLOCKS = blocks_of("models.md")
 

@@ -17,13 +17,13 @@ from rank_programs import micro_batches
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.checkpoint.pruning import remove
-from workers.errors import CheckpointError, WeightsError
-from workers.protocol.messages import Resume
-from workers.weights import export as module
-from workers.weights import stream_out
-from workers.weights.export import export, main, new_folder
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.pruning import remove
+from manta.workers.errors import CheckpointError, WeightsError
+from manta.workers.protocol.messages import Resume
+from manta.workers.weights import export as module
+from manta.workers.weights import stream_out
+from manta.workers.weights.export import export, main, new_folder
 
 MODELS = {
     "gpt without biases": {"bias": False, "kv_heads": None},
@@ -130,7 +130,7 @@ def test_numbers_that_fp16_cannot_hold_are_named_and_nothing_is_left(corpus, tmp
 def test_a_killed_export_leaves_nothing_in_its_place_and_the_next_one_clears_up(checkpoint, tmp_path):
     target = tmp_path / "out"
     program = (
-        "import sys, time; from workers.weights import export as e, folder as s\n"
+        "import sys, time; from manta.workers.weights import export as e, folder as s\n"
         "s.put_on_disk = lambda stream: (print('writing', flush=True), time.sleep(60))\n"
         "e.main(sys.argv[1:])"
     )
@@ -151,7 +151,7 @@ def test_an_export_that_is_asked_to_end_removes_what_it_has_written_first(checkp
     """Also if it is asked again meanwhile."""
     program = (
         "import os, shutil, signal, sys, time\n"
-        "from workers.weights import export as e, folder as s\n"
+        "from manta.workers.weights import export as e, folder as s\n"
         "s.put_on_disk = lambda stream: (print('writing', flush=True), time.sleep(60))\n"
         "remove = shutil.rmtree\n"
         "e.shutil.rmtree = lambda *a, **o: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.1), remove(*a, **o))\n"
@@ -221,7 +221,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(processors, checkpoint
 
 def test_no_torch_is_loaded(checkpoint, tmp_path):
     program = (
-        "import sys; from workers.weights.export import main\n"
+        "import sys; from manta.workers.weights.export import main\n"
         "assert main(sys.argv[1:]) == 0\n"
         "assert 'torch' not in sys.modules"
     )

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from storage_away import away
 from their_models import saved
 
-from workers.data.roots import DataRoots
-from workers.errors import DataError, WeightsError, WeightsUnreadable
-from workers.spec.problems import SpecError
-from workers.spec.reading import parse_job_spec
-from workers.spec.submitted import with_shape_of_weights
-from workers.weights.config_in import read_config
-from workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of, weight_files
+from manta.workers.data.roots import DataRoots
+from manta.workers.errors import DataError, WeightsError, WeightsUnreadable
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.spec.submitted import with_shape_of_weights
+from manta.workers.weights.config_in import read_config
+from manta.workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of, weight_files
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_a_file_that_is_gone_is_named(sharded, copied):
 
 def test_weights_whose_mount_is_away_are_unreadable_and_refuse_no_job_in_the_queue(sharded, monkeypatch):
     job = spec_of(sharded)
-    monkeypatch.setattr("workers.data.roots.check_data", lambda spec: None)
+    monkeypatch.setattr("manta.workers.data.roots.check_data", lambda spec: None)
     with away(sharded):
         for read in (lambda: check_weights(job), lambda: weight_files(sharded), lambda: read_config(sharded)):
             with pytest.raises(WeightsUnreadable, match=rf"^{sharded}.* cannot be read on .* \(Input/output error\)"):
@@ -181,7 +181,7 @@ def test_a_header_that_makes_no_sense_is_named(whole, copied, header):
 
 
 def test_a_header_beyond_all_measure_is_not_read(whole, monkeypatch):
-    monkeypatch.setattr("workers.weights.folder._MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr("manta.workers.weights.folder._MAX_HEADER_BYTES", 100)
     assert re.fullmatch(
         rf"{whole / ONE_FILE}: its header has \d+ bytes, and at most 100 are read", sentence_about(whole)
     )

@@ -1,6 +1,6 @@
 """A new folder is like any that the user makes, and clears up after killed attempts at itself, and no others."""
 
-from workers.weights.export import new_folder
+from manta.workers.weights.export import new_folder
 
 
 def test_whoever_may_read_other_new_folders_may_read_it(tmp_path):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from workers.parallel.tensor.shards import NamedShard, ParameterShard
-from workers.weights.reading import Weights
+from manta.workers.parallel.tensor.shards import NamedShard, ParameterShard
+from manta.workers.weights.reading import Weights
 
 
 @pytest.mark.parametrize(("start", "real"), [(0, 66), (198, 65), (264, 0)])

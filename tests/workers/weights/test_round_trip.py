@@ -12,11 +12,11 @@ from rank_programs import micro_batches
 from safetensors.torch import load_file
 from their_models import KINDS, saved
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.comm.comm import Comm
-from workers.protocol.messages import Resume
-from workers.spec.submitted import with_shape_of_weights
-from workers.weights.export import export
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.comm.comm import Comm
+from manta.workers.protocol.messages import Resume
+from manta.workers.spec.submitted import with_shape_of_weights
+from manta.workers.weights.export import export
 
 LENGTH = 8
 LAYOUTS = [(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 2)]

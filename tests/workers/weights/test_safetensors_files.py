@@ -8,8 +8,8 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-from workers.weights import folder
-from workers.weights.folder import NewFiles, NewTensor, plan_files
+from manta.workers.weights import folder
+from manta.workers.weights.folder import NewFiles, NewTensor, plan_files
 
 TENSORS = [NewTensor("a", (3, 4)), NewTensor("b", (5,)), NewTensor("c", (2, 2))]
 

@@ -3,12 +3,12 @@
 import pytest
 from engine_specs import spec
 
-from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from workers.errors import CheckpointError
-from workers.storage.places import place_of
-from workers.weights.mapping import their_tensors
-from workers.weights.stream_out import MAX_THREADS, Source, threads_for, write_tensors
+from manta.workers.checkpoint.catalog import Manifest
+from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
+from manta.workers.errors import CheckpointError
+from manta.workers.storage.places import place_of
+from manta.workers.weights.mapping import their_tensors
+from manta.workers.weights.stream_out import MAX_THREADS, Source, threads_for, write_tensors
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (-1, 0), (0, 1)])

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from engine_specs import document
 
-from workers.node.host import visible
-from workers.protocol.json_codec import to_json
-from workers.protocol.messages import LaunchOrder, StoreArgument, TrainerArgument
-from workers.zygote.client import fork
-from workers.zygote.server import DEFAULT_ENTRIES
+from manta.workers.node.host import visible
+from manta.workers.protocol.json_codec import to_json
+from manta.workers.protocol.messages import LaunchOrder, StoreArgument, TrainerArgument
+from manta.workers.zygote.client import fork
+from manta.workers.zygote.server import DEFAULT_ENTRIES
 
 ROOT = Path(__file__).parents[3]
 STUB = ROOT / "tests/workers/support/stub_libcuda.c"
@@ -25,7 +25,7 @@ def noted(name, function):
     return lambda *arguments, **named: (asked.append(name), function(*arguments, **named))[1]
 for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
     setattr(torch.cuda, name, noted(name, getattr(torch.cuda, name)))
-from workers.zygote import server
+from manta.workers.zygote import server
 for item in server.DEFAULT_WARM:
     importlib.import_module(item.partition(":")[0])
 server._resolve([f"{name}={target}" for name, target in server.DEFAULT_ENTRIES.items()])

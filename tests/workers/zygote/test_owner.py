@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from workers.system.processes import ProcessState
-from workers.zygote import owner as owning
-from workers.zygote.client import Exit, ZygoteUnavailable, fork
-from workers.zygote.owner import ZygoteOwner
+from manta.workers.system.processes import ProcessState
+from manta.workers.zygote import owner as owning
+from manta.workers.zygote.client import Exit, ZygoteUnavailable, fork
+from manta.workers.zygote.owner import ZygoteOwner
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ import pytest
 import yaml
 from engine_specs import document
 
-from workers.protocol import messages
-from workers.protocol.messages import PROTOCOL, ForkAnswer
-from workers.zygote import server
-from workers.zygote import server as forked
-from workers.zygote.client import Exit, ZygoteUnavailable, fork
-from workers.zygote.server import BadRequest, Connection, _answer, _parse_request
+from manta.workers.protocol import messages
+from manta.workers.protocol.messages import PROTOCOL, ForkAnswer
+from manta.workers.zygote import server
+from manta.workers.zygote import server as forked
+from manta.workers.zygote.client import Exit, ZygoteUnavailable, fork
+from manta.workers.zygote.server import BadRequest, Connection, _answer, _parse_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -127,7 +127,7 @@ def test_child_dies_when_its_requester_hangs_up(zygote, go, gone, stopped):
 def test_requester_that_is_killed_takes_its_child_along(zygote, gone):
     script = (
         "import asyncio, os, signal, sys\n"
-        "from workers.zygote.client import fork\n"
+        "from manta.workers.zygote.client import fork\n"
         "async def main():\n"
         "    child = await fork(sys.argv[1], 'wait', {'stop': True})\n"
         "    await child.control.readline()\n"

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch.optim.adamw import adamw
 
-from workers.config import OptimizerConfig
+from manta.workers.config import OptimizerConfig
 
 
 @dataclass(frozen=True)

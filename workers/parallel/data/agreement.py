@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.data.batch_plan import leaf_share
-from workers.parallel.data.agreement import Agreement, Loss, StepSums
-from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range, Slot, merged
-from workers.parallel.data.reduction import GradientReduction, SharedGradients
-from workers.parallel.data.tree_sum import Node, TreeSum, cover
-from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.tensor.shards import ShardedModule
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.data.batch_plan import leaf_share
+from manta.workers.parallel.data.agreement import Agreement, Loss, StepSums
+from manta.workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range, Slot, merged
+from manta.workers.parallel.data.reduction import GradientReduction, SharedGradients
+from manta.workers.parallel.data.tree_sum import Node, TreeSum, cover
+from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.tensor.shards import ShardedModule
 
 BLOCK_ROWS = 2**16
 """Rows of ALIGNMENT elements that are squared at once: this takes 24 MB, instead of half the gradients' memory."""

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.config import ParameterGroup
-from workers.parallel.tensor.shards import NamedShard
+from manta.workers.config import ParameterGroup
+from manta.workers.parallel.tensor.shards import NamedShard
 
 ALIGNMENT = 64
 

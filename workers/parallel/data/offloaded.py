@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.parallel.data import adamw
-from workers.parallel.data.flat import FlatParameters, overlap
-from workers.system.pinned import PinnedMemory, copy_streams
+from manta.workers.parallel.data import adamw
+from manta.workers.parallel.data.flat import FlatParameters, overlap
+from manta.workers.system.pinned import PinnedMemory, copy_streams
 
 SLICE_ELEMENTS = 2**22
 """Elements of a slice, a multiple of flat.ALIGNMENT: a copy takes a hundred times as long as launching it."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from workers.comm.backend import Handle
-from workers.comm.comm import Comm
-from workers.parallel.data.flat import FlatParameters, Slot
-from workers.parallel.tensor.sequence_parallel import sum_replicated_gradients
-from workers.parallel.tensor.weight_gradients import clear_forgotten, forget, main_grad
+from manta.workers.comm.backend import Handle
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.data.flat import FlatParameters, Slot
+from manta.workers.parallel.tensor.sequence_parallel import sum_replicated_gradients
+from manta.workers.parallel.tensor.weight_gradients import clear_forgotten, forget, main_grad
 
 
 class GradientReduction:

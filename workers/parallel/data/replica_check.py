@@ -12,10 +12,10 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from workers.comm.comm import Comm
-from workers.comm.grid import Axis
-from workers.parallel.data.flat import Range
-from workers.parallel.data.zero import ZeroOptimizer
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import Axis
+from manta.workers.parallel.data.flat import Range
+from manta.workers.parallel.data.zero import ZeroOptimizer
 
 BLOCK_WORDS = 2**17
 """8-byte words that are hashed at once."""

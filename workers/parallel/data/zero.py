@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from workers.comm.backend import Handle
-from workers.comm.comm import Comm
-from workers.config import OptimizerConfig
-from workers.parallel.data import adamw
-from workers.parallel.data.agreement import Agreement, Loss, StepStatistics, StepSums
-from workers.parallel.data.flat import FlatParameters, Range, overlap
-from workers.parallel.data.offloaded import Cut, OffloadedState
-from workers.parallel.data.reduction import GradientReduction
+from manta.workers.comm.backend import Handle
+from manta.workers.comm.comm import Comm
+from manta.workers.config import OptimizerConfig
+from manta.workers.parallel.data import adamw
+from manta.workers.parallel.data.agreement import Agreement, Loss, StepStatistics, StepSums
+from manta.workers.parallel.data.flat import FlatParameters, Range, overlap
+from manta.workers.parallel.data.offloaded import Cut, OffloadedState
+from manta.workers.parallel.data.reduction import GradientReduction
 
 
 class ZeroOptimizer:

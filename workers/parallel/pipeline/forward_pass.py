@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.data.batches import Documents
-from workers.parallel.recompute import NOTHING, Recompute
+from manta.workers.data.batches import Documents
+from manta.workers.parallel.recompute import NOTHING, Recompute
 
 
 class KeyValueCache:

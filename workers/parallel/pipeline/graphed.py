@@ -21,12 +21,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.parallel.data.agreement import Loss
-from workers.parallel.pipeline.runtime import Pipeline, Stage, Step
-from workers.parallel.pipeline.schedules.action import Action
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import MicroBatch
+from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.pipeline.runtime import Pipeline, Stage, Step
+from manta.workers.parallel.pipeline.schedules.action import Action
 
 
 class GraphedPipeline(Pipeline):

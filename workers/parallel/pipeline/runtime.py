@@ -16,17 +16,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from workers.comm.backend import Handle, Transfer
-from workers.comm.comm import Comm
-from workers.config import JobSpec
-from workers.data.batches import NO_TARGET, MicroBatch
-from workers.parallel.data.agreement import Loss
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.pipeline.schedules import forward_only, schedule
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import Place, neighbours, stages_of_rank
-from workers.parallel.recompute import NOTHING, Recompute, recomputed
-from workers.parallel.tensor.cross_entropy import (
+from manta.workers.comm.backend import Handle, Transfer
+from manta.workers.comm.comm import Comm
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import NO_TARGET, MicroBatch
+from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.pipeline.schedules import forward_only, schedule
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.stages import Place, neighbours, stages_of_rank
+from manta.workers.parallel.recompute import NOTHING, Recompute, recomputed
+from manta.workers.parallel.tensor.cross_entropy import (
     BY_BLOCKS,
     Gradients,
     HeadLoss,
@@ -35,10 +35,10 @@ from workers.parallel.tensor.cross_entropy import (
     cross_entropy_and_log_z,
     vocabulary_parallel_cross_entropy,
 )
-from workers.parallel.tensor.dropout import sample_keys
-from workers.parallel.tensor.layers import VocabularyParallelOutput
-from workers.parallel.tensor.weight_gradients import Task, WeightGradients
-from workers.spec.parameters import takes_gradient
+from manta.workers.parallel.tensor.dropout import sample_keys
+from manta.workers.parallel.tensor.layers import VocabularyParallelOutput
+from manta.workers.parallel.tensor.weight_gradients import Task, WeightGradients
+from manta.workers.spec.parameters import takes_gradient
 
 Key = tuple[int, int]
 """(chunk, micro-batch)."""

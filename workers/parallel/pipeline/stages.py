@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 
-from workers.config import ParallelConfig
+from manta.workers.config import ParallelConfig
 
 Place = tuple[int, int]
 """Pipeline rank, and chunk on it."""

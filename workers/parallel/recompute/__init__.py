@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.config import ParallelConfig
-from workers.parallel.pipeline.schedules.action import Action
+from manta.workers.config import ParallelConfig
+from manta.workers.parallel.pipeline.schedules.action import Action
 
 OFFLOADED_BYTES = 2**20
 """Smallest tensor in bytes that is offloaded: for smaller ones a copy costs too much."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from workers.comm.comm import Comm
+from manta.workers.comm.comm import Comm
 
 Result = TypeVar("Result")
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.parallel import recompute
-from workers.parallel.recompute.modules import kept_through
-from workers.system.pinned import Streams, copy_streams
+from manta.workers.parallel import recompute
+from manta.workers.parallel.recompute.modules import kept_through
+from manta.workers.system.pinned import Streams, copy_streams
 
 LARGEST_SHARE = 4
 """Largest ratio of a tensor's memory to its own size: queries, keys and values are parts of one product."""

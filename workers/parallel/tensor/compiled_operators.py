@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from workers.parallel.tensor.linear_autograd import column_backward, column_forward, row_backward, row_forward
-from workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.linear_autograd import column_backward, column_forward, row_backward, row_forward
+from manta.workers.parallel.tensor.region import Region
 
 
 class Product(Protocol):

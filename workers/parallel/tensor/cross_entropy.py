@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.comm.comm import Comm
-from workers.parallel.tensor.layers import VocabularyParallelOutput
-from workers.parallel.tensor.sequence_parallel import gather, start_sum
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.tensor.layers import VocabularyParallelOutput
+from manta.workers.parallel.tensor.sequence_parallel import gather, start_sum
 
 BLOCK_ROWS = 256
 """Fewest rows of 16-bit logits that are converted at once: on a CPU they stay in its caches."""

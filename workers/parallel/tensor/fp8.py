@@ -23,9 +23,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from workers.errors import ModelError
-from workers.parallel.tensor.products import TorchProducts
-from workers.spec.kernel_rules import UNIT
+from manta.workers.errors import ModelError
+from manta.workers.parallel.tensor.products import TorchProducts
+from manta.workers.spec.kernel_rules import UNIT
 
 Kind = Literal["tensorwise", "rowwise"]
 MIN_CAPABILITY = (8, 9)

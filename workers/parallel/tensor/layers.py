@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from workers.parallel.recompute.modules import Again
-from workers.parallel.tensor import compiled_operators
-from workers.parallel.tensor.linear_autograd import (
+from manta.workers.parallel.recompute.modules import Again
+from manta.workers.parallel.tensor import compiled_operators
+from manta.workers.parallel.tensor.linear_autograd import (
     column_parallel,
     column_parallel_pair,
     gated_row_parallel,
@@ -19,11 +19,11 @@ from workers.parallel.tensor.linear_autograd import (
     look_up,
     row_parallel,
 )
-from workers.parallel.tensor.products import APPROXIMATION, Gelu
-from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.sequence_parallel import first_position, leave
-from workers.parallel.tensor.shards import ParameterShard, ShardedModule
-from workers.spec.parameters import padded_rows
+from manta.workers.parallel.tensor.products import APPROXIMATION, Gelu
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import first_position, leave
+from manta.workers.parallel.tensor.shards import ParameterShard, ShardedModule
+from manta.workers.spec.parameters import padded_rows
 
 
 class ColumnParallelLinear(ShardedModule):

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workers.comm.backend import DONE, Handle
-from workers.parallel.recompute.modules import Again, in_backward
-from workers.parallel.tensor.products import Gelu
-from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
-from workers.parallel.tensor.weight_gradients import WeightGradients
+from manta.workers.comm.backend import DONE, Handle
+from manta.workers.parallel.recompute.modules import Again, in_backward
+from manta.workers.parallel.tensor.products import Gelu
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
+from manta.workers.parallel.tensor.weight_gradients import WeightGradients
 
 Weights = Sequence[nn.Parameter]
 Biases = Sequence[nn.Parameter | None]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from workers.comm.comm import Comm
-from workers.parallel.tensor.products import Products
-from workers.parallel.tensor.weight_gradients import WeightGradients
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.tensor.products import Products
+from manta.workers.parallel.tensor.weight_gradients import WeightGradients
 
 
 class Region:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from workers.parallel.tensor.shards import ParameterShard, ShardedModule
+from manta.workers.parallel.tensor.shards import ParameterShard, ShardedModule
 
 
 class RMSNorm(ShardedModule):

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from workers.comm.backend import Handle
-from workers.comm.comm import Comm
-from workers.parallel.tensor.region import Region
+from manta.workers.comm.backend import Handle
+from manta.workers.comm.comm import Comm
+from manta.workers.parallel.tensor.region import Region
 
 
 def gather(x: torch.Tensor, region: Region) -> torch.Tensor:

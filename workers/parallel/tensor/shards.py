@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from workers.config import ParameterGroup
+from manta.workers.config import ParameterGroup
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from workers.parallel.tensor.products import Products
+from manta.workers.parallel.tensor.products import Products
 
 Task = Callable[[], None]
 

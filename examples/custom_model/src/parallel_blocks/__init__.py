@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from workers.config import ModelConfig
-from workers.errors import ModelError
-from workers.model.attention import Attention
-from workers.model.initial import INIT_STD, residual_std
-from workers.model.layer import Embedding
-from workers.model.shared import Shared
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute.modules import again
-from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.rms_norm import RMSNorm
+from manta.workers.config import ModelConfig
+from manta.workers.errors import ModelError
+from manta.workers.model.attention import Attention
+from manta.workers.model.initial import INIT_STD, residual_std
+from manta.workers.model.layer import Embedding
+from manta.workers.model.shared import Shared
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.recompute.modules import again
+from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.rms_norm import RMSNorm
 
 
 class SquaredReLU(nn.Module):

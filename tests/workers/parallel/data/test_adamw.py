@@ -7,11 +7,11 @@ import torch
 from engine_specs import spec
 from one_layer import lone_rank
 
-from workers.config import OptimizerConfig
-from workers.engine import Engine
-from workers.parallel.data import adamw
-from workers.parallel.data.agreement import Loss
-from workers.parallel.data.zero import ZeroOptimizer
+from manta.workers.config import OptimizerConfig
+from manta.workers.engine import Engine
+from manta.workers.parallel.data import adamw
+from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.data.zero import ZeroOptimizer
 
 CONFIG = OptimizerConfig(weight_decay=0.2, beta1=0.85, beta2=0.97, epsilon=1e-7)
 RATE, FACTOR = 0.05, 0.3

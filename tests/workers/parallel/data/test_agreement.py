@@ -10,13 +10,13 @@ import torch
 from engine_specs import layout_of, spec
 from one_layer import lone_rank
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.engine import Engine
-from workers.parallel.data.agreement import Agreement, Loss, StepSums
-from workers.parallel.data.zero import clip
-from workers.protocol.messages import TraceOrder
-from workers.timing.recorder import HostMoments, Recorder
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.engine import Engine
+from manta.workers.parallel.data.agreement import Agreement, Loss, StepSums
+from manta.workers.parallel.data.zero import clip
+from manta.workers.protocol.messages import TraceOrder
+from manta.workers.timing.recorder import HostMoments, Recorder
 
 NO_LIMITS = (math.inf, math.inf)
 

@@ -10,11 +10,11 @@ from engine_specs import axes, document, spec
 from one_layer import lone_rank
 from rank_programs import train_job
 
-from workers.config import ParallelConfig
-from workers.engine import Engine
-from workers.model.stage import Chunk
-from workers.parallel.data.zero import ArrivingParameters
-from workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.config import ParallelConfig
+from manta.workers.engine import Engine
+from manta.workers.model.stage import Chunk
+from manta.workers.parallel.data.zero import ArrivingParameters
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 
 BUCKETS = {"bucket_megabytes": 0.01}
 """So small that a layer lies in several."""

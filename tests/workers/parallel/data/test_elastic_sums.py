@@ -15,17 +15,17 @@ from made_tensors import MadeTensors
 from plain_gpt import random_weights
 from rank_programs import START, Trained, assemble, attempts, broken_off, micro_batches, run_steps, train_job
 
-from workers.accounting.flops import waiting_gradient_buffers
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
-from workers.engine import Engine
-from workers.parallel.data import elastic_sums
-from workers.parallel.data.elastic_sums import ElasticReduction, row_squares, sum_of_halves
-from workers.parallel.pipeline.schedules import KINDS, schedule
-from workers.protocol.messages import Resume
-from workers.spec.reading import parse_job_spec
+from manta.workers.accounting.flops import waiting_gradient_buffers
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import ParallelConfig
+from manta.workers.engine import Engine
+from manta.workers.parallel.data import elastic_sums
+from manta.workers.parallel.data.elastic_sums import ElasticReduction, row_squares, sum_of_halves
+from manta.workers.parallel.pipeline.schedules import KINDS, schedule
+from manta.workers.protocol.messages import Resume
+from manta.workers.spec.reading import parse_job_spec
 
 STEPS = 3
 ALL_MODULES = ["core_attention", "norm", "mlp_activation"]

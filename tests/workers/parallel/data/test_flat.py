@@ -8,9 +8,9 @@ from engine_specs import spec
 from one_layer import lone_rank
 from torch import nn
 
-from workers.engine import Engine
-from workers.parallel.data.flat import ALIGNMENT, FlatParameters, answers_for, merged, overlap
-from workers.parallel.tensor.shards import NamedShard, ParameterShard
+from manta.workers.engine import Engine
+from manta.workers.parallel.data.flat import ALIGNMENT, FlatParameters, answers_for, merged, overlap
+from manta.workers.parallel.tensor.shards import NamedShard, ParameterShard
 
 CPU = torch.device("cpu")
 SPLIT = ParameterShard((8, 4), 0, std=0.02)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from workers.parallel.data import agreement
-from workers.parallel.data.elastic_sums import ElasticNorm
-from workers.parallel.data.flat import FlatParameters
-from workers.parallel.tensor.shards import NamedShard, ParameterShard
+from manta.workers.parallel.data import agreement
+from manta.workers.parallel.data.elastic_sums import ElasticNorm
+from manta.workers.parallel.data.flat import FlatParameters
+from manta.workers.parallel.tensor.shards import NamedShard, ParameterShard
 
 
 @pytest.mark.parametrize("length", [64, agreement._LONG_ROW, 3 * agreement._LONG_ROW + 640])

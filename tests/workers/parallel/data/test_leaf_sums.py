@@ -10,13 +10,13 @@ import torch
 from engine_specs import spec
 from rank_programs import micro_batches
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.engine import Engine
-from workers.errors import PeerLost
-from workers.parallel.data.elastic_sums import LeafSum, WaitingBuffers
-from workers.parallel.data.tree_sum import Node, TreeSum, buffers
-from workers.parallel.pipeline.schedules import schedule
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.engine import Engine
+from manta.workers.errors import PeerLost
+from manta.workers.parallel.data.elastic_sums import LeafSum, WaitingBuffers
+from manta.workers.parallel.data.tree_sum import Node, TreeSum, buffers
+from manta.workers.parallel.pipeline.schedules import schedule
 
 RANGES = [(0, 3), (5, 8)]
 

@@ -18,14 +18,14 @@ from plain_gpt import random_weights
 from rank_programs import attempts, train_job
 from repair_programs import Cut, train_through
 
-from workers.checkpoint.catalog import whole_checkpoints
-from workers.engine import Engine
-from workers.parallel.data import adamw, offloaded
-from workers.parallel.data.agreement import Loss
-from workers.parallel.data.replica_check import SOUND, UNSOUND, ReplicaCheck
-from workers.protocol.messages import Resume
-from workers.snapshot.files import snapshot_files
-from workers.spec.reading import parse_job_spec
+from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.engine import Engine
+from manta.workers.parallel.data import adamw, offloaded
+from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.data.replica_check import SOUND, UNSOUND, ReplicaCheck
+from manta.workers.protocol.messages import Resume
+from manta.workers.snapshot.files import snapshot_files
+from manta.workers.spec.reading import parse_job_spec
 
 BUCKETS = {"bucket_megabytes": 0.004}
 SPLIT = {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, **BUCKETS}

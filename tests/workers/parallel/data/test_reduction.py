@@ -6,7 +6,7 @@ import pytest
 from engine_specs import spec
 from one_layer import lone_rank
 
-from workers.engine import Engine
+from manta.workers.engine import Engine
 
 
 class Started:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from made_tensors import MadeTensors
 from number_programs import flip, train
 
-from workers.config import ParallelConfig
-from workers.parallel.data import replica_check
-from workers.parallel.data.replica_check import (
+from manta.workers.config import ParallelConfig
+from manta.workers.parallel.data import replica_check
+from manta.workers.parallel.data.replica_check import (
     BLOCK_WORDS,
     SOUND,
     UNKNOWN,
@@ -20,7 +20,7 @@ from workers.parallel.data.replica_check import (
     odd_ones,
     same_bits,
 )
-from workers.protocol.messages import Resume
+from manta.workers.protocol.messages import Resume
 
 WEIGHTS = multipliers(torch.device("cpu"))
 STEP = 3

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.parallel.data.tree_sum import Node, TreeSum, buffers, cover
+from manta.workers.parallel.data.tree_sum import Node, TreeSum, buffers, cover
 
 
 def by_definition(leaves: int, level: int, index: int) -> str:

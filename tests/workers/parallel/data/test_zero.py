@@ -7,8 +7,8 @@ import torch
 from engine_specs import spec
 from one_layer import lone_rank
 
-from workers.engine import Engine
-from workers.parallel.data.agreement import Loss
+from manta.workers.engine import Engine
+from manta.workers.parallel.data.agreement import Loss
 
 
 @pytest.mark.parametrize("rank", [0, 1])

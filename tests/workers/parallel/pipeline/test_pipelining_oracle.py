@@ -11,7 +11,7 @@ from plain_gpt import random_weights
 from rank_programs import assemble, run_steps
 from torch_pipeline_programs import torch_pipeline
 
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 TORCH_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 

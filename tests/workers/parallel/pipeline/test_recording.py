@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.parallel.pipeline.graphed import CudaRecording
+from manta.workers.parallel.pipeline.graphed import CudaRecording
 
 POOL = (0, 7)
 

@@ -8,11 +8,11 @@ from engine_specs import spec
 from one_layer import lone_rank
 from rank_programs import micro_batches
 
-from workers.data.batches import NO_TARGET, MicroBatch
-from workers.engine import Engine
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute import NOTHING, Recompute
-from workers.parallel.tensor.dropout import sample_keys
+from manta.workers.data.batches import NO_TARGET, MicroBatch
+from manta.workers.engine import Engine
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.recompute import NOTHING, Recompute
+from manta.workers.parallel.tensor.dropout import sample_keys
 
 CPU = torch.device("cpu")
 WINDOWS = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(3))

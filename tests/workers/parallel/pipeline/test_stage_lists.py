@@ -11,7 +11,7 @@ from engine_specs import document
 from plain_gpt import random_weights
 from rank_programs import assemble, train_job
 
-from workers.spec.reading import parse_job_spec
+from manta.workers.spec.reading import parse_job_spec
 
 LAYERS = 8
 CASES: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.config import ParallelConfig
-from workers.parallel.pipeline.schedules import KINDS
-from workers.parallel.pipeline.stages import even_counts, layer_counts, layers_of, place, virtual_stage
+from manta.workers.config import ParallelConfig
+from manta.workers.parallel.pipeline.schedules import KINDS
+from manta.workers.parallel.pipeline.stages import even_counts, layer_counts, layers_of, place, virtual_stage
 
 
 @pytest.mark.parametrize("stages", range(1, 17))

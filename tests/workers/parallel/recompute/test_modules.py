@@ -8,7 +8,7 @@ from engine_specs import spec
 from one_layer import lone_rank
 from rank_processes import begin_process
 
-from workers.parallel.recompute.modules import checkpointed
+from manta.workers.parallel.recompute.modules import checkpointed
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_forward_that_does_less_the_second_time_is_named(comm):
 WITHOUT_COMPILER = """
 import contextlib, sys, types
 import torch
-from workers.parallel.recompute.modules import checkpointed
+from manta.workers.parallel.recompute.modules import checkpointed
 comm = types.SimpleNamespace(step=types.SimpleNamespace(forward_work=contextlib.nullcontext))
 checkpointed(comm, torch.tanh, torch.ones(3, requires_grad=True)).sum().backward()
 sys.exit("torch._dynamo" in sys.modules)

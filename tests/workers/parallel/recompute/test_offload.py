@@ -14,12 +14,12 @@ from plain_llama import plain_model
 from rank_programs import light, micro_batches, run_steps_offloaded
 from torch.utils._python_dispatch import _disable_current_modes
 
-from workers.accounting.activation_bytes import chunk_bytes, kept_terms, offloaded
-from workers.engine import Engine
-from workers.parallel import recompute
-from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.recompute import Recompute, offload
-from workers.spec.reading import parse_job_spec
+from manta.workers.accounting.activation_bytes import chunk_bytes, kept_terms, offloaded
+from manta.workers.engine import Engine
+from manta.workers.parallel import recompute
+from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.recompute import Recompute, offload
+from manta.workers.spec.reading import parse_job_spec
 
 WINDOWS = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(3))
 ALL_MODULES = ["core_attention", "norm", "mlp_activation"]

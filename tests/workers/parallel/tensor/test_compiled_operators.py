@@ -8,12 +8,12 @@ import pytest
 import torch
 from engine_specs import layout_of, spec
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.engine import Engine
-from workers.model.stage import linear_layers
-from workers.parallel.tensor import compiled_operators as operators
-from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.engine import Engine
+from manta.workers.model.stage import linear_layers
+from manta.workers.parallel.tensor import compiled_operators as operators
+from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 
 Layers = dict[str, ColumnParallelLinear | RowParallelLinear]
 TOKENS = (8, 2)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from cross_entropy_programs import cross_entropy, cross_entropy_with_squares
 from engine_specs import layout_of
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.parallel.tensor import cross_entropy as cross_entropy_module
-from workers.parallel.tensor.cross_entropy import (
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.parallel.tensor import cross_entropy as cross_entropy_module
+from manta.workers.parallel.tensor.cross_entropy import (
     BLOCK_ROWS,
     BY_BLOCKS,
     LossKernels,
@@ -19,7 +19,7 @@ from workers.parallel.tensor.cross_entropy import (
     cross_entropy_and_log_z,
     vocabulary_parallel_cross_entropy,
 )
-from workers.parallel.tensor.layers import vocabulary_rows
+from manta.workers.parallel.tensor.layers import vocabulary_rows
 
 TOKENS = 12
 

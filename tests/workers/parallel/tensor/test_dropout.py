@@ -1,7 +1,7 @@
 """Dropout zeroes the same elements under every layout, independently of each other, and costs one byte an element.
 
 The masks are compared with the hash written out in plain integers; whole steps with a plain model that applies the
-masks of `workers.parallel.tensor.dropout` to whole tensors.
+masks of `manta.workers.parallel.tensor.dropout` to whole tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from engine_specs import axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import assemble, evaluate, light, run_steps
 
-from workers.model.shared import EMBEDDING_PLACE, PLACES_A_LAYER
-from workers.parallel.tensor.dropout import derived_keys, dropout, kept, sample_keys
-from workers.spec.reading import parse_job_spec
+from manta.workers.model.shared import EMBEDDING_PLACE, PLACES_A_LAYER
+from manta.workers.parallel.tensor.dropout import derived_keys, dropout, kept, sample_keys
+from manta.workers.spec.reading import parse_job_spec
 
 CPU = torch.device("cpu")
 

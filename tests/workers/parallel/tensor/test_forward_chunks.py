@@ -15,12 +15,12 @@ from plain_llama import plain_model
 from rank_programs import Steps, assemble, light, run_steps, train_job
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.parallel.tensor.linear_autograd import chunks_of, column_forward, row_forward
-from workers.parallel.tensor.products import TorchProducts
-from workers.parallel.tensor.region import Region
-from workers.spec.reading import parse_job_spec
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.parallel.tensor.linear_autograd import chunks_of, column_forward, row_forward
+from manta.workers.parallel.tensor.products import TorchProducts
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.spec.reading import parse_job_spec
 
 LENGTH = 12
 FAMILIES: dict[str, dict[str, Any]] = {

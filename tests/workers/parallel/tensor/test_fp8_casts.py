@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from workers.parallel.tensor.fp8 import BY_ROW, BY_TENSOR, E4M3, E5M2, Cast, scale_of
+from manta.workers.parallel.tensor.fp8 import BY_ROW, BY_TENSOR, E4M3, E5M2, Cast, scale_of
 
 FORMATS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}
 """Bits of the mantissa, least exponent of a number with all of them, largest number."""

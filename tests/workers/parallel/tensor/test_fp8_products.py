@@ -12,13 +12,13 @@ from engine_specs import layout_of, spec
 from rank_programs import micro_batches
 from torch import nn
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.config import JobSpec
-from workers.engine import Engine
-from workers.errors import ModelError
-from workers.parallel.tensor import fp8
-from workers.parallel.tensor.fp8 import BY_TENSOR, Casts, Fp8Products, refuse_without_kernels
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.config import JobSpec
+from manta.workers.engine import Engine
+from manta.workers.errors import ModelError
+from manta.workers.parallel.tensor import fp8
+from manta.workers.parallel.tensor.fp8 import BY_TENSOR, Casts, Fp8Products, refuse_without_kernels
 
 CPU = torch.device("cpu")
 KINDS = ("tensorwise", "rowwise")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from workers.parallel.tensor import shards
-from workers.parallel.tensor.shards import NamedShard, ParameterShard, fill_initial
+from manta.workers.parallel.tensor import shards
+from manta.workers.parallel.tensor.shards import NamedShard, ParameterShard, fill_initial
 
 
 def filled(shard: ParameterShard, shape: tuple[int, ...], seed: int = 1, name: str = "it") -> torch.Tensor:

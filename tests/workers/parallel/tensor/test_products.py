@@ -11,11 +11,11 @@ from dispatch_mode import DispatchMode, FakeMode
 from engine_specs import layout_of, spec
 from rank_programs import micro_batches
 
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.engine import Engine
-from workers.parallel.tensor import products as products_module
-from workers.parallel.tensor.products import TorchProducts
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.engine import Engine
+from manta.workers.parallel.tensor import products as products_module
+from manta.workers.parallel.tensor.products import TorchProducts
 
 
 class Counted(TorchProducts):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from engine_specs import layout_of
 
-from workers.comm.backend import DONE
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
-from workers.parallel.tensor.products import TorchProducts
-from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.sequence_parallel import (
+from manta.workers.comm.backend import DONE
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.parallel.tensor.products import TorchProducts
+from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import (
     first_position,
     gather,
     leave,

@@ -11,12 +11,12 @@ from one_layer import lone_rank
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from workers.data.batches import MicroBatch
-from workers.engine import Engine
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.tensor import compiled_operators
-from workers.parallel.tensor.products import TorchProducts
-from workers.parallel.tensor.weight_gradients import WeightGradients, clear_forgotten, forget
+from manta.workers.data.batches import MicroBatch
+from manta.workers.engine import Engine
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.tensor import compiled_operators
+from manta.workers.parallel.tensor.products import TorchProducts
+from manta.workers.parallel.tensor.weight_gradients import WeightGradients, clear_forgotten, forget
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from workers.parallel.pipeline.schedules import interleaved, zero_bubble_v
-from workers.parallel.pipeline.schedules.action import Action, Kind
-from workers.parallel.pipeline.schedules.gpipe import gpipe
-from workers.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
-from workers.parallel.pipeline.schedules.zero_bubble_h1 import zero_bubble_h1
-from workers.parallel.pipeline.stages import neighbours
+from manta.workers.parallel.pipeline.schedules import interleaved, zero_bubble_v
+from manta.workers.parallel.pipeline.schedules.action import Action, Kind
+from manta.workers.parallel.pipeline.schedules.gpipe import gpipe
+from manta.workers.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
+from manta.workers.parallel.pipeline.schedules.zero_bubble_h1 import zero_bubble_h1
+from manta.workers.parallel.pipeline.stages import neighbours
 
 _Order = Callable[[int, int, int, int], Iterator[Action]]
 """(rank, stages, virtual stages, micro-batches) -> the rank's compute in order."""

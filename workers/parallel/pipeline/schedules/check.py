@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from workers.parallel.pipeline.schedules.action import Action, Kind
-from workers.parallel.pipeline.stages import place, virtual_stage
+from manta.workers.parallel.pipeline.schedules.action import Action, Kind
+from manta.workers.parallel.pipeline.stages import place, virtual_stage
 
 
 class ScheduleError(ValueError):

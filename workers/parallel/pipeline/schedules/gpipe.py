@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.schedules.action import Action
 
 
 def gpipe(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:

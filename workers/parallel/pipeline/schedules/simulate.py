@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from workers.parallel.pipeline.schedules.action import COMPUTE, Action
-from workers.parallel.pipeline.stages import Place, neighbours, virtual_stage
+from manta.workers.parallel.pipeline.schedules.action import COMPUTE, Action
+from manta.workers.parallel.pipeline.stages import Place, neighbours, virtual_stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from workers.parallel.pipeline.schedules.action import Action, of_all
-from workers.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
+from manta.workers.parallel.pipeline.schedules.action import Action, of_all
+from manta.workers.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
 
 
 def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:

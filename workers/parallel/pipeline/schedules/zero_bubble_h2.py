@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.schedules.one_forward_one_backward import alternate
-from workers.parallel.pipeline.schedules.zero_bubble_h1 import with_late_weights
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.schedules.one_forward_one_backward import alternate
+from manta.workers.parallel.pipeline.schedules.zero_bubble_h1 import with_late_weights
 
 
 def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:

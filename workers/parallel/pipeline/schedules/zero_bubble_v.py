@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from workers.parallel.pipeline.schedules.action import Action, Kind, of_all
+from manta.workers.parallel.pipeline.schedules.action import Action, Kind, of_all
 
 _HALVES: tuple[Kind, Kind, Kind] = ("forward", "backward_input", "backward_weight")
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_sizes import Size, sizes
 
-from workers.parallel.pipeline.schedules import forward_only, schedule
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.schedules.check import ScheduleError, check
-from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
+from manta.workers.parallel.pipeline.schedules import forward_only, schedule
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.schedules.check import ScheduleError, check
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 
 SMALL: list[Size] = [
     ("gpipe", 2, 1, 2),

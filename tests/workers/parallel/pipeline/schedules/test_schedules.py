@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_sizes import lists_of, most_in_flight, sizes, virtual_stages_of
 
-from workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
-from workers.parallel.pipeline.schedules.action import COMPUTE, Action
-from workers.parallel.pipeline.schedules.check import check
-from workers.parallel.pipeline.stages import neighbours
+from manta.workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
+from manta.workers.parallel.pipeline.schedules.action import COMPUTE, Action
+from manta.workers.parallel.pipeline.schedules.check import check
+from manta.workers.parallel.pipeline.stages import neighbours
 
 LETTERS = {
     "forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "send_forward": ">",

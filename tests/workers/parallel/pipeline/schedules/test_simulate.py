@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
-from workers.parallel.pipeline.schedules.action import COMPUTE, Action
-from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from workers.parallel.pipeline.stages import even_counts
+from manta.workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
+from manta.workers.parallel.pipeline.schedules.action import COMPUTE, Action
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
+from manta.workers.parallel.pipeline.stages import even_counts
 
 UNIT = PassTimes(1.0, 1.0, 1.0)
 times = st.floats(0.1, 10.0)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.parallel.pipeline.schedules import with_messages
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.schedules.check import check
-from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from workers.parallel.pipeline.schedules.zero_bubble_h2 import zero_bubble_h2
+from manta.workers.parallel.pipeline.schedules import with_messages
+from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.parallel.pipeline.schedules.check import check
+from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
+from manta.workers.parallel.pipeline.schedules.zero_bubble_h2 import zero_bubble_h2
 
 
 def lists(stages: int, micro_batches: int) -> list[list[Action]]:

@@ -10,12 +10,12 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import inference
-from api.cli.main import app
-from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
-from workers.checkpoint.checksums import SummedFiles
+from manta.api.cli import engine
+from manta.api.cli.main import app
+from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from manta.workers.checkpoint.checksums import SummedFiles
 
-inference.register(app)
+engine.register(app)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def called(monkeypatch):
         commands.append(words)
         return subprocess.CompletedProcess(words, 3)
 
-    monkeypatch.setattr(inference.subprocess, "run", run)
+    monkeypatch.setattr(engine.subprocess, "run", run)
     return commands
 
 
@@ -48,7 +48,7 @@ def test_what_is_not_known_is_passed_on_and_its_exit_status_comes_back(called, f
     words = [command, str(folder), "--prompt", "a b", "--top-k", "5", "--step", "10"]
     assert CliRunner().invoke(app, words).exit_code == 3
     checkpoint = str(checkpoint_path(folder, 10, 1))
-    assert called == [inference._engine(command, checkpoint, "--prompt", "a b", "--top-k", "5")]
+    assert called == [engine._engine(command, checkpoint, "--prompt", "a b", "--top-k", "5")]
 
 
 def test_where_there_is_no_checkpoint_nothing_is_run(called, tmp_path):
@@ -59,21 +59,21 @@ def test_where_there_is_no_checkpoint_nothing_is_run(called, tmp_path):
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_all_options_are_explained_without_a_model(called, command):
     assert CliRunner().invoke(app, [command, "--options"]).exit_code == 3
-    assert called == [inference._engine(command, "--help")]
+    assert called == [engine._engine(command, "--help")]
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_the_help_names_every_option_of_the_engines_command(command):
-    engine = importlib.import_module(f"workers.{command}")
+    command_of_engine = importlib.import_module(f"manta.workers.{command}")
     shown = CliRunner().invoke(app, [command, "--help"]).output
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as output:
-        engine.main(["--help"])
+        command_of_engine.main(["--help"])
     assert {option for option in re.findall(r"--[a-z-]+", output.getvalue()) if option not in shown} == set()
 
 
 def test_what_is_refused_is_refused_in_the_words_of_the_command_that_was_typed(tmp_path, monkeypatch, capsys):
-    program, flag, code, *arguments = inference._engine("generate", str(tmp_path), "--prompt", "a", "--top-p", "7")
-    assert (program, flag) == (sys.executable, "-c")
+    program, safe, flag, code, *arguments = engine._engine("generate", str(tmp_path), "--prompt", "a", "--top-p", "7")
+    assert (program, safe, flag) == (sys.executable, "-P", "-c")
     monkeypatch.setattr(sys, "argv", [flag, *arguments])
     with pytest.raises(SystemExit) as ended:
         exec(code, {})

@@ -1,5 +1,5 @@
-"""`manta evaluate`, `generate`: run a trained model. The location of the checkpoint is requested from the service, or
-given as a folder or URL. It is read here, by a process of the engine, with the caller's credentials."""
+"""`manta run`, `evaluate`, `generate`: the engine's own commands. They run here, in a process of the engine with the
+caller's credentials; where a job's checkpoint is, is asked of the service."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Annotated
 
 import typer
 
-from api.cli.checkpoints import Source, Step, source_of
-from api.cli.main import Url
+from manta.api.cli.checkpoints import Source, Step, source_of
+from manta.api.cli.main import Url
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
+    app.command(context_settings=PASSED_ON, add_help_option=False)(run)
     app.command(context_settings=PASSED_ON)(evaluate)
     app.command(context_settings=PASSED_ON)(generate)
 
@@ -31,6 +32,14 @@ Options = Annotated[
     bool,
     typer.Option("--options", help="Explain these and all other options.", callback=_say_options, is_eager=True),
 ]
+
+
+def run(context: typer.Context) -> None:
+    """Train one job on this machine without a service.
+
+    manta run JOB.yaml [--checkpoints FOLDER] [--metrics FILE]; more with --help. For several ranks: torchrun
+    --nproc-per-node RANKS -m manta.workers.run JOB.yaml."""
+    raise typer.Exit(subprocess.run(_engine("run", *context.args), check=False).returncode)
 
 
 def evaluate(
@@ -63,5 +72,5 @@ def _run(command: str, what: str, step: int | None, url: str | None, arguments: 
 def _engine(command: str, *arguments: str) -> list[str]:
     """The engine's command of that name, reporting errors as `manta`; SIGINT ends it without output."""
     quiet = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"
-    code = f"{quiet}; from workers.{command} import main; sys.exit(main(called='manta {command}'))"
-    return [sys.executable, "-c", code, *arguments]
+    code = f"{quiet}; from manta.workers.{command} import main; sys.exit(main(called='manta {command}'))"
+    return [sys.executable, "-P", "-c", code, *arguments]
