@@ -57,7 +57,7 @@ def not_default(spec: JobSpec) -> dict[str, Any]:
 
 def stored_spec(job: Job) -> StoredSpec:
     """The spec of `job`. Raises SpecNotUnderstood."""
-    document = _with_threads(job.spec)
+    document = _with_threads(_without_removed(job.spec))
     left_out: list[str] = []
     while True:
         try:
@@ -76,6 +76,14 @@ def left_out_sentence(left_out: tuple[str, ...]) -> str:
     """The sentence about keys that this release ignores."""
     keys = ", ".join(sorted(left_out))
     return f"this release of Manta does not know {keys} of the spec, with the defaults of its release: it goes without"
+
+
+def _without_removed(document: Document) -> Document:
+    """`document` without the keys of earlier releases that never had an effect."""
+    model = document.get("model")
+    if isinstance(model, Mapping) and model.get("experts", 0) is None:
+        return _without(document, ("model", "experts"))
+    return document
 
 
 def _with_threads(document: Document) -> dict[str, Any]:

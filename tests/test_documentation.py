@@ -52,6 +52,17 @@ def test_headings_that_messages_name_exist():
     assert [(page, heading) for page, heading in sorted(named) if heading not in headings(page)] == []
 
 
+def test_keys_of_what_never_ran_on_its_device_say_so_and_stand_on_the_page():
+    _, _, page = (ROOT / "docs" / "gpu.md").read_text().partition("## What never ran on the device it is for")
+    listed = set(re.findall(r"`((?:parallel|train)[.\w]+)", page.partition("\n## ")[0]))
+    files = ("config/parallel.py", "config/train.py")
+    says = re.compile(r"never\s+ran\s+on\s+the\s+device\s+it\s+is\s+for\s+\(docs/gpu\.md\)", re.IGNORECASE)
+    texts = [(HOUSE / "workers" / file).read_text() for file in files]
+    before = [text[: match.start()] for text in texts for match in says.finditer(text)]
+    keys = {re.findall(r"^    (\w+): ", text, re.MULTILINE)[-1] for text in before}
+    assert keys == {key.rpartition(".")[2] for key in listed} and len(keys) == 7
+
+
 def test_modules_in_the_picture_of_the_packages_exist():
     texts = re.findall(r">([^<>]+)</text>", (ROOT / "docs" / "images" / "architecture.svg").read_text())
     modules = {word for text in texts for word in re.findall(r"[a-z]+(?:_[a-z]+)+", text)}

@@ -74,7 +74,7 @@ class Gang:
     @property
     def tag(self) -> str:
         """Tag of the layout, in the names of its snapshots."""
-        return layout_tag(self.spec.model_dump(mode="json"))
+        return layout_tag(self.spec.layout)
 
     @property
     def peers(self) -> dict[int, list[int]]:

@@ -114,7 +114,7 @@ def _source(resume: Resume, taken: set[str], from_memory: bool) -> str:
 def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, ParallelConfig]:
     """All layouts that the job may run in, by tag, except for the one with `tag`. There may be thousands."""
     layouts = (resized(shape, size).layout for shape in shapes_of(submitted) for size in sizes_of(submitted))
-    by_tag = {layout_tag({"parallel": layout.model_dump(mode="json")}): layout for layout in layouts}
+    by_tag = {layout_tag(layout): layout for layout in layouts}
     by_tag.pop(tag, None)
     return by_tag
 

@@ -47,6 +47,14 @@ def test_spec_that_is_understood_is_read_as_it_is_stored(stored):
     assert stored_spec(job).left_out == ()
 
 
+def test_stored_spec_with_a_key_that_is_gone_and_never_had_an_effect_is_read_in_silence(stored):
+    """0.2.0 stored it in every spec, and not which keys the user wrote."""
+    job = stored(spec={"model": {"experts": None}})
+    assert "experts" in job.spec["model"]
+    job.submitted = job.not_default = None
+    assert stored_spec(job).left_out == ()
+
+
 @pytest.mark.parametrize(
     ("newer", "path"),
     [

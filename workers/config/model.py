@@ -11,7 +11,6 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from manta.workers.config.fields import (
     ENTRYPOINT,
     Epsilon,
-    Experts,
     FixedMapping,
     Fraction,
     Heads,
@@ -96,7 +95,7 @@ class ModelConfig(Section):
     from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
     """Folder of Hugging Face weights (config.json and safetensors) to start training from. The shape is read from
     config.json when the job is submitted and need not be given here. Default: random weights."""
-    family: Literal["gpt", "llama", "qwen", "moe", "bert", "custom"] = "gpt"
+    family: Literal["gpt", "llama", "qwen", "custom"] = "gpt"
     """Model family. Supported: gpt; llama (Llama 2 and 3, and Mistral with sliding_window); qwen (Qwen 3); custom (a
     model of an installed package, docs/custom_models.md)."""
     entrypoint: Annotated[str, Field(max_length=500, pattern=ENTRYPOINT)] | None = None
@@ -141,20 +140,17 @@ class ModelConfig(Section):
     """Number of tokens that a token attends to, including itself (arXiv:2310.06825); default: all preceding tokens."""
     full_attention_every: Layers | None = None
     """With sliding_window: every k-th layer attends to all preceding tokens; default: no layer does."""
-    experts: Experts | None = None
-    """Not supported yet: MLPs of a layer among which tokens are distributed (moe)."""
 
     @model_validator(mode="after")
     def _with_defaults_of_family(self) -> ModelConfig:
-        family = FAMILIES.get(self.family)
-        for key in ("bias", "tie_embeddings") if family is not None else ():
+        for key in ("bias", "tie_embeddings"):
             if key not in self.model_fields_set:
-                self.__dict__[key] = getattr(family, key)  # not recorded as set by the user
+                self.__dict__[key] = getattr(self.parts, key)  # not recorded as set by the user
         return self
 
     @property
     def parts(self) -> Family:
-        """The components of the family's layers. Raises KeyError for an unsupported family."""
+        """The components of the family's layers."""
         return FAMILIES[self.family]
 
     @property

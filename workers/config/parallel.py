@@ -26,11 +26,12 @@ class ParallelConfig(Section):
     """The layout: tensor x pipeline x data ranks."""
 
     tensor: AxisSize = 1
-    """Tensor-parallel size (t): number of ranks that share each layer."""
+    """Tensor-parallel size (t): number of ranks that share each layer. Several GPUs: never ran on the device it is for
+    (docs/gpu.md)."""
     pipeline: AxisSize = 1
-    """Pipeline-parallel size (p): number of stages."""
+    """Pipeline-parallel size (p): number of stages. Several GPUs: never ran on the device it is for (docs/gpu.md)."""
     data: AxisSize = 1
-    """Data-parallel size (d): number of replicas."""
+    """Data-parallel size (d): number of replicas. Several GPUs: never ran on the device it is for (docs/gpu.md)."""
     context: AxisSize = 1
     """Context-parallel size. Supported: 1."""
     virtual_stages: Layers = 1
@@ -52,7 +53,7 @@ class ParallelConfig(Section):
     """Number of chunks along the sequence for overlapping the products of the forward pass with their communication
     over the tensor group: one chunk is gathered or reduced while another is computed (docs/parallelism.md). No effect
     with tensor 1. 1: no overlap; the default, because smaller products and more messages may cost more than the overlap
-    saves, which has not been measured on several GPUs."""
+    saves. Never ran on the device it is for (docs/gpu.md)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are recomputed in backward. selective: those of recompute_modules; full: whole layers, keeping
     only their inputs (arXiv:2205.05198, section 5)."""
@@ -80,8 +81,8 @@ class ParallelConfig(Section):
     gather: Literal["after_update", "beside_forward"] = "after_update"
     """When updated parameters are gathered from the other replicas under ZeRO 1. beside_forward: during the next step's
     forward pass, in which each layer waits for its own parameters; only with 16-bit precision or
-    train.optimizer.offload, otherwise the same as after_update. Results are bit-identical. Not the default, since it
-    has not been measured on a GPU."""
+    train.optimizer.offload, otherwise the same as after_update. Results are bit-identical.
+    Never ran on the device it is for (docs/gpu.md)."""
 
     @property
     def world_size(self) -> int:

@@ -63,7 +63,7 @@ class OptimizerConfig(Section):
     the GPU for its update, one slice at a time. Results do not change. Saves 12 bytes per parameter on the device (8 in
     fp32), divided by the number of replicas with parallel.zero: 1. Each update takes as long as transferring those
     bytes over the GPU's link, which is not overlapped (docs/parallelism.md); hence false, which is faster if the state
-    fits. Saves nothing on a CPU."""
+    fits. Saves nothing on a CPU. Never ran on the device it is for (docs/gpu.md)."""
 
 
 class BatchRamp(Section):
@@ -121,8 +121,8 @@ class TrainConfig(Section):
     one by one: for small models, whose host cannot keep up with the GPU. Results do not change. Requires several
     micro-batches per step, no tensor or pipeline parallelism, and nothing that differs between micro-batches but their
     tokens; measured and traced steps do without. Takes the memory of the activations of one more micro-batch. Saves
-    nothing on a CPU. Not the default, since it has not run on a GPU yet; one that trained 1.5 billion parameters was
-    idle for 2.5% of a step, which is the most that this could save there."""
+    nothing on a CPU. A GPU that trained 1.5 billion parameters was idle for 2.5% of a step, which is the most that this
+    could save there. Never ran on the device it is for (docs/gpu.md)."""
     head_tokens: Count = 0
     """Number of tokens whose logits are in memory at once: output layer, loss and their gradients are computed for this
     many tokens at a time (docs/parallelism.md). 0: all tokens of a micro-batch. Smaller values use less memory, but

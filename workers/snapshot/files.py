@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.config.fields import Section
 from manta.workers.paths import rank_stem
 from manta.workers.snapshot.node_memory import in_node_memory
 from manta.workers.snapshot.snapshot_file import committed_steps
@@ -83,22 +85,22 @@ _OF_NO_STATE = frozenset({"gather", "stage_accelerators"})
 """Keys of `parallel` that affect when something is done, or on which nodes, but not the state of any rank."""
 
 
-def _layout_of(spec: dict[str, Any]) -> dict[str, Any]:
-    """Keys with null are left out, so that a layout keeps its tag when new keys are introduced."""
-    kept = {key: value for key, value in spec["parallel"].items() if key not in _OF_NO_STATE}
-    return {key: value for key, value in kept.items() if value is not None or key == "sequence_parallel"}
+def _chosen(section: Section, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """What differs from the defaults, so that state keeps its identity when a release adds keys."""
+    return section.model_dump(mode="json", exclude_defaults=True, exclude=set(without))
 
 
-def layout_tag(spec: dict[str, Any]) -> str:
-    """Eight hexadecimal digits that distinguish the layout of a job (a JobSpec as JSON) from its other layouts."""
-    text = json.dumps(_layout_of(spec), sort_keys=True)
+def layout_tag(layout: ParallelConfig) -> str:
+    """Eight hexadecimal digits that distinguish the layout of a job from its other layouts."""
+    text = json.dumps(_chosen(layout, _OF_NO_STATE), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
+def fingerprint(spec: JobSpec, rank: int) -> bytes:
     """16 bytes that distinguish states that do not fit each other: of the model, the layout and the rank. Ranks with
     the same state (`grid.state_peers`) have that of the first of them."""
-    text = json.dumps([spec["model"], _layout_of(spec), spec["data"], spec["train"]["precision"], rank], sort_keys=True)
+    parts = [_chosen(spec.model), _chosen(spec.layout, _OF_NO_STATE), _chosen(spec.data), spec.train.precision, rank]
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

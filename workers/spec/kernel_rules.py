@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from manta.workers.config import JobSpec, ModelConfig
-from manta.workers.config.model import FAMILIES
 from manta.workers.spec.divisors import nearest_multiple
 from manta.workers.spec.problems import Problem
 
@@ -28,7 +27,7 @@ def fp8_fits(spec: JobSpec) -> Iterator[Problem]:
         problem = f"with train.fp8 sequence_length ({length}) must be a multiple of {UNIT}, like all widths of products"
         unit = math.lcm(UNIT, layout.tensor if layout.sequence_parallel_on else 1)
         yield Problem("model.sequence_length", problem, str(nearest_multiple(unit, length)))
-    if spec.model.family in FAMILIES and spec.model.is_counted:
+    if spec.model.is_counted:
         yield from _widths_fit(spec.model, layout.tensor)
 
 

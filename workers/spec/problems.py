@@ -75,7 +75,7 @@ default suggestion."""
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 """What pydantic calls a bound, and how a number has to lie to it."""
 
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {"model.family": ("moe", "bert"), "parallel.zero": (3,)}
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {"parallel.zero": (3,)}
 """Values that a spec may have and no release supports yet: they are not offered."""
 
 _TYPE_NAMES = {

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 
 from manta.workers.config import JobSpec
-from manta.workers.config.model import FAMILIES
 from manta.workers.spec.parameters import frozen_names, matching, parameter_names
 from manta.workers.spec.problems import Problem
 from manta.workers.training.learning_rate import decay_steps
@@ -80,8 +79,8 @@ def _decayed_once(spec: JobSpec) -> Iterator[Problem]:
 
 def _frozen_parts_are_there(spec: JobSpec) -> Iterator[Problem]:
     patterns = spec.train.frozen
-    if not patterns or spec.model.family not in FAMILIES:
-        return  # an unsupported family is reported by another rule
+    if not patterns:
+        return
     if not spec.model.is_counted:
         problem = "not supported for custom models, whose parameters are unknown"
         yield Problem("train.frozen", problem, "[]", unsupported=True)

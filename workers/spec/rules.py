@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 
 from manta.workers.config import MIN_WINDOW, JobSpec, ModelConfig, RopeScaling
-from manta.workers.config.model import FAMILIES
 from manta.workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
 from manta.workers.spec.data_rules import CHAT_RULES, DATA_RULES
 from manta.workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
@@ -39,13 +38,6 @@ def _not_built(path: str, value: object, *works: str) -> Problem:
     return Problem(path, f"{value} is not supported yet; supported: {' or '.join(works)}", works[0], unsupported=True)
 
 
-def _unsupported_model(spec: JobSpec) -> Iterator[Problem]:
-    if spec.model.family not in FAMILIES:
-        yield _not_built("model.family", spec.model.family, *FAMILIES)
-    if spec.model.experts is not None:
-        yield _not_built("model.experts", spec.model.experts, "null")
-
-
 def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
     layout = spec.parallel
     if isinstance(layout, str):
@@ -70,8 +62,6 @@ def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
 
 def _positions_fit(spec: JobSpec) -> Iterator[Problem]:
     model, rope = spec.model, spec.model.rope
-    if model.family not in FAMILIES:
-        return
     if not model.parts.rotary:
         if rope is not None:
             yield Problem(
@@ -133,7 +123,7 @@ def _custom_models_are_named(spec: JobSpec) -> Iterator[Problem]:
 
 def _activation_fits(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
-    if model.activation != "gelu" and model.family in FAMILIES and model.parts.gated_mlp:
+    if model.activation != "gelu" and model.parts.gated_mlp:
         yield Problem("model.activation", f"{model.family} uses SwiGLU; only gpt has a choice of activation", "gelu")
 
 
@@ -280,10 +270,7 @@ def _spikes_can_be_seen(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
-UNSUPPORTED: tuple[Rule, ...] = (
-    _unsupported_model,
-    _unsupported_parallel,
-)
+UNSUPPORTED: tuple[Rule, ...] = (_unsupported_parallel,)
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _positions_fit,

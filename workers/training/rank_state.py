@@ -126,7 +126,7 @@ class RankState:
                 self.snapshots.save(self.step, self._note())
             # After its sum over all ranks, each has its own snapshot, and has read what it needs of other layouts'.
             self._report_snapshot_memory()
-            if remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.model_dump(mode="json"))):
+            if remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.layout)):
                 self._places.memory.give_back()
 
     def _report_snapshot_memory(self) -> None:
@@ -373,9 +373,8 @@ def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) ->
     room for them."""
     if places.snapshots is None:
         return None
-    document = spec.model_dump(mode="json")
-    table = describe(places.job, document["parallel"], engine, comm)
-    identity, layout = fingerprint(document, state_peers(spec.layout, comm.rank)[0]), layout_tag(document)
+    table = describe(places.job, spec.layout.model_dump(mode="json"), engine, comm)
+    identity, layout = fingerprint(spec, state_peers(spec.layout, comm.rank)[0]), layout_tag(spec.layout)
     constant = engine.frozen_state()
     parts = (engine.state(), identity, layout, table, constant)
     return Snapshots(places.snapshots, comm.rank, *parts, places.memory)

@@ -230,7 +230,7 @@ def test_departing_agent_that_cannot_say_what_it_holds_is_done_without(job, clus
 
 def test_state_that_ranks_of_another_layout_left_is_as_good(job, cluster):
     alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
-    cluster.agents.memory["one"] = {(job.id, layout_tag(alone.model_dump(mode="json")), 0): [6]}
+    cluster.agents.memory["one"] = {(job.id, layout_tag(alone.layout), 0): [6]}
     start, source = resume_of(job)
     assert (start.source, start.step, source) == ("memory", 6, "memory")
     assert len(start.paths) == 1
@@ -242,7 +242,7 @@ def test_ranks_are_looked_at_of_layouts_alone_that_have_left_something(job, clus
     monkeypatch.setattr(resume, "state_groups", lambda layout: looked.append(layout.data) or groups(layout))
     job.submitted = job.submitted.model_copy(update={"elastic": ElasticConfig(min_data=1, max_data=64)})
     alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
-    cluster.agents.memory["one"] = {(job.id, layout_tag(alone.model_dump(mode="json")), 0): [6]}
+    cluster.agents.memory["one"] = {(job.id, layout_tag(alone.layout), 0): [6]}
     assert resume_of(job)[0].source == "memory"
     assert looked == [1]
 
@@ -318,7 +318,7 @@ def test_state_that_ranks_of_another_shape_left_is_as_good(store, cluster, submi
         agent.layout = job.gang.tag
     alone = shapes_of(job.submitted)[-1]
     assert alone.layout.tensor == 1
-    cluster.agents.memory["two"] = {(job.id, layout_tag(alone.model_dump(mode="json")), 0): [6]}
+    cluster.agents.memory["two"] = {(job.id, layout_tag(alone.layout), 0): [6]}
     assert resume_of(job) == (Resume(), "start"), "nobody asks that node"
     job.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["two"]))))
     start, source = resume_of(job)
@@ -331,7 +331,7 @@ def test_of_thousands_of_layouts_only_those_that_have_left_something_are_looked_
     sizes = {"parallel": {"tensor": 2, "data": 64}, "elastic": {"min_data": 1, "reshape": True}}
     sizes["train"] = {"steps": 10, "global_batch_size": 64, "micro_batch_size": 1}
     every = {
-        layout_tag(resized(shape, size).model_dump(mode="json")): resized(shape, size).layout
+        layout_tag(resized(shape, size).layout): resized(shape, size).layout
         for shape in shapes_of(make_spec(**sizes))
         for size in range(1, 65)
     }

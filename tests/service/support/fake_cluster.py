@@ -14,6 +14,7 @@ from manta.service.cluster.node_shapes import NodeShape, grown
 from manta.service.cluster.nodes import GpuReadings, Nodes, RayNode
 from manta.service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
 from manta.service.cluster.placement_groups import NotPlaced
+from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import (
     Endpoint,
@@ -207,7 +208,7 @@ class SimulatedAgent(FakeAgent):
         return outcome
 
     async def launch(self, order: LaunchOrder) -> Launched:
-        self.layout = layout_tag(order.spec)
+        self.layout = layout_tag(JobSpec.model_validate(order.spec).layout)
         launched = await super().launch(order)
         self._agents.changed()
         return launched

@@ -15,8 +15,6 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 """Name, sections, path of the field that is named, part of what is said, advice."""
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
-    ("model", "family", "moe"),
-    ("model", "experts", 8),
     ("parallel", "context", 2),
     ("parallel", "zero", 3),
 ]

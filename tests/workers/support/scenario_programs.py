@@ -334,5 +334,4 @@ def _layout(scenario: Scenario, parallel: dict[str, Any]) -> ParallelConfig:
 
 
 def _tag(scenario: Scenario, parallel: dict[str, Any]) -> str:
-    spec = parse_job_spec({**scenario.document, "parallel": parallel})
-    return layout_tag(spec.model_dump(mode="json"))
+    return layout_tag(_layout(scenario, parallel))
