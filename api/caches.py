@@ -45,7 +45,7 @@ MAX_SPARKLINES_BYTES = 8 * 2**20
 """Bytes of some 10,000 jobs."""
 
 
-class KeptAnswers(Generic[Question, Answer]):
+class AnswerCache(Generic[Question, Answer]):
     """The most recently made answers. May be used by many threads."""
 
     def __init__(self, most_bytes: int):
@@ -182,7 +182,7 @@ class RenderedPages:
     ):
         """`jobs`: source of the jobs. `most_bytes`: maximum size."""
         self._jobs, self._clock = jobs, clock
-        self._kept: KeptAnswers[tuple[Any, ...], _RenderedPage] = KeptAnswers(most_bytes)
+        self._kept: AnswerCache[tuple[Any, ...], _RenderedPage] = AnswerCache(most_bytes)
 
     def page(self, store: Store, *filters: Any, with_spec: bool = True) -> bytes:
         """Jobs of a list in the form of an answer. For `filters` and errors see `job_rows.page`."""
@@ -220,7 +220,7 @@ class RenderedSeriesOfJobs:
     """The most recently requested series. May be used by many threads."""
 
     def __init__(self) -> None:
-        self._kept: KeptAnswers[tuple[Any, ...], RenderedSeries] = KeptAnswers(MAX_SERIES_BYTES)
+        self._kept: AnswerCache[tuple[Any, ...], RenderedSeries] = AnswerCache(MAX_SERIES_BYTES)
 
     def one(
         self,
@@ -256,7 +256,7 @@ class RenderedSparklines:
     """The most recently requested sparklines. May be used by many threads."""
 
     def __init__(self) -> None:
-        self._kept: KeptAnswers[tuple[Any, ...], bytes] = KeptAnswers(MAX_SPARKLINES_BYTES)
+        self._kept: AnswerCache[tuple[Any, ...], bytes] = AnswerCache(MAX_SPARKLINES_BYTES)
 
     def some(self, store: Store, job_ids: Sequence[str], bound: str | None) -> bytes:
         """The sparklines of those of these jobs that exist, of the project `bound` if given, in the form of an

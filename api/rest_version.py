@@ -7,7 +7,7 @@ HEADER = "Manta-Rest"
 REST = 1
 """Version of the API of this release's client and service. Incremented by changes that are incompatible with the other
 end."""
-SPOKEN: tuple[int, ...] = (1,)
+SUPPORTED_VERSIONS: tuple[int, ...] = (1,)
 """Versions of the other end that this release supports."""
 
 
@@ -32,7 +32,7 @@ def other_service(version: str | None) -> str | None:
 
 
 def _is_spoken(version: str | None) -> bool:
-    return version is None or version in [str(spoken) for spoken in SPOKEN]
+    return version is None or version in [str(spoken) for spoken in SUPPORTED_VERSIONS]
 
 
 def _shown(version: str | None) -> str:
@@ -40,4 +40,4 @@ def _shown(version: str | None) -> str:
 
 
 def _ours() -> str:
-    return " and ".join(map(str, SPOKEN))
+    return " and ".join(map(str, SUPPORTED_VERSIONS))

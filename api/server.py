@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
-KEEP_SECONDS = 1.0
+RESTORE_SECONDS = 1.0
 """Between two looks whether the files in the home that others need are still there."""
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept: longer than any client or load balancer would use it again (httpx 5 s, AWS's
@@ -66,7 +66,7 @@ class AlreadyRunning(MantaError):
     """A service of the same home runs already."""
 
 
-class NotForOthers(MantaError):
+class UnprotectedService(MantaError):
     """The service would listen where others can reach it without the necessary protection; the message says which."""
 
 
@@ -74,7 +74,7 @@ class CertificateUnusable(MantaError):
     """The service cannot use the given certificate and key for TLS; the message names the file."""
 
 
-class OtherDatabase(MantaError):
+class DatabaseMismatch(MantaError):
     """The home's jobs are in a database that was not named this time."""
 
 
@@ -96,8 +96,8 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     `patient` service waits for.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, OtherDatabase, DatabaseMissing, NotForOthers, CertificateUnusable, RayUnavailable,
-    KeyFileUnsafe, HomeUnusable, StoreNotInstalled, TracesNotInstalled.
+    PortTaken, AlreadyRunning, DatabaseMismatch, DatabaseMissing, UnprotectedService, CertificateUnusable,
+    RayUnavailable, KeyFileUnsafe, HomeUnusable, StoreNotInstalled, TracesNotInstalled.
     """
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
@@ -148,7 +148,7 @@ def _kept(*files: Callable[[], None]) -> Iterator[None]:
     done = threading.Event()
 
     def keep() -> None:
-        while not done.wait(KEEP_SECONDS):
+        while not done.wait(RESTORE_SECONDS):
             for write in files:
                 try:
                     write()
@@ -227,19 +227,19 @@ def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
 
 
 def refuse_without_protection(settings: Settings, host: str) -> None:
-    """Raise NotForOthers if the service would listen on a `host` that others can reach without TLS, or before anyone
-    has a key; CertificateUnusable."""
+    """Raise UnprotectedService if the service would listen on a `host` that others can reach without TLS, or before
+    anyone has a key; CertificateUnusable."""
     _try_certificate(settings.tls)
     if host in LOOPBACK_HOSTS:
         return
     if not settings.tls.is_used:
-        raise NotForOthers(
+        raise UnprotectedService(
             f"on {host} others could read keys on their way here: give a certificate with --tls-cert and --tls-key, or "
             "use --tls-terminated where a proxy terminates TLS and only it can reach this port; "
             "without --host the service is for this machine only"
         )
     if not _somebody_has_a_key(settings):
-        raise NotForOthers(
+        raise UnprotectedService(
             f"on {host} the service needs a key before it starts: make one with `manta keys create --admin`, "
             "which prints it once"
         )
@@ -322,10 +322,10 @@ def _refuse_lost_database(home: Path, store: Store) -> None:
 
 def _keep_to_database(settings: Settings, location: str) -> None:
     """Record which database this home's jobs are in, without a password. If none is named it must be the recorded one:
-    with an empty one, running jobs would have no owner. Raises OtherDatabase, HomeUnusable."""
+    with an empty one, running jobs would have no owner. Raises DatabaseMismatch, HomeUnusable."""
     record, known = settings.home / RECORD, noted_in(settings.home)
     if settings.database_url is None and known not in (None, location):
-        raise OtherDatabase(
+        raise DatabaseMismatch(
             f"the jobs of {settings.home} are in the database {known}: name it with --database or MANTA_DATABASE_URL, "
             f"or begin with an empty one in the home: --database {location}"
         )

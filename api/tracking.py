@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from manta.api.cli.progress import JobReader, watch
-from manta.api.client.patience import Patience
+from manta.api.client.retries import RetryPolicy
 from manta.api.schemas import Job, MetricSeries
 from manta.service.states import JobState
 from manta.workers.errors import MantaError
@@ -152,7 +152,7 @@ def track(
 ) -> Job:
     """Write a job's metrics into `targets` from its first step on, until it is final, and return it. A step that is
     done again after a recovery is written once. Raises what reading and writing raise."""
-    written, patience = 0, Patience()
+    written, patience = 0, RetryPolicy()
     for job in watch(reader, job_id, poll_seconds, patience):
         after = written
         new = patience.ask(lambda: reader.metrics(job_id, after_step=after, max_points=MAX_STEPS))  # noqa: B023

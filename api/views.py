@@ -19,7 +19,7 @@ from manta.service.ledger import Interval, Ledger
 from manta.service.logs.pages import LogLine
 from manta.service.planner.drift import compared
 from manta.service.planner.hardware import Machine
-from manta.service.planner.machines import KeptCalibration
+from manta.service.planner.machines import StoredCalibration
 from manta.service.planner.refinement import moved
 from manta.service.removal.deletion import Deletion
 from manta.service.states import JobState
@@ -34,7 +34,7 @@ from manta.service.store import (
     recoveries,
     tables,
 )
-from manta.service.store.plans import KeptPlan
+from manta.service.store.plans import StoredPlan
 from manta.service.store.types import Reader
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec, ParallelConfig
@@ -153,17 +153,17 @@ def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
 
 
 NOT_PLANNED_YET = "a job is planned when it starts"
-PLANNED_ELSEWHERE = "another release has planned this job, in a form that this one does not know"
+PLAN_OF_OTHER_RELEASE = "another release has planned this job, in a form that this one does not know"
 
 
-def job_plan_view(kept: KeptPlan | None) -> schemas.JobPlan:
+def job_plan_view(kept: StoredPlan | None) -> schemas.JobPlan:
     """A job's plan, compared with its measured steps; None: there is none yet."""
     if kept is None:
         return _no_plan(None, NOT_PLANNED_YET)
     try:
         return _job_plan_view(kept)
     except (KeyError, TypeError, ValidationError):
-        return _no_plan(kept.generation, PLANNED_ELSEWHERE)
+        return _no_plan(kept.generation, PLAN_OF_OTHER_RELEASE)
 
 
 def _no_plan(generation: int | None, problem: str) -> schemas.JobPlan:
@@ -178,7 +178,7 @@ def _no_plan(generation: int | None, problem: str) -> schemas.JobPlan:
     )
 
 
-def _job_plan_view(kept: KeptPlan) -> schemas.JobPlan:
+def _job_plan_view(kept: StoredPlan) -> schemas.JobPlan:
     planned, measured = kept.plan["planned"], kept.measured
     groups = compared(planned, measured) if planned and measured else ()
     return schemas.JobPlan.model_validate(
@@ -192,7 +192,7 @@ def _job_plan_view(kept: KeptPlan) -> schemas.JobPlan:
     )
 
 
-def machine_view(kept: KeptCalibration, own: str, refined: Machine | None) -> schemas.Machine:
+def machine_view(kept: StoredCalibration, own: str, refined: Machine | None) -> schemas.Machine:
     """A type of node that was calibrated. `own`: the type of this control plane's node; `refined`: the machine, if jobs
     have refined it."""
     calibration = kept.calibrated

@@ -32,11 +32,11 @@ def register(app: typer.Typer) -> None:
     app.add_typer(db, name="db")
 
 
-class NotWritten(MantaError):
+class FileNotWritten(MantaError):
     """A file cannot be written."""
 
 
-class DatabaseNotSound(MantaError):
+class DatabaseCorrupt(MantaError):
     """The database has problems; the message lists all of them."""
 
 
@@ -85,7 +85,7 @@ def check(database: Database = None, as_json: Json = False) -> None:
         unsound = problems(store)
         document = {"database": store.location, "revision": store.revision, "sound": not unsound, "problems": unsound}
         if unsound and not as_json:
-            raise DatabaseNotSound("\n".join(f"{store.location}: {problem}" for problem in unsound))
+            raise DatabaseCorrupt("\n".join(f"{store.location}: {problem}" for problem in unsound))
         _say(f"{store.location} is sound, at revision {store.revision}.", document, as_json)
         if unsound:
             raise typer.Exit(EXIT_BAD_INPUT)
@@ -104,7 +104,7 @@ def backup(
         try:
             back_up(store, file.absolute())
         except OSError as error:
-            raise NotWritten(f"cannot write {file}: {error.strerror}" if error.strerror else str(error)) from error
+            raise FileNotWritten(f"cannot write {file}: {error.strerror}" if error.strerror else str(error)) from error
         size = file.stat().st_size
         _say(
             f"{store.location} is backed up to {file} ({size} bytes).",

@@ -20,7 +20,7 @@ from typer.models import CommandInfo, TyperInfo
 from manta.api.cli import render
 from manta.api.client import ApiError, Client, ServiceUnreachable, calls
 from manta.api.requests import FaultRequest
-from manta.api.rest_version import SPOKEN as SPOKEN_REST
+from manta.api.rest_version import SUPPORTED_VERSIONS as SUPPORTED_REST
 from manta.api.schemas import Items, JobPlan, MetricSeries, Recovery
 from manta.api.schemas import Job as JobView
 from manta.workers.errors import MantaError
@@ -386,7 +386,7 @@ def version_line() -> str:
     from manta.service.store.database import newest_revision  # with SQLAlchemy, which most commands do without
 
     release = importlib.metadata.version("manta-train")
-    rest, protocols = (", ".join(map(str, sorted(spoken))) for spoken in (SPOKEN_REST, SPOKEN_PROTOCOLS))
+    rest, protocols = (", ".join(map(str, sorted(spoken))) for spoken in (SUPPORTED_REST, SPOKEN_PROTOCOLS))
     return f"manta {release} (REST {rest}; protocol {protocols}; database revision {newest_revision()})"
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from manta.api.client.patience import Patience
+from manta.api.client.retries import RetryPolicy
 from manta.api.schemas import Job
 from manta.service.states import HELD, JobState, is_final
 
@@ -87,16 +87,16 @@ def follow(
     return job
 
 
-def _saying(console: Console) -> Patience:
-    return Patience(tell=lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True))
+def _saying(console: Console) -> RetryPolicy:
+    return RetryPolicy(tell=lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True))
 
 
 def watch(
-    reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS, patience: Patience | None = None
+    reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS, patience: RetryPolicy | None = None
 ) -> Iterator[Job]:
     """The job every `poll_seconds` until it is final, which is the last item. After the first answer, a service that
     does not respond is retried with `patience`."""
-    pause, patience = threading.Event(), patience or Patience()
+    pause, patience = threading.Event(), patience or RetryPolicy()
     job = reader.job(job_id)
     while True:
         yield job

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # imported where it is needed: on a busy machine that takes h
     from manta.service.store import Job
 
 UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 240.0, 60.0, 0.1
-SILENT_SECONDS = 30.0
+UNRESPONSIVE_SECONDS = 30.0
 """How long a running service may leave requests without an answer before `manta up` replaces it."""
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
@@ -123,7 +123,7 @@ def _running_and_well(home: Path) -> dict[str, object] | None:
         running = running_service(home)  # None: it starts, or its file was removed, which it writes again
         if running is not None and not leaves_without_an_answer(str(running["url"])):
             return running
-        limit = UP_SECONDS if running is None else SILENT_SECONDS
+        limit = UP_SECONDS if running is None else UNRESPONSIVE_SECONDS
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if not wait_until_ended([process], POLL_SECONDS) and time.monotonic() - began > limit:
@@ -145,7 +145,8 @@ def _with_options(
 
 
 def settings_with(database: str | None) -> Settings:
-    """Settings from the environment, except for the database if one is given. Raises BadSetting, BadDatabaseUrl."""
+    """Settings from the environment, except for the database if one is given. Raises InvalidSetting,
+    InvalidDatabaseUrl."""
     from manta.service.store.location import parse_url, url_in
 
     settings = Settings.from_environment()

@@ -11,7 +11,6 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from manta.api.client import job_names
-from manta.api.client.patience import EventParser, FollowedStream, ServerEvent
 from manta.api.client.rest_call import (
     STREAM_TIMEOUT,
     ApiError,
@@ -21,6 +20,7 @@ from manta.api.client.rest_call import (
     proxies_in_words,
     raise_for_problem,
 )
+from manta.api.client.retries import EventParser, FollowedStream, ServerEvent
 from manta.api.serving.local_service import find_url
 from manta.service.ids import is_job_id
 from manta.service.settings import Settings

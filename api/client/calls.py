@@ -49,7 +49,7 @@ def dry_run(document: Any) -> Call[schemas.DryRun]:
     return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document, patience=_SEARCH_SECONDS)
 
 
-class MoreFilters(TypedDict, total=False):
+class JobFilterOptions(TypedDict, total=False):
     """Filters of a list of jobs."""
 
     search: str | None
@@ -60,7 +60,7 @@ class MoreFilters(TypedDict, total=False):
     """Jobs of this user, or submitted with the key of this name."""
 
 
-class MoreOfJobs(MoreFilters, total=False):
+class JobListOptions(JobFilterOptions, total=False):
     """Filters and order of a list of jobs; by default those submitted last come first."""
 
     sort: schemas.JobSort | None
@@ -77,7 +77,7 @@ def jobs(
     name: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
-    **more: Unpack[MoreOfJobs],
+    **more: Unpack[JobListOptions],
 ) -> Call[schemas.Items[schemas.Job]]:
     """A page of jobs in this state or one of these, and with exactly this name."""
     parameters = {"state": state, "name": name, "limit": limit, "cursor": cursor, **_named(more)}
@@ -85,7 +85,7 @@ def jobs(
 
 
 def count_jobs(
-    state: str | Sequence[str] | None = None, name: str | None = None, **more: Unpack[MoreFilters]
+    state: str | Sequence[str] | None = None, name: str | None = None, **more: Unpack[JobFilterOptions]
 ) -> Call[schemas.JobCounts]:
     """How many jobs there are in each state, with the filters of `jobs`."""
     return Call(schemas.JobCounts, "GET", "/v1/jobs/counts", {"state": state, "name": name, **_named(more)})
@@ -159,7 +159,7 @@ def metrics(
     return Call(schemas.MetricSeries, "GET", _job(job_id, "/metrics"), parameters)
 
 
-class WantedEvents(TypedDict, total=False):
+class EventOptions(TypedDict, total=False):
     """Which events of a job."""
 
     type: str | None
@@ -173,7 +173,7 @@ def events(
     cursor: str | None = None,
     limit: int = 100,
     order: schemas.Direction | None = None,
-    **wanted: Unpack[WantedEvents],
+    **wanted: Unpack[EventOptions],
 ) -> Call[schemas.Stream[schemas.Event]]:
     """A page of a job's events, oldest first by default."""
     parameters = {"cursor": cursor, "limit": limit, "order": order, **wanted}
@@ -188,7 +188,7 @@ def all_events(
     return Call(schemas.Stream[schemas.JobEvent], "GET", "/v1/events", parameters)
 
 
-class WantedLines(TypedDict, total=False):
+class LogOptions(TypedDict, total=False):
     """Which lines of a log."""
 
     stream: str | None
@@ -200,7 +200,7 @@ class WantedLines(TypedDict, total=False):
 
 
 def logs(
-    job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500, **wanted: Unpack[WantedLines]
+    job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500, **wanted: Unpack[LogOptions]
 ) -> Call[schemas.LogLines]:
     """A page of what a job's ranks printed; `rank` None means all, merged by time."""
     parameters = {"rank": rank, "cursor": cursor, "limit": limit, **wanted}
@@ -398,7 +398,7 @@ def ready() -> Call[schemas.Health]:
     return Call(schemas.Health, "GET", "/readyz")
 
 
-def follow_events(job_id: str, after: str | None = None, **wanted: Unpack[WantedEvents]) -> Call[schemas.Event]:
+def follow_events(job_id: str, after: str | None = None, **wanted: Unpack[EventOptions]) -> Call[schemas.Event]:
     """All events of a job as a stream, or those after the event with id `after`."""
     return Call(schemas.Event, "GET", _job(job_id, "/events"), {"follow": "true", **wanted}, headers=_resume(after))
 
@@ -412,7 +412,7 @@ def follow_all_events(
 
 
 def follow_logs(
-    job_id: str, rank: int | None = None, after: str | None = None, **wanted: Unpack[WantedLines]
+    job_id: str, rank: int | None = None, after: str | None = None, **wanted: Unpack[LogOptions]
 ) -> Call[schemas.LogLine]:
     """All log lines of a job as a stream, or those after stream position `after`."""
     parameters = {"follow": "true", "rank": rank, **wanted}

@@ -13,14 +13,14 @@ from fastapi.exceptions import RequestValidationError
 
 from manta.api import schemas, views
 from manta.api.openapi import event_stream
-from manta.api.parameters import LONGEST_CURSOR, Control, Cursor, Follow, LastEventId, Limit, RankNumber
+from manta.api.parameters import MAX_CURSOR_CHARACTERS, Control, Cursor, Follow, LastEventId, Limit, RankNumber
 from manta.api.problem_codes import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.streams.changes import Watched
 from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
 from manta.api.threads import Threads
 from manta.service.control.running_ranks import RankNotFound
-from manta.service.logs.filters import MAX_REGEX_CHARACTERS, BadPattern, Level, LineTest, LogFilter, Stream
+from manta.service.logs.filters import MAX_REGEX_CHARACTERS, InvalidPattern, Level, LineTest, LogFilter, Stream
 from manta.service.logs.pages import (
     JobLogs,
     LogCursors,
@@ -70,7 +70,7 @@ Before = Annotated[
     str | None,
     Query(
         min_length=1,
-        max_length=LONGEST_CURSOR,
+        max_length=MAX_CURSOR_CHARACTERS,
         description="With `tail`: the lines before the page with this earlier_cursor",
     ),
 ]
@@ -129,7 +129,7 @@ def _test_of(wanted: LogFilter) -> LineTest | None:
     """Raises RequestValidationError."""
     try:
         return wanted.test()
-    except BadPattern as error:
+    except InvalidPattern as error:
         raise _refused("regex", str(error)) from error
 
 

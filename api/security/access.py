@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Scope as AsgiScope
 
 from manta.api.app_state import state_of
-from manta.api.security.credentials import KNOWN_SECONDS, Credential
+from manta.api.security.credentials import CACHE_SECONDS, Credential
 from manta.api.security.permissions import Need, is_anonymous, needs
 from manta.service.ids import is_job_id
 from manta.service.keys.identity import Identity
@@ -23,7 +23,7 @@ from manta.service.store import JobNotFound, Store, jobs
 from manta.workers.errors import MantaError
 
 _REQUEST = "manta.request"
-_MAX_KNOWN = 10_000
+_MAX_CACHED = 10_000
 
 
 class Unauthenticated(MantaError):
@@ -136,7 +136,7 @@ async def while_authorized(request: Request, waiting: Coroutine[Any, Any, None])
     task = asyncio.create_task(waiting)
     try:
         while not task.done():
-            await asyncio.wait({task}, timeout=KNOWN_SECONDS)
+            await asyncio.wait({task}, timeout=CACHE_SECONDS)
             await _refuse_if_ended(request)
     finally:
         task.cancel()
@@ -169,7 +169,7 @@ class JobProjects:
         project = self._known.get(job_id)
         if project is None:
             project = self._known[job_id] = await run_in_threadpool(self._look, job_id)
-            if len(self._known) > _MAX_KNOWN:
+            if len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
         if project != bound:
             raise JobNotFound(job_id)

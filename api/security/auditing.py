@@ -20,7 +20,7 @@ from manta.service.store.audit import AuditRecord
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 2.0
+WRITE_SECONDS = 2.0
 """Seconds that an answer waits for its row. Later the row is still written, or logged."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _LONGEST = 200
@@ -64,7 +64,7 @@ class Audit:
         write = asyncio.create_task(self._write(who, record))
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)
-        await asyncio.wait({write}, timeout=PATIENCE_SECONDS)
+        await asyncio.wait({write}, timeout=WRITE_SECONDS)
 
     async def _write(self, who: Identity, record: AuditRecord) -> None:
         try:

@@ -13,9 +13,9 @@ from starlette.requests import cookie_parser
 from manta.service.keys.identity import Identity, digest_of
 from manta.service.store import Store, keys
 
-KNOWN_SECONDS = 1.0
+CACHE_SECONDS = 1.0
 """Seconds that an answer of the database is used; a key that another process revoked is refused after that."""
-_MAX_KNOWN = 10_000
+_MAX_CACHED = 10_000
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Identities:
     async def of(self, credential: Credential) -> Identity | None:
         """The credential's owner; None: it is not valid, or no longer. Raises the database's errors."""
         known = self._known.get(credential)
-        if known is None or self._clock() - known.looked_at >= KNOWN_SECONDS:
+        if known is None or self._clock() - known.looked_at >= CACHE_SECONDS:
             self._known.pop(credential, None)
             known = await run_in_threadpool(self._look, credential)
             if known is None:
                 return None
-            if len(self._known) >= _MAX_KNOWN:
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[credential] = known
         return known.who if self._now() < known.until else None

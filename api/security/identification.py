@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from manta.api.problems import DATABASE_AWAY, database_unavailable, problem, too_many
+from manta.api.problems import DATABASE_ERRORS, database_unavailable, problem, too_many
 from manta.api.security.access import RequestOfCaller, Unauthenticated, attach
 from manta.api.security.auditing import Audit
 from manta.api.security.credentials import Identities, credential_in
@@ -52,7 +52,7 @@ class Identification:
         except TooManyRequests as error:  # before the audit, which it would fill
             await too_many(error)(scope, receive, send)
             return
-        except DATABASE_AWAY as error:
+        except DATABASE_ERRORS as error:
             cause = getattr(error, "orig", None) or error
             log.warning("who sent a request cannot be looked up: the database does not answer (%s)", cause)
             await database_unavailable(error)(scope, receive, send)

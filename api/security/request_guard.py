@@ -247,7 +247,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-class TellVersion:
+class VersionHeader:
     """ASGI middleware that adds the version of the REST API to every answer."""
 
     def __init__(self, app: ASGIApp):

@@ -20,8 +20,8 @@ from manta.service.store import Store, events, jobs
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.2
-LONGEST_SECONDS = 60.0
+POLL_SECONDS = 0.2
+MAX_WAIT_SECONDS = 60.0
 """Longer waits are refused; a client that wants to wait longer repeats its request."""
 StatesOf = Callable[[Collection[str]], Mapping[str, str]]
 """Returns the states of those of these jobs that exist. Runs in a thread, so it may block."""
@@ -94,7 +94,7 @@ class Changes:
                         for changed in self._streams.get(each, ()):
                             changed.set()
             known = versions
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
 
 class StoredVersions:
@@ -195,7 +195,7 @@ class StateWaits:
     async def _watch(self) -> None:
         """Runs until there are no more waiting requests."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             asked = list(self._waits)
             if not asked:
                 return

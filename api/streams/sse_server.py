@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from manta.api.app_state import state_of
-from manta.api.problems import DATABASE_AWAY
+from manta.api.problems import DATABASE_ERRORS
 from manta.api.security.access import begin_stream, is_still_authorized
 from manta.api.streams.changes import Changes, Watched
 from manta.api.threads import LongReads, long_reads_of
@@ -91,7 +91,7 @@ async def _events(
                     batch = await threads.run(partial(look, position))
                 except JobNotFound:  # the job was deleted meanwhile
                     return
-                except DATABASE_AWAY:  # `changes` notifies when it answers again, if it has noticed
+                except DATABASE_ERRORS:  # `changes` notifies when it answers again, if it has noticed
                     loop.call_later(AWAY_SECONDS, changed.set)
                     continue
                 position = batch.position

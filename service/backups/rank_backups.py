@@ -27,7 +27,7 @@ Peers = Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Place:
+class SnapshotLocation:
     """Where a snapshot file is."""
 
     rank: int
@@ -38,13 +38,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Whole:
+class CompleteState:
     """The newest step of which files of one layout contain the whole state."""
 
     layout: str
     """Tag of the layout."""
     step: int
-    places: tuple[Place, ...]
+    places: tuple[SnapshotLocation, ...]
     """One place for each group of ranks with the same state, in order."""
 
     @property
@@ -53,26 +53,28 @@ class Whole:
         return [place.path for place in self.places]
 
 
-def whole_states(files: FilesByHost, layouts: Mapping[str, Groups]) -> list[Whole]:
+def complete_states(files: FilesByHost, layouts: Mapping[str, Groups]) -> list[CompleteState]:
     """The newest complete state of each layout that has one, newest first. `layouts`: by tag; files of other layouts
     mean nothing to this job."""
-    states = [state for layout, groups in layouts.items() if (state := _whole(files, layout, groups)) is not None]
+    states = [
+        state for layout, groups in layouts.items() if (state := _complete_state(files, layout, groups)) is not None
+    ]
     return sorted(states, key=lambda state: -state.step)
 
 
-def _whole(files: FilesByHost, layout: str, groups: Groups) -> Whole | None:
+def _complete_state(files: FilesByHost, layout: str, groups: Groups) -> CompleteState | None:
     group_of = {rank: group for group, ranks in enumerate(groups) for rank in ranks}
-    places: dict[int, dict[int, Place]] = {}  # by step, by group
+    places: dict[int, dict[int, SnapshotLocation]] = {}  # by step, by group
     ours = [(host, file) for host in sorted(files) for file in files[host] if file.layout == layout]
     for host, file in sorted(ours, key=lambda each: each[1].is_backup):  # own files first
-        place = Place(file.rank, host, _own_path(file.path))
+        place = SnapshotLocation(file.rank, host, _own_path(file.path))
         for step in file.steps:
             places.setdefault(step, {}).setdefault(group_of[place.rank], place)
     steps = [step for step, by_group in places.items() if len(by_group) == len(groups)]
     if not steps:
         return None
     step = max(steps)
-    return Whole(layout, step, tuple(places[step][group] for group in range(len(groups))))
+    return CompleteState(layout, step, tuple(places[step][group] for group in range(len(groups))))
 
 
 def _own_path(path: str) -> str:
@@ -81,7 +83,7 @@ def _own_path(path: str) -> str:
 
 
 async def spread(
-    state: Whole, agents: Mapping[str, AgentClient], files: FilesByHost, generation: int, hosts: Collection[str]
+    state: CompleteState, agents: Mapping[str, AgentClient], files: FilesByHost, generation: int, hosts: Collection[str]
 ) -> bool:
     """Copy the files of `state` to each of `hosts`, a backup as if it were the rank's own file; False if that fails.
     `agents` has one agent of each host that has or needs any."""
@@ -174,7 +176,7 @@ async def begin(gang: Ranks, nodes: Sequence[str]) -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Brought:
+class FetchedSnapshots:
     """Snapshots in the shared memory of each rank's node, after some were fetched."""
 
     steps: list[list[int]]
@@ -183,13 +185,13 @@ class Brought:
     """By rank, what was fetched for it: its own `snapshot` from another node, that of a `peer`, or a `replica`."""
 
 
-async def bring_back(
+async def fetch_snapshots(
     gang: Ranks,
     steps: Sequence[Sequence[int]],
     needy: Iterable[int],
     holders: Mapping[str, AgentClient],
     files: FilesByHost,
-) -> Brought:
+) -> FetchedSnapshots:
     """Let those of the `needy` ranks that lack it fetch the newest step that all ranks can have, from snapshots of
     their own or of their peers, or from backups, on any host. `steps`: those in each rank's shared memory; `files`: of
     each host, for which `holders` has an agent."""
@@ -198,7 +200,7 @@ async def bring_back(
     offers = {rank: _offers(gang.peers[rank], rank, gang.layout, files) for rank in needy}
     state = reachable(held, {rank: itertools.chain(*(each.steps for each in offers[rank])) for rank in offers})
     if state is None:
-        return Brought(held, taken)  # a step that only some ranks can have is useless
+        return FetchedSnapshots(held, taken)  # a step that only some ranks can have is useless
 
     async def fetch(rank: int) -> None:
         agent, generation = gang.agents[rank], gang.generation
@@ -214,10 +216,10 @@ async def bring_back(
                 held[rank], taken[rank] = fetched, offer.kind
 
     await asyncio.gather(*(fetch(rank) for rank in state.fetched))
-    return Brought(held, taken)
+    return FetchedSnapshots(held, taken)
 
 
-def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
+def ranks_without_state(steps: Sequence[Sequence[int]]) -> list[int]:
     """The ranks whose `steps` are useless: there are none, or all are older than those of the most advanced rank. A
     rank finds such old snapshots if it comes back to a node on which it once ran."""
     furthest = max(steps, key=lambda each: max(each, default=-1), default=())

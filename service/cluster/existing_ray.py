@@ -27,12 +27,12 @@ from manta.workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
-HEAD_AWAY_SECONDS = "600"
+POLL_SECONDS = 1.0
+HEAD_RECONNECT_SECONDS = "600"
 """How long this process, and a raylet that it starts, wait for a missing head. Ray's default of 60 s is shorter than
 the time that a pod may take to come back; a head that has lost its state ends them at once."""
-HEAD_REMEMBERS = "Ray's head keeps what it knows in a store of its own: jobs keep training while it is restarted"
-HEAD_FORGETS = (
+HEAD_IS_PERSISTENT = "Ray's head keeps what it knows in a store of its own: jobs keep training while it is restarted"
+HEAD_NOT_PERSISTENT = (
     "Ray's head keeps what it knows in its memory: when it is lost, all jobs continue from their newest checkpoints; "
     "with an external Redis they would train on meanwhile (docs/deploy/ray.md)"
 )
@@ -77,10 +77,10 @@ class ExistingRay:
             self._wait_for_answer()
         if not answers(self._address):
             raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
-        os.environ.setdefault(RECONNECT_SECONDS, HEAD_AWAY_SECONDS)
+        os.environ.setdefault(RECONNECT_SECONDS, HEAD_RECONNECT_SECONDS)
         ensure_raylet(self._address, self._paths, self._ports)
         problem = self.problem_of_head()
-        log.log(logging.INFO if problem is None else logging.WARNING, problem or HEAD_REMEMBERS)
+        log.log(logging.INFO if problem is None else logging.WARNING, problem or HEAD_IS_PERSISTENT)
         return connect(self._address, namespace, self._runtime_environment())
 
     async def until_gone(self) -> str:
@@ -90,7 +90,7 @@ class ExistingRay:
     def problem_of_head(self) -> str | None:
         """A sentence about what would be lost with the head; None: nothing, since its state is stored elsewhere."""
         try:
-            return None if outlives_head(self._address) else HEAD_FORGETS
+            return None if outlives_head(self._address) else HEAD_NOT_PERSISTENT
         except Exception as error:  # noqa: BLE001 - Ray raises its own errors, RuntimeError and what gRPC has
             return f"Ray does not say where its head keeps what it knows: {' '.join(str(error).split())}"
 
@@ -98,7 +98,7 @@ class ExistingRay:
         if not answers(self._address):
             log.warning("Ray does not answer at %s: it is waited for", self._address)
         while not answers(self._address):
-            threading.Event().wait(LOOK_SECONDS)
+            threading.Event().wait(POLL_SECONDS)
 
     def _runtime_environment(self) -> dict[str, Any] | None:
         if not self._ship_code:

@@ -36,7 +36,7 @@ CLOSE_SECONDS = 10.0
 # answer there will not answer on a thousand others.
 DATA_SECONDS, DATA_NODES = 60.0, 3
 # Time between two checks whether the daemon of another release can be replaced: a check looks at all agents.
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class NodeDaemons:
         self._nodes.silent.add(node)  # nothing is placed there in the meantime
         if time.monotonic() < self._next_look.get(node, 0.0):
             return False
-        self._next_look[node] = time.monotonic() + LOOK_SECONDS
+        self._next_look[node] = time.monotonic() + POLL_SECONDS
         if node in self._foreign or await self._has_agents(node):
             if self._left_out.get(node) != problem:
                 log.warning("nothing is placed on node %s: %s", node[:12], problem)

@@ -15,7 +15,7 @@ from manta.workers.errors import MantaError
 _ONE = re.compile(r"\s*(?P<type>[^=,\s]+)\s*=\s*(?P<most>\d+)\s*x\s*(?P<units>\d+)\s*(?P<unit>slots?|gpus?)\s*", re.I)
 
 
-class BadNodeShapes(MantaError):
+class InvalidNodeShapes(MantaError):
     """The text does not declare shapes of nodes."""
 
     def __init__(self, text: str):
@@ -43,17 +43,17 @@ class NodeShape:
 
 
 def shapes_in(text: str) -> tuple[NodeShape, ...]:
-    """The shapes that `text` declares, such as `workers=4x8 slots, accelerated=2x8 gpus`. Raises BadNodeShapes."""
+    """The shapes that `text` declares, such as `workers=4x8 slots, accelerated=2x8 gpus`. Raises InvalidNodeShapes."""
     shapes = []
     for part in text.split(","):
         match = _ONE.fullmatch(part)
         if match is None or not int(match["units"]):
-            raise BadNodeShapes(part.strip())
+            raise InvalidNodeShapes(part.strip())
         unit: Unit = "GPU" if match["unit"].lower().startswith("gpu") else "manta_slot"
         shapes.append(NodeShape(match["type"], int(match["most"]), unit, int(match["units"])))
     twice = [type for type, count in Counter(shape.type for shape in shapes).items() if count > 1]
     if twice:
-        raise BadNodeShapes(f"{twice[0]} twice")
+        raise InvalidNodeShapes(f"{twice[0]} twice")
     return tuple(shapes)
 
 

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
 # Silence that is worth a look; together with CONNECT_SECONDS it is how long an unreachable machine goes unnoticed.
-SILENT_SECONDS = 1.5
+HEARTBEAT_TIMEOUT_SECONDS = 1.5
 # Long enough for the kernel's second attempt, one second after a lost first packet.
 CONNECT_SECONDS = 1.2
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 # How many times in a row the daemon's port must refuse while Ray's does not, before it counts as closed: about 15 s.
 REFUSALS = 6
 # How long Ray may take to give up a node whose machine has another one by now: its patience, and some more.
@@ -58,7 +58,7 @@ class NodeWatch:
         how many seconds and why, if that is known, with each of its heartbeats."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self.lag = Lag(LOOK_SECONDS)
+        self.lag = Lag(POLL_SECONDS)
         """How far it is behind with Ray's information about the nodes."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="nodes")
         self._refused: dict[str, int] = {}
@@ -69,7 +69,7 @@ class NodeWatch:
         try:
             while True:
                 await self._look()
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             for watcher in self._watchers.values():
                 watcher.cancel()
@@ -117,7 +117,7 @@ class NodeWatch:
                 silent_at = time.monotonic()
             elif await self._cluster.daemons.known(node.id) is not None:
                 return
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _is_there(self, node: RayNode, source: HeartbeatSource | None) -> bool:
         """Whether its daemon or its Ray accepts a connection. If for a while only its Ray does, that is a problem for
@@ -157,7 +157,7 @@ class NodeWatch:
         finally:
             asking.cancel()
         if source is None:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         return source
 
     async def _listen(self, node: str, source: HeartbeatSource) -> None:
@@ -169,7 +169,9 @@ class NodeWatch:
                 reader, writer = await asyncio.open_connection(source.host, source.port)
             requests = asyncio.create_task(_request_heartbeats(writer, source.secret))
             while True:
-                async with asyncio.timeout(SILENT_SECONDS):  # wait_for loses a cancellation that meets an answer
+                async with asyncio.timeout(
+                    HEARTBEAT_TIMEOUT_SECONDS
+                ):  # wait_for loses a cancellation that meets an answer
                     line = await reader.readline()
                 if not line or (heartbeat := from_json(Heartbeat, json.loads(line))).node != node:
                     return

@@ -17,7 +17,7 @@ from manta.service.cluster.ray_private import free_resources, node_types
 from manta.workers.protocol.messages import GpuReading
 
 # How long it may take until units that were given back are shown as free, and how often to check.
-SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
+SETTLED_SECONDS, POLL_SECONDS = 2.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Nodes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLED_SECONDS):
                 while (await self.capacity(expected.unit)).free < expected.free:
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(POLL_SECONDS)
 
     async def _living(self) -> list[dict[str, Any]]:
         nodes = await self._ray.read(self._all)

@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 # How long to wait for trusted nodes before nodes to be avoided are used after all.
 AVOIDING_SECONDS = 5.0
 # Between two checks whether places are held, which Ray grants in a moment or after a long time.
-FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.01, 0.5
+INITIAL_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.5
 # Delay after Ray has granted everything, before the same is requested again: otherwise free resources that cannot be
 # used would be taken and given back all the time.
-AGAIN_SECONDS = 10.0
+RETRY_SECONDS = 10.0
 Bundles = Sequence[Mapping[str, float]]
 
 
@@ -121,12 +121,12 @@ class PlacementGroups:
 
     async def _are_created(self, names: Collection[str], timeout: float) -> bool:
         """Whether these groups hold their resources within `timeout` seconds. No thread waits for that."""
-        pause = FIRST_LOOK_SECONDS
+        pause = INITIAL_POLL_SECONDS
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not all(state == "CREATED" for state in await self._states_of(names)):
                     await asyncio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_LOOK_SECONDS)
+                    pause = min(2 * pause, MAX_POLL_SECONDS)
                 return True
         return False
 
@@ -180,7 +180,7 @@ class NodeRequests:
         same = asked is not None and (asked.bundles, asked.selector) == (wanted.bundles, wanted.selector)
         if not bundles or not same:
             await self.withdraw()
-        if not bundles or same or time.monotonic() < self._granted_at + AGAIN_SECONDS:
+        if not bundles or same or time.monotonic() < self._granted_at + RETRY_SECONDS:
             return
         log.info("the autoscaler is asked for %d bundles: %s", len(bundles), wanted.bundles[0])
         self._asked = wanted

@@ -37,7 +37,7 @@ from manta.service.cluster.ray_private import (
     MEMORY_MONITOR_MILLISECONDS,
     NO_AUTOSCALER,
     START_COMMAND,
-    STARTS_AT_ONCE,
+    STARTUP_CONCURRENCY,
     address_file,
     sockets_of,
 )
@@ -61,9 +61,9 @@ START_SECONDS, ANSWER_SECONDS = 60.0, 2.0
 POLL_SECONDS = 0.05
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """What a client of HTTP/2 sends first: the preface, and settings without any (RFC 9113, section 3.4)."""
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How often to check that the sockets of a head are still there."""
-SILENT_SECONDS = 60.0
+UNRESPONSIVE_SECONDS = 60.0
 """How long a living head that does not answer is waited for; after that it is replaced, as if it were dead."""
 MARK = "MANTA_RAY_HEAD"
 """Environment variable of all processes of a head; its value is the tag of the home."""
@@ -149,11 +149,11 @@ class RayHead:
         record = self.record()
         if record is None:
             return self.start()
-        problem, deadline = self.problem_of(record), time.monotonic() + SILENT_SECONDS
+        problem, deadline = self.problem_of(record), time.monotonic() + UNRESPONSIVE_SECONDS
         while problem is None and (silent := _silent_process(record.pid)) is not None:
             problem = self.problem_of(record)
             if problem is None and time.monotonic() > deadline:
-                problem = f"its {silent} has not answered for {SILENT_SECONDS:g} s"
+                problem = f"its {silent} has not answered for {UNRESPONSIVE_SECONDS:g} s"
         if problem is None and not self._has_token(record):
             problem = f"its token is gone ({self._paths.ray_token})"
         if problem is None:
@@ -180,7 +180,7 @@ class RayHead:
         async with ends_of(processes) as ends:
             problem = self.problem_of(record)
             while problem is None:
-                ended, _ = await asyncio.wait(ends, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait(ends, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 problem = self.problem_of(record) if ended else _problem_of_sockets(record)
         return problem
 
@@ -266,7 +266,7 @@ class RayHead:
             # The agents' modules, if the distribution is not installed.
             "PYTHONPATH": os.pathsep.join(filter(None, (str(IMPORTED_FROM), os.environ.get("PYTHONPATH")))),
             "RAY_USAGE_STATS_ENABLED": "0",
-            STARTS_AT_ONCE: str(self._warm),  # otherwise as many at once as there are cores
+            STARTUP_CONCURRENCY: str(self._warm),  # otherwise as many at once as there are cores
             MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents
         }
         with self._paths.ray_log.open("ab") as log:

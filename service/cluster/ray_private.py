@@ -18,7 +18,7 @@ ANSWER_SECONDS = 10.0
 START_COMMAND = "from ray.scripts.scripts import main; main()"
 """Python program of the `ray` command, for an interpreter whose scripts are not on the path."""
 
-STARTS_AT_ONCE = "RAY_worker_maximum_startup_concurrency"
+STARTUP_CONCURRENCY = "RAY_worker_maximum_startup_concurrency"
 """Environment variable of the head: how many workers it starts at the same time."""
 
 MEMORY_MONITOR_MILLISECONDS = "RAY_memory_monitor_refresh_ms"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from manta.service.cluster.existing_ray import ExistingRay
-from manta.service.cluster.node_care import NodeCare
+from manta.service.cluster.node_maintenance import NodeMaintenance
 from manta.service.cluster.node_watch import NodeWatch
 from manta.service.cluster.port_check import check_ports
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
@@ -27,14 +27,14 @@ from manta.service.control.faults import FaultInjector, FaultsNotAllowed
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.control.options import DEFAULTS, ControlPlaneOptions
 from manta.service.control.owners import JobOwners
-from manta.service.control.running_ranks import RankStack, RunningRanks, SeenWaits
+from manta.service.control.running_ranks import ObservedWaits, RankStack, RunningRanks
 from manta.service.control.takeover import refuse_what_cannot_be_taken_over
 from manta.service.exports import Exports
 from manta.service.file_work import FileWork
 from manta.service.home.home_of_jobs import HomeOfJobs
-from manta.service.kept_logs.keeper import LogKeeper
-from manta.service.leases.decisions import LEASE_SECONDS, OtherRay
+from manta.service.leases.decisions import LEASE_SECONDS, RayMismatch
 from manta.service.leases.held import Leases, new_id
+from manta.service.log_archive.archiver import LogArchiver
 from manta.service.logs.pages import JobLogs, LogsInHome
 from manta.service.monitoring.cluster_view import Measurements, cluster_view, measured
 from manta.service.removal.deletion import Deletion, delete_checkpoint_in_time, delete_job
@@ -76,7 +76,7 @@ class ControlPlane:
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray has
         died, and replaces this process, since a process that has used Ray cannot leave it and join it again. Raises
-        BadDatabaseUrl, StoreUnusable."""
+        InvalidDatabaseUrl, StoreUnusable."""
         self.data_roots, self.model_packages = options.data_roots, options.model_packages
         self._home, self._head, self._options, self._start_over = home, head, options, start_over
         me = new_id()
@@ -87,9 +87,9 @@ class ControlPlane:
         self._traces = None if options.traces is None else Traces(self._store, options.traces)
         logs = options.logs
         self._home_of_jobs = HomeOfJobs(home, options.checkpoints, logs)
-        self._keeper = None if logs is None else LogKeeper(self._store, self._leases, Paths.of(home, logs=logs))
+        self._archiver = None if logs is None else LogArchiver(self._store, self._leases, Paths.of(home, logs=logs))
         first_step = None if self._traces is None else self._traces.first_step
-        self._owners = JobOwners(self._store, self._leases, options.memory_seconds, self._keeper, first_step)
+        self._owners = JobOwners(self._store, self._leases, options.memory_seconds, self._archiver, first_step)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
@@ -120,11 +120,11 @@ class ControlPlane:
     @property
     def logs(self) -> JobLogs:
         """The output of all jobs' ranks."""
-        return LogsInHome(self.home) if self._keeper is None else self._keeper
+        return LogsInHome(self.home) if self._archiver is None else self._archiver
 
     def start(self) -> None:
         """Start the database and a Ray that answers; take over running jobs that no other control plane owns. Raises
-        RayUnavailable, StoreUnusable, CannotTakeOver, OtherRay, JobsElsewhere.
+        RayUnavailable, StoreUnusable, CannotTakeOver, RayMismatch, JobsElsewhere.
 
         Nothing waits for the nodes: each is checked separately from then on.
         """
@@ -183,15 +183,15 @@ class ControlPlane:
         return Cluster.connected(ray, self._home_of_jobs.paths, self._options.nodes, is_elsewhere=is_elsewhere)
 
     def _join(self, ray: str) -> None:
-        """Become one of the control planes of this database. Raises OtherRay, but not at once, since the other one may
-        be dead without this being known yet."""
+        """Become one of the control planes of this database. Raises RayMismatch, but not at once, since the other one
+        may be dead without this being known yet."""
         place = f"{socket.gethostname()}:{Paths.of(self._home).home}"
         deadline = time.monotonic() + LEASE_SECONDS + RETRY_SECONDS
         while True:
             try:
                 self._leases.join(place, ray)
                 return
-            except OtherRay:
+            except RayMismatch:
                 if time.monotonic() > deadline:
                     raise
                 threading.Event().wait(RETRY_SECONDS)
@@ -214,7 +214,7 @@ class ControlPlane:
         self._housekeeping = Housekeeping(self._store, cluster, self._leases, placed, self.data_roots, retention)
         self._owners.begin(cluster, self._housekeeping)
         await self._owners.look()
-        care = NodeCare(cluster, self._housekeeping.over, self._housekeeping.wake)
+        care = NodeMaintenance(cluster, self._housekeeping.over, self._housekeeping.wake)
         watch = NodeWatch(cluster, self._node_lost, self._node_draining)
         self._lags["nodes"] = watch.lag
         self._tasks = [
@@ -224,8 +224,8 @@ class ControlPlane:
             asyncio.create_task(watch.run(), name="nodes"),
             asyncio.create_task(self._watch_ray(), name="watch over Ray"),
         ]
-        if self._keeper is not None:
-            self._tasks.append(asyncio.create_task(self._keeper.run(), name="logs"))
+        if self._archiver is not None:
+            self._tasks.append(asyncio.create_task(self._archiver.run(), name="logs"))
         for task in self._tasks:
             task.add_done_callback(log_failure)
 
@@ -338,8 +338,8 @@ class ControlPlane:
     async def _let_go(self, job_id: str) -> None:
         assert self._housekeeping is not None
         await self._housekeeping.let_go(job_id)
-        if self._keeper is not None:
-            self._keeper.forget(job_id)
+        if self._archiver is not None:
+            self._archiver.forget(job_id)
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Inject `fault` into a running job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible,
@@ -348,7 +348,7 @@ class ControlPlane:
             raise FaultsNotAllowed()
         self._call(self._begun(self._injector).inject(job_id, fault))
 
-    def waits(self, job_id: str) -> SeenWaits:
+    def waits(self, job_id: str) -> ObservedWaits:
         """Which rank waits for which in a running job. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
         return self._call(self._begun(self._ranks).waits(job_id))
@@ -456,8 +456,8 @@ class ControlPlane:
         self._store.close()
 
     async def _leave(self) -> None:
-        if self._keeper is not None:
-            await self._keeper.leave()
+        if self._archiver is not None:
+            await self._archiver.leave()
         tasks = [*self._tasks, *self._background_tasks.running, *(task for _, task in self._owners.by_job.values())]
         for task in tasks:
             task.cancel()

@@ -14,13 +14,13 @@ from sqlalchemy.orm import Session
 from manta.service.backoff import backoff
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable, needs_traceback
-from manta.service.cluster.node_care import IdleNodes, NodeCare
+from manta.service.cluster.node_maintenance import IdleNodes, NodeMaintenance
 from manta.service.control.scheduler import Placed, Scheduler
 from manta.service.job.owner import catch_up
 from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import HOUSEKEEPING
 from manta.service.leases.held import HeldLease, Leases
-from manta.service.removal.retention import Retention, SeenExpired
+from manta.service.removal.retention import ConfirmedExpiry, Retention
 from manta.service.states import SUPERVISED, JobState, is_final
 from manta.service.store import Store, checkpoints, deletion, jobs, pauses_and_retries
 from manta.service.store.database import in_a_line, may_pass
@@ -31,13 +31,13 @@ from manta.workers.protocol.messages import ProtocolMismatch
 log = logging.getLogger(__name__)
 
 # Between two attempts to release what jobs have left.
-RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 # Time between two searches for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
 # How long a clock that cannot be set must have confirmed that, whatever the wall clock, which can be set, says.
 MEMORY_CONFIRMED_SECONDS = 600.0
 # How long the owner of a finished job may take to leave it.
-LET_GO_SECONDS = 30.0
+RELEASE_SECONDS = 30.0
 # Time between two checks whether housekeeping falls to this control plane.
 CLAIM_SECONDS = 1.0
 UNKNOWN_JOB = (
@@ -95,14 +95,14 @@ class Housekeeping:
         if self._work is not None and not self.is_done_here:
             self._work.cancel()
 
-    async def run(self, care: NodeCare) -> None:
-        """Run until cancelled. `care`: looks after the nodes, on which jobs are placed only once they had time to
-        answer."""
+    async def run(self, maintenance: NodeMaintenance) -> None:
+        """Run until cancelled. `maintenance`: looks after the nodes, on which jobs are placed only once they had time
+        to answer."""
         try:
             while True:
                 try:
                     if (lease := await self._leases.claim(HOUSEKEEPING)) is not None:
-                        self._work = asyncio.create_task(self._keep(lease, care), name="housekeeping")
+                        self._work = asyncio.create_task(self._keep(lease, maintenance), name="housekeeping")
                         await asyncio.wait({self._work})
                         self._leases.drop(lease)
                         if not self._work.cancelled():
@@ -115,14 +115,14 @@ class Housekeeping:
                 self._work.cancel()
                 await asyncio.gather(self._work, return_exceptions=True)
 
-    async def _keep(self, lease: HeldLease, care: NodeCare) -> None:
+    async def _keep(self, lease: HeldLease, maintenance: NodeMaintenance) -> None:
         store = self._store.fenced(lease)
         self.scheduler = scheduler = Scheduler(store, self._cluster, self._placed, self._data_roots, self._leases)
         await self._have_nodes_swept()
         async with asyncio.TaskGroup() as group:
             listed = asyncio.Event()
             group.create_task(self._release_leftovers(scheduler, listed))
-            group.create_task(self._admit(scheduler, care, listed))
+            group.create_task(self._admit(scheduler, maintenance, listed))
             group.create_task(self._remove_expired_snapshots())
             group.create_task(IdleNodes(self._cluster, self.needing_memory).run())
             if self._retention is not None:
@@ -136,17 +136,17 @@ class Housekeeping:
             except ClusterUnavailable as error:
                 log.warning("nodes are not swept again: %s", error)
 
-    async def _admit(self, scheduler: Scheduler, care: NodeCare, listed: asyncio.Event) -> None:
+    async def _admit(self, scheduler: Scheduler, maintenance: NodeMaintenance, listed: asyncio.Event) -> None:
         """Place queued jobs, once the leftovers of jobs are known and the nodes have had time to answer."""
         await listed.wait()
-        await care.first_answers()
+        await maintenance.first_answers()
         await scheduler.run()
 
     async def _release_leftovers(self, scheduler: Scheduler, listed: asyncio.Event) -> None:
         """Release what finished, paused and queued jobs still hold. `listed`: set once Ray has listed it. Jobs whose
         resources cannot be released are retried; only these jobs wait."""
         remaining: Collection[str] | None = None
-        pauses = backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+        pauses = backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
         while remaining is None or remaining:
             try:
                 remaining = scheduler.not_released = await self._release_those_without_owner(remaining)
@@ -218,7 +218,7 @@ class Housekeeping:
     async def let_go(self, job_id: str) -> None:
         """Return once nothing of a final job is left on the cluster and no control plane owns it. Raises
         ClusterUnavailable."""
-        async with self._leases.borrowed(job_id, LET_GO_SECONDS) as lease:  # its owner is about to leave
+        async with self._leases.borrowed(job_id, RELEASE_SECONDS) as lease:  # its owner is about to leave
             if lease is None:
                 busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")
                 raise ClusterUnavailable(busy)
@@ -226,7 +226,7 @@ class Housekeeping:
 
     async def _remove_expired_snapshots(self) -> None:
         """Remove the snapshots of failed jobs that were kept for long enough."""
-        seen = SeenExpired(MEMORY_CONFIRMED_SECONDS)
+        seen = ConfirmedExpiry(MEMORY_CONFIRMED_SECONDS)
         while True:
             try:
                 expired = await self._store.read_async(partial(pauses_and_retries.memory_expired, now=time.time()))

@@ -13,10 +13,10 @@ from manta.service.cluster.cluster import Cluster
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.job.owner import JobOwner
 from manta.service.job.report_writer import FirstStep
-from manta.service.kept_logs.keeper import LogKeeper
-from manta.service.kept_logs.spool import Spool
 from manta.service.leases.decisions import JobInBrief, LeaseLost
 from manta.service.leases.held import HeldLease, Leases
+from manta.service.log_archive.archiver import LogArchiver
+from manta.service.log_archive.spool import Spool
 from manta.service.states import SUPERVISED, JobState
 from manta.service.store import Store, step_traces
 from manta.service.store.database import in_a_line, may_pass
@@ -37,13 +37,13 @@ class JobOwners:
         store: Store,
         leases: Leases,
         memory_seconds: float,
-        keeper: LogKeeper | None = None,
+        archiver: LogArchiver | None = None,
         first_step: FirstStep | None = None,
     ):
-        """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `keeper`: stores what ranks
+        """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `archiver`: stores what ranks
         print, if that is also stored elsewhere; `first_step`: called with the first step of each generation of a
         job."""
-        self._store, self.leases, self._memory_seconds, self._keeper = store, leases, memory_seconds, keeper
+        self._store, self.leases, self._memory_seconds, self._archiver = store, leases, memory_seconds, archiver
         self._first_step = first_step
         self.by_job: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         """Each owner, and the task in which it works."""
@@ -150,7 +150,7 @@ class JobOwners:
     def _own(self, job_id: str, placed_generation: int | None) -> None:
         lease = self.leases.of(job_id)
         assert lease is not None and self._cluster is not None
-        logs = None if self._keeper is None else self._keeper.open(job_id, lease)
+        logs = None if self._archiver is None else self._archiver.open(job_id, lease)
         owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs, self._first_step)
         task = asyncio.create_task(self._run(owner, placed_generation, logs, lease), name=f"owner of {job_id}")
         self.by_job[job_id] = (owner, task)
@@ -160,15 +160,15 @@ class JobOwners:
         assert self._housekeeping is not None
         try:
             await owner.run(placed_generation)
-            if self._keeper is not None and logs is not None:
-                await self._keeper.finish(owner.id, logs)
+            if self._archiver is not None and logs is not None:
+                await self._archiver.finish(owner.id, logs)
         except LeaseLost as error:
             log.warning("%s", error)
         else:
             await self.leases.release(owner.id)
         finally:
-            if self._keeper is not None and logs is not None:
-                self._keeper.lose(owner.id, logs)
+            if self._archiver is not None and logs is not None:
+                self._archiver.lose(owner.id, logs)
             self.leases.drop(lease)
             if self.of(owner.id) is owner:
                 del self.by_job[owner.id]

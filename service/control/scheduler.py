@@ -24,7 +24,7 @@ from manta.service.cluster.node_shapes import Demand, in_words
 from manta.service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import fitting, resized, shapes_of, smallest
-from manta.service.control.data_looks import DataLooks, DataTimeout, problem_here
+from manta.service.control.data_checks import DataChecks, DataTimeout, problem_here
 from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import LeaseLost
 from manta.service.leases.held import Leases
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 PLACEMENT_SECONDS = 10.0
-AGAIN_SECONDS = 60.0
+RETRY_SECONDS = 60.0
 """How long the finding that the cluster could never hold a job stays valid: there may be thousands of such jobs."""
 
 
@@ -74,7 +74,7 @@ class Scheduler:
         is held from then on. None: this is the only control plane."""
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
-        self._data_looks = DataLooks(self._look_at_data)
+        self._data_checks = DataChecks(self._look_at_data)
         self._queue: list[jobs.QueuedJob] = []
         """The queue as of the last look."""
         self._good_data: set[str] = set()
@@ -164,8 +164,8 @@ class Scheduler:
         return waiting
 
     def _never_fits_still(self, job_id: str, about: object) -> bool:
-        since, what = self._never_fitted.get(job_id, (-AGAIN_SECONDS, None))
-        return what == about and time.monotonic() - since < AGAIN_SECONDS
+        since, what = self._never_fitted.get(job_id, (-RETRY_SECONDS, None))
+        return what == about and time.monotonic() - since < RETRY_SECONDS
 
     async def _look_at(self, job: Job) -> Look:
         spec = await self._read_spec(job)
@@ -221,7 +221,7 @@ class Scheduler:
 
     def _keep_only(self, job_ids: set[str]) -> None:
         """Forget what is known about the data of other jobs."""
-        self._data_looks.keep_only(job_ids)
+        self._data_checks.keep_only(job_ids)
         self._good_data &= job_ids
         self._never_fitted = {job: known for job, known in self._never_fitted.items() if job in job_ids}
 
@@ -235,7 +235,7 @@ class Scheduler:
             return None
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
-        problem = await self._data_looks.problem(job.id, spec)
+        problem = await self._data_checks.problem(job.id, spec)
         if problem is not None:
             await self._transition(job, JobState.FAILED, "bad_data", problem)
             return False
@@ -324,7 +324,7 @@ class Scheduler:
         try:
             if not await self._transition(job, JobState.STARTING, layout=spec.layout, accelerator=accelerator):
                 return True
-        except _StillHeld:
+        except _NotYetReleased:
             return False
         generation = job.generation + 1
         try:
@@ -367,7 +367,7 @@ class Scheduler:
                 return None
             epoch = self._leases.claim_within(session, job.id)
             if epoch is None:
-                raise _StillHeld
+                raise _NotYetReleased
             return epoch
 
         try:
@@ -396,5 +396,5 @@ def _why(shortage: str, problems: Sequence[str]) -> str:
     return f"{shortage}; {problems[0]}{others}"
 
 
-class _StillHeld(MantaError):
+class _NotYetReleased(MantaError):
     """The job's previous owner has not quite left it."""

@@ -13,7 +13,7 @@ from manta.service.states import JobState, is_final
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import SPOKEN, ProtocolMismatch
 
-ASK_SECONDS = 10.0
+REQUEST_SECONDS = 10.0
 MAX_NAMED = 5
 _NOT_RUNNING = (JobState.QUEUED, JobState.CANCELLING)
 
@@ -57,7 +57,7 @@ async def _foreign_protocol(agent: AgentClient | None) -> int | None:
     if agent is None:
         return None
     try:
-        await within(ASK_SECONDS, agent.describe())
+        await within(REQUEST_SECONDS, agent.describe())
     except ProtocolMismatch as error:
         return error.theirs
     except AgentError:

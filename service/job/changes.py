@@ -51,7 +51,7 @@ class Grow:
 
 
 @dataclass(frozen=True)
-class PlaceAgain:
+class Relocate:
     """The whole gang gives up its places, and continues in other places and another layout."""
 
     target: JobSpec
@@ -81,7 +81,7 @@ class Stay:
     cause: str
 
 
-Change = Move | Shrink | Grow | PlaceAgain | Stay
+Change = Move | Shrink | Grow | Relocate | Stay
 
 
 def standby_of(change: Change) -> AgentSet | None:
@@ -103,13 +103,13 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
             job.departing.append(gang.shrink(staying))
         case Grow(target, standby):
             gang.grow(target, standby)
-        case PlaceAgain(target):
-            await _place_again(target, job, generation)
+        case Relocate(target):
+            await _relocate(target, job, generation)
         case Stay():
             gang.held_steps = dict(resting)
 
 
-async def _place_again(target: JobSpec, job: JobContext, generation: int) -> None:
+async def _relocate(target: JobSpec, job: JobContext, generation: int) -> None:
     gang = job.gang
     before, avoid = gang.spec, await job.record.avoided_nodes()
     job.departing.append(await gang.release())

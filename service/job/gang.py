@@ -29,7 +29,7 @@ from manta.workers.snapshot.files import layout_tag
 
 REPLICA_SECONDS = 10.0
 """Seconds that placing a replica may take if there should be room for it."""
-NOWHERE = ""
+NO_PLACEMENT_GROUP = ""
 """Stands for the placement group of a replica that has no agent left."""
 
 
@@ -148,7 +148,7 @@ class Gang:
         """Remember where the agents are, as they describe themselves, by rank."""
         self.note_nodes({rank: place.node for rank, place in about.items()})
         by_replica = {replica_of(self.layout, rank): place.group for rank, place in about.items()}
-        self.groups = [by_replica.get(replica, NOWHERE) for replica in range(self.layout.data)]
+        self.groups = [by_replica.get(replica, NO_PLACEMENT_GROUP) for replica in range(self.layout.data)]
 
     def note_nodes(self, nodes: Mapping[int, str | None]) -> None:
         """Remember the nodes of the agents of these ranks; those of all others are unknown."""
@@ -159,7 +159,7 @@ class Gang:
         """Start new agents for the ranks `lost`, in their places; False if those are gone too."""
         if any(self.nodes.get(rank) in self._cluster.nodes.lost for rank in lost):
             return False
-        if NOWHERE in self._groups_of(self.replicas_of(lost)):
+        if NO_PLACEMENT_GROUP in self._groups_of(self.replicas_of(lost)):
             return False
         seats = seats_of(self.layout, self.groups)
         wanted = {rank: seats[rank] for rank in lost}
@@ -183,7 +183,7 @@ class Gang:
         among them have not answered: they are killed without being asked, since each question would wait again."""
         ranks = self.ranks_in(replicas)
         expected = given_back(await self.capacity(), [self.nodes.get(rank) for rank in ranks])
-        places = [group for group in self._groups_of(replicas) if group != NOWHERE]
+        places = [group for group in self._groups_of(replicas) if group != NO_PLACEMENT_GROUP]
         await self._cluster.agents.kill([self.agents[rank] for rank in lost])
         for rank in lost:
             self.agents[rank] = None
@@ -264,7 +264,7 @@ class Gang:
     def _set_of(self, ranks: Sequence[int], replicas: Sequence[int]) -> AgentSet:
         """The agents of these ranks that are not lost, with the groups of these replicas."""
         living = self.by_rank
-        places = [group for group in self._groups_of(replicas) if group != NOWHERE]
+        places = [group for group in self._groups_of(replicas) if group != NO_PLACEMENT_GROUP]
         return AgentSet([living[rank] for rank in ranks if rank in living], places)
 
     def _groups_of(self, replicas: Sequence[int]) -> list[str]:

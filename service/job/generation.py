@@ -30,7 +30,7 @@ ANSWER_SECONDS = 20.0
 CULPRIT_SECONDS = 0.3
 # An agent that takes longer to stop its trainer is given up.
 STOP_SECONDS = 15.0
-LAST_REPORTS_TURN_SECONDS = 0.5
+LAST_REPORTS_POLL_SECONDS = 0.5
 
 Question = Callable[[AgentClient], Awaitable[object]]
 Handler = Callable[[Report], Awaitable[None]]
@@ -158,7 +158,7 @@ class RunningGeneration:
         are being stored: the database needs that, not an agent."""
         while seconds > 0 and self._running():
             began, storing = time.monotonic(), bool(self._handling)
-            await asyncio.wait(self._running(), timeout=min(seconds, LAST_REPORTS_TURN_SECONDS))
+            await asyncio.wait(self._running(), timeout=min(seconds, LAST_REPORTS_POLL_SECONDS))
             if not (storing or self._handling):
                 seconds -= time.monotonic() - began
 

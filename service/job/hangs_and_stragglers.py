@@ -23,11 +23,11 @@ from manta.workers.protocol.json_codec import JsonObject, to_json
 from manta.workers.protocol.reports import Event, Report, TrainerStatus
 
 T = TypeVar("T")
-ASK_SECONDS = 2.0
+REQUEST_SECONDS = 2.0
 """Seconds after which an agent that does not report its trainer's position counts as silent."""
 CONFIRM_SECONDS = 0.3
 """Seconds between the two queries that must agree before a rank is killed."""
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Seconds between queries while overdue ranks may still continue."""
 EVIDENCE_SECONDS = 5.0
 """Seconds after which an agent that does not describe its trainer counts as silent."""
@@ -106,7 +106,7 @@ class HangWatch:
             verdict = find_culprits(looks, self._group)
             if verdict.kind == "nobody":
                 suspects = None
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
                 continue
             seen = (verdict.kind, verdict.ranks, tuple(looks[rank].heartbeat for rank in verdict.ranks))
             if seen == suspects:
@@ -132,7 +132,7 @@ class HangWatch:
         if agent is None:
             return True, None
         try:
-            return True, await within(ASK_SECONDS, agent.progress())
+            return True, await within(REQUEST_SECONDS, agent.progress())
         except AgentTimeout:
             return False, None
         except AgentError:

@@ -38,8 +38,8 @@ from manta.workers.system.threads import decided_threads, threads_of, with_threa
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
 _TRACE_SECONDS = 10.0
-FIRST_WAIT_SECONDS = 0.05
-LONGEST_WAIT_SECONDS = 2.0
+INITIAL_WAIT_SECONDS = 0.05
+MAX_WAIT_SECONDS = 2.0
 """Seconds before the first rank is asked again, if it could not pass a trace on: it is still starting, and its steps
 may be short, or its agent is silent. Each wait is twice as long as the one before."""
 
@@ -272,7 +272,7 @@ def _row(
 async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
     """Have the ranks of `running` record requested traces. Until cancelled."""
     passed: set[int] = set()
-    wait = FIRST_WAIT_SECONDS
+    wait = INITIAL_WAIT_SECONDS
     while True:
         job.trace_wanted.clear()
         waiting = [each for each in await job.record.wanted_traces() if each.number not in passed]
@@ -283,7 +283,7 @@ async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait if again else None):
                 await job.trace_wanted.wait()
-        wait = min(2 * wait, LONGEST_WAIT_SECONDS) if again else FIRST_WAIT_SECONDS
+        wait = min(2 * wait, MAX_WAIT_SECONDS) if again else INITIAL_WAIT_SECONDS
 
 
 async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:

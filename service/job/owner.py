@@ -24,8 +24,8 @@ from manta.service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from manta.service.job.record import JobRecord
 from manta.service.job.report_writer import FirstStep
 from manta.service.job.supervisor import Supervisor
-from manta.service.kept_logs.spool import Spool
 from manta.service.leases.decisions import LeaseLost, LeaseUncertain
+from manta.service.log_archive.spool import Spool
 from manta.service.states import PAUSABLE, SUPERVISED, JobState
 from manta.service.store import Store, restored
 from manta.service.store.restored import NewerGang
@@ -34,8 +34,8 @@ from manta.service.stored_specs import SpecNotUnderstood, left_out_sentence, sto
 from manta.workers.protocol.messages import AgentDescription, ProtocolMismatch
 
 log = logging.getLogger(__name__)
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 30.0
+INITIAL_BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 30.0
 # A supervisor that fails after living this long has not failed for the same reason as the last one.
 STEADY_SECONDS = 60.0
 
@@ -106,7 +106,7 @@ class JobOwner:
     async def run(self, placed_generation: int | None) -> None:
         """Own the job until its end. `placed_generation`: the number in the names of its placement groups if they were
         just acquired; None: take over what another control plane left. Raises LeaseLost if another one owns it."""
-        pauses = backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        pauses = backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         while True:
             began = time.monotonic()
             try:
@@ -119,7 +119,7 @@ class JobOwner:
             except Exception as error:
                 log.error("supervisor of %s: %s", self.id, error, exc_info=needs_traceback(error))
                 if time.monotonic() - began > STEADY_SECONDS:
-                    pauses = backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+                    pauses = backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
                 await self._say_that_it_failed(error)
             placed_generation = None
             await self._pause(next(pauses))

@@ -21,7 +21,7 @@ from manta.service.job.context import JobContext
 from manta.service.planner.hardware import Cluster, Machine
 from manta.service.planner.job_plan import NotPlanned, Place, cluster_of, planned
 from manta.service.planner.machines import (
-    BadCalibration,
+    InvalidCalibration,
     jobs_since,
     machine_of_type,
     measured_machines,
@@ -58,16 +58,16 @@ async def _plan(job: JobContext, places: list[Place]) -> dict[str, Any]:
     """`planned`, or `problem`: why there is no plan."""
     try:
         spec = with_threads(job.gang.spec, job.threads or threads_of(job.gang.spec))
-        seen = await job.record.read(lambda session: SeenJobs.read(session, job.cluster.paths.machines))
+        seen = await job.record.read(lambda session: JobMeasurements.read(session, job.cluster.paths.machines))
         return {"planned": await asyncio.to_thread(_planned, spec, job, places, seen), "problem": None}
-    except (NotPlanned, SpecError, BadCalibration) as error:
+    except (NotPlanned, SpecError, InvalidCalibration) as error:
         return {"planned": None, "problem": f"this job could not be planned: {error}"}
     except Exception as error:
         log.exception("%s could not be planned", job.id)
         return {"planned": None, "problem": f"this job could not be planned ({type(error).__name__}: {error})"}
 
 
-def _planned(spec: JobSpec, job: JobContext, places: list[Place], seen: SeenJobs) -> dict[str, Any]:
+def _planned(spec: JobSpec, job: JobContext, places: list[Place], seen: JobMeasurements) -> dict[str, Any]:
     folder = job.cluster.paths.machines
     cluster = cluster_of(places, this_node(folder), measured_machines(folder))
     return {**planned(spec, seen.cluster(cluster)), "machine": type_of(cluster.machine)}
@@ -86,14 +86,14 @@ async def _places(job: JobContext, where: Mapping[int, AgentDescription]) -> lis
 
 
 @dataclass(frozen=True)
-class SeenJobs:
+class JobMeasurements:
     """What jobs say about machines."""
 
     by_type: dict[str, list[Observation]]
     """Newest first, by `manta.service.planner.machines.type_of`."""
 
     @classmethod
-    def read(cls, session: Session, folder: Path) -> SeenJobs:
+    def read(cls, session: Session, folder: Path) -> JobMeasurements:
         """From the jobs in the database. `folder`: of the calibrations, which also records since when jobs count."""
         return cls(plans.observed(session, jobs_since(folder)))
 
@@ -105,7 +105,7 @@ class SeenJobs:
         """A machine of that type if jobs have refined it, otherwise None; `folder`: of the calibrations."""
         try:
             machine = machine_of_type(folder, name)
-        except BadCalibration:
+        except InvalidCalibration:
             return None
         refined = machine and self.machine(machine)
         return refined if refined and refined.refined else None

@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from manta.service.kept_logs.parts import Mark, end_of_reports, last_mark
+from manta.service.log_archive.parts import Mark, end_of_reports, last_mark
 from manta.workers.paths import rank_stem
 from manta.workers.protocol.reports import Printed, Report
 from manta.workers.system.regular_files import open_regular, open_to_append

@@ -25,7 +25,7 @@ from manta.service.cluster.sizes import (
     sizes_of,
     smallest,
 )
-from manta.service.job.changes import Change, Grow, Move, PlaceAgain, Shrink, WaitInQueue
+from manta.service.job.changes import Change, Grow, Move, Relocate, Shrink, WaitInQueue
 from manta.service.job.context import JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.generation import RunningGeneration
@@ -77,7 +77,7 @@ class ElasticityPlanner:
             return await self._leave(running, draining)
         others_wait = await self._others_wait()
         larger = None if others_wait else await self._larger_shape()
-        return await self._resize(running, others_wait) if larger is None else PlaceAgain(larger, "there is room again")
+        return await self._resize(running, others_wait) if larger is None else Relocate(larger, "there is room again")
 
     async def look_for_room(self) -> None:
         """From time to time, check whether the job could run on the nodes or with the number of replicas that it
@@ -188,7 +188,7 @@ class ElasticityPlanner:
         if spare <= 0:  # placing it again would leave its newest state on nodes that may be gone at any moment
             return WaitInQueue(NO_ROOM if elsewhere is None else TOO_SOON)
         if elsewhere is not None:
-            return PlaceAgain(elsewhere, "its nodes are being drained")
+            return Relocate(elsewhere, "its nodes are being drained")
         if not self._reported_waiting:
             more = f"for {spare:.0f} s; then it saves its state and waits in the queue"
             how_long = "until the end" if math.isinf(spare) else more

@@ -64,8 +64,8 @@ from manta.workers.protocol.messages import AgentDescription
 log = logging.getLogger(__name__)
 
 # Seconds that the present step may take before a change of size or place aborts it.
-PATIENCE_SECONDS = 20.0
-_HELD_UNTIL = {
+STEP_GRACE_SECONDS = 20.0
+_HOLD_CONDITIONS = {
     NOT_SAVED: "this is possible",
     UNREADABLE_DATA: "its data can be read",
     NODE_EXHAUSTED: "a node has what its ranks need",
@@ -320,8 +320,8 @@ class Supervisor:
             older = len((await known_checkpoints(self._job)).checkpoints) > 1
             about = (lives[-1].resume_step, culprit.message, older, self._job.has_snapshots)
             await self._record.note_held(hold_sentence(job.id, *about))
-        elif culprit.kind in _HELD_UNTIL and decision.wait_seconds:
-            until = f"held until {_HELD_UNTIL[culprit.kind]}: {culprit.message}. `manta cancel {job.id}` ends it"
+        elif culprit.kind in _HOLD_CONDITIONS and decision.wait_seconds:
+            until = f"held until {_HOLD_CONDITIONS[culprit.kind]}: {culprit.message}. `manta cancel {job.id}` ends it"
             await self._record.note_held(until)
         if decision.wait_seconds:
             await self._hold_back(decision.wait_seconds, culprit)
@@ -376,7 +376,7 @@ class Supervisor:
         assert running is not None
         await self._record.note_state(JobState.RESIZING)
         noticed = time.time()
-        await running.rest(time_to_rest(self._gang.spec), PATIENCE_SECONDS)
+        await running.rest(time_to_rest(self._gang.spec), STEP_GRACE_SECONDS)
         # A trainer that took too long to rest was killed, and its rank resumes from its snapshot.
         failed = any(death.kind != "stopped" for death in running.deaths)
         if failed or running.all_ended or self._job.cancelled.is_set():

@@ -39,7 +39,7 @@ class LeaseUncertain(MantaError):
         super().__init__(f"it is not certain that this control plane still owns {name}: the database does not answer")
 
 
-class OtherRay(MantaError):
+class RayMismatch(MantaError):
     """Control planes of one database must use one Ray."""
 
     def __init__(self, place: str, theirs: str, ours: str):

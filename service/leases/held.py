@@ -69,7 +69,7 @@ class Leases:
         self.changed = asyncio.Event()
         """Set when another control plane may have written something that should be looked at."""
         self._held: dict[str, HeldLease] = {}
-        self._keeper: Keeper | None = None
+        self._renewer: LeaseRenewer | None = None
         self._asked_at = 0.0
         self._removed = self._looked_after_removal = 0
         self._place = self._ray = ""
@@ -79,7 +79,7 @@ class Leases:
         self._claiming: set[str] = set()
 
     def join(self, place: str, ray: str) -> None:
-        """Count as living from now on, in `place` and on `ray`; then `begin`. Raises OtherRay."""
+        """Count as living from now on, in `place` and on `ray`; then `begin`. Raises RayMismatch."""
         self._place, self._ray, self._asked_at = place, ray, self._clock()
         self._store.write(lambda session: leases.join(session, self.me, place, ray, self.alone))
 
@@ -88,18 +88,18 @@ class Leases:
         database, loop = self._store.database, asyncio.get_running_loop()
         if isinstance(database, SqliteDatabase):
             return
-        self._keeper = Keeper(
+        self._renewer = LeaseRenewer(
             database,
             self.me,
             lambda asked_at, in_time: _tell(loop, self._note_renewal, asked_at, in_time),
             lambda: _tell(loop, self.changed.set),
         )
-        self._keeper.start()
+        self._renewer.start()
 
     async def leave(self) -> None:
         """Give everything back, so that others can take it at once."""
-        if self._keeper is not None:
-            self._keeper.stop()
+        if self._renewer is not None:
+            self._renewer.stop()
         self._held.clear()
         await self._store.write_async(lambda session: leases.leave(session, self.me))
 
@@ -311,7 +311,7 @@ def new_id() -> str:
     return secrets.token_hex(8)
 
 
-class Keeper:
+class LeaseRenewer:
     """Renews the lease of this control plane until `stop`, on a thread and connection that nothing else delays. If the
     database is unreachable it keeps trying: only the database can say that it is too late."""
 

@@ -2,7 +2,7 @@
 
 The log of a rank has one JSON object a line: `{"time": Unix seconds, "rank", "generation", "stream": "stdout" |
 "stderr", "text"}`. Agents, or the control plane, append it to `<home>/jobs/<job_id>/logs/rank-00000.jsonl`; if it is
-also stored elsewhere (`service/kept_logs/`) each line has the same position there.
+also stored elsewhere (`service/log_archive/`) each line has the same position there.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from manta.service.logs.filters import LineTest
 from manta.service.logs.pages import Chunk, LogLine, LogSource, Position, merge, understood
 
 CHUNK_BYTES = 64 * 1024
-"""Bytes read first of a rank; then twice as many, and so on up to LARGEST_CHUNK_BYTES."""
-LARGEST_CHUNK_BYTES = 4 * 1024 * 1024
+"""Bytes read first of a rank; then twice as many, and so on up to MAX_CHUNK_BYTES."""
+MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_BYTES = 64 * 1024 * 1024
 """Bytes read over all ranks."""
 MAX_SECONDS = 3.0
@@ -113,7 +113,7 @@ def _read_back(source: LogSource, each: _End, test: LineTest | None) -> int:
     """Read the part before what was read; returns its number of bytes."""
     wanted = max(0, each.begin - each.size)
     start, content = _bytes(source, each.rank, wanted, each.begin)
-    each.size = min(2 * each.size, LARGEST_CHUNK_BYTES)
+    each.size = min(2 * each.size, MAX_CHUNK_BYTES)
     is_all = wanted == 0 or start > wanted  # what comes before is lost
     first = 0 if is_all else content.find(b"\n") + 1
     if first == 0 and not is_all:

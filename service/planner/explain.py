@@ -11,7 +11,7 @@ from manta.service.cluster.sizes import sizes_of
 from manta.service.planner.beside_steps import BesideSteps, beside_steps
 from manta.service.planner.budget import Share, sentences, step_shares
 from manta.service.planner.hardware import Cluster
-from manta.service.planner.long_run import Advice, NeverDone, Run, advise
+from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import RankMemory, by_stage, fits
 from manta.service.planner.pipeline import PASS_NAMES, Bar
 from manta.service.planner.search import Plan, no_place
@@ -46,7 +46,7 @@ class Explanation:
     """The passes of one step on each pipeline rank; None if there are too many."""
     beside: BesideSteps
     """What the training does in addition to its steps."""
-    run: Advice | NeverDone | None
+    run: Advice | NeverFinishes | None
     """The whole training with failures; None if it takes less than a day or uses no accelerators."""
 
 
@@ -68,7 +68,7 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
     )
 
 
-def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | NeverDone | None:
+def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | NeverFinishes | None:
     spec, step = plan.spec, plan.time.seconds
     if cluster.machine.core is not None or spec.train.steps * step < LONG_SECONDS:
         return None
@@ -85,7 +85,7 @@ def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | Ne
     )
     try:
         return advise(run)
-    except NeverDone as error:
+    except NeverFinishes as error:
         return error
 
 
@@ -108,7 +108,7 @@ def _run_to_json(advice: Advice) -> dict[str, Any]:
 def to_json(explanation: Explanation) -> dict[str, Any]:
     """As JSON, in the form of `manta.api.schemas.PlanExplanation`."""
     run, said = explanation.run, [*sentences(explanation.shares), *explanation.beside.sentences()]
-    if isinstance(run, NeverDone):
+    if isinstance(run, NeverFinishes):
         run, said = None, [*said, f"Of the whole training: {run}."]
     return {
         "sentences": said,

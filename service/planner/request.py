@@ -38,7 +38,7 @@ SECTIONS = ("model", "train", "data", "parallel", "cluster")
 Machines = Mapping[str, Machine]
 """Machines whose GPUs were measured, by their name in MACHINES."""
 NONE_MEASURED: Machines = MappingProxyType({})
-WISHES = ("explain", "sizes")
+OPTIONAL_PARTS = ("explain", "sizes")
 """Optional parts of an answer, in addition to plans."""
 MAX_LAYERS, MAX_NODES, MAX_MICRO_BATCHES = 1000, 100_000, 100_000
 _KEYS = {"accelerator", "nodes", "gpus_per_node"}
@@ -79,14 +79,14 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode, known: M
     Raises SpecError with everything that is wrong with it."""
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
-    wishes = {name: document.get(name, False) for name in WISHES}
+    wishes = {name: document.get(name, False) for name in OPTIONAL_PARTS}
     if problems := [
         Problem(name, f"must be true or false, not {kind_of(value)}", "true")
         for name, value in wishes.items()
         if not isinstance(value, bool)
     ]:
         raise SpecError(problems)
-    job = _job_in({key: value for key, value in document.items() if key not in WISHES})
+    job = _job_in({key: value for key, value in document.items() if key not in OPTIONAL_PARTS})
     cluster = read_cluster(document.get("cluster"), for_job(job, current), node, known)
     problems = [*_misplaced(job, cluster), *too_large(job)]
     if problems:

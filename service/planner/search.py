@@ -29,7 +29,7 @@ MAX_REJECTED = 20
 MIN_REFINED = 5
 """Fewest layouts whose layers are then moved between stages. With a fixed minimum, the best layout does not depend on
 how many are asked for; a few more are kept, since one of them may become faster than these by moving layers."""
-MORE, MORE_BY_LAYERS = 2, 100
+MIN_EXTRA_CANDIDATES, EXTRA_CANDIDATES_BY_LAYERS = 2, 100
 """How many more are kept: at least 2, and 100 over the model's layers, since with fewer layers one is a larger part of
 a stage."""
 
@@ -197,7 +197,7 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
     less than `most` seconds. `bounds`: may come from a search on more or fewer of the same nodes, to reuse its
     results."""
     job, usable = bounds.job, usable_bytes(bounds.cluster)
-    best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
+    best = Best(limit, most, max(MIN_EXTRA_CANDIDATES, EXTRA_CANDIDATES_BY_LAYERS // job.model.layers))
     no_room = []
     waiting = [_waiting(bounds.work_seconds(each), each, False) for each in left]
     heapq.heapify(waiting)

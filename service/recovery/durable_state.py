@@ -15,8 +15,8 @@ from manta.workers.checkpoint.catalog import Condition, Listing, generation_of
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import Resume
 
-FIRST_HOLD_SECONDS = 1.0
-LONGEST_HOLD_SECONDS = 30.0
+INITIAL_HOLD_SECONDS = 1.0
+MAX_HOLD_SECONDS = 30.0
 
 
 class CheckpointsUnreadable(MantaError):
@@ -93,7 +93,7 @@ def hold_sentence(job_id: str, step: int, problem: str, older: bool, has_snapsho
 
 def hold_seconds(holds: int) -> float:
     """How long to wait before looking again after `holds` unsuccessful looks."""
-    return backoff_after(holds, FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS)
+    return backoff_after(holds, INITIAL_HOLD_SECONDS, MAX_HOLD_SECONDS)
 
 
 def beginning_of(resume: Resume, generations: Sequence[GenerationOrigin]) -> int:

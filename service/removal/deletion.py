@@ -131,8 +131,8 @@ def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
 def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     """Remove the folders of a job: checkpoints, logs and everything else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
-    checkpoints, kept_logs = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
-    elsewhere = _remove_elsewhere(paths, job_id, folder, checkpoints, kept_logs)
+    checkpoints, log_archive = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
+    elsewhere = _remove_elsewhere(paths, job_id, folder, checkpoints, log_archive)
     if not os.path.lexists(folder):
         return elsewhere
     try:

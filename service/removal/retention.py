@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.file_work import LOOK_SECONDS as FILE_SECONDS
-from manta.service.file_work import FileWork, NotFinished
+from manta.service.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.removal.deletion import FilesNotRemoved, StillRemoving, delete_rest_in_time
 from manta.service.store import JobNotFound, Store, deletion
 from manta.workers.paths import Paths
@@ -27,18 +26,18 @@ from manta.workers.storage.files import files_of
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 600.0
+POLL_SECONDS = 600.0
 CONFIRMED_SECONDS = 3600.0
 """How long a job must have been found expired, by a clock that cannot be set."""
-JOBS_AT_ONCE = 200
+JOBS_PER_CHECK = 200
 """How many jobs one look deletes, those that ended first; a job that cannot be deleted is tried again an hour later."""
-SILENT_AT_ONCE = 2
+MAX_UNRESPONSIVE = 2
 """After so many jobs whose files do not answer, the others wait for the next look: each may keep a thread."""
 DAY_SECONDS = 86400.0
 
 
 @dataclass
-class SeenExpired:
+class ConfirmedExpiry:
     """Which jobs every look has found expired, and since when."""
 
     seconds: float
@@ -65,7 +64,7 @@ class Retention:
     def __init__(self, paths: Paths, kept_days: float, work: FileWork, monotonic: Callable[[], float] = time.monotonic):
         """`kept_days`: how long a job is kept after its end; `work`: what its files are looked at and removed by."""
         self._paths, self._kept_days, self._work, self._monotonic = paths, kept_days, work, monotonic
-        self._seen = SeenExpired(CONFIRMED_SECONDS)
+        self._seen = ConfirmedExpiry(CONFIRMED_SECONDS)
 
     async def run(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
         """Run until cancelled. `let_go` returns when nothing of a job is left on the cluster."""
@@ -74,14 +73,14 @@ class Retention:
                 await self.look(store, let_go)
             except Exception:  # the jobs are still there: look again
                 log.exception("could not look for jobs that have been kept for long enough")
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def look(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
         """Delete the jobs that are certain to be expired."""
         before = time.time() - self._kept_days * DAY_SECONDS
         expired = await store.read_async(partial(deletion.expired, before=before))
         now, silent = self._monotonic(), 0
-        confirmed = self._seen.confirmed(expired, now, JOBS_AT_ONCE)
+        confirmed = self._seen.confirmed(expired, now, JOBS_PER_CHECK)
         for tried, job_id in enumerate(confirmed, 1):
             try:
                 if expired[job_id] and await self._has_newer_files(job_id, before):
@@ -93,7 +92,7 @@ class Retention:
             except (NotFinished, StillRemoving) as error:
                 log.warning("%s has been kept for long enough, but its files are not removed: %s", job_id, error)
                 silent += 1
-                if silent == SILENT_AT_ONCE:
+                if silent == MAX_UNRESPONSIVE:
                     self._seen.put_back(confirmed[tried:], now)
                     return
 

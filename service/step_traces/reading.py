@@ -33,7 +33,7 @@ from manta.workers.step_traces.document import analysis_document, rank_documents
 from manta.workers.step_traces.perfetto import perfetto
 from manta.workers.timing.recording import Slice, SliceKind
 
-MAX_KEPT = 128
+MAX_CACHED = 128
 """Number of traces whose analysis is cached."""
 MEASURED_STEPS = 10
 """A budget by phases is the mean of this many of the newest steps."""
@@ -153,7 +153,7 @@ class TraceReader:
         if read.row.finished_at is not None:
             with self._lock:
                 self._analyses[read.row.job_id, read.row.number, read.row.finished_at] = made
-                while len(self._analyses) > MAX_KEPT:
+                while len(self._analyses) > MAX_CACHED:
                     self._analyses.popitem(last=False)
         return made
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
+INITIAL_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 5.0
 _REFUSALS = (DataError, IntegrityError, NotSupportedError, ProgrammingError)
 FIRST_RELEASED = "0006"
 """Revision of the first release. Earlier databases belong to no release."""
@@ -55,7 +55,7 @@ def may_pass(error: BaseException) -> bool:
 async def until_done(operation: Callable[[], Awaitable[T]]) -> T:
     """The result of `operation`, which reads or writes the database; retried until the database accepts it. Raises
     permanent errors."""
-    for pause in backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
+    for pause in backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS):
         try:
             return await operation()
         except Exception as error:
@@ -107,7 +107,7 @@ class Store:
         """Open the database at `url`: `sqlite:////home/me/.manta/manta.db`, or `postgresql://me:secret@host/manta`.
         `name`: of the connections to a server, by which others identify them.
 
-        The folder of an SQLite file is created. Call `migrate` before anything else. Raises BadDatabaseUrl, and
+        The folder of an SQLite file is created. Call `migrate` before anything else. Raises InvalidDatabaseUrl, and
         StoreUnusable if the folder cannot be created.
         """
         self._database = open_database(url, name)
@@ -338,7 +338,7 @@ def _revisions() -> list[str]:
 
 
 def open_database(url: str, name: str = "manta") -> SqliteDatabase | PostgresDatabase:
-    """The database at `url`; `name`: of the connections to a server. Raises BadDatabaseUrl, StoreUnusable."""
+    """The database at `url`; `name`: of the connections to a server. Raises InvalidDatabaseUrl, StoreUnusable."""
     location = parse_url(url)
     if file_of(location) is not None:
         return SqliteDatabase(location)

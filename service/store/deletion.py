@@ -33,7 +33,7 @@ from manta.service.store.tables import (
     StateChange,
 )
 
-METRICS_AT_ONCE = 10_000
+METRICS_BATCH_ROWS = 10_000
 """Rows of metrics deleted per transaction, so that reports of other jobs do not wait long."""
 _OF_A_JOB: tuple[type[Base], ...] = (
     *(Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange, StepTracePart, StepTrace),
@@ -88,15 +88,15 @@ def note_obstacle(session: Session, job_id: str, why: str) -> None:
 
 
 def delete_some_metrics(session: Session, job_id: str) -> int:
-    """Delete the first METRICS_AT_ONCE rows of a job's metrics; returns how many there were."""
-    first = select(Metric.step).where(Metric.job_id == job_id).order_by(Metric.step).limit(METRICS_AT_ONCE)
+    """Delete the first METRICS_BATCH_ROWS rows of a job's metrics; returns how many there were."""
+    first = select(Metric.step).where(Metric.job_id == job_id).order_by(Metric.step).limit(METRICS_BATCH_ROWS)
     return _deleted(session, delete(Metric).where(Metric.job_id == job_id, Metric.step.in_(first)))
 
 
 def delete_some_bins(session: Session, job_id: str) -> int:
-    """Delete at most METRICS_AT_ONCE bins of a job's metrics; returns how many there were."""
+    """Delete at most METRICS_BATCH_ROWS bins of a job's metrics; returns how many there were."""
     key = tuple_(MetricBin.level, MetricBin.bin)
-    first = select(MetricBin.level, MetricBin.bin).where(MetricBin.job_id == job_id).limit(METRICS_AT_ONCE)
+    first = select(MetricBin.level, MetricBin.bin).where(MetricBin.job_id == job_id).limit(METRICS_BATCH_ROWS)
     return _deleted(session, delete(MetricBin).where(MetricBin.job_id == job_id, key.in_(first)))
 
 

@@ -40,7 +40,7 @@ _AHEAD = select(
     _QUEUED.where(_COLUMNS.priority > bindparam("priority")).scalar_subquery()
     + _QUEUED.where(_COLUMNS.priority == bindparam("priority"), _COLUMNS.id < bindparam("id")).scalar_subquery()
 )
-_JOBS_AT_ONCE = 1000
+_BATCH_JOBS = 1000
 _ACCELERATORS = select(_COLUMNS.id, type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()).where(
     _COLUMNS.id.in_(bindparam("ids", expanding=True))
 )
@@ -154,8 +154,8 @@ def queued(session: Session, before: Iterable[QueuedJob] = ()) -> list[QueuedJob
     known = {(each.id, each.updated_at): each for each in before}
     new = [job_id for job_id, updated_at in rows if (job_id, updated_at) not in known]
     said: dict[str, Accelerator] = {}
-    for first in range(0, len(new), _JOBS_AT_ONCE):
-        some = session.execute(_ACCELERATORS, {"ids": new[first : first + _JOBS_AT_ONCE]})
+    for first in range(0, len(new), _BATCH_JOBS):
+        some = session.execute(_ACCELERATORS, {"ids": new[first : first + _BATCH_JOBS]})
         said |= {row[0]: row[1] for row in some}
     return [known.get((job, at)) or QueuedJob(job, said.get(job) or "auto", at) for job, at in rows]
 

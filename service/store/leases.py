@@ -9,7 +9,7 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, bindparam, delete, select, text, update
 from sqlalchemy.orm import Session
 
-from manta.service.leases.decisions import LEASE_SECONDS, JobInBrief, LeaseLost, OtherRay, is_over, may_be_given
+from manta.service.leases.decisions import LEASE_SECONDS, JobInBrief, LeaseLost, RayMismatch, is_over, may_be_given
 from manta.service.states import UNFINISHED, JobState
 from manta.service.store.installation_tables import ControlPlaneRow, Lease
 from manta.service.store.locks import MEMBERS_LOCK
@@ -28,13 +28,13 @@ def now(session: Session) -> float:
 
 def join(session: Session, me: str, place: str, ray: str, alone: bool) -> None:
     """From now on `me` counts as alive, and earlier ones at its `place` as dead, or with `alone` all others. Raises
-    OtherRay if a living one does not use this `ray`."""
+    RayMismatch if a living one does not use this `ray`."""
     others = select(ControlPlaneRow.id).where(ControlPlaneRow.id != me)
     _remove(session, list(session.scalars(others if alone else others.where(ControlPlaneRow.place == place))))
     remove_dead(session)
     other = session.scalars(select(ControlPlaneRow).where(ControlPlaneRow.ray != ray, ControlPlaneRow.id != me)).first()
     if other is not None:
-        raise OtherRay(other.place, other.ray, ray)
+        raise RayMismatch(other.place, other.ray, ray)
     session.merge(ControlPlaneRow(id=me, place=place, ray=ray, lease_until=now(session) + LEASE_SECONDS))
 
 

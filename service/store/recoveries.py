@@ -16,7 +16,7 @@ _TIMES = ("failed_at", "noticed_at", "rested_at", "launched_at", "connected_at",
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RecoveryStart:
     """What is known about a recovery when the generation that it leads to begins."""
 
     kind: str
@@ -41,7 +41,7 @@ class Beginning:
     """Seconds that it was held back."""
 
 
-def begin(session: Session, job_id: str, generation: int, known: Beginning) -> None:
+def begin(session: Session, job_id: str, generation: int, known: RecoveryStart) -> None:
     """Record that `generation` starts to recover from a failure; within the transaction that starts it."""
     row = Recovery(
         job_id=job_id,

@@ -18,7 +18,7 @@ from manta.service.words import no_such_rank
 from manta.workers.config import ParallelConfig
 from manta.workers.timing.recording import PackedRecording
 
-KEPT = 10
+MAX_TRACES = 10
 """Most traces kept per job: the next one replaces the oldest."""
 MAX_WAITING = 5
 """Most unfinished traces of a job."""
@@ -35,7 +35,7 @@ def request(
     known = step_traces.of_job(session, job_id)
     _refuse_impossible(job, steps, first_step, profiler_ranks, [row for row in known if row.state in UNFINISHED])
     over = [row for row in known if row.state not in UNFINISHED]
-    for row in over[: max(0, len(known) + 1 - KEPT)]:
+    for row in over[: max(0, len(known) + 1 - MAX_TRACES)]:
         step_traces.delete_one(session, job_id, row.number)
     number = max((row.number for row in known), default=0) + 1
     made = StepTrace(

@@ -22,7 +22,7 @@ MAX_WAITING = 8192
 """Number of spans that may wait; further ones are dropped."""
 BATCH = 512
 DELAY_SECONDS = 1.0
-QUIET_SECONDS = 300.0
+LOG_INTERVAL_SECONDS = 300.0
 """Seconds within which identical messages are logged only once."""
 _LIBRARY = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
@@ -33,7 +33,7 @@ class SpanSender:
     def __init__(self, endpoint: str, lost: Callable[[int], None]):
         """`endpoint`: the collector's base address, or the full address for traces; `lost`: called with the number of
         starts and recoveries that were not delivered, on any thread."""
-        self._lost, self._quiet = lost, _NowAndThen()
+        self._lost, self._quiet = lost, _ThrottleFilter()
         logging.getLogger(_LIBRARY).addFilter(self._quiet)
         self._exporter = _Counting(OTLPSpanExporter(traces_endpoint(endpoint)), lost)
         self._ids, self._handed_in = _GivenIds(), 0
@@ -114,7 +114,7 @@ class _Counting(SpanExporter):
             self._exporter.shutdown()
 
 
-class _NowAndThen(logging.Filter):
+class _ThrottleFilter(logging.Filter):
     """Lets identical messages of the library through only occasionally: a collector may be unreachable for days."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class _NowAndThen(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
-        if now - self._said_at.get(record.msg, -QUIET_SECONDS) < QUIET_SECONDS:
+        if now - self._said_at.get(record.msg, -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
             return False
         self._said_at[record.msg] = now
         return True

@@ -31,7 +31,7 @@ MAX_TO_READ = 1024
 """Number of starts and recoveries that may wait to be read from the database; further ones are dropped."""
 FLUSH_SECONDS = 2.0
 """The longest that the end of the service waits for the collector."""
-QUIET_SECONDS = 300.0
+LOG_INTERVAL_SECONDS = 300.0
 """Losses are logged at most once in this time."""
 
 
@@ -61,7 +61,7 @@ class Traces:
         self._to_read: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
         self._sender: SpanSender | None = None
         self._lock = threading.Lock()
-        self._said_at = -QUIET_SECONDS
+        self._said_at = -LOG_INTERVAL_SECONDS
         self.lost = 0
         """Number of starts and recoveries that did not reach the collector."""
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -104,7 +104,7 @@ class Traces:
         with self._lock:
             self.lost += count
             now = time.monotonic()
-            if not count or now - self._said_at < QUIET_SECONDS:
+            if not count or now - self._said_at < LOG_INTERVAL_SECONDS:
                 return
             self._said_at = now
             log.warning("traces: %d starts and recoveries so far did not get to %s", self.lost, self._endpoint)

@@ -21,7 +21,7 @@ from manta.api.serving.connections import MAX_CONNECTIONS, HttpServer, limited_t
 from manta.service.cluster.errors import NodeNotFound
 from manta.service.control.faults import FaultsNotAllowed, refuse_impossible
 from manta.service.control.options import ModelPackages
-from manta.service.control.running_ranks import RankNotFound, RankStack, SeenWaits
+from manta.service.control.running_ranks import ObservedWaits, RankNotFound, RankStack
 from manta.service.exports import Exports
 from manta.service.file_work import FileWork
 from manta.service.logs.pages import LogsInHome
@@ -112,14 +112,14 @@ class FakeControl:
             self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("let_go", job_id)), FileWork()
         )
 
-    def waits(self, job_id: str) -> SeenWaits:
+    def waits(self, job_id: str) -> ObservedWaits:
         with self.store.read() as session:
             jobs.get(session, job_id)
         ranks = (
             WaitingRank(0, "forward", "forward of micro-batch 3", 2.5, (), 7),
             WaitingRank(1, "backward", "backward, waiting for rank 0 to send a message", 2.0, (0,), 7),
         )
-        return SeenWaits(100.0, Waits(ranks, (0,), "the job stands still because of rank 0: it waits for nobody"))
+        return ObservedWaits(100.0, Waits(ranks, (0,), "the job stands still because of rank 0: it waits for nobody"))
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         if rank > 1:

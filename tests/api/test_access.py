@@ -528,7 +528,7 @@ def test_project_of_a_job_is_asked_once_and_who_may_see_all_needs_no_answer(stor
     assert is_seen("a", None) and asked == []
     assert is_seen("a", "ours") and is_seen("a", "ours") and not is_seen("a", "theirs")
     assert asked == ["a"], "also where it is refused"
-    monkeypatch.setattr(access, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(access, "_MAX_CACHED", 2)
     assert is_seen("b", "theirs") and is_seen("c", "ours") and is_seen("c", "ours") and is_seen("b", "theirs")
     assert asked == ["a", "b", "c"], "the two newest are known"
     assert is_seen("a", "ours")

@@ -16,7 +16,7 @@ def test_first_look_at_the_series_of_another_release_has_its_bins_made(service, 
         return more
 
     monkeypatch.setattr(route, "_catch_up_some", noted)
-    monkeypatch.setattr(metric_bins, "STEPS_AT_ONCE", 64)
+    monkeypatch.setattr(metric_bins, "BATCH_STEPS", 64)
     with monkeypatch.context() as patch:
         patch.setattr(metric_bins, "update", lambda *arguments: None)
         service.report(job, [{"step": step, "loss": float(step == 99)} for step in range(1, 200)])

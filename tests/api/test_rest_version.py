@@ -7,11 +7,11 @@ import pytest
 
 from manta.api import rest_version
 from manta.api.client import ApiError, AsyncClient, Client, calls
-from manta.api.rest_version import HEADER, REST, SPOKEN, other_client, other_service
+from manta.api.rest_version import HEADER, REST, SUPPORTED_VERSIONS, other_client, other_service
 
 
 def test_own_version_and_silence_are_understood():
-    assert REST in SPOKEN
+    assert REST in SUPPORTED_VERSIONS
     for version in (None, str(REST)):
         assert other_client(version) is None and other_service(version) is None
 
@@ -24,7 +24,7 @@ def test_any_other_version_is_a_sentence_with_both(version):
 
 
 def test_several_versions_can_be_spoken(monkeypatch):
-    monkeypatch.setattr(rest_version, "SPOKEN", (1, 2))
+    monkeypatch.setattr(rest_version, "SUPPORTED_VERSIONS", (1, 2))
     assert other_client("2") is None
     assert "this service 1 and 2: " in other_client("3")
 

@@ -19,7 +19,7 @@ from manta.workers.paths import Paths
 from tests.e2e.machines import Machine
 from tests.e2e.manta import LONG_HOLD_SECONDS, SECONDS, Manta
 from tests.e2e.network import Network
-from tests.e2e.other_ray import OtherRay
+from tests.e2e.other_ray import RayMismatch
 from tests.e2e.redis_server import RedisServer
 
 SLOTS = 2
@@ -49,7 +49,7 @@ class ApartCluster:
         corpus: Path,
         nodes: int,
         without: Sequence[Path] = (),
-        ray: OtherRay | None = None,
+        ray: RayMismatch | None = None,
     ):
         """`without`: what of the installation the nodes do not have; `ray`: the one of all machines, None: ours."""
         self.ray = ray

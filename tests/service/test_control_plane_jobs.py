@@ -291,7 +291,7 @@ def test_what_is_kept_in_mind_of_the_log_of_a_deleted_job_is_forgotten(start, su
     plane, job, forgotten = start(), submit(), []
     store.write(lambda s: jobs.request_cancel(s, job.id))
     with monkeypatch.context() as patched:
-        patched.setattr(plane, "_keeper", SimpleNamespace(forget=forgotten.append))
+        patched.setattr(plane, "_archiver", SimpleNamespace(forget=forgotten.append))
         plane.delete(job.id)
     assert forgotten == [job.id]
 

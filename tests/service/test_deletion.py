@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from manta.service import file_work
-from manta.service.file_work import FileWork, TakesLong
+from manta.service.file_work import FileWork, StillRunning
 from manta.service.removal import deletion
 from manta.service.removal.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
 from manta.service.states import JobState
@@ -176,7 +176,7 @@ def test_link_that_leads_nowhere_does_not_keep_a_job(store, paths, job):
 
 
 def test_rows_that_go_in_several_transactions_are_all_counted_and_all_gone(store, paths, job, monkeypatch):
-    monkeypatch.setattr(deletion.deletion, "METRICS_AT_ONCE", 2)
+    monkeypatch.setattr(deletion.deletion, "METRICS_BATCH_ROWS", 2)
 
     def fill(session):
         session.add_all(Metric(job_id=job, step=step, generation=1, time=1.0, extra={}) for step in range(1, 6))
@@ -237,9 +237,9 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
 
 def test_deletion_that_has_not_begun_says_so(store, paths, job, monkeypatch):
     answers, work = threading.Event(), FileWork()
-    monkeypatch.setattr(file_work, "AT_ONCE", 1)
+    monkeypatch.setattr(file_work, "MAX_THREADS", 1)
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
-    with pytest.raises(TakesLong):
+    with pytest.raises(StillRunning):
         work.run("another", 0.01, lambda: answers.wait(20))
     with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing of it has begun: see "):
         delete_job(store, paths, job, lambda: None, work)

@@ -268,7 +268,7 @@ def test_job_of_which_something_cannot_be_released_keeps_no_other_one_waiting(
     start, cluster, submit, store, monkeypatch
 ):
     monkeypatch.setattr(housekeeping, "RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(housekeeping, "LONGEST_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(housekeeping, "MAX_RETRY_SECONDS", 0.001)
     stuck, over, release, released = submit(), submit(), cluster.release, asyncio.Event()
     for job in (stuck, over):
         hold(cluster, job)

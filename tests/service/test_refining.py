@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import update
 
 from manta.service.job.context import JobContext
-from manta.service.job.planning import SeenJobs, plan_generation
+from manta.service.job.planning import JobMeasurements, plan_generation
 from manta.service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
 from manta.service.planner.job_plan import planned
 from manta.service.planner.machines import Calibrated, forget_jobs_before_now, save
@@ -53,7 +53,7 @@ class Jobs:
 
     def seen(self):
         with self.store.read() as session:
-            return SeenJobs.read(session, self.folder)
+            return JobMeasurements.read(session, self.folder)
 
     @property
     def folder(self):
@@ -126,7 +126,7 @@ def test_a_job_that_was_disturbed_says_nothing(trained):
 
 
 def test_the_newest_job_is_the_one_that_began_last():
-    assert SeenJobs({"a": [SimpleNamespace(at=3.0), SimpleNamespace(at=5.0)], "b": []}).newest("a") == 5.0
+    assert JobMeasurements({"a": [SimpleNamespace(at=3.0), SimpleNamespace(at=5.0)], "b": []}).newest("a") == 5.0
 
 
 def test_jobs_that_wait_again_for_places_run_beside_nobody(trained):

@@ -9,13 +9,13 @@ from unittest.mock import Mock
 import pytest
 
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.file_work import FileWork, TakesLong
+from manta.service.file_work import FileWork, StillRunning
 from manta.service.removal import retention
 from manta.service.removal.retention import (
     CONFIRMED_SECONDS,
     DAY_SECONDS,
+    ConfirmedExpiry,
     Retention,
-    SeenExpired,
     has_newer_files,
     written_since,
 )
@@ -108,7 +108,7 @@ def test_job_past_its_time_goes_with_all_it_has_once_every_look_of_an_hour_has_s
 
 
 def test_jobs_that_cannot_be_deleted_are_in_nobodys_way(store, paths, look, ended, monkeypatch):
-    monkeypatch.setattr(retention, "JOBS_AT_ONCE", 2)
+    monkeypatch.setattr(retention, "JOBS_PER_CHECK", 2)
     kept, others = [ended(at=OLD - 1) for _ in range(2)], [ended() for _ in range(3)]
     for job in kept:
         os.utime(paths.checkpoint_folder(job))
@@ -190,7 +190,7 @@ def test_job_of_which_the_cluster_holds_on_to_something_is_tried_again_in_an_hou
 
 
 def test_jobs_that_ended_first_go_first_and_one_look_takes_on_no_more_than_it_can(store, look, ended, monkeypatch):
-    monkeypatch.setattr(retention, "JOBS_AT_ONCE", 2)
+    monkeypatch.setattr(retention, "JOBS_PER_CHECK", 2)
     last, first, second = ended(at=OLD), ended(at=OLD - 20), ended(at=OLD - 10)
     look()
     assert look(CONFIRMED_SECONDS) == [first, second]
@@ -206,7 +206,7 @@ def test_only_jobs_that_are_over_are_past_their_time(store, submit, ended):
 
 
 def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
-    monkeypatch.setattr(retention, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(retention, "POLL_SECONDS", 0.001)
     looks = []
 
     async def look(_store, _let_go):
@@ -223,7 +223,7 @@ def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
 
 
 def test_what_was_not_seen_in_one_look_begins_anew():
-    seen = SeenExpired(CONFIRMED_SECONDS)
+    seen = ConfirmedExpiry(CONFIRMED_SECONDS)
     assert seen.confirmed(["a", "b"], 0.0) == []
     assert seen.confirmed(["b"], 10.0) == []
     assert seen.confirmed(["a", "b"], CONFIRMED_SECONDS) == ["b"]
@@ -306,7 +306,7 @@ def test_jobs_whose_files_do_not_answer_are_in_nobodys_way(store, look, ended, m
     def run(work, about, seconds, do):
         tried.append(about[1])
         if about[1] in silent:
-            raise TakesLong(seconds)
+            raise StillRunning(seconds)
         return do()
 
     monkeypatch.setattr(FileWork, "run", run)

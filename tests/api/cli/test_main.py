@@ -20,7 +20,7 @@ from manta.api.client import Client
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import checkpoints, events, generations, ranks, recoveries
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 from tests.api.support.silent_service import SilentService
 
 checkpoint_commands.register(app)
@@ -42,7 +42,7 @@ def job(service):
         generation = generations.begin(session, job_id, "submitted", False)
         ranks.replace(session, job_id, [{**place, "generation": generation, "state": "running"}])
         checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
-        failed = Beginning(
+        failed = RecoveryStart(
             "killed", 3, "rank 3 [odd] was killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40
         )
         recoveries.begin(session, job_id, generation, failed)
@@ -427,7 +427,7 @@ def test_all_checkpoints_and_recoveries_are_listed(manta, service, job, monkeypa
         for step in range(10, 15):
             checkpoints.begin(session, job, 9, step, f"/somewhere/{step}")
         for generation in range(2, 7):
-            died = Beginning("killed", 3, "killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40)
+            died = RecoveryStart("killed", 3, "killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40)
             recoveries.begin(session, job, generation, died)
 
     service.store.write(save)

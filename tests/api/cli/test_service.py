@@ -158,7 +158,7 @@ def test_up_waits_for_what_has_locked_the_home_and_starts_no_second_service(mant
 def test_up_ends_a_service_that_hangs_since_its_jobs_train_on(tmp_path, monkeypatch, capsys, has_said_where):
     """The kernel accepts connections for it. Until it has said where it answers, it may only be starting."""
     monkeypatch.setattr(local_service, "ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(service, "SILENT_SECONDS", 0.0 if has_said_where else 1000.0)
+    monkeypatch.setattr(service, "UNRESPONSIVE_SECONDS", 0.0 if has_said_where else 1000.0)
     monkeypatch.setattr(service, "UP_SECONDS", 1000.0 if has_said_where else 0.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, subprocess.Popen(["sleep", "1000"]) as hangs:
         said = {"pid": hangs.pid, "started": start_of(hangs.pid)}

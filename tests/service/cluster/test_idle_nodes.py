@@ -6,7 +6,7 @@ import pytest
 
 from manta.service.cluster.agent_client import AgentFailed
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.cluster.node_care import REST_SECONDS, IdleNodes
+from manta.service.cluster.node_maintenance import REST_SECONDS, IdleNodes
 from manta.service.cluster.node_shapes import NodeShape
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.waiting import reached

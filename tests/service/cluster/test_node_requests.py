@@ -84,7 +84,7 @@ def test_what_waits_goes_on_waiting_and_what_was_granted_is_given_back(ray, requ
 def test_what_was_granted_and_did_not_help_is_asked_for_again_after_a_while(
     ray, requests, monkeypatch, seconds, groups
 ):
-    monkeypatch.setattr(placement_groups, "AGAIN_SECONDS", seconds)
+    monkeypatch.setattr(placement_groups, "RETRY_SECONDS", seconds)
     go(requests.ask(ONE, ()))
     grant(ray)
     go(requests.settle())

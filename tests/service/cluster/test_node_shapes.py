@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.service.cluster.node_shapes import BadNodeShapes, Demand, NodeShape, grown, shapes_in, with_placed
+from manta.service.cluster.node_shapes import Demand, InvalidNodeShapes, NodeShape, grown, shapes_in, with_placed
 from manta.service.cluster.placement import Capacity, missing
 from manta.workers.config import ParallelConfig
 
@@ -34,12 +34,12 @@ def test_shapes_are_read_as_an_administrator_writes_them():
     "text", ["", "workers", "workers=4", "workers=4x8", "w=4x0 slots", "w=4x8 cpus", "w=1x1 slot,"]
 )
 def test_other_text_is_refused_with_what_would_do(text):
-    with pytest.raises(BadNodeShapes, match="such as workers=4x8 slots"):
+    with pytest.raises(InvalidNodeShapes, match="such as workers=4x8 slots"):
         shapes_in(text)
 
 
 def test_type_is_declared_once():
-    with pytest.raises(BadNodeShapes, match="w twice"):
+    with pytest.raises(InvalidNodeShapes, match="w twice"):
         shapes_in("w=1x1 slots, w=2x2 slots")
 
 

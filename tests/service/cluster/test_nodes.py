@@ -142,7 +142,7 @@ def test_what_was_given_back_is_waited_for_as_long_as_ray_may_take_to_show_it(ra
         return loop.time()
 
     try:
-        assert loop.run_until_complete(wait()) == pytest.approx(waited, abs=2 * nodes_module.LOOK_SECONDS)
+        assert loop.run_until_complete(wait()) == pytest.approx(waited, abs=2 * nodes_module.POLL_SECONDS)
     finally:
         loop.close()
 

@@ -53,7 +53,7 @@ def test_what_ray_starts_knows_no_password_and_no_key_and_starts_agents_at_once(
     assert given["RAY_AUTH_MODE"] == "token"
     assert Path(given["RAY_AUTH_TOKEN_PATH"]).read_text()
     assert given[MARK] == Paths.of(tmp_path / "home").tag
-    assert int(given[module.STARTS_AT_ONCE]) >= 3
+    assert int(given[module.STARTUP_CONCURRENCY]) >= 3
 
 
 def test_head_is_found_again_whatever_became_of_its_record(ray_head):
@@ -202,7 +202,7 @@ def test_head_of_which_a_part_hangs_is_waited_for_and_then_replaced(living, monk
     process.suspend()
     monkeypatch.undo()
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
-    monkeypatch.setattr(module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "UNRESPONSIVE_SECONDS", 0.0)
     monkeypatch.setattr(living.head, "start", lambda: "another")
     assert living.head.ensure() == "another"
 

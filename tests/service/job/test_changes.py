@@ -7,7 +7,7 @@ import pytest
 from manta.service.cluster.agents import describe
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import resized, shapes_of
-from manta.service.job.changes import Move, PlaceAgain, Stay, carry_out, standby_of
+from manta.service.job.changes import Move, Relocate, Stay, carry_out, standby_of
 from manta.service.job.context import JobContext
 from manta.service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
@@ -447,7 +447,7 @@ def test_gang_that_is_placed_anew_avoids_nodes_that_fail_it_and_who_has_its_stat
         job.record.avoided_nodes = avoided
         before = list(job.gang.agents)
         target = resized(job.submitted, 3)
-        await carry_out(PlaceAgain(target, "there is room again"), job, 3, {})
+        await carry_out(Relocate(target, "there is room again"), job, 3, {})
         assert job.cluster.groups.acquired[-1] == (job.id, 4, (0, 1, 2), frozenset({"three"}))
         assert [agent.node for agent in job.gang.agents] == ["one", "two", "four"]
         assert all(agent.lost for agent in before)
@@ -474,7 +474,7 @@ def test_gang_whose_new_places_others_took_takes_what_is_left_or_what_it_had(cha
             raise NotPlaced("not in time")
 
         groups.refuse = others_are_faster
-        again = PlaceAgain(resized(shapes_of(job.submitted)[0], 4), "there is room again")
+        again = Relocate(resized(shapes_of(job.submitted)[0], 4), "there is room again")
         store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", 4))
         if len(taken) == 4:
             with pytest.raises(NotPlaced):

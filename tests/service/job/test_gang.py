@@ -7,7 +7,7 @@ import pytest
 from manta.service.cluster.placement import agent_name
 from manta.service.cluster.sizes import given_back, resized
 from manta.service.job.context import JobContext
-from manta.service.job.gang import NOWHERE
+from manta.service.job.gang import NO_PLACEMENT_GROUP
 from manta.workers.protocol.messages import AgentDescription
 from tests.service.support.fake_cluster import FakeCluster
 
@@ -100,7 +100,7 @@ def test_nobody_is_replaced_where_the_place_is_gone_too(gang, gone):
     if gone == "node":
         gang._cluster.nodes.lost.add("two")
     else:
-        gang.groups[1] = NOWHERE
+        gang.groups[1] = NO_PLACEMENT_GROUP
     assert not asyncio.run(gang.replace(7, [0, 2]))
     assert gang.agents == before == living(gang, before)
 
@@ -108,7 +108,7 @@ def test_nobody_is_replaced_where_the_place_is_gone_too(gang, gone):
 def test_replicas_that_are_given_up_leave_room_and_their_snapshots(gang):
     gang._cluster.agents.memory["two"] = {(gang._job_id, gang.tag, 2): [3]}
     groups = list(gang.groups)
-    gang.groups[2] = NOWHERE
+    gang.groups[2] = NO_PLACEMENT_GROUP
     asyncio.run(gang.give_up([1, 2]))
     assert living(gang, gang.agents) == gang.agents[:2]
     assert groups[0] in gang._cluster.groups.held and groups[1] not in gang._cluster.groups.held
@@ -148,7 +148,7 @@ def test_snapshots_of_replicas_are_handed_out_on_nodes_that_live(gang, monkeypat
 def test_places_of_a_replica_of_which_nobody_is_left_are_not_known(gang):
     about = {rank: AgentDescription("host", "10.0.0.1", 1, f"n{rank}", group=f"g{rank // 2}") for rank in (0, 4, 5)}
     gang.note_places(about)
-    assert gang.groups == ["g0", NOWHERE, "g2"]
+    assert gang.groups == ["g0", NO_PLACEMENT_GROUP, "g2"]
     assert gang.nodes == {0: "n0", 4: "n4", 5: "n5"}
 
 

@@ -9,7 +9,7 @@ from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import resized
 from manta.service.job.changes import place_all, replace_lost
 from manta.service.job.context import JobContext
-from manta.service.job.gang import NOWHERE
+from manta.service.job.gang import NO_PLACEMENT_GROUP
 from manta.service.recovery.budgets import AVOID_FAILURES, PastFailure
 from manta.service.store import events
 from tests.service.support.fake_cluster import FakeCluster
@@ -88,7 +88,7 @@ def test_agents_that_did_not_answer_are_killed_and_not_asked_again(placed, gone,
     silent.lost = False
     silent.silence()
     if gone == "place":
-        job.gang.groups[1] = NOWHERE
+        job.gang.groups[1] = NO_PLACEMENT_GROUP
         del job.cluster.nodes.slots["two"]
     else:
         job.cluster.nodes.lost.add("two")

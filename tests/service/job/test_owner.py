@@ -28,8 +28,8 @@ from tests.service.support.waiting import reached
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(database, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(database, "INITIAL_BACKOFF_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def test_same_error_is_said_once(owned, monkeypatch):
 
 
 def test_cancel_ends_the_pause_after_an_error(owned, monkeypatch):
-    monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 1000.0)
-    monkeypatch.setattr(owning, "LONGEST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 1000.0)
+    monkeypatch.setattr(owning, "MAX_BACKOFF_SECONDS", 1000.0)
     raises(monkeypatch, "_launch", RuntimeError("nobody expected this"))
 
     async def body():
@@ -339,7 +339,7 @@ def test_database_that_takes_longer_than_a_launch_may_fails_no_launch(owned, mon
 
 
 def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cluster, monkeypatch):
-    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 0.001)
+    monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 0.001)
     ensure, left = cluster.daemons.ensure, [ClusterUnavailable(TimeoutError("no answer"))] * 3
 
     async def silent(*arguments):
@@ -374,7 +374,7 @@ def tried(store, submit, cluster, monkeypatch):
 
     def run(*outcomes, lived=0.0, placed_generation=7):
         owner, left, asked, paused = JobOwner(store, cluster, submit().id), list(outcomes), [], []
-        monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 0.5)
+        monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 0.5)
 
         async def supervise(placed):
             asked.append(placed)

@@ -13,7 +13,7 @@ from manta.service.cluster.agents import describe
 from manta.service.cluster.placement import Capacity
 from manta.service.cluster.sizes import resized, shapes_of
 from manta.service.job import resize_and_drain
-from manta.service.job.changes import Grow, Move, PlaceAgain, Shrink
+from manta.service.job.changes import Grow, Move, Relocate, Shrink
 from manta.service.job.context import JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.generation import RunningGeneration
@@ -311,7 +311,7 @@ def test_job_that_can_neither_move_nor_shrink_leaves_its_nodes_in_another_layout
         context.cluster.nodes.used["two"] = 0
         assert await planner.may_change(), "though it was said that there is no room"
         change = await planner.plan(running)
-        assert isinstance(change, PlaceAgain) and change.why == "its nodes are being drained"
+        assert isinstance(change, Relocate) and change.why == "its nodes are being drained"
         assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 1)
         assert change.cause == "placed again as tensor 2 x pipeline 1 x data 1: its nodes are being drained"
 
@@ -328,7 +328,7 @@ def test_larger_layout_is_not_taken_up_while_others_wait_for_what_is_free(planne
         assert await planner.plan(running) is None
         store.write(lambda s: jobs.request_cancel(s, waiting.id))
         change = await planner.plan(running)
-        assert isinstance(change, PlaceAgain) and change.why == "there is room again"
+        assert isinstance(change, Relocate) and change.why == "there is room again"
         assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 2)
 
     planned(body, {"one": 4}, shape=1, **WHOLE)

@@ -9,7 +9,7 @@ from storage_away import away
 from manta.service.cluster.agent_client import AgentError
 from manta.service.cluster.sizes import resized, shapes_of
 from manta.service.job import resume
-from manta.service.job.context import LOOK_SECONDS, JobContext
+from manta.service.job.context import LISTING_SECONDS, JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.resume import known_checkpoints, newest_state
 from manta.service.recovery.durable_state import CheckpointsUnreadable
@@ -100,8 +100,8 @@ def test_checkpoint_of_another_job_in_its_folder_is_not_resumed_from(job):
     [
         (3, False, 3, resume.IN_MEMORY_SECONDS),
         (None, True, 3, resume.IN_MEMORY_SECONDS),
-        (None, False, 3, LOOK_SECONDS),
-        (3, True, 4, LOOK_SECONDS),
+        (None, False, 3, LISTING_SECONDS),
+        (3, True, 4, LISTING_SECONDS),
     ],
 )
 def test_ranks_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_rest, has_launched, complete, waits):

@@ -314,8 +314,8 @@ def test_running_job_is_cancelled(two_replicas, cluster):
 @pytest.mark.parametrize("leave", ["cancel", "pause"])
 def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeypatch, leave):
     job = two_replicas(cluster)
-    monkeypatch.setattr(budgets, "FIRST_WAIT_SECONDS", 1000.0)
-    monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(budgets, "INITIAL_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(budgets, "MAX_WAIT_SECONDS", 1000.0)
 
     async def held_back():
         await reached(lambda: "held_back" in job.log)

@@ -25,7 +25,7 @@ class Plane:
         self.leases.join(f"host:{name}", "ray-1")
 
     def renew(self, answered_after=0.0):
-        """As the keeper does, from whom the answer may come late."""
+        """As the renewer does, from whom the answer may come late."""
         asked_at = self.now
         in_time = self.store.write(lambda session: leases.renew(session, self.leases.me))
         self.now += answered_after
@@ -304,8 +304,8 @@ def test_control_plane_counts_as_living_and_is_woken_until_it_leaves(planes):
         await asyncio.to_thread(two.leases.wake_others)
         await asyncio.wait_for(one.leases.changed.wait(), SECONDS)
         await one.leases.leave()
-        one.leases._keeper._thread.join(SECONDS)
-        assert not one.leases._keeper._thread.is_alive()
+        one.leases._renewer._thread.join(SECONDS)
+        assert not one.leases._renewer._thread.is_alive()
         with one.store.read() as session:
             assert leases.living(session) == [two.leases.me]
 

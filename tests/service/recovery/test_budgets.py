@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from manta.service.recovery.budgets import (
     AVOID_FAILURES,
     AVOID_SECONDS,
-    FIRST_WAIT_SECONDS,
-    LONGEST_WAIT_SECONDS,
+    INITIAL_WAIT_SECONDS,
+    MAX_WAIT_SECONDS,
     SKEW_SECONDS,
     PastFailure,
     avoided_nodes,
@@ -53,7 +53,7 @@ def test_the_first_repair_is_immediate(failure):
 @given(histories, failures)
 def test_a_wait_is_bounded_and_only_for_what_comes_again_without_progress(history, failure):
     waits = wait_seconds(history, failure)
-    assert waits == 0 or FIRST_WAIT_SECONDS <= waits <= LONGEST_WAIT_SECONDS
+    assert waits == 0 or INITIAL_WAIT_SECONDS <= waits <= MAX_WAIT_SECONDS
     if waits:
         assert history[-1].kind == failure.kind and not failure.progressed
 
@@ -67,7 +67,7 @@ def test_waits_double_while_the_same_keeps_happening():
     assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
     assert wait_seconds([stuck()] * 5000, stuck()) == 60, "a checkpoint cannot be read for days"
     assert wait_seconds(history, stuck("hung")) == 0, "another failure is another matter"
-    assert wait_seconds([*history, replace(stuck(), progressed=True)], stuck()) == FIRST_WAIT_SECONDS
+    assert wait_seconds([*history, replace(stuck(), progressed=True)], stuck()) == INITIAL_WAIT_SECONDS
 
 
 @given(histories, st.floats(0, 20_000), st.floats(0, 10_000))

@@ -145,7 +145,7 @@ def test_a_backup_is_restored_into_another_kind_of_database(
     store, jobs_of_all_kinds, tmp_path, elsewhere, monkeypatch, far_from_utc
 ):
     running, queued, over = jobs_of_all_kinds
-    monkeypatch.setattr(backup_file, "ROWS_AT_ONCE", 2)  # there are more than that
+    monkeypatch.setattr(backup_file, "BATCH_ROWS", 2)  # there are more than that
     back_up(store, tmp_path / "backup.db")
     os.utime(tmp_path / "backup.db", (NOW, NOW - 86_400))
     assert restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW) == 2

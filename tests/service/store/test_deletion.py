@@ -25,7 +25,7 @@ from manta.service.store import (
     recoveries,
     trace_requests,
 )
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Base, MetricBin
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.timing.recording import Recording
@@ -35,7 +35,7 @@ def full(session, job_id):
     """Give a job a row in every table."""
     jobs.transition(session, job_id, JobState.STARTING)
     generation = generations.begin(session, job_id, "submitted", False)
-    recoveries.begin(session, job_id, generation, Beginning("killed", 0, "killed", RecoveryTimeline(1.0)))
+    recoveries.begin(session, job_id, generation, RecoveryStart("killed", 0, "killed", RecoveryTimeline(1.0)))
     place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": generation, "state": "exited"}
     ranks.replace(session, job_id, [place])
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
@@ -135,7 +135,7 @@ def test_unfinished_job_cannot_be_deleted(store, two, submit, retried):
 
 
 def test_metrics_of_the_deleted_job_alone_are_removed_in_parts(store, two, monkeypatch):
-    monkeypatch.setattr(deletion, "METRICS_AT_ONCE", 2)
+    monkeypatch.setattr(deletion, "METRICS_BATCH_ROWS", 2)
     job_id, other = two
     counts = [store.write(lambda session: deletion.delete_some_metrics(session, job_id)) for _ in range(3)]
     assert counts == [2, 1, 0]
@@ -152,7 +152,7 @@ def test_id_of_an_event_is_never_given_twice(store, two, submit):
 
 
 def test_metric_bins_of_the_deleted_job_alone_are_removed_in_parts(store, two, monkeypatch):
-    monkeypatch.setattr(deletion, "METRICS_AT_ONCE", 2)
+    monkeypatch.setattr(deletion, "METRICS_BATCH_ROWS", 2)
     job_id, other = two
     store.write(lambda session: session.execute(delete(MetricBin)))
     bins = [(job_id, 0, 0), (job_id, 0, 1), (job_id, 1, 0), (other, 0, 5), (other, 1, 0)]

@@ -156,7 +156,7 @@ def test_queue_in_brief_includes_jobs_whose_spec_makes_no_sense(store, submit, s
 
 
 def test_specs_of_unchanged_queued_jobs_are_not_read_again(store, submit, monkeypatch):
-    monkeypatch.setattr(jobs, "_JOBS_AT_ONCE", 2)
+    monkeypatch.setattr(jobs, "_BATCH_JOBS", 2)
     asked, some = [], [submit(resources={"accelerator": "cpu"}) for _ in range(3)]
 
     def note(*about):

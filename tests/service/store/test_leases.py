@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
-from manta.service.leases.decisions import LeaseLost, OtherRay
+from manta.service.leases.decisions import LeaseLost, RayMismatch
 from manta.service.states import JobState
 from manta.service.store import Store, jobs, leases
 from manta.service.store.installation_tables import Lease
@@ -102,7 +102,7 @@ def test_control_plane_that_runs_alone_takes_over_all_leases_at_its_start(store)
 
 def test_control_plane_with_another_ray_is_refused_while_one_lives(store):
     join(store, "a", place="host:a")
-    with pytest.raises(OtherRay, match="runs already at host:a, and uses another Ray"):
+    with pytest.raises(RayMismatch, match="runs already at host:a, and uses another Ray"):
         join(store, "b", ray="ray-2")
     let_time_pass(store, "a")
     join(store, "b", ray="ray-2")

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from manta.service.ledger import PATIENCE_STEPS
+from manta.service.ledger import GRACE_STEPS
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 
 
 def begin(store, job, *arguments):
@@ -72,7 +72,7 @@ def test_patience_with_a_running_step_follows_all_earlier_steps_also_repeated_on
     for number, step in enumerate([1, 2, 3, 2, 3], 1):  # rolled back once, ten seconds a step
         row = {"step": step, "time": began + 10.0 * number, "seconds": {"wall": 10.0}}
         store.write(lambda session, n=number, row=row: metrics.record(session, started.id, 1, 0, n, [row]))
-    patience = 10.0 * PATIENCE_STEPS
+    patience = 10.0 * GRACE_STEPS
     seconds = book(store, started, began + 50.0 + patience + 7.0).seconds
     assert {name: each for name, each in seconds.items() if each} == {
         "compute": 30.0 + patience, "redo": 20.0, "detect": 7.0
@@ -90,7 +90,7 @@ def test_ledger_of_a_recovered_job_books_each_phase_and_the_time_after_its_last_
     def recover(session):
         number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 1)
         timeline = RecoveryTimeline(noticed_at=1014.0, failed_at=1012.0, rested_at=1015.0)
-        recoveries.begin(session, started.id, number, Beginning("killed", 3, "rank 3 was killed", timeline))
+        recoveries.begin(session, started.id, number, RecoveryStart("killed", 3, "rank 3 was killed", timeline))
         recoveries.note_latest(session, started.id, number, connected_at=1017.0, restored_at=1020.0)
 
     def end(session):
@@ -128,7 +128,7 @@ def recovering(store, started):
     def recover(session):
         number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 7)
         timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
-        known = Beginning("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 7)
+        known = RecoveryStart("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 7)
         recoveries.begin(session, started.id, number, known)
 
     store.write(recover)
@@ -179,7 +179,7 @@ def test_generations_that_no_failure_began_have_no_recovery(store, started):
 def test_recoveries_come_in_pages(store, recovering):
     for _ in range(3):
         number = begin(store, recovering, True)
-        known = Beginning("killed", 0, "again", RecoveryTimeline(1.0))
+        known = RecoveryStart("killed", 0, "again", RecoveryTimeline(1.0))
         store.write(lambda session, n=number, k=known: recoveries.begin(session, recovering.id, n, k))
     with store.read() as session:
         first = recoveries.page(session, recovering.id, limit=3)

@@ -160,7 +160,7 @@ def test_a_job_that_is_over_or_has_traces_enough_takes_no_more(store, training):
 
 
 def test_oldest_trace_is_removed_and_numbers_are_not_reused(store, training, monkeypatch):
-    monkeypatch.setattr(trace_requests, "KEPT", 3)
+    monkeypatch.setattr(trace_requests, "MAX_TRACES", 3)
     for number in range(1, 6):
         assert request(store, training) == number
         recorded(store, training, number, 0)
@@ -173,7 +173,7 @@ def test_oldest_trace_is_removed_and_numbers_are_not_reused(store, training, mon
 
 
 def test_unfinished_traces_count_towards_the_limit_and_are_not_removed(store, training, monkeypatch):
-    monkeypatch.setattr(trace_requests, "KEPT", 3)
+    monkeypatch.setattr(trace_requests, "MAX_TRACES", 3)
     all_kept = ([1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [4, 6, 7])
     for kept in all_kept:
         number = request(store, training)

@@ -72,7 +72,7 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch, body: Callable[[], Coroutin
         patch.setattr(asyncio, "to_thread", _at_once)
         patch.setattr(Store, "write_async", _write)
         patch.setattr(FolderReader, "list", _list)
-        patch.setattr("manta.service.control.data_looks.in_daemon_thread", _future)
+        patch.setattr("manta.service.control.data_checks.in_daemon_thread", _future)
         try:
             loop.run_until_complete(body())
         finally:

@@ -257,9 +257,14 @@ def test_missing_package_is_one_clear_sentence(monkeypatch):
 
 
 def test_same_complaint_about_a_collector_is_logged_once_in_five_minutes_and_again_after_them(monkeypatch):
-    at, quiet, record = [0.0], exporter._NowAndThen(), logging.makeLogRecord({"msg": "no answer"})
+    at, quiet, record = [0.0], exporter._ThrottleFilter(), logging.makeLogRecord({"msg": "no answer"})
     monkeypatch.setattr(exporter, "time", SimpleNamespace(monotonic=lambda: at[0]))
     heard = []
-    for at[0] in (0.0, exporter.QUIET_SECONDS - 1, exporter.QUIET_SECONDS, exporter.QUIET_SECONDS + 1):
+    for at[0] in (
+        0.0,
+        exporter.LOG_INTERVAL_SECONDS - 1,
+        exporter.LOG_INTERVAL_SECONDS,
+        exporter.LOG_INTERVAL_SECONDS + 1,
+    ):
         heard.append(quiet.filter(record))
     assert heard == [True, False, True, False]

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import IO
 
 from manta.service.job.received_lines import ReceivedLines
-from manta.service.kept_logs.kept_log import KeptLog
-from manta.service.kept_logs.parts import Mark, Piece, end_of, end_of_reports, last_mark
+from manta.service.log_archive.archived_log import ArchivedLog
+from manta.service.log_archive.parts import Mark, Piece, end_of, end_of_reports, last_mark
 from manta.service.logs.pages import LogBytes, ranks_in, reading_files, size_of
 from manta.workers.system.regular_files import open_regular
 
 CHUNK_BYTES = 16 * 1024
 """At least this many bytes of each rank are taken for one part."""
-KEPT_SECONDS = 10.0
+ARCHIVE_REFRESH_SECONDS = 10.0
 SHRINK_BYTES = 64 * 1024 * 1024
 """Files of this size are started over once they are stored."""
 Chunks = dict[int, tuple[Piece, bytes]]
@@ -179,7 +179,7 @@ def _read(file: IO[bytes], at: int, start: int, size: int) -> LogBytes:
 class SpooledLog:
     """A `LogSource` of a job that is owned here: reads its files, and earlier output from where it is stored."""
 
-    def __init__(self, spool: Spool, kept: KeptLog):
+    def __init__(self, spool: Spool, kept: ArchivedLog):
         self._spool, self._kept = spool, kept
 
     def ranks(self) -> list[int]:
@@ -195,7 +195,7 @@ class SpooledLog:
             return here
         if self._spool.is_retired:
             return self._kept.look().read(rank, start, size)
-        kept = self._kept.look(KEPT_SECONDS).read(rank, start, size)
+        kept = self._kept.look(ARCHIVE_REFRESH_SECONDS).read(rank, start, size)
         if not kept.content:
             kept = self._kept.look().read(rank, start, size)
         return LogBytes(kept.start, kept.content, more=True)  # it continues here

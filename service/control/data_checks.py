@@ -14,7 +14,7 @@ from manta.workers.data.roots import DataRoots, named_paths
 from manta.workers.errors import MantaError
 from manta.workers.system.daemon_threads import in_daemon_thread
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How long the queue is held up at a time."""
 TURN_SECONDS = 60.0
 """How long a job whose data does not answer keeps its turn, provided that no other job's data has been silent as
@@ -34,7 +34,7 @@ class DataTimeout(MantaError):
 
 
 @dataclass
-class _Look:
+class _DataCheck:
     paths: frozenset[str]
     """The paths that the job names."""
     answer: asyncio.Future[str | None]
@@ -45,16 +45,16 @@ class _Look:
     @property
     def is_silent(self) -> bool:
         """Whether the look has no answer although the job has had its turn."""
-        turn = LOOK_SECONDS if self.is_brief else TURN_SECONDS
+        turn = POLL_SECONDS if self.is_brief else TURN_SECONDS
         return not self.answer.done() and time.monotonic() - self.began >= turn
 
 
-class DataLooks:
+class DataChecks:
     """At most one look at a time for each job, and none at files that are known to be silent."""
 
     def __init__(self, check: Check):
         self._check = check
-        self._under_way: dict[str, _Look] = {}
+        self._under_way: dict[str, _DataCheck] = {}
 
     def keep_only(self, job_ids: Collection[str]) -> None:
         """Forget what was learned about other jobs."""
@@ -64,20 +64,20 @@ class DataLooks:
     async def problem(self, job_id: str, spec: JobSpec) -> str | None:
         """Why the job cannot be trained on its data; None if it can. Raises DataTimeout if that is not known yet: ask
         again."""
-        look = self._under_way.get(job_id) or self._begun(job_id, spec)
-        await asyncio.wait({look.answer}, timeout=0.0 if look.is_silent else LOOK_SECONDS)
+        look = self._under_way.get(job_id) or self._start(job_id, spec)
+        await asyncio.wait({look.answer}, timeout=0.0 if look.is_silent else POLL_SECONDS)
         if not look.answer.done():
             raise DataTimeout(keeps_turn=not look.is_silent)
         del self._under_way[job_id]
         return look.answer.result()
 
-    def _begun(self, job_id: str, spec: JobSpec) -> _Look:
+    def _start(self, job_id: str, spec: JobSpec) -> _DataCheck:
         """Raises DataTimeout if another job's look at the same files is unanswered."""
         paths = frozenset(named_paths(spec).values())
         silent = [each for each in self._under_way.values() if each.is_silent]
         if any(each.paths == paths for each in silent):
             raise DataTimeout(keeps_turn=False)
-        look = self._under_way[job_id] = _Look(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
+        look = self._under_way[job_id] = _DataCheck(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
         return look
 
 

@@ -22,10 +22,10 @@ from functools import partial
 from sqlalchemy.orm import Session
 
 from manta.service.backoff import backoff_after
-from manta.service.kept_logs.kept_log import Blocks, KeptLog
-from manta.service.kept_logs.parts import PART_BYTES, SMALL_PARTS, PartWriter
-from manta.service.kept_logs.spool import Spool, SpooledLog
 from manta.service.leases.held import HeldLease, Leases
+from manta.service.log_archive.archived_log import ArchivedLog, Blocks
+from manta.service.log_archive.parts import PART_BYTES, SMALL_PARTS, PartWriter
+from manta.service.log_archive.spool import Spool, SpooledLog
 from manta.service.logs.pages import LogFiles, LogSource, log_folder, ranks_in, sizes_in
 from manta.service.states import SUPERVISED, JobState, is_final
 from manta.service.store import Store, deletion, jobs
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 SHIP_SECONDS = 3.0
 """Seconds between writing what is new."""
-LONGEST_PAUSE_SECONDS = 30.0
+MAX_BACKOFF_SECONDS = 30.0
 """Seconds between two attempts if the place does not answer."""
 FINISH_SECONDS = 5.0
 """How long the end of a job waits for the place; what is not stored by then is stored later."""
 LEAVE_SECONDS = 3.0
-AT_ONCE = 4
+MAX_UPLOADS = 4
 STREAM_SECONDS = 1.0
 """How old the view that streams have of other control planes' jobs may be."""
 VERSION_SECONDS = 2.0
@@ -67,24 +67,24 @@ class _Job:
 
 
 @dataclass
-class _KeptLogs:
+class _ArchivedLogs:
     """The recently read logs of all jobs. Safe for use by several threads."""
 
     folder: Callable[[str], Place]
     _blocks: Blocks = field(default_factory=Blocks)
-    _logs: OrderedDict[str, KeptLog] = field(default_factory=OrderedDict)
+    _logs: OrderedDict[str, ArchivedLog] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def of(self, job_id: str) -> KeptLog:
+    def of(self, job_id: str) -> ArchivedLog:
         with self._lock:
-            known = self._logs.pop(job_id, None) or KeptLog(self.folder(job_id), self._blocks)
+            known = self._logs.pop(job_id, None) or ArchivedLog(self.folder(job_id), self._blocks)
             self._logs[job_id] = known
             while len(self._logs) > LOGS_REMEMBERED:
                 self._logs.popitem(last=False)
             return known
 
 
-class LogKeeper:
+class LogArchiver:
     """`manta.service.logs.pages.JobLogs` if logs are also stored elsewhere. Everything beyond that interface is for the
     control plane's loop."""
 
@@ -95,8 +95,8 @@ class LogKeeper:
         """Jobs whose own files this control plane reads."""
         self._left: set[str] = set()
         """Jobs that have files here and are not owned here."""
-        self._kept = _KeptLogs(self._folder)
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._kept = _ArchivedLogs(self._folder)
+        self._at_once = asyncio.Semaphore(MAX_UPLOADS)
         self._wake = asyncio.Event()
 
     def _folder(self, job_id: str) -> Place:
@@ -212,7 +212,7 @@ class LogKeeper:
             if not job.failures:
                 log.warning("what %s prints is kept later: %s", job.id, str(error) or "no answer yet")
             job.failures += 1
-            job.again_at = time.monotonic() + backoff_after(job.failures, SHIP_SECONDS, LONGEST_PAUSE_SECONDS)
+            job.again_at = time.monotonic() + backoff_after(job.failures, SHIP_SECONDS, MAX_BACKOFF_SECONDS)
         else:
             if job.failures:
                 log.info("what %s prints is kept again", job.id)

@@ -15,16 +15,16 @@ from manta.service.cluster.errors import needs_traceback
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
-ASK_SECONDS = 10.0
+POLL_SECONDS = 1.0
+REQUEST_SECONDS = 10.0
 # How long the scheduler waits for the first answers of the nodes that exist at the start.
 FIRST_SECONDS = 10.0
 REST_SECONDS = 15.0
 """How long a node must be without ranks before it is released; from then on the autoscaler counts it as idle."""
-LOOK_FOR_IDLE_SECONDS = 2.0
+IDLE_POLL_SECONDS = 2.0
 
 
-class NodeCare:
+class NodeMaintenance:
     """Looks after all nodes, including those that join later."""
 
     def __init__(
@@ -45,7 +45,7 @@ class NodeCare:
         try:
             while True:
                 await self._look()
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -68,12 +68,12 @@ class NodeCare:
             return
         for node in set(living) - self._tasks.keys():
             self._unasked.add(node)
-            self._tasks[node] = asyncio.create_task(self._care(node), name=f"care for {node[:12]}")
+            self._tasks[node] = asyncio.create_task(self._maintain(node), name=f"care for {node[:12]}")
         for node in self._tasks.keys() - set(living):
             self._tasks.pop(node).cancel()  # lost, perhaps only for a while
             self._note_asked(node)
 
-    async def _care(self, node: str) -> None:
+    async def _maintain(self, node: str) -> None:
         """Run until the node is gone; sweeps it if it is new or back, or was not reached before."""
         nodes, swept, reported = self._cluster.nodes, False, False
         is_new = True
@@ -93,7 +93,7 @@ class NodeCare:
                 if node in nodes.silent and not reported:
                     log.error("nothing is placed on node %s until its daemon answers as one of this release", node[:12])
                 reported = node in nodes.silent
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _daemon(self, node: str, is_new: bool) -> NodeClient | None:
         was_silent = node in self._cluster.nodes.silent
@@ -112,9 +112,9 @@ class NodeCare:
     async def _sweep(self, node: str, daemon: NodeClient) -> bool:
         """Whether nothing of finished jobs is left on the node."""
         try:
-            over = await self._over(await within(ASK_SECONDS, daemon.jobs()))
+            over = await self._over(await within(REQUEST_SECONDS, daemon.jobs()))
             for job in over:
-                await within(ASK_SECONDS, daemon.end_job(job))
+                await within(REQUEST_SECONDS, daemon.end_job(job))
                 log.warning("node %s has removed what was left of %s", node[:12], job)
         except AgentFailed as error:  # of another release, or with a broken disk: no reason not to use the node
             log.warning("node %s was not swept: %s", node[:12], error)
@@ -125,7 +125,7 @@ class NodeCare:
 
     async def _learn_peak(self, node: str, daemon: NodeClient) -> None:
         try:
-            about = await within(ASK_SECONDS, daemon.describe())
+            about = await within(REQUEST_SECONDS, daemon.describe())
         except AgentError:
             return
         if about.peak_flops is not None:
@@ -148,7 +148,7 @@ class IdleNodes:
                 await self.look(time.monotonic())
             except Exception as error:  # from Ray or the database: look again
                 log.error("idle nodes could not be checked: %s", error, exc_info=needs_traceback(error))
-            await asyncio.sleep(LOOK_FOR_IDLE_SECONDS)
+            await asyncio.sleep(IDLE_POLL_SECONDS)
 
     async def look(self, now: float) -> None:
         """One look, at time `now` of the monotonic clock."""
@@ -165,7 +165,7 @@ class IdleNodes:
         if daemon is None:  # at rest; or it does not answer, and may hold the only copy of something
             return node not in self._cluster.nodes.at_rest
         try:
-            return bool(await self._needed(await within(ASK_SECONDS, daemon.jobs())))
+            return bool(await self._needed(await within(REQUEST_SECONDS, daemon.jobs())))
         except AgentError as error:
             log.warning("node %s did not say what is in its memory: %s", node[:12], error)
             return True

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manta.service.kept_logs.parts import NoPart, PartName, Piece, counting, decode, encode, is_gapless
+from manta.service.log_archive.parts import NoPart, PartName, Piece, counting, decode, encode, is_gapless
 
 
 def names(*parts):

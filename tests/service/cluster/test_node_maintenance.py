@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from manta.service.cluster import node_care
+from manta.service.cluster import node_maintenance
 from manta.service.cluster.agent_client import AgentFailed, AgentTimeout
-from manta.service.cluster.node_care import NodeCare
+from manta.service.cluster.node_maintenance import NodeMaintenance
 from tests.service.support.fake_cluster import FakeCluster
 
 SECONDS = 60.0
@@ -14,7 +14,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_care, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(node_maintenance, "POLL_SECONDS", 0.0)
     return FakeCluster(tmp_path, a=2, b=2)
 
 
@@ -29,7 +29,7 @@ def cared(cluster, story, over=lambda jobs: set(jobs), answered=lambda: None):
             await asyncio.sleep(0)
 
     async def run():
-        care = NodeCare(cluster, asked, answered)
+        care = NodeMaintenance(cluster, asked, answered)
         task = asyncio.create_task(care.run())
         try:
             async with asyncio.timeout(SECONDS):
@@ -42,7 +42,7 @@ def cared(cluster, story, over=lambda jobs: set(jobs), answered=lambda: None):
 
 
 def test_nodes_that_have_not_answered_in_time_are_closed(cluster, monkeypatch):
-    monkeypatch.setattr(node_care, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 0.05)
     held = asyncio.Event()
     cluster.daemons.hang["b"] = lambda _: held.wait()
 
@@ -104,7 +104,7 @@ def test_daemon_of_a_release_before_cannot_tell_what_is_left_and_is_used_all_the
 
 
 def test_node_that_goes_before_it_has_answered_is_waited_for_no_more(cluster, monkeypatch):
-    monkeypatch.setattr(node_care, "FIRST_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 10 * SECONDS)
     cluster.daemons.hang["b"] = lambda _: asyncio.Event().wait()
 
     async def story(care, until):
@@ -190,7 +190,7 @@ def test_node_that_joins_later_is_looked_after_too(cluster):
 
 
 def test_start_goes_on_as_soon_as_every_node_has_answered(cluster, monkeypatch):
-    monkeypatch.setattr(node_care, "FIRST_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 10 * SECONDS)
 
     async def story(care, until):
         await care.first_answers()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from manta.service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
+from manta.service.log_archive.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
 from manta.service.logs.pages import LogBytes, LogsUnavailable
 from manta.workers.storage.files import files_of
 from manta.workers.storage.places import Place
@@ -57,7 +57,7 @@ class Blocks:
         return bytes(block[:count])
 
 
-class KeptLog:
+class ArchivedLog:
     """The log of one job: a `LogSource`. Safe for use by several threads."""
 
     def __init__(self, folder: Place, blocks: Blocks):
@@ -71,7 +71,7 @@ class KeptLog:
         """A read that got no answer in time."""
         self._lock = threading.Lock()
 
-    def look(self, oldest: float = 0.0) -> KeptLog:
+    def look(self, oldest: float = 0.0) -> ArchivedLog:
         """Find out which parts there are; the information may be `oldest` seconds old. The first caller waits a moment
         for a place that does not answer, later ones not at all. Raises LogsUnavailable."""
         since = time.monotonic() - oldest

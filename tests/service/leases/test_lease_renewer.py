@@ -7,14 +7,14 @@ import pytest
 from sqlalchemy import text
 
 from manta.service.leases.decisions import RENEW_SECONDS
-from manta.service.leases.held import Keeper
+from manta.service.leases.held import LeaseRenewer
 from manta.service.store import Store, leases
 
 SECONDS = 30.0
 
 
 class Heard:
-    """What a keeper says, for whoever waits for it."""
+    """What a renewer says, for whoever waits for it."""
 
     def __init__(self):
         self._changed, self.renewals, self.woken = threading.Condition(), [], 0
@@ -38,12 +38,12 @@ class Heard:
 def kept(postgres):
     store, heard = Store(postgres.url(postgres.make_migrated())), Heard()
     store.write(lambda session: leases.join(session, "me", "host:me", "ray-1", False))
-    keeper = Keeper(store.database, "me", heard.renewed, heard.wake)
-    keeper.start()
+    renewer = LeaseRenewer(store.database, "me", heard.renewed, heard.wake)
+    renewer.start()
     yield store, heard
-    keeper.stop()
+    renewer.stop()
     store.write(leases.wake_others)
-    keeper._thread.join(SECONDS)
+    renewer._thread.join(SECONDS)
     store.close()
 
 
