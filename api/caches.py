@@ -48,9 +48,9 @@ MAX_SPARKLINES_BYTES = 8 * 2**20
 class AnswerCache(Generic[Question, Answer]):
     """The most recently made answers. May be used by many threads."""
 
-    def __init__(self, most_bytes: int):
-        """`most_bytes`: maximum size; the oldest answers are removed first."""
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int):
+        """`max_bytes`: maximum size; the oldest answers are removed first."""
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[Question, tuple[Answer, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class AnswerCache(Generic[Question, Answer]):
             _, replaced = self._kept.pop(question, (None, 0))
             self._kept[question] = answer, size
             self._bytes += size - replaced
-            while self._bytes > self._most_bytes:
+            while self._bytes > self._max_bytes:
                 _, (_, oldest) = self._kept.popitem(last=False)
                 self._bytes -= oldest
 
@@ -78,7 +78,7 @@ class RenderedJob:
 
     row: JobRow
     """The job's row in the database when it was rendered."""
-    good_until: float
+    valid_until: float
     """How long it is valid while the row is the same, by the monotonic clock."""
     etag: str
     """The job's `etag`."""
@@ -94,7 +94,7 @@ class RenderedJobs:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._kept: OrderedDict[str, RenderedJob] = OrderedDict()
-        self._kept_bytes = 0
+        self._cached_bytes = 0
         self._lock = threading.Lock()
 
     def one(self, store: Store, job_id: str) -> RenderedJob:
@@ -120,7 +120,7 @@ class RenderedJobs:
             new = {
                 job.id: RenderedJob(
                     stale[job.id],
-                    _good_until(job, now),
+                    _valid_until(job, now),
                     job.etag or "",
                     job.model_dump_json().encode(),
                     job.model_copy(update={"spec": {}}).model_dump_json().encode(),
@@ -138,7 +138,7 @@ class RenderedJobs:
         return {
             row.id: job
             for row, job in zip(rows, kept, strict=True)
-            if job is not None and job.row == row and now < job.good_until
+            if job is not None and job.row == row and now < job.valid_until
         }
 
     def _keep(self, new: dict[str, RenderedJob]) -> None:
@@ -146,17 +146,17 @@ class RenderedJobs:
             for job_id, job in new.items():
                 replaced = self._kept.pop(job_id, None)
                 self._kept[job_id] = job
-                self._kept_bytes += _bytes_of(job) - (0 if replaced is None else _bytes_of(replaced))
-            while self._kept_bytes > MAX_JOBS_BYTES:
+                self._cached_bytes += _bytes_of(job) - (0 if replaced is None else _bytes_of(replaced))
+            while self._cached_bytes > MAX_JOBS_BYTES:
                 _, oldest = self._kept.popitem(last=False)
-                self._kept_bytes -= _bytes_of(oldest)
+                self._cached_bytes -= _bytes_of(oldest)
 
 
 def _bytes_of(job: RenderedJob) -> int:
     return len(job.body) + len(job.brief)
 
 
-def _good_until(job: schemas.Job, now: float) -> float:
+def _valid_until(job: schemas.Job, now: float) -> float:
     over_for = 0.0 if job.finished_at is None else (datetime.now(UTC) - job.finished_at).total_seconds()
     return math.inf if over_for > SETTLED_SECONDS else now + FRESH_SECONDS
 
@@ -165,7 +165,7 @@ def _good_until(job: schemas.Job, now: float) -> float:
 class _RenderedPage:
     rows: str
     """The jobs' rows when the page was rendered, as text."""
-    good_until: float
+    valid_until: float
     """How long it is valid while the rows are the same, by the monotonic clock."""
     body: bytes
     """The answer."""
@@ -178,18 +178,18 @@ class RenderedPages:
         self,
         jobs: RenderedJobs,
         clock: Callable[[], float] = time.monotonic,
-        most_bytes: int = MAX_PAGES_BYTES,
+        max_bytes: int = MAX_PAGES_BYTES,
     ):
-        """`jobs`: source of the jobs. `most_bytes`: maximum size."""
+        """`jobs`: source of the jobs. `max_bytes`: maximum size."""
         self._jobs, self._clock = jobs, clock
-        self._kept: AnswerCache[tuple[Any, ...], _RenderedPage] = AnswerCache(most_bytes)
+        self._kept: AnswerCache[tuple[Any, ...], _RenderedPage] = AnswerCache(max_bytes)
 
     def page(self, store: Store, *filters: Any, with_spec: bool = True) -> bytes:
         """Jobs of a list in the form of an answer. For `filters` and errors see `job_rows.page`."""
         now = self._clock()
         question = (*filters, with_spec)
         kept = self._kept.get(question)
-        if kept is not None and now < kept.good_until:
+        if kept is not None and now < kept.valid_until:
             with store.read_once() as connection:
                 if kept.rows == job_rows.page_as_text(connection, *filters):
                     return kept.body
@@ -198,8 +198,8 @@ class RenderedPages:
             page = self._jobs.page(connection, *filters)
         bodies = (job.body if with_spec else job.brief for job in page.items)
         items, cursor = b",".join(bodies), json.dumps(page.next_cursor).encode()
-        good_until = min((job.good_until for job in page.items), default=math.inf)
-        made = _RenderedPage(rows, good_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))
+        valid_until = min((job.valid_until for job in page.items), default=math.inf)
+        made = _RenderedPage(rows, valid_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))
         self._kept.keep(question, made, len(rows) + len(made.body))
         return made.body
 

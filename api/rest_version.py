@@ -11,9 +11,9 @@ SUPPORTED_VERSIONS: tuple[int, ...] = (1,)
 """Versions of the other end that this release supports."""
 
 
-def other_client(version: str | None) -> str | None:
+def client_incompatibility(version: str | None) -> str | None:
     """The service's objection to a client that sends this version; None: they are compatible."""
-    if _is_spoken(version):
+    if _is_supported(version):
         return None
     return (
         f"the client speaks version {_shown(version)} of Manta's REST API and this service {_ours()}: use a client of "
@@ -21,9 +21,9 @@ def other_client(version: str | None) -> str | None:
     )
 
 
-def other_service(version: str | None) -> str | None:
+def service_incompatibility(version: str | None) -> str | None:
     """The client's objection to a service that sends this version; None: they are compatible."""
-    if _is_spoken(version):
+    if _is_supported(version):
         return None
     return (
         f"the service speaks version {_shown(version)} of Manta's REST API and this client {_ours()}: use a client of "
@@ -31,7 +31,7 @@ def other_service(version: str | None) -> str | None:
     )
 
 
-def _is_spoken(version: str | None) -> bool:
+def _is_supported(version: str | None) -> bool:
     return version is None or version in [str(spoken) for spoken in SUPPORTED_VERSIONS]
 
 

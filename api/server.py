@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from manta.api.serving.local_service import LOCK, LockedFile, announce, running_service, sign, write_whole
+from manta.api.serving.local_service import LOCK, LockedFile, announce, running_service, sign, write_atomically
 from manta.service.cluster.cluster import NodeOptions
 from manta.service.cluster.existing_ray import ExistingRay
 from manta.service.cluster.ray_head import RayHead
@@ -31,7 +31,7 @@ from manta.service.keys import installation_keys
 from manta.service.settings import DEFAULT_HOST, LOOPBACK_HOSTS, Settings, Tls
 from manta.service.store import Store, StoreUnusable, keys
 from manta.service.store.health import never_had_jobs
-from manta.service.store.location import RECORD, file_of, noted_in, parse_url, url_in
+from manta.service.store.location import RECORD, file_of, parse_url, recorded_location, url_in
 from manta.service.traces.traces import refuse_without_packages
 from manta.workers.errors import MantaError
 from manta.workers.storage.files import files_of
@@ -120,7 +120,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     url = f"{scheme}://{DEFAULT_HOST if host in EVERY_ADDRESS else host}:{port}"
     control = _control_plane(settings, host, port, slots, ray, patient)
     _refuse_lost_database(home, control.store)
-    _keep_to_database(settings, control.store.location)
+    _record_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)
     control.start()
     service_file = settings.service_file
@@ -131,7 +131,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         say = partial(announce, service_file, url, control.store.location, tls.certificate)
         say()
         log.info("Manta is up at %s, listening on %s", url, host)
-        with _kept(say, control.keep_token, *(lock.keep for lock in locks)):
+        with _kept(say, control.restore_token, *(lock.keep for lock in locks)):
             _answer_requests(app, settings, listener)
     finally:
         with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
@@ -180,7 +180,7 @@ def _control_plane(
         data_roots=roots_of(settings.data_roots, host),
         model_packages=ModelPackages(settings.model_packages),
         memory_seconds=settings.failed_memory_hours * 3600,
-        kept_days=settings.jobs_kept_days,
+        retention_days=settings.jobs_kept_days,
         allow_faults=settings.allow_faults,
         traces=settings.traces,
         nodes=NodeOptions(settings.node_notices, settings.ports, shapes),
@@ -194,11 +194,11 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
     """Serve until SIGTERM or SIGINT."""
     import uvicorn  # after the jobs are under control, like the imports of `build_app`
 
-    from manta.api.serving.connections import HttpServer, connections_at_once, limited_to
+    from manta.api.serving.connections import HttpServer, limited_to, max_connections
 
     config = uvicorn.Config(
         app,
-        http=limited_to(connections_at_once()),
+        http=limited_to(max_connections()),
         ws="none",  # nothing here uses WebSockets, and the middleware does not handle them
         log_level="warning",
         access_log=False,
@@ -238,7 +238,7 @@ def refuse_without_protection(settings: Settings, host: str) -> None:
             "use --tls-terminated where a proxy terminates TLS and only it can reach this port; "
             "without --host the service is for this machine only"
         )
-    if not _somebody_has_a_key(settings):
+    if not _has_any_key(settings):
         raise UnprotectedService(
             f"on {host} the service needs a key before it starts: make one with `manta keys create --admin`, "
             "which prints it once"
@@ -263,7 +263,7 @@ def _try_certificate(tls: Tls) -> None:
         ) from error
 
 
-def _somebody_has_a_key(settings: Settings) -> bool:
+def _has_any_key(settings: Settings) -> bool:
     url = url_in(settings.home, settings.database_url)
     file = file_of(parse_url(url))
     if file is not None and not file.exists():
@@ -311,7 +311,7 @@ def _refuse_lost_database(home: Path, store: Store) -> None:
     """Raise DatabaseMissing if the home's jobs are in a database that is gone: with an empty one they would run on
     unseen. Another database than the recorded one is named on purpose. Raises HomeUnusable."""
     folder = home / "jobs"
-    if noted_in(home) not in (None, store.location):
+    if recorded_location(home) not in (None, store.location):
         return
     jobs: list[str] = []
     with writing_in(home), contextlib.suppress(FileNotFoundError):
@@ -320,17 +320,17 @@ def _refuse_lost_database(home: Path, store: Store) -> None:
         raise DatabaseMissing(store.location, folder, jobs)
 
 
-def _keep_to_database(settings: Settings, location: str) -> None:
+def _record_database(settings: Settings, location: str) -> None:
     """Record which database this home's jobs are in, without a password. If none is named it must be the recorded one:
     with an empty one, running jobs would have no owner. Raises DatabaseMismatch, HomeUnusable."""
-    record, known = settings.home / RECORD, noted_in(settings.home)
+    record, known = settings.home / RECORD, recorded_location(settings.home)
     if settings.database_url is None and known not in (None, location):
         raise DatabaseMismatch(
             f"the jobs of {settings.home} are in the database {known}: name it with --database or MANTA_DATABASE_URL, "
             f"or begin with an empty one in the home: --database {location}"
         )
     if known != location:
-        write_whole(record, location)
+        write_atomically(record, location)
 
 
 def _start_over(settings: Settings, host: str, port: int, slots: int | None) -> None:

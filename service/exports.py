@@ -141,7 +141,7 @@ class Exports:
                     "checkpoint and of the folder answer, and export it again"
                 )
             for pause in backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS):
-                noted = self._written(lambda session: _note_end(session, run, job_id, target, problem))
+                noted = self._written(lambda session: _record_end(session, run, job_id, target, problem))
                 if noted or self._closed.wait(pause):
                     break
         finally:
@@ -254,7 +254,7 @@ def _problem(run: _Run) -> str:
     return f"the process that wrote it was ended by signal {-code}" if code < 0 else f"it ended with exit status {code}"
 
 
-def _note_end(session: Session, run: _Run, job_id: str, target: Path, problem: str | None) -> None:
+def _record_end(session: Session, run: _Run, job_id: str, target: Path, problem: str | None) -> None:
     exports.note(session, run.id, run.done, run.total)
     exports.end(session, run.id, problem)
     kind, message = "exported", f"weights were exported to {target}"

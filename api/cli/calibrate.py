@@ -15,7 +15,7 @@ from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
 from manta.api.cli.render import table
 from manta.service.planner.machines import (
     Calibrated,
-    forget_jobs_before_now,
+    ignore_earlier_jobs,
     measure,
     refuse_unwritable,
     save,
@@ -87,7 +87,7 @@ def calibrate(
     if listed and forget_jobs:
         raise fail("--list and --forget-jobs cannot be used together", EXIT_BAD_INPUT)
     if forget_jobs:
-        path = forget_jobs_before_now(folder)
+        path = ignore_earlier_jobs(folder)
         undo = f"jobs that began before now no longer refine machines; delete {path} to undo this"
         typer.echo(json.dumps({"file": str(path)}) if as_json else undo)
         return

@@ -16,9 +16,9 @@ import psutil
 import typer
 
 from manta.api.cli.main import EXIT_BAD_INPUT, Json
-from manta.api.cli.restarts import run_again_when_ended_by_ray
+from manta.api.cli.restarts import restart_when_ended_by_ray
 from manta.api.client import ApiError, Client, ServiceUnreachable
-from manta.api.serving.local_service import leaves_without_an_answer, running_service, service_process
+from manta.api.serving.local_service import closes_without_answer, running_service, service_process
 from manta.service.cluster.existing_ray import end_raylet
 from manta.service.cluster.processes import wait_until_ended
 from manta.service.cluster.ray_head import RayHead
@@ -121,7 +121,7 @@ def _running_and_well(home: Path) -> dict[str, object] | None:
     began = time.monotonic()
     while (pid := service_process(home)) is not None:
         running = running_service(home)  # None: it starts, or its file was removed, which it writes again
-        if running is not None and not leaves_without_an_answer(str(running["url"])):
+        if running is not None and not closes_without_answer(str(running["url"])):
             return running
         limit = UP_SECONDS if running is None else UNRESPONSIVE_SECONDS
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -179,12 +179,12 @@ def down(database: Database = None, as_json: Json = False) -> None:
     if used != looked_at:
         typer.echo(f"Its jobs are in its database, {used}: `manta up --database URL` continues them.")
     for job, saved in jobs:
-        typer.echo(f"  {job.id} ({job.name}) {_what_becomes_of(job, saved, own_ray)}")
+        typer.echo(f"  {job.id} ({job.name}) {_describe_consequences(job, saved, own_ray)}")
     if jobs:
         typer.echo("`manta up` continues them; after that `manta cancel` ends a job permanently.")
 
 
-def _what_becomes_of(job: Job, saved: int | None, own_ray: bool) -> str:
+def _describe_consequences(job: Job, saved: int | None, own_ray: bool) -> str:
     """`saved`: step of the job's newest checkpoint, if it has one."""
     if not own_ray and job.state not in (JobState.QUEUED, JobState.PAUSED):
         return f"keeps running on the existing Ray cluster, at step {job.step} or later"
@@ -242,7 +242,7 @@ def serve_in_foreground(
     if ray is None:
         server.serve(settings, host, port, slots, None)
     else:
-        run_again_when_ended_by_ray(
+        restart_when_ended_by_ray(
             lambda again: server.serve(settings, host, port, slots, ray, patient=again or wait_for_ray),
             settings.service_file,
         )
@@ -295,11 +295,11 @@ def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, b
             if running is not None and _is_ready(home):
                 return str(running["url"])
             continue
-        raise NotStarted(f"the service did not start: {_why_it_ended(process.returncode, log, began)} (log: {log})")
+        raise NotStarted(f"the service did not start: {_last_error_of(process.returncode, log, began)} (log: {log})")
     raise NotStarted(f"the service is not ready after {UP_SECONDS:.0f} s; see its log: {log}")
 
 
-def _why_it_ended(status: int, log: Path, began: int) -> str:
+def _last_error_of(status: int, log: Path, began: int) -> str:
     """The sentence that a service prints last when it refuses to start. What others print, such as the frames of a
     stack, is none."""
     with log.open("rb") as file:

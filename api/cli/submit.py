@@ -146,7 +146,7 @@ def variants(document: Any, sweeps: Sequence[str], sweep: str) -> list[Variant]:
         tail = f"-{number}"
         changes = {"name": name[: MAX_CHARACTERS_OF_A_NAME - len(tail)] + tail, **values}
         changed = labelled(with_changes(document, changes), [f"{LABEL}={sweep}"])
-        said = ", ".join(f"{path}={render.value_in_words(value)}" for path, value in values.items())
+        said = ", ".join(f"{path}={render.format_value(value)}" for path, value in values.items())
         made.append(Variant(with_absolute_paths(changed, Path.cwd()), said))
     return made
 

@@ -25,7 +25,7 @@ from manta.api.client.rest_call import (
     Call,
     ServiceUnreachable,
     client_options,
-    proxies_in_words,
+    explaining_proxy_errors,
     raise_for_problem,
 )
 from manta.api.client.retries import EventParser, FollowedStream, RetryPolicy, ServerEvent
@@ -82,7 +82,7 @@ class Client:
         default the one that `find_key` returns. `transport`: for tests. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
         self.url = (url or find_url(settings)).rstrip("/")
-        with proxies_in_words(self.url):
+        with explaining_proxy_errors(self.url):
             options = client_options(settings, self.url, key, transport is not None)
             self._http = httpx.Client(transport=transport, **options)
 

@@ -40,7 +40,7 @@ def create_key(
     """Create a key. It is only returned in this response. Creating a key for another project, or for all projects,
     requires a key for all projects."""
     project = wanted.project or caller.project
-    _refuse_more_than_own(caller, wanted, project)
+    _refuse_wider_scope(caller, wanted, project)
     secret, expires_at = new_key(), None
     highest = caller.highest_priority if wanted.highest_priority is None else wanted.highest_priority
     refuse_priority(caller, highest)
@@ -64,7 +64,7 @@ def create_key(
     return access_schemas.NewApiKey(**views.key_view(made).model_dump(), key=secret)
 
 
-def _refuse_more_than_own(caller: Identity, wanted: requests.NewKey, project: str) -> None:
+def _refuse_wider_scope(caller: Identity, wanted: requests.NewKey, project: str) -> None:
     if caller.installation:
         return
     if wanted.installation:

@@ -56,11 +56,11 @@ async def get_metrics(
 async def _catch_up(store: Store, job_id: str) -> None:
     """Create missing bins, so that the next response is fast; other writers are not blocked."""
     with contextlib.suppress(JobNotFound, SQLAlchemyError):  # the next request tries again
-        while await store.write_async(partial(_catch_up_some, job_id=job_id)):
+        while await store.write_async(partial(_catch_up_batch, job_id=job_id)):
             pass
 
 
-def _catch_up_some(session: Session, job_id: str) -> bool:
+def _catch_up_batch(session: Session, job_id: str) -> bool:
     return metric_bins.catch_up(session, jobs.get(session, job_id, lock=True))
 
 

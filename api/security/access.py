@@ -128,7 +128,7 @@ async def _refuse_if_ended(request: Request) -> None:
     """Raise Unauthenticated if the key is no longer valid."""
     credential = request_of_caller(request).credential
     if credential is not None and not await is_still_authorized(request):
-        raise Unauthenticated(await state_of(request.app).identities.why_ended(credential))
+        raise Unauthenticated(await state_of(request.app).identities.expiry_reason(credential))
 
 
 async def while_authorized(request: Request, waiting: Coroutine[Any, Any, None]) -> None:

@@ -40,7 +40,7 @@ class Audit:
             return send
         who, held = about.who, list[Message]()
 
-        async def send_noted(message: Message) -> None:
+        async def send_recording_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 held.append(message)
                 return
@@ -50,9 +50,9 @@ class Audit:
                 await send(start)
             await send(message)
 
-        return send_noted
+        return send_recording_status
 
-    async def note_failure(self, scope: Scope, about: RequestOfCaller) -> None:
+    async def record_failure(self, scope: Scope, about: RequestOfCaller) -> None:
         """Write the row of a request that failed with an internal error; does nothing if no row is needed."""
         if about.who is not None and _may_change(scope):
             failure = AuditRecord(_operation(scope), _target(scope, about), about.address, 500, "internal_error")

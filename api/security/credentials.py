@@ -35,7 +35,7 @@ class _Known:
     who: Identity
     until: float
     """Unix seconds at which it expires."""
-    looked_at: float
+    checked_at: float
 
 
 def cookie_name(host: str) -> str:
@@ -73,7 +73,7 @@ class Identities:
     async def of(self, credential: Credential) -> Identity | None:
         """The credential's owner; None: it is not valid, or no longer. Raises the database's errors."""
         known = self._known.get(credential)
-        if known is None or self._clock() - known.looked_at >= CACHE_SECONDS:
+        if known is None or self._clock() - known.checked_at >= CACHE_SECONDS:
             self._known.pop(credential, None)
             known = await run_in_threadpool(self._look, credential)
             if known is None:
@@ -83,12 +83,12 @@ class Identities:
             self._known[credential] = known
         return known.who if self._now() < known.until else None
 
-    async def why_ended(self, credential: Credential) -> str | None:
+    async def expiry_reason(self, credential: Credential) -> str | None:
         """For a key that was valid once, for its owner: which key it is, and why it is no longer valid; None for any
         other credential. Raises the database's errors."""
-        return await run_in_threadpool(self._look_why, credential) if credential.is_key else None
+        return await run_in_threadpool(self._read_expiry_reason, credential) if credential.is_key else None
 
-    def _look_why(self, credential: Credential) -> str | None:
+    def _read_expiry_reason(self, credential: Credential) -> str | None:
         with self._store().read() as session:
             key = keys.by_digest(session, credential.digest)
         if key is None:
@@ -100,7 +100,7 @@ class Identities:
         self._known.clear()
 
     def _look(self, credential: Credential) -> _Known | None:
-        looked_at = self._clock()
+        checked_at = self._clock()
         ends = float("inf")
         with self._store().read() as session:
             if credential.is_key:
@@ -109,4 +109,4 @@ class Identities:
                 key, ends = keys.key_of_session(session, credential.digest) or (None, ends)
         if key is None or not keys.is_good(key, self._now()):
             return None
-        return _Known(keys.identity_of(key), min(ends, key.expires_at or ends), looked_at)
+        return _Known(keys.identity_of(key), min(ends, key.expires_at or ends), checked_at)

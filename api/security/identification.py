@@ -46,7 +46,7 @@ class Identification:
             if who is None:
                 self._limits.anonymous(address or "")
                 if credential is not None:
-                    ended = await self._identities.why_ended(credential)
+                    ended = await self._identities.expiry_reason(credential)
             else:
                 self._limits.begin_request(who.key_id)
         except TooManyRequests as error:  # before the audit, which it would fill
@@ -72,7 +72,7 @@ class Identification:
         try:
             await self._app(scope, receive, self._audit.of(scope, about, send))
         except Exception:
-            await self._audit.note_failure(scope, about)
+            await self._audit.record_failure(scope, about)
             raise
         finally:
             self._limits.end_request(who.key_id)

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manta.api.problem_codes import KINDS
 from manta.api.problems import problem
-from manta.api.rest_version import HEADER, REST, other_client
+from manta.api.rest_version import HEADER, REST, client_incompatibility
 from manta.api.security.access import is_stranger
 from manta.api.security.credentials import credential_in
 from manta.api.security.permissions import LINK_PATH, PROBED
@@ -96,7 +96,7 @@ def refusal(method: str, path: str, headers: Mapping[str, str], ours: OwnAddress
             "unknown_host",
             f"the service is not known as {host[:100]!r}; use its address, or add the name to MANTA_ALLOWED_HOSTS",
         )
-    misunderstanding = other_client(headers.get(HEADER.lower()))
+    misunderstanding = client_incompatibility(headers.get(HEADER.lower()))
     if misunderstanding is not None:
         return Refusal("other_release", misunderstanding)
     if path.startswith(LINK_PATH) and headers.get("sec-fetch-dest", "document") != "document":

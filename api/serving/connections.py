@@ -36,7 +36,7 @@ _RESERVED_FILES = 256
 """Files that the service opens in addition to connections: its database, logs, Ray."""
 
 
-def connections_at_once() -> int:
+def max_connections() -> int:
     """Number of connections that the process can hold, given its limit of open files, which is raised as far as needed
     and allowed."""
     return max(1, raise_limit(MAX_CONNECTIONS + _RESERVED_FILES) - _RESERVED_FILES)

@@ -110,7 +110,7 @@ class Written(BaseModel):
     """YAML."""
 
 
-async def read_written(request: Request, written: Annotated[Written, Depends(body_as(Written))]) -> Response:
+async def read_edited_document(request: Request, written: Annotated[Written, Depends(body_as(Written))]) -> Response:
     """The document in it, with relative paths as those of the service's root. Raises SpecError."""
     request_of_caller(request).changes_nothing = True
     body = await run_in_threadpool(_as_json, written.text)  # a long text takes a second
@@ -126,7 +126,9 @@ def mount(app: FastAPI) -> None:
     """Serve the dashboard at `/ui`, and lead `/` there."""
     for path in ("/", DASHBOARD_PATH):
         _add(app, path, _to_dashboard)
-    app.add_api_route(f"{DASHBOARD_PATH}/yaml", read_written, methods=["POST"], include_in_schema=False, name=DASHBOARD)
+    app.add_api_route(
+        f"{DASHBOARD_PATH}/yaml", read_edited_document, methods=["POST"], include_in_schema=False, name=DASHBOARD
+    )
     _add(app, f"{DASHBOARD_PATH}/static/{{digest}}/{{name:path}}", _file)
     _add(app, f"{DASHBOARD_PATH}/{{rest:path}}", _document)
 

@@ -60,7 +60,7 @@ class NodeDaemons:
         self._class = ray.module.remote(NodeDaemon)
         self.used: dict[str, float] = {}
         """By node, when its daemon was last needed here, in seconds of the monotonic clock."""
-        self._next_look: dict[str, float] = {}
+        self._next_check: dict[str, float] = {}
         """By node, when to check again whether a daemon of another release can be replaced."""
         self._left_out: dict[str, str] = {}
         """By node that has a daemon of another release, what was said about it."""
@@ -90,7 +90,7 @@ class NodeDaemons:
     async def watched(self, node: str) -> NodeClient | None:
         """Like `of`, for a caller that only checks the node: a node that comes and goes, and has neither ranks nor a
         daemon, is at rest: None."""
-        may_rest = node in await self._nodes.that_come_and_go() and node in await self._nodes.unused()
+        may_rest = node in await self._nodes.autoscaled_nodes() and node in await self._nodes.unused()
         return await self._of(node, may_rest=may_rest)
 
     async def rest(self, node: str) -> None:
@@ -136,7 +136,7 @@ class NodeDaemons:
                 break  # another attempt would find the same one
             except AgentError as error:
                 if existing is None:
-                    self._note_problem(node, problem_of_start(node, str(error)))
+                    self._record_problem(node, problem_of_start(node, str(error)))
                 continue  # it died since its name was looked up: try once more, with a new handle
             except ProtocolMismatch as error:
                 if existing is None:
@@ -150,7 +150,7 @@ class NodeDaemons:
             self._left_out.pop(node, None)
             if existing is None and about.code not in ("", own_code()):
                 self._other_code.add(node)
-            self._note_problem(node, problem_of(about, node in self._other_code))
+            self._record_problem(node, problem_of(about, node in self._other_code))
             return daemon
         self._nodes.silent.add(node)
         self._nodes.unswept.add(node)
@@ -168,7 +168,7 @@ class NodeDaemons:
             return None
         return daemon
 
-    def _note_problem(self, node: str, problem: str | None) -> None:
+    def _record_problem(self, node: str, problem: str | None) -> None:
         if problem is None:
             if node in self._with_problem:  # otherwise the problem was recorded elsewhere
                 self._with_problem.discard(node)
@@ -183,9 +183,9 @@ class NodeDaemons:
         """End a daemon of another release, with its zygote; False while that would end trainers, or would not help.
         What is in the node's shared memory stays: waiting jobs resume from it."""
         self._nodes.silent.add(node)  # nothing is placed there in the meantime
-        if time.monotonic() < self._next_look.get(node, 0.0):
+        if time.monotonic() < self._next_check.get(node, 0.0):
             return False
-        self._next_look[node] = time.monotonic() + POLL_SECONDS
+        self._next_check[node] = time.monotonic() + POLL_SECONDS
         if node in self._foreign or await self._has_agents(node):
             if self._left_out.get(node) != problem:
                 log.warning("nothing is placed on node %s: %s", node[:12], problem)
@@ -255,7 +255,7 @@ class NodeDaemons:
         daemons = await self.ensure()
         await asyncio.gather(*(self._end_job(node, daemons[node], job, keep_snapshots) for node in daemons))
 
-    def note_missed_end(self) -> None:
+    def record_missed_end(self) -> None:
         """The nodes could not be notified of a job's end, since Ray did not say which nodes exist."""
         self._nodes.unswept |= self._answered.keys() | self._nodes.at_rest
 
@@ -267,7 +267,7 @@ class NodeDaemons:
 
     def keep_only(self, there: Collection[str]) -> None:
         """Forget the daemons of all other nodes, which are gone."""
-        for about in (self.used, self._next_look, self._left_out, self._answered):
+        for about in (self.used, self._next_check, self._left_out, self._answered):
             keep_keys(about, there)
         for some in (self._foreign, self._with_problem, self._other_code):
             some.intersection_update(there)

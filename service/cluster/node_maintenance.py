@@ -71,7 +71,7 @@ class NodeMaintenance:
             self._tasks[node] = asyncio.create_task(self._maintain(node), name=f"care for {node[:12]}")
         for node in self._tasks.keys() - set(living):
             self._tasks.pop(node).cancel()  # lost, perhaps only for a while
-            self._note_asked(node)
+            self._record_requested(node)
 
     async def _maintain(self, node: str) -> None:
         """Run until the node is gone; sweeps it if it is new or back, or was not reached before."""
@@ -82,7 +82,7 @@ class NodeMaintenance:
             if not swept or node in unsettled or node not in self._cluster.peak_flops:
                 try:
                     daemon = await self._daemon(node, is_new)
-                    self._note_asked(node)
+                    self._record_requested(node)
                     is_new = False
                     if daemon is not None:
                         if not swept or node in nodes.unswept:
@@ -104,7 +104,7 @@ class NodeMaintenance:
             self._answered()
         return daemon
 
-    def _note_asked(self, node: str) -> None:
+    def _record_requested(self, node: str) -> None:
         self._unasked.discard(node)
         if not self._unasked:
             self._first_answers.set()
@@ -153,7 +153,7 @@ class IdleNodes:
     async def look(self, now: float) -> None:
         """One look, at time `now` of the monotonic clock."""
         nodes, daemons = self._cluster.nodes, self._cluster.daemons
-        idle = await nodes.that_come_and_go() & await nodes.unused() - nodes.at_rest - nodes.lost
+        idle = await nodes.autoscaled_nodes() & await nodes.unused() - nodes.at_rest - nodes.lost
         self._since = {node: self._since.get(node, now) for node in idle}
         for node, since in self._since.items():
             if now - max(since, daemons.used.get(node, since)) >= REST_SECONDS and not await self._is_needed(node):

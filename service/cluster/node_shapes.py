@@ -72,7 +72,7 @@ def grown(capacity: Capacity, shapes: Sequence[NodeShape], types: Collection[str
     return replace(capacity, total=capacity.total + units, free=capacity.free + units, nodes=nodes)
 
 
-def with_placed(capacity: Capacity, layout: ParallelConfig) -> Capacity | None:
+def capacity_after_placing(capacity: Capacity, layout: ParallelConfig) -> Capacity | None:
     """What is left of `capacity` with `layout` in it, on the fullest nodes that can hold its tensor-parallel groups;
     None if it does not fit."""
     left = {node: free for node, (_, free) in capacity.nodes.items()}
@@ -106,7 +106,7 @@ class Demand:
 
     def add(self, layout: ParallelConfig, unit: Unit) -> bool:
         """Whether nodes are requested for a job in `layout`; once one job does not fit, none behind it is added."""
-        after = None if self.is_over else with_placed(self._left[unit], layout)
+        after = None if self.is_over else capacity_after_placing(self._left[unit], layout)
         if after is None:
             self.is_over = True
             return False

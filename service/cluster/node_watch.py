@@ -123,7 +123,7 @@ class NodeWatch:
         """Whether its daemon or its Ray accepts a connection. If for a while only its Ray does, that is a problem for
         an operator to fix, and not a loss."""
         if source is not None and await self._listens((source.host, source.port)):
-            self._note_reached(node.id)
+            self._record_reachable(node.id)
             return True
         there = await self._listens(node.raylet)
         if there and source is not None:
@@ -137,7 +137,7 @@ class NodeWatch:
     async def _listens(self, address: Address) -> bool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, listens, address)
 
-    def _note_reached(self, node: str) -> None:
+    def _record_reachable(self, node: str) -> None:
         if self._refused.pop(node, 0) >= REFUSALS:
             log.warning("the daemon of node %s can be reached again", node)
             self._cluster.nodes.problems.pop(node, None)
@@ -185,14 +185,14 @@ class NodeWatch:
                 writer.close()
 
     def _hear(self, heartbeat: Heartbeat) -> None:
-        self._note_reached(heartbeat.node)
+        self._record_reachable(heartbeat.node)
         if heartbeat.gpus is not None:
             self._cluster.nodes.gpus[heartbeat.node] = GpuReadings(time.monotonic(), heartbeat.gpus)
         if heartbeat.draining and self._draining is not None:
             self._draining(heartbeat.node, heartbeat.drain_seconds, heartbeat.drain_reason)
         elif heartbeat.stays and heartbeat.node in self._cluster.nodes.draining:
             log.warning("node %s is not being drained any more", heartbeat.node)
-            self._cluster.nodes.drain_no_more(heartbeat.node)
+            self._cluster.nodes.cancel_drain(heartbeat.node)
 
     async def _lose(self, node: str, why: str) -> None:
         if node in self._cluster.nodes.lost:

@@ -46,7 +46,7 @@ class GpuReadings:
     readings: tuple[GpuReading, ...]
 
     @property
-    def smallest_memory(self) -> int | None:
+    def min_gpu_memory(self) -> int | None:
         """Bytes of the GPU with the least memory; None if the driver did not say for any."""
         return min((each.memory_total_bytes for each in self.readings if each.memory_total_bytes), default=None)
 
@@ -89,7 +89,7 @@ class Nodes:
             self.leave_by[node] = time.monotonic() + seconds
         return is_news
 
-    def drain_no_more(self, node: str) -> None:
+    def cancel_drain(self, node: str) -> None:
         """`node` stays after all, or is gone."""
         self.draining.discard(node)
         self.leave_by.pop(node, None)
@@ -163,7 +163,7 @@ class Nodes:
             if all(free.get(node["NodeID"], {}).get(unit, 0) >= node["Resources"].get(unit, 0) for unit in UNITS)
         }
 
-    async def that_come_and_go(self) -> set[str]:
+    async def autoscaled_nodes(self) -> set[str]:
         """Living nodes of the types that an autoscaler adds, and takes away when they are idle."""
         ours = {shape.type for shape in self.shapes}
         return {node for node, type in (await self._types()).items() if type in ours}

@@ -150,7 +150,7 @@ class RayHead:
         if record is None:
             return self.start()
         problem, deadline = self.problem_of(record), time.monotonic() + UNRESPONSIVE_SECONDS
-        while problem is None and (silent := _silent_process(record.pid)) is not None:
+        while problem is None and (silent := _unresponsive_process(record.pid)) is not None:
             problem = self.problem_of(record)
             if problem is None and time.monotonic() > deadline:
                 problem = f"its {silent} has not answered for {UNRESPONSIVE_SECONDS:g} s"
@@ -214,7 +214,7 @@ class RayHead:
         self._token = self._stored_token()
         return connect(record.address, namespace)
 
-    def keep_token(self) -> None:
+    def restore_token(self) -> None:
         """Write the file of the token again if it is not the one by which this process was let in: whatever Ray starts
         reads it. Raises HomeUnusable."""
         if self._token and self._stored_token() != self._token:
@@ -223,7 +223,7 @@ class RayHead:
     def _has_token(self, record: HeadRecord) -> bool:
         """Whether the token of a head is known; its file is written again if it is not the recorded one."""
         self._token = record.token or self._stored_token()
-        self.keep_token()
+        self.restore_token()
         return bool(self._token)
 
     def _stored_token(self) -> str:
@@ -354,7 +354,7 @@ def _problem_of_sockets(record: HeadRecord) -> str | None:
     return f"its socket {gone[0]} is gone" if gone else None
 
 
-def _silent_process(head: int) -> str | None:
+def _unresponsive_process(head: int) -> str | None:
     """The name of a process of this head that does not answer, or of one that is gone; None if all answer."""
     running = children_named(head, HEAD_PROCESSES)
     return next((name for name in HEAD_PROCESSES if name not in running or not _answers_grpc(running[name])), None)

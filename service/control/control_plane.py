@@ -28,7 +28,7 @@ from manta.service.control.housekeeping import Housekeeping
 from manta.service.control.options import DEFAULTS, ControlPlaneOptions
 from manta.service.control.owners import JobOwners
 from manta.service.control.running_ranks import ObservedWaits, RankStack, RunningRanks
-from manta.service.control.takeover import refuse_what_cannot_be_taken_over
+from manta.service.control.takeover import refuse_incompatible_agents
 from manta.service.exports import Exports
 from manta.service.file_work import FileWork
 from manta.service.home.home_of_jobs import HomeOfJobs
@@ -137,18 +137,18 @@ class ControlPlane:
         log.info("the namespace of this installation in Ray is %s", namespace)
         if not asks_first and not self._leases.alone:
             self._home_of_jobs.find(self._store)
-        with self._replacing_ray_that_lets_nobody_in(ray_is_new):
+        with self._replacing_ray_that_rejects_connections(ray_is_new):
             cluster = self._connect(namespace)
         self._thread.start()
         if asks_first:
             if not ray_is_new:
-                self._call(refuse_what_cannot_be_taken_over(cluster, self._states))
+                self._call(refuse_incompatible_agents(cluster, self._states))
             self._store.migrate()
         self._join(cluster.identity)
         self._call(self._begin(cluster))
 
     @contextlib.contextmanager
-    def _replacing_ray_that_lets_nobody_in(self, is_new: bool) -> Iterator[None]:
+    def _replacing_ray_that_rejects_connections(self, is_new: bool) -> Iterator[None]:
         """The block joins Ray. If our own one, which ran before, does not let this process in, it is replaced like a
         dead one: its jobs continue from shared memory. This also interrupts a call into Ray that never returns."""
         if is_new or not isinstance(self._head, RayHead) or self._start_over is None:
@@ -171,16 +171,16 @@ class ControlPlane:
         self._head.stop()
         self._start_over()
 
-    def keep_token(self) -> None:
+    def restore_token(self) -> None:
         """Write the token of our own Ray again if it was removed or changed: whatever starts there reads it. Raises
         HomeUnusable."""
         if isinstance(self._head, RayHead):
-            self._head.keep_token()
+            self._head.restore_token()
 
     def _connect(self, namespace: str) -> Cluster:
         self._home_of_jobs.mark(namespace)
-        ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
-        return Cluster.connected(ray, self._home_of_jobs.paths, self._options.nodes, is_elsewhere=is_elsewhere)
+        ray, is_remote = self._head.connect(namespace), isinstance(self._head, ExistingRay)
+        return Cluster.connected(ray, self._home_of_jobs.paths, self._options.nodes, is_remote=is_remote)
 
     def _join(self, ray: str) -> None:
         """Become one of the control planes of this database. Raises RayMismatch, but not at once, since the other one
@@ -208,8 +208,8 @@ class ControlPlane:
         self._injector = FaultInjector(self._store, cluster, self._owners.agents_of)
         cluster.fence_with(self._leases.epoch)
         self._leases.begin()
-        kept_days = self._options.kept_days
-        retention = Retention(cluster.paths, kept_days, self._file_work) if kept_days else None
+        retention_days = self._options.retention_days
+        retention = Retention(cluster.paths, retention_days, self._file_work) if retention_days else None
         placed = self._owners.placed
         self._housekeeping = Housekeeping(self._store, cluster, self._leases, placed, self.data_roots, retention)
         self._owners.begin(cluster, self._housekeeping)
@@ -302,8 +302,8 @@ class ControlPlane:
     def submitted(self, job_id: str) -> None:
         """A job was stored, retried or resumed, or has another priority: wake the scheduler."""
         self._loop.call_soon_threadsafe(self._wake_scheduler)
-        if self._housekeeping is None or not self._housekeeping.is_done_here:
-            self._leases.wake_others()
+        if self._housekeeping is None or not self._housekeeping.is_held_by_us:
+            self._leases.wake_control_planes()
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLING or CANCELLED: wake its owner."""
@@ -317,7 +317,7 @@ class ControlPlane:
         """Notify the owner of a job on the control plane's thread, or the control plane that owns the job."""
         self._loop.call_soon_threadsafe(tell, job_id)
         if not self._owners.has(job_id):
-            self._leases.wake_others()
+            self._leases.wake_control_planes()
 
     def _pause(self, job_id: str) -> None:
         if owner := self._owners.of(job_id):  # else it holds nothing, or is being placed, and read again once it is
@@ -387,9 +387,9 @@ class ControlPlane:
         if owner := self._owners.of(job_id):
             owner.cancel()
         if self._cluster is not None:
-            self._background_tasks.start(self._forget_if_cancelled(job_id), f"end of {job_id}")
+            self._background_tasks.start(self._clean_up_if_cancelled(job_id), f"end of {job_id}")
 
-    async def _forget_if_cancelled(self, job_id: str) -> None:
+    async def _clean_up_if_cancelled(self, job_id: str) -> None:
         """A job that was cancelled in the queue or in a pause may have run before and left its snapshots. Its owner at
         that time may not have left yet."""
         if (await asyncio.to_thread(self._job, job_id)).state == JobState.CANCELLED:
@@ -417,7 +417,7 @@ class ControlPlane:
     def problem_of_data(self, spec: JobSpec) -> str | None:
         """Why a job cannot be trained on its data; None if it can, or if no node says. Raises ClusterUnavailable."""
         cluster = self._started_cluster
-        if not cluster.is_elsewhere:
+        if not cluster.is_remote:
             return self.data_roots.problem_of_data(spec)
         return self._call(cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self.data_roots.names))
 
@@ -425,7 +425,7 @@ class ControlPlane:
         """What is known here about this control plane and the nodes. Raises ClusterUnavailable if the control plane's
         own thread does not answer."""
         lags = {name: lag.seconds for name, lag in self._lags.items()}
-        if self._housekeeping is not None and self._housekeeping.is_done_here:
+        if self._housekeeping is not None and self._housekeeping.is_held_by_us:
             lags |= self._housekeeping.lag_seconds
         if not self._thread.is_alive():
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))

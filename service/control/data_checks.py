@@ -81,7 +81,7 @@ class DataChecks:
         return look
 
 
-async def problem_here(roots: DataRoots, spec: JobSpec) -> str | None:
+async def local_problem(roots: DataRoots, spec: JobSpec) -> str | None:
     """Why a job cannot be trained on its data, as this process sees it; None if it can. `roots`: folders below which
     jobs may read."""
     return await asyncio.wrap_future(in_daemon_thread("data of a job", lambda: roots.problem_of_data(spec)))

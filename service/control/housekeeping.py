@@ -81,7 +81,7 @@ class Housekeeping:
         return self.scheduler is not None and job_id in self.scheduler.placing
 
     @property
-    def is_done_here(self) -> bool:
+    def is_held_by_us(self) -> bool:
         """Whether it falls to this control plane."""
         return self._leases.of(HOUSEKEEPING) is not None
 
@@ -92,7 +92,7 @@ class Housekeeping:
 
     def stop_if_lost(self) -> None:
         """Leave housekeeping to the control plane that does it now."""
-        if self._work is not None and not self.is_done_here:
+        if self._work is not None and not self.is_held_by_us:
             self._work.cancel()
 
     async def run(self, maintenance: NodeMaintenance) -> None:
@@ -149,7 +149,7 @@ class Housekeeping:
         pauses = backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
         while remaining is None or remaining:
             try:
-                remaining = scheduler.not_released = await self._release_those_without_owner(remaining)
+                remaining = scheduler.not_released = await self._release_unowned_jobs(remaining)
                 listed.set()
                 scheduler.wake()
             except Exception as error:  # Ray may not answer for a while
@@ -160,14 +160,14 @@ class Housekeeping:
             elif remaining:
                 await asyncio.sleep(next(pauses))
 
-    async def _release_those_without_owner(self, only: Collection[str] | None) -> set[str]:
+    async def _release_unowned_jobs(self, only: Collection[str] | None) -> set[str]:
         """Returns the jobs whose resources cannot be released. `only`: consider only these jobs; None: all."""
         there = await self._cluster.jobs()
-        if only is None and not self._cluster.is_elsewhere:
-            for job in await self._cluster.agents.jobs_elsewhere():
+        if only is None and not self._cluster.is_remote:
+            for job in await self._cluster.agents.jobs_of_other_installations():
                 log.warning(FOREIGN_JOB, job)
         held = there if only is None else [job for job in there if job in only]
-        states, deleted = await self._fates(held)
+        states, deleted = await self._states_and_deletions(held)
         keeping = await self._store.read_async(partial(pauses_and_retries.holding_memory, job_ids=held))
         remaining = set()
         for job in held:
@@ -175,14 +175,14 @@ class Housekeeping:
                 log.error(UNKNOWN_JOB, job)
             elif job in deleted or states[job] not in SUPERVISED:
                 try:
-                    await self._release_without_owner(job, job in deleted, job in keeping)
+                    await self._release_unowned_job(job, job in deleted, job in keeping)
                 except Exception as error:  # most likely of this job's agents or rows: the others do not wait for it
                     what = f"what is left of {job} could not be released and is tried again"
                     log.error("%s: %s", what, error, exc_info=needs_traceback(error))
                     remaining.add(job)
         return remaining
 
-    async def _release_without_owner(self, job_id: str, is_deleted: bool, keeps: bool) -> None:
+    async def _release_unowned_job(self, job_id: str, is_deleted: bool, keeps: bool) -> None:
         async with self._leases.borrowed(job_id) as lease:
             if lease is not None and (is_deleted or not await self._still_runs(job_id, lease)):
                 # A job that waits, is paused, or may be retried continues from its snapshots.
@@ -202,9 +202,9 @@ class Housekeeping:
         """Which of these jobs are finished and no longer need their snapshots, if it falls to this control plane to
         remove the snapshots. Jobs that the database does not know do not count as finished: it may be a backup that is
         older than the job."""
-        if not (self.is_done_here or self._leases.alone):
+        if not (self.is_held_by_us or self._leases.alone):
             return set()
-        states, deleted = await self._fates(job_ids)
+        states, deleted = await self._states_and_deletions(job_ids)
         keeping = await self._store.read_async(partial(pauses_and_retries.holding_memory, job_ids=job_ids))
         for job in set(job_ids) - states.keys() - deleted:
             log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
@@ -241,10 +241,10 @@ class Housekeeping:
 
     async def _remove_snapshots_of(self, job_id: str, store: Store) -> None:
         # The row is written first: from then on a retry, which may come at any moment, resumes from a checkpoint.
-        if await store.write_async(partial(pauses_and_retries.let_memory_go, job_id=job_id, now=time.time())):
+        if await store.write_async(partial(pauses_and_retries.release_snapshots, job_id=job_id, now=time.time())):
             await self._cluster.end_job(job_id)
 
-    async def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
+    async def _states_and_deletions(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
         """The states of those of these jobs that the database knows, and which of them were deleted."""
         return await self._store.read_async(
             lambda session: (jobs.states(session, job_ids), deletion.deleted_ones(session, job_ids))

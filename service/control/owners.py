@@ -118,7 +118,7 @@ class JobOwners:
             self._housekeeping.wake()
         for job_id, to in too_many.items():
             await self._hand_over(job_id, to)
-        for job_id in await self._store.read_async(step_traces.jobs_that_want_some):
+        for job_id in await self._store.read_async(step_traces.jobs_with_waiting_traces):
             if owner := self.of(job_id):
                 owner.trace()
 
@@ -147,19 +147,21 @@ class JobOwners:
         with contextlib.suppress(LeaseLost):
             await self.leases.hand_over(job_id, lease.epoch, to)
 
-    def _own(self, job_id: str, placed_generation: int | None) -> None:
+    def _own(self, job_id: str, scheduled_generation: int | None) -> None:
         lease = self.leases.of(job_id)
         assert lease is not None and self._cluster is not None
         logs = None if self._archiver is None else self._archiver.open(job_id, lease)
         owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs, self._first_step)
-        task = asyncio.create_task(self._run(owner, placed_generation, logs, lease), name=f"owner of {job_id}")
+        task = asyncio.create_task(self._run(owner, scheduled_generation, logs, lease), name=f"owner of {job_id}")
         self.by_job[job_id] = (owner, task)
         task.add_done_callback(log_failure)
 
-    async def _run(self, owner: JobOwner, placed_generation: int | None, logs: Spool | None, lease: HeldLease) -> None:
+    async def _run(
+        self, owner: JobOwner, scheduled_generation: int | None, logs: Spool | None, lease: HeldLease
+    ) -> None:
         assert self._housekeeping is not None
         try:
-            await owner.run(placed_generation)
+            await owner.run(scheduled_generation)
             if self._archiver is not None and logs is not None:
                 await self._archiver.finish(owner.id, logs)
         except LeaseLost as error:

@@ -24,7 +24,7 @@ from manta.service.cluster.node_shapes import Demand, in_words
 from manta.service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import fitting, resized, shapes_of, smallest
-from manta.service.control.data_checks import DataChecks, DataTimeout, problem_here
+from manta.service.control.data_checks import DataChecks, DataTimeout, local_problem
 from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import LeaseLost
 from manta.service.leases.held import Leases
@@ -74,10 +74,10 @@ class Scheduler:
         is held from then on. None: this is the only control plane."""
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
-        self._data_checks = DataChecks(self._look_at_data)
+        self._data_checks = DataChecks(self._check_data)
         self._queue: list[jobs.QueuedJob] = []
         """The queue as of the last look."""
-        self._good_data: set[str] = set()
+        self._valid_data: set[str] = set()
         """Queued jobs whose data was fine when they first had their turn: it is checked again before they are placed,
         and not every second until then."""
         self._never_fitted: dict[str, tuple[float, object]] = {}
@@ -149,7 +149,7 @@ class Scheduler:
                 job = await self._store.read_async(partial(_if_queued, job_id=each.id))
                 if job is None:
                     continue
-                outcome = await (self._request_nodes_ahead(job) if unit in behind else self._look_at(job))
+                outcome = await (self._request_nodes_ahead(job) if unit in behind else self._schedule(job))
             except Exception as error:  # one job must not keep those behind it waiting
                 if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
@@ -167,16 +167,16 @@ class Scheduler:
         since, what = self._never_fitted.get(job_id, (-RETRY_SECONDS, None))
         return what == about and time.monotonic() - since < RETRY_SECONDS
 
-    async def _look_at(self, job: Job) -> Look:
+    async def _schedule(self, job: Job) -> Look:
         spec = await self._read_spec(job)
         if spec is None:
             return Look.SKIPS
         if job.id in self.not_released:
             why = "what it held before it was in the queue cannot be released, as the service's log says; tried again"
-            await self._say_why(job, None, "not_released", why)
+            await self._report_waiting_reason(job, None, "not_released", why)
             return Look.SKIPS
         # Looking at thousands that never fit, such as all while no node answers, would hold up those behind them.
-        needs_no_look = job.id in self._good_data or await self._never_fits(spec)
+        needs_no_look = job.id in self._valid_data or await self._never_fits(spec)
         if needs_no_look or self._cluster.nodes.at_rest:
             shortage = await self._shortage(await self._sized(job, spec))
             if shortage is None:
@@ -185,7 +185,7 @@ class Scheduler:
                 await self._keep_waiting(job, spec, shortage)
                 return await self._waits(spec)
         try:
-            if not await self._data_is_good(job, spec):
+            if not await self._has_valid_data(job, spec):
                 return Look.DONE
         except DataTimeout as error:
             return await self._wait_for_data(job, error)
@@ -222,7 +222,7 @@ class Scheduler:
     def _keep_only(self, job_ids: set[str]) -> None:
         """Forget what is known about the data of other jobs."""
         self._data_checks.keep_only(job_ids)
-        self._good_data &= job_ids
+        self._valid_data &= job_ids
         self._never_fitted = {job: known for job, known in self._never_fitted.items() if job in job_ids}
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
@@ -231,27 +231,27 @@ class Scheduler:
         try:
             return stored_spec(job).spec
         except SpecNotUnderstood as error:
-            await self._say_why(job, None, "invalid_spec", str(error))
+            await self._report_waiting_reason(job, None, "invalid_spec", str(error))
             return None
 
-    async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
+    async def _has_valid_data(self, job: Job, spec: JobSpec) -> bool:
         problem = await self._data_checks.problem(job.id, spec)
         if problem is not None:
             await self._transition(job, JobState.FAILED, "bad_data", problem)
             return False
-        self._good_data.add(job.id)
+        self._valid_data.add(job.id)
         return True
 
     async def _wait_for_data(self, job: Job, error: DataTimeout) -> Look:
         if error.keeps_turn:
             return Look.BLOCKS
-        await self._say_why(job, None, "data_silent", str(error))
+        await self._report_waiting_reason(job, None, "data_silent", str(error))
         return Look.SKIPS
 
-    async def _look_at_data(self, spec: JobSpec) -> str | None:
+    async def _check_data(self, spec: JobSpec) -> str | None:
         """Why a job cannot be trained on its data. None also if no node can say: the ranks will find out."""
-        if not self._cluster.is_elsewhere:
-            return await problem_here(self._data_roots, spec)
+        if not self._cluster.is_remote:
+            return await local_problem(self._data_roots, spec)
         return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names)
 
     async def _unit(self, spec: JobSpec) -> Unit:
@@ -264,9 +264,9 @@ class Scheduler:
         """Whether even its smallest layout would not fit if no other job held anything, and all nodes that can be added
         were there."""
         shortage = missing(smallest(spec).layout, await self._cluster.nodes.at_most(await self._unit(spec)))
-        return shortage is not None and shortage.waits_in_vain
+        return shortage is not None and shortage.can_never_fit
 
-    async def _growth_in_words(self, job: Job, spec: JobSpec, unit: Unit) -> str:
+    async def _describe_growth(self, job: Job, spec: JobSpec, unit: Unit) -> str:
         """What is requested of an autoscaler for a waiting job, or why nothing is; empty if there is no autoscaler."""
         shapes = self._cluster.nodes.shapes
         if not shapes:
@@ -290,25 +290,25 @@ class Scheduler:
     async def _keep_waiting(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
         kind = plural_of(shortage.unit).lower()
         # A job that waits for another cluster is looked at only now and then: it does not report what others hold.
-        available = shortage.possible if shortage.waits_in_vain else shortage.available
+        available = shortage.possible if shortage.can_never_fit else shortage.available
         waiting_for = {"unit": kind, "needed": shortage.needed, "available": available}
-        growth = await self._growth_in_words(job, spec, shortage.unit) or await self._other_unit_in_words(spec)
-        why = _why(f"{shortage}{self._closed_in_words()}{growth}", list(self._cluster.nodes.problems.values()))
+        growth = await self._describe_growth(job, spec, shortage.unit) or await self._describe_other_unit(spec)
+        why = _why(f"{shortage}{self._describe_closed_ports()}{growth}", list(self._cluster.nodes.problems.values()))
         reason = insufficient(shortage.unit)
-        await self._say_why(job, waiting_for, reason, why)
+        await self._report_waiting_reason(job, waiting_for, reason, why)
 
-    async def _say_why(self, job: Job, waiting_for: dict[str, Any] | None, reason: str, why: str) -> None:
+    async def _report_waiting_reason(self, job: Job, waiting_for: dict[str, Any] | None, reason: str, why: str) -> None:
         """Have the job say why it waits, unless it says so already: it was read in this look at the queue."""
         if (job.waiting_for, job.reason, job.message) != (waiting_for, reason, why):
             await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, reason, why))
 
-    async def _other_unit_in_words(self, spec: JobSpec) -> str:
+    async def _describe_other_unit(self, spec: JobSpec) -> str:
         """What a job that waits in vain for GPUs could do instead; empty for any other job."""
         if await self._unit(spec) != "GPU" or not await self._never_fits(spec):
             return ""
         slots = await self._cluster.nodes.at_most("manta_slot")
         shortage = missing(smallest(spec).layout, slots)
-        if shortage is not None and shortage.waits_in_vain:
+        if shortage is not None and shortage.can_never_fit:
             return ""
         return "; with resources.accelerator: cpu it would take slots, of which there are enough"
 
@@ -341,7 +341,7 @@ class Scheduler:
         self._placed(job, generation)
         return True
 
-    def _closed_in_words(self) -> str:
+    def _describe_closed_ports(self) -> str:
         leaving = len(self._cluster.nodes.draining)
         which = "a node that is being drained takes" if leaving == 1 else f"{leaving} nodes that are being drained take"
         return f"; {which} no job" if leaving else ""

@@ -36,7 +36,7 @@ class CannotTakeOver(MantaError):
         )
 
 
-async def refuse_what_cannot_be_taken_over(
+async def refuse_incompatible_agents(
     cluster: Cluster, states: Callable[[Collection[str]], Mapping[str, JobState]]
 ) -> None:
     """Ask all agents for their protocol. `states`: the states of those of these jobs that the database knows. An agent

@@ -97,7 +97,7 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
         case Move(replicas, standby):
             agents = zip(gang.ranks_in(replicas), standby.agents, strict=True)
             await hand_over({rank: (gang.by_rank[rank], new) for rank, new in agents}, generation, gang.tag)
-            gang.held_steps = dict(resting)
+            gang.snapshot_steps_of_ranks = dict(resting)
             job.departing.append(gang.swap(replicas, standby))
         case Shrink(staying):
             job.departing.append(gang.shrink(staying))
@@ -106,7 +106,7 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
         case Relocate(target):
             await _relocate(target, job, generation)
         case Stay():
-            gang.held_steps = dict(resting)
+            gang.snapshot_steps_of_ranks = dict(resting)
 
 
 async def _relocate(target: JobSpec, job: JobContext, generation: int) -> None:
@@ -144,7 +144,7 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
     return True
 
 
-async def place_all(job: JobContext, generation: int, failures: Sequence[PastFailure]) -> None:
+async def place_gang(job: JobContext, generation: int, failures: Sequence[PastFailure]) -> None:
     """Place the whole gang, which has no places, for `generation`: in the largest layout that there is room for,
     avoiding nodes that keep failing. Raises NotPlaced."""
     gang = job.gang

@@ -86,7 +86,7 @@ class RunningGeneration:
         if self._watchers[rank].done():
             return
         self._watchers[rank].cancel()
-        self._note_death(Death(rank, "agent_lost", message=why))
+        self._record_death(Death(rank, "agent_lost", message=why))
 
     @property
     def all_ended(self) -> bool:
@@ -150,7 +150,7 @@ class RunningGeneration:
         self._raise_errors()
         for rank, watcher in enumerate(self._watchers):
             if not watcher.done():
-                self._note_death(Death(rank, "agent_lost", message="has an agent that does not answer"))
+                self._record_death(Death(rank, "agent_lost", message="has an agent that does not answer"))
         await self.close()
 
     async def _receive_last_reports(self, seconds: float) -> None:
@@ -185,13 +185,13 @@ class RunningGeneration:
     async def _watch(self, rank: int) -> None:
         agent = self.agents[rank]
         if agent is None:
-            self._note_death(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
+            self._record_death(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
             return
         while True:
             try:
                 reports = await self._next_reports(rank, agent)
             except AgentError as error:
-                self._note_death(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
+                self._record_death(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
                 return
             for report in reports:
                 if isinstance(report.payload, Printed):  # the last lines of a generation may come after its end
@@ -235,7 +235,7 @@ class RunningGeneration:
             self._handling.discard(rank)
         match report.payload:
             case TrainerStatus() as status:
-                self._note_stall(rank, status, report.time)
+                self._record_stall(rank, status, report.time)
             case Finished():
                 self._reported_finished.add(rank)
             case Resting(step, message):
@@ -248,7 +248,7 @@ class RunningGeneration:
                 return True
         return False
 
-    def _note_stall(self, rank: int, status: TrainerStatus, at: float) -> None:
+    def _record_stall(self, rank: int, status: TrainerStatus, at: float) -> None:
         """A rank is overdue, or no longer."""
         if status.overdue:
             self._stalled_since[rank] = at - status.standing_seconds
@@ -270,15 +270,15 @@ class RunningGeneration:
             if failure.kind in SENTENCE_KINDS:
                 message = failure.message
             text = failure.traceback
-            self._note_death(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
+            self._record_death(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
         elif reason is not None:
             since = self._stalled_since.get(rank, at)  # the failure began when it stopped making progress
-            self._note_death(Death(rank, reason.kind, message=reason.message, at=since))
+            self._record_death(Death(rank, reason.kind, message=reason.message, at=since))
         else:
             words = describe_exit(exited.code, exited.signal, exited.memory_kills)
-            self._note_death(Death(rank, "killed", message=words, traceback="\n".join(exited.last_output), at=at))
+            self._record_death(Death(rank, "killed", message=words, traceback="\n".join(exited.last_output), at=at))
 
-    def _note_death(self, death: Death) -> None:
+    def _record_death(self, death: Death) -> None:
         self.deaths.append(death)
         self._changed.set()
 

@@ -14,7 +14,7 @@ from typing import Any
 from manta.service.backups import rank_backups
 from manta.service.cluster.agent_client import AgentError, AgentFailed, within
 from manta.service.cluster.agents import ask
-from manta.service.cluster.sizes import most_ranks
+from manta.service.cluster.sizes import max_ranks
 from manta.service.job.actions import Launch
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration
@@ -74,7 +74,7 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     begun raises LaunchFailed; afterwards it is one of the generation's deaths. Also raises AgentError,
     ClusterUnavailable and TimeoutError, and CheckpointsUnreadable if the state to resume from cannot be read now."""
     gang, record = job.gang, job.record
-    where = await _where_all_are(job)
+    where = await _describe_agents(job)
     if job.threads is None:
         job.threads = await job.record.decide_threads(await _threads_for(job, where))
     culprit = None if launch.incident is None else launch.incident.culprit
@@ -96,14 +96,14 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     orders = {rank: order_for(job, rank, place, common) for rank, place in where.items()}
     running = watch_generation(job, generation, resume.step)
     try:
-        await _give_orders(job, running, orders, where)
+        await _send_orders(job, running, orders, where)
     except BaseException:
         await running.close()  # nothing else knows of it yet
         raise
     return running
 
 
-async def _give_orders(
+async def _send_orders(
     job: JobContext,
     running: RunningGeneration,
     orders: Mapping[int, LaunchOrder],
@@ -215,15 +215,15 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
     )
 
 
-async def _where_all_are(job: JobContext) -> dict[int, AgentDescription]:
+async def _describe_agents(job: JobContext) -> dict[int, AgentDescription]:
     """By rank the description of its agent."""
     agents = job.gang.by_rank
     where, silent = await ask(agents, lambda rank, agent: agent.describe(), LAUNCH_SECONDS)
     if silent:
         places = {rank: await job.cluster.agents.node_of(agents[rank]) for rank in silent}
-        job.gang.note_nodes({**{rank: place.node for rank, place in where.items()}, **places})
+        job.gang.record_nodes({**{rank: place.node for rank, place in where.items()}, **places})
         raise LaunchFailed(silent)
-    job.gang.note_places(where)
+    job.gang.record_placements(where)
     return where
 
 
@@ -233,7 +233,7 @@ async def _threads_for(job: JobContext, where: Mapping[int, AgentDescription]) -
     capacity = await job.cluster.nodes.capacity(await job.gang.unit(), all_living=True)
     units = {node: total for node, (total, _) in capacity.nodes.items()}
     on_cpu = {place.node or place.host: place.cores for place in where.values() if not place.devices}
-    most = most_ranks(spec)
+    most = max_ranks(spec)
     return decided_threads(spec, [(cores, min(most, units.get(node) or most)) for node, cores in on_cpu.items()])
 
 

@@ -69,7 +69,7 @@ def seconds_allowed(needed: float) -> float:
     return max(needed, SAVE_SECONDS)
 
 
-async def keep_time(job: JobContext) -> None:
+async def watch_deadline(job: JobContext) -> None:
     """Set that the job is to leave when its time is up, and that it has had long enough to do so. Until cancelled."""
     limit, before = job.submitted.max_duration, await job.record.state_changes()
     if limit is not None:
@@ -91,17 +91,17 @@ async def _until_a_save_hangs(job: JobContext, seconds: float) -> None:
     patience, since = SAVE_TIME_FACTOR * await time_to_save(job.record), dict[object, float]()
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end:
-        since = {save: since.get(save, now) for save in await _saves_under_way(job)}
+        since = {save: since.get(save, now) for save in await _unfinished_saves(job)}
         if any(now - began >= patience for began in since.values()):
             return
         await asyncio.sleep(max(0.0, min(PROGRESS_SECONDS, end - time.monotonic())))
 
 
-async def _saves_under_way(job: JobContext) -> list[object]:
+async def _unfinished_saves(job: JobContext) -> list[object]:
     """What tells each save that is under way from any other: those that were reported, and what rank 0 does between two
     steps, as its agent sees it. It lists the store after a recovery and deletes older checkpoints: the next save waits
     for either, and no report shows it."""
-    reported = await job.record.saves_under_way()
+    reported = await job.record.unfinished_saves()
     first = {rank: agent for rank, agent in job.gang.by_rank.items() if rank == 0}
     answers, _ = await ask(first, lambda rank, agent: agent.progress(), PROGRESS_SECONDS)
     records = [status.record for status in answers.values() if status is not None]
@@ -119,7 +119,7 @@ async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> flo
     return min(allowed, max(changes[-1].at + allowed - time.time(), needed))
 
 
-async def ask_to_save(job: JobContext, running: RunningGeneration) -> None:
+async def request_save(job: JobContext, running: RunningGeneration) -> None:
     """Have the ranks of `running` save and end. Returns when one agent has passed that on, which is enough."""
     while True:
         agents = job.gang.by_rank
@@ -165,7 +165,7 @@ async def _give_back(
     """Give back all places of a job that will be in `state`, for the reason `why`, after `done` has recorded that.
     Returns None, or how it ends if its user has cancelled it meanwhile."""
     # From here on it owns no known places, and the next owner must not acquire others.
-    await job.record.note_outcome(state, None, why)
+    await job.record.record_outcome(state, None, why)
     await job.cluster.end_job(job.id, keep_snapshots=True)
     return None if await done() else End(JobState.CANCELLED)
 

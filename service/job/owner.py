@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from manta.service.backoff import backoff
 from manta.service.cluster.agent_client import AgentClient
-from manta.service.cluster.agents import describe_each
+from manta.service.cluster.agents import describe_all
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import needs_traceback
 from manta.service.cluster.placement import job_of
@@ -51,7 +51,7 @@ async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
             await cluster.end_job(job.id, keep_snapshots=True)
             await record.write(lambda s: restored.pause(s, job.id))
         return False
-    described = await describe_each(living)
+    described = await describe_all(living)
     await record.store.exceed(max((about.owner_epoch for about in described.values()), default=0))
     gang = newer_gang(job.generation, {names[number]: about for number, about in described.items()})
     if gang is None:
@@ -103,14 +103,14 @@ class JobOwner:
         self._resize_wanted = False
         self._said = ""
 
-    async def run(self, placed_generation: int | None) -> None:
-        """Own the job until its end. `placed_generation`: the number in the names of its placement groups if they were
-        just acquired; None: take over what another control plane left. Raises LeaseLost if another one owns it."""
+    async def run(self, scheduled_generation: int | None) -> None:
+        """Own the job until its end. `scheduled_generation`: the number in the names of its placement groups if they
+        were just acquired; None: take over what another control plane left. Raises LeaseLost if another one owns it."""
         pauses = backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         while True:
             began = time.monotonic()
             try:
-                if await self._supervise(placed_generation):
+                if await self._supervise(scheduled_generation):
                     return
             except LeaseLost:
                 raise
@@ -120,17 +120,17 @@ class JobOwner:
                 log.error("supervisor of %s: %s", self.id, error, exc_info=needs_traceback(error))
                 if time.monotonic() - began > STEADY_SECONDS:
                     pauses = backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-                await self._say_that_it_failed(error)
-            placed_generation = None
+                await self._report_failure(error)
+            scheduled_generation = None
             await self._pause(next(pauses))
 
-    async def _supervise(self, placed_generation: int | None) -> bool:
+    async def _supervise(self, scheduled_generation: int | None) -> bool:
         """Whether the job is final, paused, or back in the queue."""
         await self._store.until_certain()
         job = await self._record.job()
         if job.state not in SUPERVISED:
             return True
-        if placed_generation is None:
+        if scheduled_generation is None:
             try:
                 await catch_up(self._record, self._cluster, job)
             except ProtocolMismatch as error:
@@ -150,7 +150,7 @@ class JobOwner:
             self._resize_wanted = False
             supervisor.resize()
         try:
-            await supervisor.run(placed_generation)
+            await supervisor.run(scheduled_generation)
             await supervisor.settled()
         except ProtocolMismatch as error:  # agents are asked who they are before anything is changed
             return await self._leave_alone(JobState(job.state), str(error))
@@ -174,7 +174,7 @@ class JobOwner:
         await self._say("not_understood", f"{problem}; the job is left as it is")
         return False
 
-    async def _say_that_it_failed(self, error: Exception) -> None:
+    async def _report_failure(self, error: Exception) -> None:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         await self._say("supervision_failed", f"the control plane takes the job up again after an error: {what}")
 

@@ -81,7 +81,7 @@ async def _places(job: JobContext, where: Mapping[int, AgentDescription]) -> lis
         return [Place(count, some[name].cores, has_gpus=False) for name, count in ranks.items()]
     types = {node.id: node.gpu_type for node in await job.cluster.nodes.known()}
     said = job.cluster.nodes.gpus
-    memory = {name: said[name].smallest_memory for name in ranks if name in said}
+    memory = {name: said[name].min_gpu_memory for name in ranks if name in said}
     return [Place(count, some[name].cores, True, types.get(name), memory.get(name)) for name, count in ranks.items()]
 
 

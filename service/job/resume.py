@@ -59,12 +59,12 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
     recorded = [(row.step, row.path) for row in await job.record.saved_checkpoints()]
     is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
     # Otherwise the database may be a backup, older than the folder. A resting rank has reported in this generation.
-    is_heard = job.has_launched or any(step is not None for step in gang.held_steps.values())
+    is_heard = job.has_launched or any(step is not None for step in gang.snapshot_steps_of_ranks.values())
     durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LISTING_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume, job.has_snapshots)
     taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
-    return StartingPoint(resume, _source(resume, taken, resume.step in gang.held_steps.values()))
+    return StartingPoint(resume, _source(resume, taken, resume.step in gang.snapshot_steps_of_ranks.values()))
 
 
 async def _in_memory(
@@ -83,7 +83,7 @@ async def _in_memory(
         memory = await _memory_of(agents, departing)
         ranks = rank_backups.Ranks(agents, generation, gang.tag, gang.peers)
         brought = await rank_backups.fetch_snapshots(ranks, own, needy, memory.holders, memory.files)
-        foreign = await _of_other_layouts(memory, others, generation)
+        foreign = await _states_of_other_layouts(memory, others, generation)
     return brought, foreign
 
 
@@ -102,7 +102,7 @@ async def known_checkpoints(job: JobContext, seconds: float = LISTING_SECONDS) -
 
 def _in_process(gang: Gang, rank: int) -> list[int]:
     """The step that the rank's resting trainer still holds."""
-    step = gang.held_steps.get(rank)
+    step = gang.snapshot_steps_of_ranks.get(rank)
     return [] if step is None else [step]
 
 
@@ -155,7 +155,7 @@ async def _answer(answer: Awaitable[T]) -> T | None:
         return None
 
 
-async def _of_other_layouts(
+async def _states_of_other_layouts(
     memory: _Memory, layouts: Mapping[str, ParallelConfig], generation: int
 ) -> list[tuple[int, list[str]]]:
     """(Step, files) of the newest state that ranks of other layouts left complete, once it is on every host of the

@@ -63,7 +63,7 @@ class GivenKeyUnusable(MantaError):
     """The key cannot be made valid; the message says why."""
 
 
-def add_given(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
+def add_existing_key(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
     """Make `secret` valid for all projects; repeating it changes nothing. Raises GivenKeyUnusable for a key that could
     be guessed, that was revoked or has expired, or that exists with another scope."""
     if not may_be_key(secret):

@@ -71,16 +71,16 @@ def is_over(lease_until: float, now: float) -> bool:
     return lease_until <= now
 
 
-def may_be_given(lease_until: float, now: float) -> bool:
+def is_claimable(lease_until: float, now: float) -> bool:
     """Whether a control plane has renewed its lease recently enough that a job may be handed over to it; both times by
     the database's clock."""
     return lease_until - now > LEASE_SECONDS - 2 * RENEW_SECONDS
 
 
-def may_order(asked_at: float, now: float) -> bool:
-    """Whether a control plane whose last successful renewal was requested at `asked_at` can be sure that no other one
-    has taken over from it; both times by a local clock that continues while the process is suspended."""
-    return now - asked_at < LEASE_SECONDS - MARGIN_SECONDS
+def may_order(requested_at: float, now: float) -> bool:
+    """Whether a control plane whose last successful renewal was requested at `requested_at` can be sure that no other
+    one has taken over from it; both times by a local clock that continues while the process is suspended."""
+    return now - requested_at < LEASE_SECONDS - MARGIN_SECONDS
 
 
 def lost(held: Collection[str], owned: Collection[str]) -> set[str]:

@@ -70,8 +70,8 @@ class Leases:
         """Set when another control plane may have written something that should be looked at."""
         self._held: dict[str, HeldLease] = {}
         self._renewer: LeaseRenewer | None = None
-        self._asked_at = 0.0
-        self._removed = self._looked_after_removal = 0
+        self._requested_at = 0.0
+        self._removed = self._checked_after_removal = 0
         self._place = self._ray = ""
         self._waiting: list[asyncio.Future[None]] = []
         self._borrowing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -80,7 +80,7 @@ class Leases:
 
     def join(self, place: str, ray: str) -> None:
         """Count as living from now on, in `place` and on `ray`; then `begin`. Raises RayMismatch."""
-        self._place, self._ray, self._asked_at = place, ray, self._clock()
+        self._place, self._ray, self._requested_at = place, ray, self._clock()
         self._store.write(lambda session: leases.join(session, self.me, place, ray, self.alone))
 
     def begin(self) -> None:
@@ -91,7 +91,7 @@ class Leases:
         self._renewer = LeaseRenewer(
             database,
             self.me,
-            lambda asked_at, in_time: _tell(loop, self._note_renewal, asked_at, in_time),
+            lambda requested_at, in_time: _tell(loop, self._record_renewal, requested_at, in_time),
             lambda: _tell(loop, self.changed.set),
         )
         self._renewer.start()
@@ -103,11 +103,11 @@ class Leases:
         self._held.clear()
         await self._store.write_async(lambda session: leases.leave(session, self.me))
 
-    def _note_renewal(self, asked_at: float, in_time: bool) -> None:
+    def _record_renewal(self, requested_at: float, in_time: bool) -> None:
         if in_time:
-            self._asked_at = asked_at
+            self._requested_at = requested_at
             self._wake_waiting()
-        elif self._removed == self._looked_after_removal:
+        elif self._removed == self._checked_after_removal:
             log.error("this control plane was declared dead; it checks which jobs it still owns")
             self._removed += 1
             self.changed.set()
@@ -123,7 +123,7 @@ class Leases:
         """Whether it is certain that no other control plane has taken over what is held."""
         if self.alone:
             return True
-        return self._removed == self._looked_after_removal and decisions.may_order(self._asked_at, self._clock())
+        return self._removed == self._checked_after_removal and decisions.may_order(self._requested_at, self._clock())
 
     async def until_certain(self, name: str) -> None:
         """Return once `name` is certainly held. Raises LeaseLost."""
@@ -200,7 +200,7 @@ class Leases:
         another, still holds it after `seconds`."""
         lock = self._borrowing.setdefault(job_id, asyncio.Lock())
         async with lock:
-            lease = await self._claim_unheld(job_id, time.monotonic() + seconds)
+            lease = await self._claim_unowned(job_id, time.monotonic() + seconds)
             try:
                 yield lease
             finally:
@@ -208,7 +208,7 @@ class Leases:
                     await self.release(job_id)
                     self.changed.set()
 
-    async def _claim_unheld(self, job_id: str, deadline: float) -> HeldLease | None:
+    async def _claim_unowned(self, job_id: str, deadline: float) -> HeldLease | None:
         for pause in backoff(*PAUSES):
             lease = None if job_id in self._held else await self.claim(job_id)
             if lease is not None or time.monotonic() >= deadline:
@@ -227,11 +227,11 @@ class Leases:
         if self._held.get(lease.name) is lease:
             del self._held[lease.name]
 
-    def wake_others(self) -> None:
+    def wake_control_planes(self) -> None:
         """Make other control planes look at once at what was written. Any thread may call it; it does not wait, since
         they look soon anyway."""
         if not self.alone:
-            self._store.write_later(leases.wake_others)
+            self._store.write_later(leases.wake_control_planes)
 
     async def hand_over(self, job_id: str, epoch: int, to: str) -> None:
         """Make `to` own the job after its owner in this process, with `epoch`, has stopped. Raises LeaseLost."""
@@ -243,7 +243,7 @@ class Leases:
         longer held are dropped; of the jobs that no control plane owns, this control plane's share is taken. `is_busy`:
         whether a job's lease is being taken at the moment, so that it will be held shortly; called on any thread."""
         removals, names = self._removed, set(self._held)
-        if removals != self._looked_after_removal:
+        if removals != self._checked_after_removal:
             await self._store.write_async(
                 lambda session: leases.join(session, self.me, self._place, self._ray, alone=False)
             )
@@ -252,12 +252,12 @@ class Leases:
             for name in decisions.lost(names & self._held.keys(), seen.owned):
                 log.warning("%s is owned by another control plane now", name)
                 del self._held[name]
-        self._looked_after_removal = removals
+        self._checked_after_removal = removals
         self._wake_waiting()
         known = _Known(self._held, self._claiming, is_busy)
         if decisions.strays(seen.owned, known, seen.jobs):
             await self._store.write_async(lambda session: self._release_strays(session, known))
-        if not seen.somebody_died and not decisions.to_claim(seen.jobs, known, self.me, len(seen.living)):
+        if not seen.has_expired_members and not decisions.to_claim(seen.jobs, known, self.me, len(seen.living)):
             return seen.jobs, decisions.to_hand_over(seen.jobs, self.me, seen.well)
         jobs, taken = await self._store.write_async(lambda session: self._take(session, known))
         for job, epoch in taken.items():
@@ -269,7 +269,7 @@ class Leases:
         leases.release_all(session, strays, self.me)
 
     def _look(self, session: Session) -> _Seen:
-        died = not self.alone and leases.somebody_died(session, self.me)
+        died = not self.alone and leases.has_expired_members(session, self.me)
         owned = leases.owned(session, self.me)
         return _Seen(leases.overview(session), owned, leases.living(session), leases.well(session), died)
 
@@ -298,7 +298,7 @@ class _Seen:
     owned: set[str]
     living: list[str]
     well: list[str]
-    somebody_died: bool
+    has_expired_members: bool
 
 
 def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *about: object) -> None:
@@ -356,12 +356,12 @@ class LeaseRenewer:
     def _keep(self, connection: Connection) -> None:
         due = 0.0
         while not self._stopped.is_set():
-            if (asked_at := time.monotonic()) >= due:
+            if (requested_at := time.monotonic()) >= due:
                 with Session(bind=connection) as session:
                     in_time = leases.renew(session, self._me)
                 if self._stopped.is_set():
                     return
-                self._renewed(asked_at, in_time)
-                due = asked_at + RENEW_SECONDS
+                self._renewed(requested_at, in_time)
+                due = requested_at + RENEW_SECONDS
             if self._database.wait_for_notification(connection, max(0.0, due - time.monotonic())):
                 self._woken()

@@ -66,7 +66,7 @@ class ArchivedLog:
         self._parts: list[PartName] = []
         self._listed_at = float("-inf")
         self._listing: Future[None] | None = None
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._silent: Future[bytes] | None = None
         """A read that got no answer in time."""
         self._lock = threading.Lock()
@@ -85,9 +85,9 @@ class ArchivedLog:
     def _ask(self) -> Future[None]:
         with self._lock:
             if self._listing is None or self._listing.done():
-                self._asked_at = time.monotonic()
+                self._requested_at = time.monotonic()
                 self._listing = in_daemon_thread("parts of a log", self._list)
-            elif time.monotonic() - self._asked_at > ANSWER_SECONDS:
+            elif time.monotonic() - self._requested_at > ANSWER_SECONDS:
                 raise OSError(f"{self._folder}: no answer")
             return self._listing
 

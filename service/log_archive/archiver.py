@@ -63,7 +63,7 @@ class _Job:
     """The lease under which it is owned here; None: it no longer is."""
     shipping: Future[None] | None = None
     failures: int = 0
-    again_at: float = 0.0
+    retry_at: float = 0.0
 
 
 @dataclass
@@ -96,7 +96,7 @@ class LogArchiver:
         self._left: set[str] = set()
         """Jobs that have files here and are not owned here."""
         self._kept = _ArchivedLogs(self._folder)
-        self._at_once = asyncio.Semaphore(MAX_UPLOADS)
+        self._upload_slots = asyncio.Semaphore(MAX_UPLOADS)
         self._wake = asyncio.Event()
 
     def _folder(self, job_id: str) -> Place:
@@ -192,7 +192,7 @@ class LogArchiver:
         while True:
             try:
                 now = time.monotonic()
-                due = [job for job in self._jobs.values() if job.lease is not None and job.again_at <= now]
+                due = [job for job in self._jobs.values() if job.lease is not None and job.retry_at <= now]
                 await asyncio.gather(*map(self._keep, due), *map(self._settle, list(self._left)))
             except Exception:  # nothing is lost: try again
                 log.exception("logs could not be kept")
@@ -212,7 +212,7 @@ class LogArchiver:
             if not job.failures:
                 log.warning("what %s prints is kept later: %s", job.id, str(error) or "no answer yet")
             job.failures += 1
-            job.again_at = time.monotonic() + backoff_after(job.failures, SHIP_SECONDS, MAX_BACKOFF_SECONDS)
+            job.retry_at = time.monotonic() + backoff_after(job.failures, SHIP_SECONDS, MAX_BACKOFF_SECONDS)
         else:
             if job.failures:
                 log.info("what %s prints is kept again", job.id)
@@ -222,10 +222,10 @@ class LogArchiver:
         """Write what is new, and with `closes` that nothing follows. Raises OSError."""
         if job.shipping is not None and not job.shipping.done():
             await asyncio.wait({asyncio.wrap_future(job.shipping)})
-        await self._at_once.acquire()
+        await self._upload_slots.acquire()
         loop = asyncio.get_running_loop()
         job.shipping = in_daemon_thread("job logs", partial(self._write, job, closes))
-        job.shipping.add_done_callback(lambda _: loop.call_soon_threadsafe(self._at_once.release))
+        job.shipping.add_done_callback(lambda _: loop.call_soon_threadsafe(self._upload_slots.release))
         await asyncio.wrap_future(job.shipping)
 
     def _write(self, job: _Job, closes: bool) -> None:

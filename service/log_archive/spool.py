@@ -95,11 +95,11 @@ class Spool:
         replaced with the next line."""
         return [rank for rank in ranks_in(self.folder) if self.lines.file(rank).is_file()]
 
-    def next_chunks(self, most_bytes: int) -> Chunks:
+    def next_chunks(self, max_bytes: int) -> Chunks:
         """What is to be stored next: complete reports, of all ranks. Returns the same until `kept` is called. Empty if
         everything is stored. Raises OSError."""
         ranks = self._with_files()
-        size = max(CHUNK_BYTES, most_bytes // max(1, len(ranks)))
+        size = max(CHUNK_BYTES, max_bytes // max(1, len(ranks)))
         if not self._planned:
             ends = {rank: self._end_of_chunk(rank, size) for rank in ranks}
             self._planned = {rank: (self._place(rank).kept, end) for rank, end in ends.items() if end}

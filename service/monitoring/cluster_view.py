@@ -56,10 +56,10 @@ class Measurements:
     free."""
 
 
-async def measured(cluster: Cluster | None, asked_at: float, owned: int, lags: Mapping[str, float]) -> Measurements:
-    """To be called on the control plane's loop. `asked_at`: by the monotonic clock; `cluster`: None until there is
+async def measured(cluster: Cluster | None, requested_at: float, owned: int, lags: Mapping[str, float]) -> Measurements:
+    """To be called on the control plane's loop. `requested_at`: by the monotonic clock; `cluster`: None until there is
     one."""
-    delay = time.monotonic() - asked_at
+    delay = time.monotonic() - requested_at
     try:
         if cluster is None:
             raise ClusterUnavailable(LookupError("the cluster is not connected yet"))

@@ -14,7 +14,7 @@ from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import RankMemory, by_stage, fits
 from manta.service.planner.pipeline import PASS_NAMES, Bar
-from manta.service.planner.search import Plan, no_place
+from manta.service.planner.search import Plan, placement_problem
 from manta.service.planner.step_time import step_model
 from manta.workers.config import JobSpec
 from manta.workers.parallel.pipeline.schedules import KINDS
@@ -64,11 +64,11 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
         usable_bytes=tuple(usable for _, usable in memory),
         bars=tuple(model.pipeline().bars(spec.micro_batches)) if few else None,
         beside=beside,
-        run=_whole_run(plan, cluster, beside),
+        run=_full_run(plan, cluster, beside),
     )
 
 
-def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | NeverFinishes | None:
+def _full_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | NeverFinishes | None:
     spec, step = plan.spec, plan.time.seconds
     if cluster.machine.core is not None or spec.train.steps * step < LONG_SECONDS:
         return None
@@ -164,7 +164,7 @@ def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
     answers = []
     for change, document in _changes(spec):
         other = JobSpec.model_validate(document)
-        if find_problems(other) or no_place(other, cluster) is not None:
+        if find_problems(other) or placement_problem(other, cluster) is not None:
             continue
         seconds = step_model(other, cluster).time().seconds
         fit = fits(other, cluster)

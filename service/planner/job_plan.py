@@ -20,7 +20,7 @@ from manta.service.planner.hardware import (
     Refined,
     UnknownMachine,
     cpu_machine,
-    known_as,
+    machine_name,
     measured,
 )
 from manta.service.planner.pictures import picture
@@ -60,7 +60,7 @@ def cluster_of(places: Sequence[Place], node: CpuNode, known: Machines = NONE_ME
     if not places[0].has_gpus:
         cores = min((place.cores for place in places if place.cores), default=node.cores)
         return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(places), most)
-    unknown = {each.gpu_type for each in places if each.gpu_type and known_as(each.gpu_type, None) is None}
+    unknown = {each.gpu_type for each in places if each.gpu_type and machine_name(each.gpu_type, None) is None}
     if unknown and len({each.gpu_type for each in places}) > 1:
         problem = f"some of its ranks are on GPUs of type {min(unknown)}, for which no plans can be made"
         raise SpecError([Problem("cluster.accelerator", problem)])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manta.service.planner.fitting import fit_core, fit_gpu, fit_links, machine_measured, planned_as
-from manta.service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, measured, other_form
+from manta.service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, form_factor, measured
 from manta.service.torch_facts import TorchFailed, torch_facts
 from manta.workers.calibration.measurements import Measurements
 from manta.workers.errors import MantaError
@@ -100,7 +100,7 @@ class Calibrated:
         """`machine` with what was measured of its GPUs; unchanged if none were measured."""
         if self.gpu is None:
             return machine
-        other = self.device if other_form(self.device) else None
+        other = self.device if form_factor(self.device) else None
         return dataclasses.replace(measured(machine, self.gpu, self.links), measured_on=other)
 
     def to_json(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def with_links_of_before(folder: Path, calibrated: Calibrated) -> Calibrated:
         return calibrated
     with contextlib.suppress(InvalidCalibration):
         before = load(folder, calibrated.name)
-        if before is not None and other_form(before.device) == other_form(calibrated.device):
+        if before is not None and form_factor(before.device) == form_factor(calibrated.device):
             return dataclasses.replace(calibrated, links=before.links)
     return calibrated
 
@@ -257,7 +257,7 @@ def type_of(machine: Machine) -> str:
     return machine.accelerator.name if machine.has_gpus else node_type()
 
 
-def forget_jobs_before_now(folder: Path) -> Path:
+def ignore_earlier_jobs(folder: Path) -> Path:
     """From now on, what jobs that began earlier say about machines does not count; returns the file whose modification
     time records this. Without the file all jobs count. Raises CalibrationNotStored."""
     path = folder / _JOBS_SINCE

@@ -323,7 +323,7 @@ def _orders(kind: str, stages: int, virtual_stages: int, micro_batches: int, tra
     return tuple([each for each in actions if each.kind in _PASSES] for actions in evaluated)
 
 
-def least_pipeline(
+def min_pipeline_seconds(
     schedule: str,
     chunks: Sequence[Sequence[int]],
     times: Sequence[StageTimes],

@@ -68,12 +68,12 @@ def threads_in(spec: JobSpec, cluster: Cluster) -> int:
     return decided_threads(spec, [(machine.cores, min(most, cluster.gpus_per_node))])
 
 
-def most_trained(spec: JobSpec) -> int:
+def max_trained_parameters(spec: JobSpec) -> int:
     """Parameters with gradients of the rank that has most; at least one."""
     return max(1, *trained_parameters(spec))
 
 
-def least_backward(pipeline: Pipeline) -> float:
+def min_backward_seconds(pipeline: Pipeline) -> float:
     """Seconds of the shortest backward of a virtual stage."""
     return min(each.backward for each in pipeline.times if each.backward > 0)
 
@@ -96,7 +96,7 @@ class StepModel:
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or self.layer.passes()
-        self.parameters = parameters or most_trained(spec)
+        self.parameters = parameters or max_trained_parameters(spec)
         self._frozen = frozen or (FrozenPasses(self.layer, self.passes) if spec.train.frozen else None)
 
     def pipeline(self) -> Pipeline:
@@ -176,7 +176,7 @@ class StepModel:
         layout, m = self.spec.layout, self.spec.micro_batches
         pipeline = self.pipeline()
         seconds, work = pipeline.seconds(m) + self.first_wait() + self.cast_seconds(), pipeline.work(m)
-        last = least_backward(pipeline)
+        last = min_backward_seconds(pipeline)
         gradients, optimizer = self.gradient_seconds(last), self.optimizer_seconds()
         tied = self.tied_seconds()
         total = seconds + gradients + optimizer + tied
@@ -185,7 +185,7 @@ class StepModel:
 
     def seconds_with(self, pipeline: float) -> float:
         """Seconds of the whole step, if its pipeline took `pipeline` seconds."""
-        last = least_backward(self.pipeline())
+        last = min_backward_seconds(self.pipeline())
         rest = self.gradient_seconds(last) + self.tied_seconds() + self.optimizer_seconds()
         return (pipeline + rest) * slowest_of(self.spec.layout.data, self.cluster)
 
@@ -193,7 +193,7 @@ class StepModel:
         """How much longer a calibrated GPU that has the whole model waits for its host in the step's first forward than
         in others, since nothing was queued before it. If the device is the slower one from then on, that is the only
         wait."""
-        budgets = self.whole_model()
+        budgets = self.full_model()
         if budgets is None:
             return 0.0
         return max(0.0, host_wait(self.cluster.machine, budgets[0]) - budgets[0].host)
@@ -207,7 +207,7 @@ class StepModel:
         elements = model.layers * sum(layer_matrices(model, layout.tensor).values())
         return memory_seconds(self.cluster.machine, CAST_BOTH * elements)
 
-    def whole_model(self) -> tuple[Budget, Budget, Budget] | None:
+    def full_model(self) -> tuple[Budget, Budget, Budget] | None:
         """One micro-batch's passes on a calibrated GPU that has the whole model; None otherwise."""
         machine, layout = self.cluster.machine, self.spec.layout
         if machine.gpu is None or layout.pipeline * layout.virtual_stages > 1:
@@ -217,7 +217,7 @@ class StepModel:
     def _update_wait(self) -> float:
         """How long the device waits for its host before an update, for norm, agreement and clipping, as far as the host
         was not ahead; plus the kernels for these."""
-        budgets, machine = self.whole_model(), self.cluster.machine
+        budgets, machine = self.full_model(), self.cluster.machine
         if budgets is None or machine.gpu is None:
             return 0.0
         operations, constants = self.software.update_operations, machine.constants
@@ -269,10 +269,10 @@ class StepModel:
         # others.
         width = self.layer.width if layout.zero else self.software.gradient_bytes
         gather = gather_seconds(self.groups.data, self.cluster, self.parameters * width)
-        return self._alike(update + gather - (min(gather, self._forward()) if self._gathers_beside_forward else 0.0))
+        return self._alike(update + gather - (min(gather, self._forward()) if self._gather_overlaps_forward else 0.0))
 
     @property
-    def _gathers_beside_forward(self) -> bool:
+    def _gather_overlaps_forward(self) -> bool:
         """Whether the gathering of updated parameters overlaps with the next step's forward."""
         layout, train = self.spec.layout, self.spec.train
         has_masters = self.layer.width < WIDE or train.optimizer.offload
@@ -296,7 +296,7 @@ class StepModel:
 class _Part(StepModel):
     """The stages on nodes of one kind."""
 
-    def whole_model(self) -> tuple[Budget, Budget, Budget] | None:
+    def full_model(self) -> tuple[Budget, Budget, Budget] | None:
         """None: another part has the other stages."""
         return None
 

@@ -122,7 +122,7 @@ def avoided_nodes(history: Iterable[PastFailure], now: float) -> set[str]:
     return {node for node, count in Counter(recent).items() if count >= AVOID_FAILURES}
 
 
-def comes_again(history: Sequence[PastFailure], failure: PastFailure) -> bool:
+def recurs(history: Sequence[PastFailure], failure: PastFailure) -> bool:
     """Whether an exception was raised at the same step before, however many other failures happened in between. It was
     in another process then, since every exception ends its process. Not if the job got past that step in the meantime:
     then the exception is not certain to come again."""

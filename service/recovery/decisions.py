@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from manta.service.recovery.budgets import GenerationRow, PastFailure, comes_again, count_by_kind, wait_seconds, within
+from manta.service.recovery.budgets import GenerationRow, PastFailure, count_by_kind, recurs, wait_seconds, within
 from manta.workers.protocol.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
@@ -124,7 +124,7 @@ def decide(
         return GiveUp("restarts_exhausted", message)
     if culprit.kind in HOPELESS:
         return GiveUp(HOPELESS[culprit.kind], culprit.message)
-    if comes_again(history, failure):
+    if recurs(history, failure):
         return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
     if _is_waited_out(failure):
         return Restart(culprit.sentence, wait_seconds(history, failure))

@@ -110,7 +110,7 @@ def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
     stuck = {root for root in roots if looks[root].waits_in is not None and not looks[root].stopped}
     guilty = sorted(root for root in roots - stuck if looks[root].overdue or not looks[root].answered)
     if guilty:
-        return _among_roots(looks, guilty, set(edges.values()))
+        return _culprit_among_roots(looks, guilty, set(edges.values()))
     if able := sorted(root for root in roots if not looks[root].overdue):
         return Verdict("nobody", why=f"{_names(able)} may still continue")
     if stuck:
@@ -187,7 +187,7 @@ def path_from(start: int, edges: Mapping[int, int]) -> list[int]:
     return path
 
 
-def _among_roots(looks: Sequence[Look], guilty: list[int], awaited: set[int]) -> Verdict:
+def _culprit_among_roots(looks: Sequence[Look], guilty: list[int], awaited: set[int]) -> Verdict:
     sure = [rank for rank in guilty if looks[rank].stopped or rank in awaited]
     if sure or len(guilty) == 1:
         ranks = tuple(sure or guilty)

@@ -97,7 +97,7 @@ def delete_rest_in_time(store: Store, paths: Paths, job_id: str, work: FileWork)
     except NotFinished as error:
         late = StillRemoving(job_id, error)
         with contextlib.suppress(JobNotFound):  # it is done after all
-            store.write(lambda session: deletion.note_obstacle(session, job_id, str(late)))
+            store.write(lambda session: deletion.record_obstacle(session, job_id, str(late)))
         raise late from error
 
 
@@ -110,11 +110,11 @@ def delete_rest(store: Store, paths: Paths, job_id: str) -> Deletion:
         files = remove_files(paths, job_id)
     except FilesNotRemoved as error:
         why = str(error)
-        store.write(lambda session: deletion.note_obstacle(session, job_id, why))
+        store.write(lambda session: deletion.record_obstacle(session, job_id, why))
         raise
     some = {
-        "metrics": _all(store, lambda session: deletion.delete_some_metrics(session, job_id)),
-        "metric_bins": _all(store, lambda session: deletion.delete_some_bins(session, job_id)),
+        "metrics": _all(store, lambda session: deletion.delete_metrics_batch(session, job_id)),
+        "metric_bins": _all(store, lambda session: deletion.delete_bins_batch(session, job_id)),
     }
     rows = store.write(lambda session: deletion.end(session, job_id))
     return Deletion({name: count + some.get(name, 0) for name, count in rows.items()}, files)
@@ -132,7 +132,7 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     """Remove the folders of a job: checkpoints, logs and everything else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
     checkpoints, log_archive = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
-    elsewhere = _remove_elsewhere(paths, job_id, folder, checkpoints, log_archive)
+    elsewhere = _remove_external_folders(paths, job_id, folder, checkpoints, log_archive)
     if not os.path.lexists(folder):
         return elsewhere
     try:
@@ -147,7 +147,9 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     return removed
 
 
-def _remove_elsewhere(paths: Paths, job_id: str, folder: Path, checkpoints: Place, logs: Place | None) -> RemovedFiles:
+def _remove_external_folders(
+    paths: Paths, job_id: str, folder: Path, checkpoints: Place, logs: Place | None
+) -> RemovedFiles:
     """Remove the job's folders that are not in its own, which contain nothing but its checkpoints and logs."""
     root = paths.checkpoint_root
     if isinstance(root, Path) and checkpoints.parent != folder and not shares(root, paths.installation):

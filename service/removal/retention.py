@@ -61,9 +61,12 @@ class ConfirmedExpiry:
 class Retention:
     """Deletes expired jobs, on the control plane that does the housekeeping."""
 
-    def __init__(self, paths: Paths, kept_days: float, work: FileWork, monotonic: Callable[[], float] = time.monotonic):
-        """`kept_days`: how long a job is kept after its end; `work`: what its files are looked at and removed by."""
-        self._paths, self._kept_days, self._work, self._monotonic = paths, kept_days, work, monotonic
+    def __init__(
+        self, paths: Paths, retention_days: float, work: FileWork, monotonic: Callable[[], float] = time.monotonic
+    ):
+        """`retention_days`: how long a job is kept after its end; `work`: what its files are looked at and removed
+        by."""
+        self._paths, self._retention_days, self._work, self._monotonic = paths, retention_days, work, monotonic
         self._seen = ConfirmedExpiry(CONFIRMED_SECONDS)
 
     async def run(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
@@ -77,7 +80,7 @@ class Retention:
 
     async def look(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
         """Delete the jobs that are certain to be expired."""
-        before = time.time() - self._kept_days * DAY_SECONDS
+        before = time.time() - self._retention_days * DAY_SECONDS
         expired = await store.read_async(partial(deletion.expired, before=before))
         now, silent = self._monotonic(), 0
         confirmed = self._seen.confirmed(expired, now, JOBS_PER_CHECK)
@@ -102,7 +105,7 @@ class Retention:
         return await asyncio.to_thread(self._work.run, ("age", job_id), FILE_SECONDS, look)
 
     async def _delete(self, store: Store, job_id: str, before: float, let_go: Callable[[str], Awaitable[None]]) -> None:
-        why = f"it ended more than {self._kept_days:g} days ago (MANTA_JOBS_KEPT_DAYS)"
+        why = f"it ended more than {self._retention_days:g} days ago (MANTA_JOBS_KEPT_DAYS)"
         begin = partial(deletion.begin_if_expired, job_id=job_id, before=before, why=why)
         if await store.write_async(begin):
             await let_go(job_id)
@@ -115,22 +118,22 @@ def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:
     folder, checkpoints, logs = paths.job_folder(job_id), paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
     elsewhere = [place for place in (checkpoints, logs) if place is not None and place.parent != folder]
     try:
-        if any(isinstance(place, Path) and _are_all_away(place.parent) for place in elsewhere):
+        if any(isinstance(place, Path) and _is_parent_missing(place.parent) for place in elsewhere):
             return True
         times = [newest for place in elsewhere if (newest := files_of(place).newest(place)) is not None]
     except OSError:
         return True
     if any(newest > moment for newest in times):
         return True
-    return written_since(folder, moment) if os.path.lexists(folder) or not times else False
+    return modified_since(folder, moment) if os.path.lexists(folder) or not times else False
 
 
-def written_since(folder: Path, moment: float) -> bool:
+def modified_since(folder: Path, moment: float) -> bool:
     """Whether something in `folder` was written after `moment`, or cannot be read. A folder that does not exist counts
     as unchanged only if its siblings exist: the folder of all of them may be unmounted."""
     try:
         if not os.path.lexists(folder):
-            return _are_all_away(folder)
+            return _is_parent_missing(folder)
         if folder.lstat().st_mtime > moment:
             return True
         for place, folders, files in os.walk(folder, onerror=_raise):
@@ -141,7 +144,7 @@ def written_since(folder: Path, moment: float) -> bool:
     return False
 
 
-def _are_all_away(folder: Path) -> bool:
+def _is_parent_missing(folder: Path) -> bool:
     """Whether neither `folder` nor any of its siblings is there. Raises OSError, also if the folder of all of them is
     missing."""
     return not os.path.lexists(folder) and not any(folder.parent.iterdir())

@@ -152,7 +152,7 @@ def _mark(session: Session, made: str, now: float) -> int:
     if last is not None:
         skipped = text("UPDATE sqlite_sequence SET seq = :next WHERE name = 'events'")
         session.execute(skipped, {"next": int(last) + EVENT_IDS_SKIPPED})
-    leases.forget_owners(session)
+    leases.clear_owners(session)
     unfinished = jobs.unfinished(session)
     for job in unfinished:
         message = f"the database was restored from a backup of {made}; what became of the job since is not known in it"

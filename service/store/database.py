@@ -170,7 +170,7 @@ class Store:
                 return
             if current not in _revisions():
                 raise StoreUnusable(self.location, MantaError(f"its revision {current} is that of no release"), _ADVICE)
-            self._database.keep_copy(current, newest_revision())
+            self._database.back_up(current, newest_revision())
         from alembic import command
         from alembic.config import Config
         from alembic.util import CommandError
@@ -352,30 +352,30 @@ class WriteQueue:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()
-        self._asked_at: dict[Future[Any], float] = {}  # the oldest first
+        self._requested_at: dict[Future[Any], float] = {}  # the oldest first
         self._done, self._seconds = 0, 0.0
 
     def add(self, write: Future[Any]) -> None:
         """A write was requested just now."""
         with self._lock:
-            self._asked_at[write] = self._clock()
+            self._requested_at[write] = self._clock()
         write.add_done_callback(self._remove)
 
     def _remove(self, write: Future[Any]) -> None:
         with self._lock:
-            self._seconds += self._clock() - self._asked_at.pop(write)
+            self._seconds += self._clock() - self._requested_at.pop(write)
             self._done += 1
 
     @property
     def length(self) -> int:
         """Number of writes that wait or are being executed."""
-        return len(self._asked_at)
+        return len(self._requested_at)
 
     @property
     def oldest_seconds(self) -> float:
         """Seconds that the oldest of them has waited; 0 if there is none."""
         with self._lock:
-            return self._clock() - next(iter(self._asked_at.values())) if self._asked_at else 0.0
+            return self._clock() - next(iter(self._requested_at.values())) if self._requested_at else 0.0
 
     @property
     def done(self) -> tuple[int, float]:

@@ -82,7 +82,7 @@ def newest_of_jobs(session: Session, after_id: int) -> dict[str, int]:
     return by_job
 
 
-def said_since(session: Session, job_id: str, type: str, message: str, since: str) -> bool:
+def has_event_since(session: Session, job_id: str, type: str, message: str, since: str) -> bool:
     """Whether the job has an event of `type` with this `message`, newer than its newest event of type `since`."""
     last = select(func.max(Event.id)).where(Event.job_id == job_id, Event.type == since)
     newer = Event.id > func.coalesce(last.scalar_subquery(), 0)

@@ -54,7 +54,7 @@ def parse_url(text: str) -> URL:
     raise InvalidDatabaseUrl(f"begins with {url.drivername[:30]!r}, a kind of database that Manta does not work with")
 
 
-def noted_in(home: Path) -> str | None:
+def recorded_location(home: Path) -> str | None:
     """The database, as `shown`, that the jobs of `home` were in when a service last started there; None before that."""
     return read_own(home / RECORD) or None
 

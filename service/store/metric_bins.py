@@ -103,7 +103,7 @@ def update(session: Session, job: Job, changed: Iterable[int]) -> None:
 def catch_up(session: Session, job: Job) -> bool:
     """Make the bins of the next BATCH_STEPS steps without any; returns whether there are more of them."""
     if job.binned_generation < job.generation:
-        _distrust(session, job)
+        _invalidate_bins(session, job)
     newest = session.scalar(select(func.max(Metric.step)).where(Metric.job_id == job.id)) or 0
     complete = (newest + 1) // SMALLEST * SMALLEST
     until = min(complete, job.binned_until + BATCH_STEPS)
@@ -121,7 +121,7 @@ def is_behind(newest: int, job: Job | Row[Any]) -> bool:
     return job.binned_generation < job.generation or newest - job.binned_until > BATCH_STEPS
 
 
-def _distrust(session: Session, job: Job) -> None:
+def _invalidate_bins(session: Session, job: Job) -> None:
     """Steps that later generations repeated may have been stored by a release without bins."""
     since = select(func.min(Generation.resume_step)).where(
         Generation.job_id == job.id, Generation.generation > job.binned_generation

@@ -116,16 +116,16 @@ class PostgresDatabase:
     def begin_migration(self, connection: Connection) -> None:
         """Of control planes that start at the same time one migrates, and the others find it done. Waits as long as
         necessary."""
-        self.take_time(connection)
+        self.disable_time_limit(connection)
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
 
-    def take_time(self, connection: Connection) -> None:
+    def disable_time_limit(self, connection: Connection) -> None:
         """Until the end of its transaction, statements of `connection` have no time limit."""
         for name in ("statement_timeout", "lock_timeout"):
             connection.exec_driver_sql(f"SET LOCAL {name} = 0")
         _driver(connection).answer_seconds = None
 
-    def keep_copy(self, current: str, newest: str) -> None:
+    def back_up(self, current: str, newest: str) -> None:
         """Makes no copy: the migration is one transaction, and copies of a server are its owner's concern."""
         log.warning(
             "the database is brought from revision %s to %s; only a backup goes back behind that", current, newest
@@ -220,7 +220,7 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
 
     @event.listens_for(engine, "connect")
     @event.listens_for(engine, "checkin")
-    def note_use(_connection: _BoundedConnection | None, record: Any) -> None:
+    def record_use(_connection: _BoundedConnection | None, record: Any) -> None:
         record.info["used_at"] = time.monotonic()
 
     @event.listens_for(engine, "checkout")

@@ -61,7 +61,7 @@ def begin(session: Session, job_id: str, generation: int, known: RecoveryStart) 
     session.flush()
 
 
-def note_latest(session: Session, job_id: str, generation: int, **times: float | None) -> None:
+def record_latest(session: Session, job_id: str, generation: int, **times: float | None) -> None:
     """Record when ranks reached a point of the recovery, such as `connected_at`, in Unix seconds: the latest of all
     ranks counts. Has no effect if the generation was not begun by a failure, or has committed a step."""
     row = session.get(Recovery, (job_id, generation))
@@ -73,7 +73,7 @@ def note_latest(session: Session, job_id: str, generation: int, **times: float |
             setattr(row, name, at)
 
 
-def note_replaced(session: Session, job_id: str, generation: int, forked: Sequence[int], kept: int) -> None:
+def record_replaced(session: Session, job_id: str, generation: int, forked: Sequence[int], kept: int) -> None:
     """Record which ranks got a new process and how many kept theirs, once the agents have answered."""
     row = session.get(Recovery, (job_id, generation))
     if row is not None:

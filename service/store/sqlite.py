@@ -86,10 +86,10 @@ class SqliteDatabase:
     def begin_migration(self, connection: Connection) -> None:
         """The transaction already holds the writer's lock."""
 
-    def take_time(self, connection: Connection) -> None:
+    def disable_time_limit(self, connection: Connection) -> None:
         """Statements have no time limit here."""
 
-    def keep_copy(self, current: str, newest: str) -> None:
+    def back_up(self, current: str, newest: str) -> None:
         """Copy the database, which is at revision `current`, to a file next to it, for users who want to go back.
         Raises StoreUnusable."""
         copy = self.file.with_name(f"{self.file.name}.{current}")
@@ -116,7 +116,7 @@ class SqliteDatabase:
 
     def close(self) -> None:
         """Close all connections."""
-        self._files.keep_log()
+        self._files.preserve_log()
         self.readers.dispose()
         self.writer.dispose()
 
@@ -198,7 +198,7 @@ class OpenedFiles:
         if problem is not None:
             raise DatabaseLost(problem)
 
-    def keep_log(self) -> None:
+    def preserve_log(self) -> None:
         """Before the connections are closed: if the file was emptied, keep SQLite from writing its log into it then. It
         does not where others use the file, and a lock of another open file counts as that."""
         if self._emptied:
@@ -213,13 +213,13 @@ class OpenedFiles:
 
     def _problem(self) -> tuple[str, str] | None:
         """What is wrong with the files, and until when; None if nothing is."""
-        wrong = {file: what for file in (*self._logs, self._file) if (what := self._wrong_with(file)) is not None}
+        wrong = {file: what for file in (*self._logs, self._file) if (what := self._problem_of_file(file)) is not None}
         if not wrong:
             return None
         file, what = wrong.popitem()  # if all were moved, the database, which was looked at last
         return f"the database's file {file} {what}", self._advice(file, what)
 
-    def _wrong_with(self, file: Path) -> str | None:
+    def _problem_of_file(self, file: Path) -> str | None:
         """What cannot be looked at is unknown."""
         known = self._known.get(file)
         if known is None:

@@ -76,7 +76,7 @@ def _layout(job: Job) -> ParallelConfig:
     return layout_in_use(stored_spec(job).spec.layout, job)
 
 
-def note_begun(session: Session, job_id: str, number: int, generation: int, first_step: int) -> None:
+def record_beginning(session: Session, job_id: str, number: int, generation: int, first_step: int) -> None:
     """Ranks of `generation` record from `first_step` on, or have done so; only the first call has an effect. Raises
     JobNotFound."""
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
@@ -85,21 +85,21 @@ def note_begun(session: Session, job_id: str, number: int, generation: int, firs
         step_traces.begin(session, row, generation, first_step, _layout(jobs.get(session, job_id)), nodes)
 
 
-def note_profiled(
+def record_profiled(
     session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, profile: bytes
 ) -> None:
     """The profile of `rank` by torch's profiler; ignored if empty. Raises JobNotFound."""
-    note_begun(session, job_id, number, generation, first_step)
+    record_beginning(session, job_id, number, generation, first_step)
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
     if profile and row is not None and row.state == RECORDING and row.generation == generation:
         step_traces.part_of(session, row, rank).profile = profile
 
 
-def note_recorded(
+def record_recorded(
     session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, recording: PackedRecording
 ) -> None:
     """The recording of `rank` of `generation` from `first_step` on. Raises JobNotFound."""
-    note_begun(session, job_id, number, generation, first_step)
+    record_beginning(session, job_id, number, generation, first_step)
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
     if row is not None and row.state == RECORDING and row.generation == generation:
         step_traces.add(session, row, rank, recording)

@@ -119,13 +119,13 @@ class _ThrottleFilter(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said_at: dict[object, float] = {}
+        self._logged_at: dict[object, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
-        if now - self._said_at.get(record.msg, -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
+        if now - self._logged_at.get(record.msg, -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
             return False
-        self._said_at[record.msg] = now
+        self._logged_at[record.msg] = now
         return True
 
 

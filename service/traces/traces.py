@@ -61,7 +61,7 @@ class Traces:
         self._to_read: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
         self._sender: SpanSender | None = None
         self._lock = threading.Lock()
-        self._said_at = -LOG_INTERVAL_SECONDS
+        self._logged_at = -LOG_INTERVAL_SECONDS
         self.lost = 0
         """Number of starts and recoveries that did not reach the collector."""
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -104,9 +104,9 @@ class Traces:
         with self._lock:
             self.lost += count
             now = time.monotonic()
-            if not count or now - self._said_at < LOG_INTERVAL_SECONDS:
+            if not count or now - self._logged_at < LOG_INTERVAL_SECONDS:
                 return
-            self._said_at = now
+            self._logged_at = now
             log.warning("traces: %d starts and recoveries so far did not get to %s", self.lost, self._endpoint)
 
 

@@ -111,9 +111,9 @@ class Theirs:
         for write in (
             lambda session: generations.begin(session, self.job, "test", False),
             lambda session: trace_requests.request(session, self.job, 1),
-            lambda session: trace_requests.note_profiled(session, self.job, 1, 1, 5, 0, b"a profile"),
+            lambda session: trace_requests.record_profiled(session, self.job, 1, 1, 5, 0, b"a profile"),
             *(
-                lambda session, rank=rank: trace_requests.note_recorded(session, self.job, 1, 1, 5, rank, recording)
+                lambda session, rank=rank: trace_requests.record_recorded(session, self.job, 1, 1, 5, rank, recording)
                 for rank in range(4)
             ),
         ):

@@ -78,7 +78,7 @@ class FakeControl:
     def start(self):
         pass
 
-    def keep_token(self):
+    def restore_token(self):
         pass
 
     def stop(self):
@@ -134,7 +134,7 @@ class NotedControl:
     def start(self):
         pass
 
-    def keep_token(self):
+    def restore_token(self):
         NotedControl.kept.set()
 
     def stop(self):
@@ -193,7 +193,7 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     assert mounted == (["dashboard"] if dashboard else [])
     options = made.options
     assert (options.allow_faults, options.memory_seconds) == (True, seconds)
-    assert options.kept_days == 30
+    assert options.retention_days == 30
     assert (options.checkpoints, options.nodes.notices, options.traces) == (BUCKET, "aws", "http://there")
     assert options.data_roots.folders == (tmp_path / "data",)
     assert (options.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
@@ -360,7 +360,7 @@ def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatc
     )
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     assert homes_with_keys == [tmp_path]
-    monkeypatch.setattr(server, "_somebody_has_a_key", lambda settings: True)
+    monkeypatch.setattr(server, "_has_any_key", lambda settings: True)
     server.serve(Settings(tmp_path, tls=Tls(terminated=True)), "0.0.0.0", 0, None, None)
     assert homes_with_keys == [tmp_path], "one that others reach makes none"
     assert announced[1]["url"].startswith("http://127.0.0.1:"), "no browser opens 0.0.0.0"

@@ -251,7 +251,7 @@ def test_data_is_looked_for_where_jobs_would_read_it(start, cluster, make_spec):
     async def problem(spec, folders):
         return f"{spec['data']['paths'][0]} is empty"
 
-    cluster.is_elsewhere, cluster.daemons.problem_of_data = True, problem
+    cluster.is_remote, cluster.daemons.problem_of_data = True, problem
     assert control.problem_of_data(spec) == "/on/the/nodes/only is empty"
 
 

@@ -107,7 +107,7 @@ def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, 
     assert delete_job(store, paths, job, lambda: None, FileWork()).rows["jobs"] == 1
 
 
-@pytest.mark.parametrize("moment", ["let_go", "rmtree", "delete_some_metrics", "end"])
+@pytest.mark.parametrize("moment", ["let_go", "rmtree", "delete_metrics_batch", "end"])
 def test_whoever_is_killed_in_between_leaves_a_job_that_can_be_deleted_again(store, paths, job, monkeypatch, moment):
     class Killed(BaseException):
         pass
@@ -164,8 +164,8 @@ def test_what_is_in_the_way_of_a_deletion_is_said(store, paths, job, monkeypatch
 
 def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store, paths, job, monkeypatch):
     metrics, bins = iter([3, 2, 0]), iter([4, 4, 4, 0])
-    monkeypatch.setattr(deletion.deletion, "delete_some_metrics", lambda session, job_id: next(metrics))
-    monkeypatch.setattr(deletion.deletion, "delete_some_bins", lambda session, job_id: next(bins))
+    monkeypatch.setattr(deletion.deletion, "delete_metrics_batch", lambda session, job_id: next(metrics))
+    monkeypatch.setattr(deletion.deletion, "delete_bins_batch", lambda session, job_id: next(bins))
     rows = delete_job(store, paths, job, lambda: None, FileWork()).rows
     assert (rows["metrics"], rows["metric_bins"]) == (5, 12)
 

@@ -66,8 +66,8 @@ class LeasesInVirtualTime(Leases):
     async def _renew(self):
         while True:
             with contextlib.suppress(OperationalError):
-                asked_at = self._clock()
-                self._note_renewal(asked_at, self._store.write(lambda session: leases.renew(session, self.me)))
+                requested_at = self._clock()
+                self._record_renewal(requested_at, self._store.write(lambda session: leases.renew(session, self.me)))
             await asyncio.sleep(RENEW_SECONDS)
 
 

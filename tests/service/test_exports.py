@@ -93,7 +93,7 @@ def written_by(monkeypatch):
 def ended(monkeypatch):
     """Waits until an export has ended."""
     over, changed = set(), threading.Condition()
-    note_end = module._note_end
+    note_end = module._record_end
 
     def note(session, run, *about):
         note_end(session, run, *about)
@@ -101,7 +101,7 @@ def ended(monkeypatch):
             over.add(run.id)
             changed.notify_all()
 
-    monkeypatch.setattr(module, "_note_end", note)
+    monkeypatch.setattr(module, "_record_end", note)
 
     def wait(store, job, row):
         with changed:

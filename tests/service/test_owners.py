@@ -38,7 +38,7 @@ class FakeOwner:
         for request in ("cancel", "pause", "resize"):
             setattr(self, request, lambda request=request: self.asked.append(request))
 
-    async def run(self, placed_generation):
+    async def run(self, scheduled_generation):
         await self.over.wait()
 
 

@@ -14,7 +14,7 @@ from manta.service.job.context import JobContext
 from manta.service.job.planning import JobMeasurements, plan_generation
 from manta.service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
 from manta.service.planner.job_plan import planned
-from manta.service.planner.machines import Calibrated, forget_jobs_before_now, save
+from manta.service.planner.machines import Calibrated, ignore_earlier_jobs, save
 from manta.service.planner.refinement import MIN_JOBS, moved
 from manta.service.states import JobState
 from manta.service.store import Generation, generations, jobs, plans, ranks
@@ -182,7 +182,7 @@ def test_what_jobs_said_can_be_thrown_away(trained):
     trained.store.write(
         lambda session: session.execute(update(Generation).values(started_at=Generation.started_at - 1))
     )
-    path = forget_jobs_before_now(trained.folder)  # the times of files lag behind the clock by some milliseconds
+    path = ignore_earlier_jobs(trained.folder)  # the times of files lag behind the clock by some milliseconds
     assert trained.seen().by_type == {}
     os.utime(path, (0, 0))
     assert trained.seen().by_type

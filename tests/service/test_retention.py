@@ -17,7 +17,7 @@ from manta.service.removal.retention import (
     ConfirmedExpiry,
     Retention,
     has_newer_files,
-    written_since,
+    modified_since,
 )
 from manta.service.states import JobState
 from manta.service.store import JobNotFound, audit, deletion, events, exports, jobs, pauses_and_retries
@@ -233,25 +233,25 @@ def test_what_was_not_seen_in_one_look_begins_anew():
 @pytest.mark.parametrize("newer", ["", "checkpoints", "checkpoints/step-00000005-generation-1/data"])
 def test_whatever_was_written_in_a_folder_shows(paths, ended, newer):
     folder = paths.job_folder(ended())
-    assert not written_since(folder, OLD + 1)
+    assert not modified_since(folder, OLD + 1)
     os.utime(folder / newer)
-    assert written_since(folder, OLD + 1)
+    assert modified_since(folder, OLD + 1)
 
 
 def test_folder_that_is_away_says_nothing_where_others_are_away_too(paths, ended, tmp_path):
     one, other = (paths.job_folder(ended()) for _ in range(2))
     one.rename(tmp_path / "one")
-    assert not written_since(one, OLD + 1), "it was removed by hand"
+    assert not modified_since(one, OLD + 1), "it was removed by hand"
     other.rename(tmp_path / "other")
-    assert written_since(one, OLD + 1)
+    assert modified_since(one, OLD + 1)
     other.parent.rmdir()
-    assert written_since(one, OLD + 1)
+    assert modified_since(one, OLD + 1)
 
 
 def test_what_is_in_the_way_of_a_deletion_is_said_once(store, ended):
     job = ended()
     for why in ("read-only", "read-only", "away"):
-        store.write(lambda session, why=why: deletion.note_obstacle(session, job, why))
+        store.write(lambda session, why=why: deletion.record_obstacle(session, job, why))
     with store.read() as session:
         said = [event.message for event in events.page(session, job).items if event.type == "deletion_failed"]
     assert said == ["read-only", "away"]

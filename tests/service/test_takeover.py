@@ -6,7 +6,7 @@ import pytest
 
 from manta.service.cluster.placement import placement_group_name, seats_of
 from manta.service.control import takeover
-from manta.service.control.takeover import CannotTakeOver, refuse_what_cannot_be_taken_over
+from manta.service.control.takeover import CannotTakeOver, refuse_incompatible_agents
 from manta.service.states import JobState
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.messages import PROTOCOL, ProtocolMismatch
@@ -40,7 +40,7 @@ def look(cluster, **states):
     def known(job_ids):
         return {job: JobState(state) for job, state in states.items() if job in job_ids}
 
-    asyncio.run(refuse_what_cannot_be_taken_over(cluster, known))
+    asyncio.run(refuse_incompatible_agents(cluster, known))
 
 
 def test_gangs_that_are_understood_are_no_reason_to_refuse(cluster):

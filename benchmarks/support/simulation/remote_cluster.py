@@ -177,7 +177,7 @@ class SimulatedAgents:
         """Of all."""
         return await self._asking.ask(SimulatedCluster.agent_names)
 
-    async def jobs_elsewhere(self) -> list[str]:
+    async def jobs_of_other_installations(self) -> list[str]:
         """None: the cluster has no other installation."""
         return []
 
@@ -282,7 +282,7 @@ class SimulatedDaemons:
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
 
-    def note_missed_end(self) -> None:
+    def record_missed_end(self) -> None:
         """All simulated nodes are notified."""
 
     def keep_only(self, there: Collection[str]) -> None:

@@ -56,7 +56,7 @@ def served(monkeypatch):
     """What the service is run with."""
     runs = []
     monkeypatch.setattr(server, "serve", lambda *arguments, **more: runs.append(arguments))
-    monkeypatch.setattr(service, "run_again_when_ended_by_ray", lambda run, service_file: run(False))
+    monkeypatch.setattr(service, "restart_when_ended_by_ray", lambda run, service_file: run(False))
     monkeypatch.setattr(server, "configure_logging", lambda: None)
     return runs
 
@@ -107,7 +107,7 @@ def test_a_ray_that_does_not_answer_is_waited_for_where_it_did_before_or_is_to_c
 ):
     waits = []
     monkeypatch.setattr(server, "serve", lambda *arguments, patient: waits.append(patient))
-    monkeypatch.setattr(service, "run_again_when_ended_by_ray", lambda run, service_file: run(again))
+    monkeypatch.setattr(service, "restart_when_ended_by_ray", lambda run, service_file: run(again))
     monkeypatch.setattr(server, "configure_logging", lambda: None)
     manta("serve", "--ray", "there:6379", *options)
     assert waits == [patient]
@@ -320,4 +320,4 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, do
 )
 def test_down_says_for_each_job_how_much_is_lost(state, step, saved, own_ray, words):
     job = SimpleNamespace(state=state, step=step, steps=10)
-    assert service._what_becomes_of(job, saved, own_ray) == words
+    assert service._describe_consequences(job, saved, own_ray) == words

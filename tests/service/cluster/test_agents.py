@@ -286,4 +286,4 @@ def test_agents_describe_themselves_all_or_not_at_all():
     assert asyncio.run(agents_module.describe([agent("a"), agent("b")])) == ["about a", "about b"]
     gone = agent("c", AgentError("gone"))
     assert asyncio.run(agents_module.describe([agent("a"), gone])) is None
-    assert asyncio.run(agents_module.describe_each({4: agent("a"), 2: gone})) == {4: "about a"}
+    assert asyncio.run(agents_module.describe_all({4: agent("a"), 2: gone})) == {4: "about a"}

@@ -84,7 +84,7 @@ def test_node_that_does_not_say_what_is_in_its_memory_stays_until_it_does(look, 
 
 
 def test_without_declared_shapes_nothing_is_looked_at(cluster):
-    cluster.nodes.that_come_and_go = None
+    cluster.nodes.autoscaled_nodes = None
     asyncio.run(IdleNodes(cluster, lambda jobs: None).run())
 
 

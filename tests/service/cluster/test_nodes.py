@@ -75,7 +75,7 @@ def test_nodes_that_live_are_shown_though_nothing_is_placed_there(nodes):
 
 def test_why_a_node_is_to_be_left_is_news_once_until_it_stays_or_is_gone(nodes):
     assert [nodes.drain("b", 60.0, why) for why in ("spot", "spot", "a user")] == [True, False, True]
-    nodes.drain_no_more("b")
+    nodes.cancel_drain("b")
     assert nodes.drain("b", None, "a user")
     nodes.keep_only({"a"})
     assert (nodes.draining, nodes.leave_by, nodes.drain_reasons) == (set(), {}, {})

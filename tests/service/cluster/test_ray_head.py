@@ -255,8 +255,8 @@ def test_token_that_was_removed_is_written_again_by_whoever_knows_it(tmp_path, m
     known = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there", "a token")
     Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(known)))
     monkeypatch.setattr(head, "problem_of", lambda record: None)
-    monkeypatch.setattr(module, "_silent_process", lambda pid: None)
-    for write_again in (head.ensure, head.keep_token):
+    monkeypatch.setattr(module, "_unresponsive_process", lambda pid: None)
+    for write_again in (head.ensure, head.restore_token):
         if said is None:
             token.unlink(missing_ok=True)
         else:
@@ -271,7 +271,7 @@ def test_head_whose_token_nobody_knows_is_replaced(tmp_path, monkeypatch):
     record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there")
     Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(record)))
     monkeypatch.setattr(head, "problem_of", lambda record: None)
-    monkeypatch.setattr(module, "_silent_process", lambda pid: None)
+    monkeypatch.setattr(module, "_unresponsive_process", lambda pid: None)
     monkeypatch.setattr(head, "start", lambda: "another one")
     assert head.ensure() == "another one"
 

@@ -406,7 +406,7 @@ def change(store, submit, tmp_path):
             job = submit(**{"parallel": {"data": 2}, "elastic": {"min_data": 1, "max_data": 4}, **sections})
             context = JobContext.of(store, cluster, job)
             await context.gang.place(3, context.submitted, ())
-            context.gang.note_places(dict(enumerate(await describe(context.gang.agents))))
+            context.gang.record_placements(dict(enumerate(await describe(context.gang.agents))))
             await body(context)
 
         asyncio.run(asyncio.wait_for(story(), 10))
@@ -419,9 +419,9 @@ def test_ranks_at_rest_keep_what_they_hold_where_a_change_is_not_made(change):
         resting = {0: 4, 1: None}
         before = list(job.gang.agents)
         await carry_out(Stay("why"), job, 3, resting)
-        assert (job.gang.held_steps, job.gang.agents, job.departing) == (resting, before, [])
+        assert (job.gang.snapshot_steps_of_ranks, job.gang.agents, job.departing) == (resting, before, [])
         resting.clear()
-        assert job.gang.held_steps, "the next generation fills its own"
+        assert job.gang.snapshot_steps_of_ranks, "the next generation fills its own"
 
     change(body)
 
@@ -432,7 +432,7 @@ def test_ranks_that_stay_keep_what_they_hold_where_others_move(change):
     async def body(job):
         standby = await job.gang.start_standby(4, job.gang.layout, (1,), ())
         await carry_out(Move((1,), standby), job, 3, {0: 4, 1: 4})
-        assert job.gang.held_steps == {0: 4}
+        assert job.gang.snapshot_steps_of_ranks == {0: 4}
         assert [agent.node for agent in job.gang.agents] == ["one", "three"]
 
     change(body)

@@ -37,9 +37,9 @@ def owned(two_replicas, cluster, monkeypatch):
     """A job of four ranks whose supervisors come from an owner."""
     job = two_replicas(cluster)
 
-    def supervise(placed_generation):
+    def supervise(scheduled_generation):
         job.owner = JobOwner(job.store, cluster, job.id)
-        job.task = asyncio.create_task(job.owner.run(placed_generation))
+        job.task = asyncio.create_task(job.owner.run(scheduled_generation))
         job.task.add_done_callback(lambda task: cluster.agents.changed())
 
     attend = Supervisor._attend
@@ -372,7 +372,7 @@ def tried(store, submit, cluster, monkeypatch):
     """Has the owner of a job try with these outcomes, each an error or an answer; what each try was asked with and the
     seconds between them."""
 
-    def run(*outcomes, lived=0.0, placed_generation=7):
+    def run(*outcomes, lived=0.0, scheduled_generation=7):
         owner, left, asked, paused = JobOwner(store, cluster, submit().id), list(outcomes), [], []
         monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 0.5)
 
@@ -391,7 +391,7 @@ def tried(store, submit, cluster, monkeypatch):
         monkeypatch.setattr(owner, "_supervise", supervise)
         monkeypatch.setattr(owner, "_pause", pause)
         monkeypatch.setattr(owning.time, "monotonic", lambda: now[0])
-        asyncio.run(owner.run(placed_generation))
+        asyncio.run(owner.run(scheduled_generation))
         return asked, paused
 
     return run
@@ -452,8 +452,8 @@ def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_its_owner_says(st
             super().__init__(job)
             made.append((job.id, job.memory_seconds))
 
-        async def run(self, placed_generation):
-            made.append(placed_generation)
+        async def run(self, scheduled_generation):
+            made.append(scheduled_generation)
 
         async def settled(self):
             pass

@@ -346,9 +346,9 @@ def test_while_a_job_tries_to_leave_the_next_try_waits_until_it_has_tried_for_lo
         waits.append((seconds, *signals))
 
     async def body():
-        await supervisor._hold_back(2.0, Death(0, "killed"))
+        await supervisor._wait_before_generation(2.0, Death(0, "killed"))
         context.leaving.set()
-        await supervisor._hold_back(4.0, Death(0, "killed"))
+        await supervisor._wait_before_generation(4.0, Death(0, "killed"))
 
     supervisor._wait = wait
     asyncio.run(body())

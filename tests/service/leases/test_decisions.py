@@ -11,9 +11,9 @@ from manta.service.leases.decisions import (
     MIN_SURPLUS,
     RENEW_SECONDS,
     JobInBrief,
+    is_claimable,
     is_over,
     lost,
-    may_be_given,
     may_order,
     strays,
     to_claim,
@@ -80,8 +80,8 @@ def test_lease_outlasts_three_failed_renewals():
 
 
 def test_no_job_is_handed_over_to_a_control_plane_that_missed_renewals():
-    assert may_be_given(lease_until=1006.0, now=1000.0 + RENEW_SECONDS)
-    assert not may_be_given(lease_until=1006.0, now=1000.0 + 3 * RENEW_SECONDS)
+    assert is_claimable(lease_until=1006.0, now=1000.0 + RENEW_SECONDS)
+    assert not is_claimable(lease_until=1006.0, now=1000.0 + 3 * RENEW_SECONDS)
 
 
 @given(briefs, st.sets(st.sampled_from("abc")))
@@ -97,7 +97,7 @@ class OneOrderingOwner(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.time, self.offset = 0.0, 1000.0
-        self.lease_until, self.asked_at, self.taken = self.offset + LEASE_SECONDS, 0.0, False
+        self.lease_until, self.requested_at, self.taken = self.offset + LEASE_SECONDS, 0.0, False
 
     @rule(seconds=st.floats(0.0, 2 * LEASE_SECONDS))
     def time_passes(self, seconds):
@@ -105,7 +105,7 @@ class OneOrderingOwner(RuleBasedStateMachine):
 
     @rule(there=st.floats(0.0, 10.0), back=st.floats(0.0, 10.0))
     def renews(self, there, back):
-        asked_at = self.time
+        requested_at = self.time
         self.time += there
         self.rival_looks()
         answered = not self.taken
@@ -113,7 +113,7 @@ class OneOrderingOwner(RuleBasedStateMachine):
             self.lease_until = self.time + self.offset + LEASE_SECONDS
         self.time += back
         if answered:
-            self.asked_at = asked_at
+            self.requested_at = requested_at
 
     @rule()
     def rival_looks(self):
@@ -121,7 +121,7 @@ class OneOrderingOwner(RuleBasedStateMachine):
 
     @invariant()
     def no_order_is_given_once_another_may_have_taken_over(self):
-        if may_order(self.asked_at, self.time):
+        if may_order(self.requested_at, self.time):
             assert not self.taken
             assert not is_over(self.lease_until, self.time + MARGIN_SECONDS + self.offset)
 

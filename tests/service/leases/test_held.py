@@ -26,10 +26,10 @@ class Plane:
 
     def renew(self, answered_after=0.0):
         """As the renewer does, from whom the answer may come late."""
-        asked_at = self.now
+        requested_at = self.now
         in_time = self.store.write(lambda session: leases.renew(session, self.leases.me))
         self.now += answered_after
-        self.leases._note_renewal(asked_at, in_time)
+        self.leases._record_renewal(requested_at, in_time)
 
     def seems_dead(self):
         late = text("UPDATE control_planes SET lease_until = 0 WHERE id = :me")
@@ -294,14 +294,14 @@ def test_control_plane_counts_as_living_and_is_woken_until_it_leaves(planes):
 
     async def body():
         one.seems_dead()
-        one.leases._asked_at = float("-inf")
+        one.leases._requested_at = float("-inf")
         one.leases.begin()
         lease = one.leases.hold("job_1", 1)
         await asyncio.wait_for(lease.until_certain(), SECONDS)
         with one.store.read() as session:
             assert set(leases.well(session)) == {one.leases.me, two.leases.me}
         one.leases.changed.clear()
-        await asyncio.to_thread(two.leases.wake_others)
+        await asyncio.to_thread(two.leases.wake_control_planes)
         await asyncio.wait_for(one.leases.changed.wait(), SECONDS)
         await one.leases.leave()
         one.leases._renewer._thread.join(SECONDS)

@@ -29,7 +29,7 @@ def test_place_that_does_not_answer_is_waited_for_once(written, tmp_path, monkey
     for _ in range(2):
         with pytest.raises(LogsUnavailable, match="no answer"):
             log.look()
-    assert log._asked_at < time.monotonic() - 0.05
+    assert log._requested_at < time.monotonic() - 0.05
     monkeypatch.setattr(archived_log, "ANSWER_SECONDS", 0.0)
     with pytest.raises(LogsUnavailable, match="no answer"):
         log.look()

@@ -131,7 +131,7 @@ def test_store_that_is_away_for_days_is_tried_as_often_as_ever(make_plane, share
     kept.failures, plane.leases.certain = 5000, False
     plane.runner.run(plane.archiver._keep(kept))
     assert kept.failures == 5001
-    assert 0 < kept.again_at - time.monotonic() <= archiver.MAX_BACKOFF_SECONDS
+    assert 0 < kept.retry_at - time.monotonic() <= archiver.MAX_BACKOFF_SECONDS
 
 
 def test_store_that_is_away_when_a_job_is_taken_over_loses_no_line(make_plane, wired_bucket, wire, job):

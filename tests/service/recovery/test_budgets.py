@@ -14,9 +14,9 @@ from manta.service.recovery.budgets import (
     SKEW_SECONDS,
     PastFailure,
     avoided_nodes,
-    comes_again,
     count_by_kind,
     past_failures,
+    recurs,
     wait_seconds,
     within,
 )
@@ -112,28 +112,28 @@ def raised(step=7, exception="ValueError", **known):
 
 def test_same_exception_at_the_same_step_comes_again_whatever_lay_between():
     between = [PastFailure("killed", 1.0, committed=6), PastFailure("hung", 2.0, committed=6), raised(6, committed=5)]
-    assert comes_again([raised(committed=6), *between], raised(committed=6))
+    assert recurs([raised(committed=6), *between], raised(committed=6))
 
 
 @pytest.mark.parametrize("committed", [7, 9])
 def test_an_exception_that_the_job_got_past_is_not_sure_to_come(committed):
     got_past = PastFailure("killed", 1.0, committed=committed)  # step 7 raised, so 7 committed is past it
-    assert not comes_again([raised(7, committed=6), got_past], raised(7, committed=committed))
+    assert not recurs([raised(7, committed=6), got_past], raised(7, committed=committed))
 
 
 def test_an_exception_comes_again_while_the_step_before_it_is_the_last_one_committed():
-    assert comes_again([raised(7, committed=6), PastFailure("killed", 1.0, committed=6)], raised(7, committed=6))
+    assert recurs([raised(7, committed=6), PastFailure("killed", 1.0, committed=6)], raised(7, committed=6))
 
 
 def test_exception_outside_of_any_step_comes_again_though_steps_were_committed_since():
     between = PastFailure("killed", 1.0, committed=9)
-    assert comes_again([raised(None, committed=6), between], raised(None, committed=9))
+    assert recurs([raised(None, committed=6), between], raised(None, committed=9))
 
 
 def test_other_exceptions_other_steps_and_kills_do_not_come_again():
     history = [raised(6), raised(exception="KeyError"), PastFailure("killed", 0.0, 7)]
-    assert not comes_again(history, raised())
-    assert not comes_again([PastFailure("killed", 0.0, 7)], PastFailure("killed", 0.0, 7))
+    assert not recurs(history, raised())
+    assert not recurs([PastFailure("killed", 0.0, 7)], PastFailure("killed", 0.0, 7))
 
 
 def test_faults_are_counted_by_kind_for_the_message():
@@ -202,5 +202,5 @@ def test_failure_on_a_node_whose_clock_is_a_little_ahead_counts():
 
 def test_exception_outside_of_any_step_comes_again():
     between = PastFailure("killed", 1.0, committed=3)
-    assert comes_again([raised(None), between], raised(None))
-    assert not comes_again([between], raised(None))
+    assert recurs([raised(None), between], raised(None))
+    assert not recurs([between], raised(None))

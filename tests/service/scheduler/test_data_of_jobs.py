@@ -104,7 +104,7 @@ def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_j
 
 def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store, submit, cluster, monkeypatch):
     """What a node is asked may take a minute, and the next node is asked then."""
-    cluster.is_elsewhere = True
+    cluster.is_remote = True
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
     slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
     answers, placed = asyncio.Event(), []
@@ -131,7 +131,7 @@ def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store,
 
 def test_corpus_is_looked_at_where_the_ranks_will_be(store, submit, look, cluster):
     """The control plane of a cluster elsewhere may not see it, and a node that does not answer proves nothing."""
-    cluster.is_elsewhere = True
+    cluster.is_remote = True
     paths = {"source": "text", "paths": ["/on/the/nodes/only"]}
     bad, good, later = (submit(name=name, data=paths) for name in ("bad", "good", "later"))
     asked = []

@@ -58,7 +58,7 @@ def test_said_since_finds_a_message_only_after_the_last_event_of_another_type(st
 
     def said(text, since="first_step"):
         with store.read() as session:
-            return events.said_since(session, job.id, "held", text, since)
+            return events.has_event_since(session, job.id, "held", text, since)
 
     def tell(kind, text, of=job):
         store.write(lambda session: events.append(session, of.id, kind, text))

@@ -237,7 +237,7 @@ def test_a_new_job_can_be_changed_in_the_transaction_that_stores_it(store, make_
 
 def test_a_job_says_that_it_is_held_unless_it_has_another_reason(store, started):
     def hold(why):
-        job = store.write(lambda session: jobs.set_held(session, started.id, why))
+        job = store.write(lambda session: jobs.set_hold_reason(session, started.id, why))
         return job.reason, job.message
 
     assert [hold(why) for why in ("no disk", "no data", None)] == [

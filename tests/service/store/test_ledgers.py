@@ -91,7 +91,7 @@ def test_ledger_of_a_recovered_job_books_each_phase_and_the_time_after_its_last_
         number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 1)
         timeline = RecoveryTimeline(noticed_at=1014.0, failed_at=1012.0, rested_at=1015.0)
         recoveries.begin(session, started.id, number, RecoveryStart("killed", 3, "rank 3 was killed", timeline))
-        recoveries.note_latest(session, started.id, number, connected_at=1017.0, restored_at=1020.0)
+        recoveries.record_latest(session, started.id, number, connected_at=1017.0, restored_at=1020.0)
 
     def end(session):
         generations.end(session, started.id, 2, outcome={"state": "SUCCEEDED"})
@@ -144,7 +144,7 @@ def row_of(store, job):
 def test_recovery_is_stored_with_the_ranks_that_were_replaced(store, recovering):
     row = row_of(store, recovering)
     assert (row.generation, row.kind, row.rank, row.node, row.forked, row.kept) == (2, "killed", 3, "n1", [3], 7)
-    store.write(lambda session: recoveries.note_replaced(session, recovering.id, 2, [3, 5], 6))
+    store.write(lambda session: recoveries.record_replaced(session, recovering.id, 2, [3, 5], 6))
     row = row_of(store, recovering)
     assert (row.forked, row.kept) == ([3, 5], 6)
 
@@ -152,7 +152,7 @@ def test_recovery_is_stored_with_the_ranks_that_were_replaced(store, recovering)
 def test_a_phase_ends_when_the_last_rank_has_ended_it(store, recovering):
     for connected, restored in ((103.0, 105.0), (104.0, 104.5), (None, 104.7)):
         store.write(
-            lambda session, c=connected, r=restored: recoveries.note_latest(
+            lambda session, c=connected, r=restored: recoveries.record_latest(
                 session, recovering.id, 2, connected_at=c, restored_at=r
             )
         )
@@ -163,14 +163,14 @@ def test_a_phase_ends_when_the_last_rank_has_ended_it(store, recovering):
 def test_a_recovery_ends_once_and_then_stays_as_it_is(store, recovering):
     assert store.write(lambda session: recoveries.end(session, recovering.id, 2, 106.0, 1)) is not None
     assert store.write(lambda session: recoveries.end(session, recovering.id, 2, 109.0, 5)) is None
-    store.write(lambda session: recoveries.note_latest(session, recovering.id, 2, restored_at=120.0))
+    store.write(lambda session: recoveries.record_latest(session, recovering.id, 2, restored_at=120.0))
     row = row_of(store, recovering)
     assert (row.first_step_at, row.steps_redone, row.restored_at) == (106.0, 1, None)
 
 
 def test_generations_that_no_failure_began_have_no_recovery(store, started):
     begin(store, started, False)
-    store.write(lambda session: recoveries.note_latest(session, started.id, 1, restored_at=1.0))
+    store.write(lambda session: recoveries.record_latest(session, started.id, 1, restored_at=1.0))
     assert store.write(lambda session: recoveries.end(session, started.id, 1, 2.0, 0)) is None
     with store.read() as session:
         assert recoveries.page(session, started.id).items == []

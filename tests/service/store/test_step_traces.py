@@ -33,11 +33,11 @@ def request(store, job, steps=1, step=0, profiler_ranks=()):
 
 def recorded(store, job, number, rank, problem="", count=3, generation=1):
     packed = PackedRecording("x", count, problem=problem)
-    store.write(lambda s: trace_requests.note_recorded(s, job, number, generation, 5, rank, packed))
+    store.write(lambda s: trace_requests.record_recorded(s, job, number, generation, 5, rank, packed))
 
 
 def begun(store, job, number, generation=1):
-    store.write(lambda s: trace_requests.note_begun(s, job, number, generation, 5))
+    store.write(lambda s: trace_requests.record_beginning(s, job, number, generation, 5))
 
 
 def row(store, job, number):
@@ -185,13 +185,13 @@ def test_unfinished_traces_count_towards_the_limit_and_are_not_removed(store, tr
 
 def test_jobs_with_requested_traces_are_known_from_the_database(store, training):
     with store.read() as session:
-        assert step_traces.jobs_that_want_some(session) == set()
+        assert step_traces.jobs_with_waiting_traces(session) == set()
     number = request(store, training)
     with store.read() as session:
-        assert step_traces.jobs_that_want_some(session) == {training}
+        assert step_traces.jobs_with_waiting_traces(session) == {training}
     store.write(lambda s: step_traces.fail(s, training, number, "no"))
     with store.read() as session:
-        assert step_traces.jobs_that_want_some(session) == set()
+        assert step_traces.jobs_with_waiting_traces(session) == set()
     assert said(store, training) == ["trace_1 is failed: no"]
 
 

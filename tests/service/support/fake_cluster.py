@@ -56,7 +56,7 @@ class FakeNodes:
     def closed(self):
         return self.lost | self.draining | self.silent | self.problems.keys()
 
-    drain, drain_no_more, problem_of_all = Nodes.drain, Nodes.drain_no_more, Nodes.problem_of_all
+    drain, cancel_drain, problem_of_all = Nodes.drain, Nodes.cancel_drain, Nodes.problem_of_all
 
     async def has_gpus(self):
         return bool(self.accelerated)
@@ -83,7 +83,7 @@ class FakeNodes:
     async def at_most(self, unit):
         return grown(await self.capacity(unit), self.shapes, self.types.values())
 
-    async def that_come_and_go(self):
+    async def autoscaled_nodes(self):
         return {node for node in await self.living() if node in self.types}
 
     async def unused(self):
@@ -290,7 +290,7 @@ class FakeAgents:
     async def names(self):
         return list(self.living)
 
-    async def jobs_elsewhere(self):
+    async def jobs_of_other_installations(self):
         return self.elsewhere
 
     async def names_on(self, node):
@@ -425,7 +425,7 @@ class FakeDaemons:
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
 
-    def note_missed_end(self):
+    def record_missed_end(self):
         self._nodes.unswept.update(self._nodes.slots)
 
     async def kill(self, node):

@@ -38,7 +38,7 @@ class OneNode:
         self.errors = []
         """What the next looks at Ray's nodes raise."""
 
-    drain, drain_no_more, keep_only = Nodes.drain, Nodes.drain_no_more, Nodes.keep_only
+    drain, cancel_drain, keep_only = Nodes.drain, Nodes.cancel_drain, Nodes.keep_only
 
     async def known(self, node=None):
         """The nodes; of `node`, its daemon."""

@@ -68,10 +68,10 @@ class SupervisedJob:
         jobs.transition(session, self.id, JobState.STARTING)
         jobs.set_layout(session, self.id, self.spec.layout)
 
-    def supervise(self, placed_generation: int | None) -> None:
+    def supervise(self, scheduled_generation: int | None) -> None:
         """Hand the job to a supervisor of its own."""
         self.supervisor = _Supervisor(JobContext.of(self.store, self.cluster, self.row))
-        self.task = asyncio.create_task(self.supervisor.run(placed_generation))
+        self.task = asyncio.create_task(self.supervisor.run(scheduled_generation))
         self.task.add_done_callback(lambda task: self.cluster.agents.changed())
 
     async def catch_up(self) -> bool:
