@@ -410,17 +410,17 @@ def key_view(key: installation_tables.ApiKey) -> access_schemas.ApiKey:
     )
 
 
-def me_view(who: Identity, browser: bool) -> access_schemas.Me:
+def me_view(identity: Identity, browser: bool) -> access_schemas.Me:
     """The caller. `browser`: identified by a browser session."""
     return access_schemas.Me(
-        key=who.key_id,
-        key_name=who.key_name,
-        user=who.user,
-        project=who.project,
-        scope=who.scope,
-        installation=who.installation,
+        key=identity.key_id,
+        key_name=identity.key_name,
+        user=identity.user,
+        project=identity.project,
+        scope=identity.scope,
+        installation=identity.installation,
         browser=browser,
-        highest_priority=who.highest_priority,
+        highest_priority=identity.highest_priority,
     )
 
 

@@ -53,7 +53,7 @@ class _Run:
     process: subprocess.Popen[str]
     done: int = 0
     total: int | None = None
-    said: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
     """The last lines of its errors."""
 
 
@@ -85,7 +85,7 @@ class Exports:
                     f"{MAX_EXPORTS} exports are being written already; begin this one when one is done"
                 )
             row, source = self._store.write(
-                lambda session: self._begun(session, job_id, checkpoint_id, target, format, dtype)
+                lambda session: self._start(session, job_id, checkpoint_id, target, format, dtype)
             )
             try:
                 run = _Run(row.id, _started(source, target, format, dtype))
@@ -97,7 +97,7 @@ class Exports:
         in_daemon_thread(f"export {row.id}", lambda: self._follow(run, job_id, target))
         return row
 
-    def _begun(
+    def _start(
         self, session: Session, job_id: str, checkpoint_id: str, target: Path, format: Format, dtype: Dtype | None
     ) -> tuple[Export, str]:
         checkpoint = checkpoints.get(session, job_id, checkpoint_id)
@@ -135,13 +135,13 @@ class Exports:
                     reader.result()
                 problem = self._problem(run)
             else:
-                in_daemon_thread(f"end of {run.id}", lambda: _give_up(run.process))
+                in_daemon_thread(f"end of {run.id}", lambda: _terminate(run.process))
                 problem = (
                     f"nothing was written for {STALLED_SECONDS:g} s: see that the file systems or stores of the "
                     "checkpoint and of the folder answer, and export it again"
                 )
             for pause in backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS):
-                noted = self._written(lambda session: _record_end(session, run, job_id, target, problem))
+                noted = self._write_accepted(lambda session: _record_end(session, run, job_id, target, problem))
                 if noted or self._closed.wait(pause):
                     break
         finally:
@@ -157,7 +157,7 @@ class Exports:
                 moved_at, done = time.monotonic(), run.done
             elif time.monotonic() - moved_at >= STALLED_SECONDS:
                 return False
-            self._written(lambda session: exports.note(session, run.id, run.done, run.total))
+            self._write_accepted(lambda session: exports.note(session, run.id, run.done, run.total))
         return True
 
     def _problem(self, run: _Run) -> str | None:
@@ -166,7 +166,7 @@ class Exports:
             return None
         return "the service ended meanwhile: export it again" if self._closed.is_set() else _problem(run)
 
-    def _written(self, operation: Callable[[Session], None]) -> bool:
+    def _write_accepted(self, operation: Callable[[Session], None]) -> bool:
         """Whether the database, which may be unreachable, has accepted the change."""
         try:
             self._store.write(operation)
@@ -225,7 +225,7 @@ def _ends_within(seconds: float, process: subprocess.Popen[str]) -> bool:
     return True
 
 
-def _give_up(process: subprocess.Popen[str]) -> None:
+def _terminate(process: subprocess.Popen[str]) -> None:
     """End a process, which has CLEANUP_SECONDS to remove what it has written. One that waits for a mount may outlive
     even SIGKILL, so nobody waits for that."""
     process.terminate()
@@ -236,20 +236,20 @@ def _give_up(process: subprocess.Popen[str]) -> None:
 def _read_progress(run: _Run, lines: IO[str]) -> None:
     for line in lines:
         try:
-            said = json.loads(line)
-            run.done, run.total = int(said["done"]), int(said["of"])
+            output = json.loads(line)
+            run.done, run.total = int(output["done"]), int(output["of"])
         except (ValueError, KeyError, TypeError):  # the last line reports what it has written
             continue
 
 
 def _read_errors(run: _Run, lines: Iterable[str]) -> None:
     for line in lines:
-        run.said = [*run.said, line.strip()][-_LAST_LINES:]
+        run.output = [*run.output, line.strip()][-_LAST_LINES:]
 
 
 def _problem(run: _Run) -> str:
-    if run.said:
-        return run.said[-1]
+    if run.output:
+        return run.output[-1]
     code = run.process.returncode
     return f"the process that wrote it was ended by signal {-code}" if code < 0 else f"it ended with exit status {code}"
 

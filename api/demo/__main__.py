@@ -62,7 +62,7 @@ def _demo(console: Console) -> int:
         console.print(f"Submitted {SPEC.relative_to(ROOT)} as {job.id}", highlight=False)
         saved = last_intermediate_checkpoint(spec)
         killer = RankKiller(client, job.id, saved + STEPS_BEFORE_KILL, console)
-        job = follow(client, job.id, console, on_progress=killer.look)
+        job = follow(client, job.id, console, on_progress=killer.poll)
         return 0 if _judge(console, client, document, job, killer, saved) else 1
 
 

@@ -65,7 +65,7 @@ class RankKiller:
         self.killed: Killed | None = None
         """None until it is done."""
 
-    def look(self, job: Job) -> None:
+    def poll(self, job: Job) -> None:
         """Kill a rank if the time has come."""
         if self.killed is not None or job.step < self._at_step or job.step >= job.steps:
             return

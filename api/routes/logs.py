@@ -111,7 +111,7 @@ async def list_logs(
         raise _refused("before", "requires tail, and neither a stream nor a cursor: it returns earlier lines")
     if streaming:
         live = _Live(control.store, control.logs, job_id, rank, cursors, test, begins_at_end)
-        return stream(request, lambda place: live.look(cast(Position, place)), position, Watched(job_id, logs=True))
+        return stream(request, lambda place: live.poll(cast(Position, place)), position, Watched(job_id, logs=True))
     if begins_at_end is not None:
         count, until = begins_at_end, None if before is None else cursors.decode(before)
         last_lines = await threads.run(lambda: read_tail(control.logs.source(job_id), count, rank, test, until))
@@ -181,7 +181,7 @@ class _Live:
     tail: int | None
     """Number of newest lines to start with."""
 
-    def look(self, position: Position) -> Batch:
+    def poll(self, position: Position) -> Batch:
         with self.store.read() as session:  # read before the logs, so that they contain all output of a final job
             job = jobs.get(session, self.job_id)
         try:

@@ -41,33 +41,33 @@ class Unauthenticated(MantaError):
 class Forbidden(MantaError):
     """The key does not permit the operation."""
 
-    def __init__(self, need: Need | None, who: Identity):
+    def __init__(self, need: Need | None, identity: Identity):
         self.need = need
-        has = Need(who.scope, who.installation)
-        super().__init__(f"this needs a key with scope {need}; {who.key_name!r} ({who.key_id}) has {has}")
+        has = Need(identity.scope, identity.installation)
+        super().__init__(f"this needs a key with scope {need}; {identity.key_name!r} ({identity.key_id}) has {has}")
 
 
 class PriorityTooHigh(MantaError):
     """The key does not permit such a priority for jobs or keys."""
 
-    def __init__(self, who: Identity):
+    def __init__(self, identity: Identity):
         super().__init__(
-            f"{who.key_name!r} ({who.key_id}) gives priorities of {who.highest_priority} at most: ask for that, or "
-            "have a user with such a key (`manta keys list`) do it"
+            f"key {identity.key_name!r} ({identity.key_id}) allows priorities up to {identity.highest_priority}: use "
+            "that, or have a user with a key for higher priorities (`manta keys list`) do it"
         )
 
 
-def refuse_priority(who: Identity, priority: int | None) -> None:
+def refuse_priority(identity: Identity, priority: int | None) -> None:
     """Raise PriorityTooHigh if the key does not permit this priority; None: the default one."""
-    if not who.may_give(priority):
-        raise PriorityTooHigh(who)
+    if not identity.may_give(priority):
+        raise PriorityTooHigh(identity)
 
 
 @dataclass
 class RequestOfCaller:
     """What is known about a request in addition to its path and body."""
 
-    who: Identity | None
+    identity: Identity | None
     """None: an anonymous caller, where that is allowed."""
     address: str | None
     """The caller's network address."""
@@ -91,7 +91,7 @@ def attach(scope: AsgiScope, request: RequestOfCaller) -> None:
 def is_stranger(scope: AsgiScope) -> bool:
     """Whether a request has come without a valid key."""
     about = cast(RequestOfCaller | None, scope.get(_REQUEST))
-    return about is not None and about.who is None
+    return about is not None and about.identity is None
 
 
 def request_of_caller(request: Request) -> RequestOfCaller:
@@ -101,10 +101,10 @@ def request_of_caller(request: Request) -> RequestOfCaller:
 
 def caller_of(request: Request) -> Identity:
     """Who asks. Raises Unauthenticated."""
-    who = request_of_caller(request).who
-    if who is None:
+    identity = request_of_caller(request).identity
+    if identity is None:
         raise Unauthenticated
-    return who
+    return identity
 
 
 def begin_stream(request: Request) -> None:
@@ -148,11 +148,11 @@ async def authorize(request: Request) -> None:
     Forbidden."""
     if is_anonymous(request.scope["path"]):  # `request.url` is built from the Host header, which is not trusted
         return
-    who = caller_of(request)
+    identity = caller_of(request)
     await _refuse_if_ended(request)
     need = needs(request.scope["route"].name)
-    if need is None or not need.is_met_by(who):
-        raise Forbidden(need, who)
+    if need is None or not need.is_met_by(identity):
+        raise Forbidden(need, identity)
 
 
 class JobProjects:
@@ -168,13 +168,13 @@ class JobProjects:
             return
         project = self._known.get(job_id)
         if project is None:
-            project = self._known[job_id] = await run_in_threadpool(self._look, job_id)
+            project = self._known[job_id] = await run_in_threadpool(self._read_project, job_id)
             if len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
         if project != bound:
             raise JobNotFound(job_id)
 
-    def _look(self, job_id: str) -> str:
+    def _read_project(self, job_id: str) -> str:
         with self._store().read() as session:
             return jobs.project_of(session, job_id)
 

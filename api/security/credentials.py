@@ -32,7 +32,7 @@ class Credential:
 class _Known:
     """The database's answer about a credential."""
 
-    who: Identity
+    identity: Identity
     until: float
     """Unix seconds at which it expires."""
     checked_at: float
@@ -75,13 +75,13 @@ class Identities:
         known = self._known.get(credential)
         if known is None or self._clock() - known.checked_at >= CACHE_SECONDS:
             self._known.pop(credential, None)
-            known = await run_in_threadpool(self._look, credential)
+            known = await run_in_threadpool(self._read, credential)
             if known is None:
                 return None
             if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[credential] = known
-        return known.who if self._now() < known.until else None
+        return known.identity if self._now() < known.until else None
 
     async def expiry_reason(self, credential: Credential) -> str | None:
         """For a key that was valid once, for its owner: which key it is, and why it is no longer valid; None for any
@@ -99,7 +99,7 @@ class Identities:
         """Query the database about all callers again, since a key was revoked."""
         self._known.clear()
 
-    def _look(self, credential: Credential) -> _Known | None:
+    def _read(self, credential: Credential) -> _Known | None:
         checked_at = self._clock()
         ends = float("inf")
         with self._store().read() as session:

@@ -41,14 +41,14 @@ class Identification:
         address = scope["client"][0] if scope.get("client") else None
         credential = credential_in(Headers(scope=scope))
         try:
-            who = None if credential is None else await self._identities.of(credential)
+            identity = None if credential is None else await self._identities.of(credential)
             ended = None
-            if who is None:
+            if identity is None:
                 self._limits.anonymous(address or "")
                 if credential is not None:
                     ended = await self._identities.expiry_reason(credential)
             else:
-                self._limits.begin_request(who.key_id)
+                self._limits.begin_request(identity.key_id)
         except TooManyRequests as error:  # before the audit, which it would fill
             await too_many(error)(scope, receive, send)
             return
@@ -57,8 +57,8 @@ class Identification:
             log.warning("who sent a request cannot be looked up: the database does not answer (%s)", cause)
             await database_unavailable(error)(scope, receive, send)
             return
-        if who is not None:
-            await self._of_a_caller(who, RequestOfCaller(who, address, credential), scope, receive, send)
+        if identity is not None:
+            await self._of_a_caller(identity, RequestOfCaller(identity, address, credential), scope, receive, send)
         elif is_anonymous(scope["path"]):
             attach(scope, RequestOfCaller(None, address))
             await self._app(scope, receive, send)
@@ -66,7 +66,7 @@ class Identification:
             await _unauthenticated(scope["path"], ended)(scope, receive, send)
 
     async def _of_a_caller(
-        self, who: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
+        self, identity: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
     ) -> None:
         attach(scope, about)
         try:
@@ -75,9 +75,9 @@ class Identification:
             await self._audit.record_failure(scope, about)
             raise
         finally:
-            self._limits.end_request(who.key_id)
+            self._limits.end_request(identity.key_id)
             if about.streams:
-                self._limits.end_stream(who.key_id)
+                self._limits.end_stream(identity.key_id)
 
 
 def _unauthenticated(path: str, ended: str | None) -> Response:

@@ -23,9 +23,9 @@ class Need:
     installation: bool = False
     """Whether the key must be for the whole installation."""
 
-    def is_met_by(self, who: Identity) -> bool:
-        """Whether `who` is permitted."""
-        return who.scope.covers(self.scope) and (who.installation or not self.installation)
+    def is_met_by(self, identity: Identity) -> bool:
+        """Whether `identity` is permitted."""
+        return identity.scope.covers(self.scope) and (identity.installation or not self.installation)
 
     def __str__(self) -> str:
         return f"{self.scope}{' for the whole installation' if self.installation else ''}"

@@ -176,7 +176,7 @@ class StateWaits:
     async def until_changed(self, job_id: str, known: str | None, seconds: float) -> None:
         """Return when the job's state differs from `known` (None: from the present one), is final, or the job is gone,
         or after `seconds`. Raises the database's errors."""
-        now = (await self._look({job_id})).get(job_id)
+        now = (await self._poll({job_id})).get(job_id)
         wait = _Wait(job_id, known or now or "", asyncio.get_running_loop().create_future())
         wait.see(now)
         if self._is_closed:
@@ -200,7 +200,7 @@ class StateWaits:
             if not asked:
                 return
             try:
-                states = await self._look({wait.job_id for wait in asked})
+                states = await self._poll({wait.job_id for wait in asked})
             except Exception as error:  # noqa: BLE001 - each request answers with it, like at any other time
                 for wait in asked:
                     wait.end(error)
@@ -208,5 +208,5 @@ class StateWaits:
             for wait in asked:
                 wait.see(states.get(wait.job_id))
 
-    async def _look(self, job_ids: Collection[str]) -> Mapping[str, str]:
+    async def _poll(self, job_ids: Collection[str]) -> Mapping[str, str]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._states_of, job_ids)

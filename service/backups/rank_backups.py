@@ -44,13 +44,13 @@ class CompleteState:
     layout: str
     """Tag of the layout."""
     step: int
-    places: tuple[SnapshotLocation, ...]
+    locations: tuple[SnapshotLocation, ...]
     """One place for each group of ranks with the same state, in order."""
 
     @property
     def paths(self) -> list[str]:
         """Paths of all files; the same on every host once `spread` has copied them there."""
-        return [place.path for place in self.places]
+        return [place.path for place in self.locations]
 
 
 def complete_states(files: FilesByHost, layouts: Mapping[str, Groups]) -> list[CompleteState]:
@@ -64,17 +64,17 @@ def complete_states(files: FilesByHost, layouts: Mapping[str, Groups]) -> list[C
 
 def _complete_state(files: FilesByHost, layout: str, groups: Groups) -> CompleteState | None:
     group_of = {rank: group for group, ranks in enumerate(groups) for rank in ranks}
-    places: dict[int, dict[int, SnapshotLocation]] = {}  # by step, by group
+    locations: dict[int, dict[int, SnapshotLocation]] = {}  # by step, by group
     ours = [(host, file) for host in sorted(files) for file in files[host] if file.layout == layout]
     for host, file in sorted(ours, key=lambda each: each[1].is_backup):  # own files first
         place = SnapshotLocation(file.rank, host, _own_path(file.path))
         for step in file.steps:
-            places.setdefault(step, {}).setdefault(group_of[place.rank], place)
-    steps = [step for step, by_group in places.items() if len(by_group) == len(groups)]
+            locations.setdefault(step, {}).setdefault(group_of[place.rank], place)
+    steps = [step for step, by_group in locations.items() if len(by_group) == len(groups)]
     if not steps:
         return None
     step = max(steps)
-    return CompleteState(layout, step, tuple(places[step][group] for group in range(len(groups))))
+    return CompleteState(layout, step, tuple(locations[step][group] for group in range(len(groups))))
 
 
 def _own_path(path: str) -> str:
@@ -91,7 +91,7 @@ async def spread(
     for host in sorted(hosts):
         own = [file for file in files[host] if file.layout == state.layout and not file.is_backup]
         here = {file.rank for file in own if state.step in file.steps}
-        wanted += [(host, place.rank, place.host) for place in state.places if place.rank not in here]
+        wanted += [(host, place.rank, place.host) for place in state.locations if place.rank not in here]
     try:
         addresses = {
             source: await address_of(agents[source], token, generation)
@@ -181,7 +181,7 @@ class FetchedSnapshots:
 
     steps: list[list[int]]
     """Steps by rank."""
-    taken: dict[int, str]
+    origins: dict[int, str]
     """By rank, what was fetched for it: its own `snapshot` from another node, that of a `peer`, or a `replica`."""
 
 
@@ -196,11 +196,11 @@ async def fetch_snapshots(
     their own or of their peers, or from backups, on any host. `steps`: those in each rank's shared memory; `files`: of
     each host, for which `holders` has an agent."""
     held, token = [list(each) for each in steps], secrets.token_hex()
-    taken: dict[int, str] = {}
+    origins: dict[int, str] = {}
     offers = {rank: _offers(gang.peers[rank], rank, gang.layout, files) for rank in needy}
     state = reachable(held, {rank: itertools.chain(*(each.steps for each in offers[rank])) for rank in offers})
     if state is None:
-        return FetchedSnapshots(held, taken)  # a step that only some ranks can have is useless
+        return FetchedSnapshots(held, origins)  # a step that only some ranks can have is useless
 
     async def fetch(rank: int) -> None:
         agent, generation = gang.agents[rank], gang.generation
@@ -213,10 +213,10 @@ async def fetch_snapshots(
             except Exception as error:  # noqa: BLE001 - others may offer the same
                 log.warning("the snapshots of rank %d could not be fetched from %s: %s", rank, offer.host, error)
             else:
-                held[rank], taken[rank] = fetched, offer.kind
+                held[rank], origins[rank] = fetched, offer.kind
 
     await asyncio.gather(*(fetch(rank) for rank in state.fetched))
-    return FetchedSnapshots(held, taken)
+    return FetchedSnapshots(held, origins)
 
 
 def ranks_without_state(steps: Sequence[Sequence[int]]) -> list[int]:

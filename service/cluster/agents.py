@@ -27,7 +27,7 @@ CLOSE_SECONDS = 10.0
 AGENT_SECONDS = 20.0
 
 
-async def ask(
+async def query(
     agents: Mapping[int, AgentClient], question: Callable[[int, AgentClient], Awaitable[T]], seconds: float
 ) -> tuple[dict[int, T], dict[int, str]]:
     """Put `question` to each of `agents`, by rank; returns by rank the answers, and for the others one line that says
@@ -51,7 +51,7 @@ async def ask(
 
 async def describe_all(agents: Mapping[int, AgentClient]) -> dict[int, AgentDescription]:
     """By rank, the descriptions of those of these agents that answer."""
-    answers, _ = await ask(agents, lambda rank, agent: agent.describe(), AGENT_SECONDS)
+    answers, _ = await query(agents, lambda rank, agent: agent.describe(), AGENT_SECONDS)
     return answers
 
 

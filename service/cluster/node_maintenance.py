@@ -44,7 +44,7 @@ class NodeMaintenance:
         """Run until cancelled."""
         try:
             while True:
-                await self._look()
+                await self._check()
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             for task in self._tasks.values():
@@ -60,7 +60,7 @@ class NodeMaintenance:
         except TimeoutError:
             self._cluster.nodes.silent.update(self._unasked)
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         try:
             living = await self._cluster.nodes.living()
         except Exception:  # what Ray does not say is not known: everything stays as it is
@@ -145,12 +145,12 @@ class IdleNodes:
         """Run until cancelled; returns at once if no nodes come and go."""
         while self._cluster.nodes.shapes:
             try:
-                await self.look(time.monotonic())
+                await self.check(time.monotonic())
             except Exception as error:  # from Ray or the database: look again
                 log.error("idle nodes could not be checked: %s", error, exc_info=needs_traceback(error))
             await asyncio.sleep(IDLE_POLL_SECONDS)
 
-    async def look(self, now: float) -> None:
+    async def check(self, now: float) -> None:
         """One look, at time `now` of the monotonic clock."""
         nodes, daemons = self._cluster.nodes, self._cluster.daemons
         idle = await nodes.autoscaled_nodes() & await nodes.unused() - nodes.at_rest - nodes.lost

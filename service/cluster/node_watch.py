@@ -68,7 +68,7 @@ class NodeWatch:
         """Run until cancelled."""
         try:
             while True:
-                await self._look()
+                await self._poll()
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             for watcher in self._watchers.values():
@@ -76,7 +76,7 @@ class NodeWatch:
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             self._threads.shutdown(wait=False)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         self.lag.begin()
         try:
             known = await self._cluster.nodes.known()
@@ -88,7 +88,7 @@ class NodeWatch:
             self._watchers[node] = asyncio.create_task(self._watch(living[node]), name=node)
         for node in self._watchers.keys() - living.keys():
             self._watchers.pop(node).cancel()
-            await self._lose(node, "Ray says that it is gone")
+            await self._mark_lost(node, "Ray says that it is gone")
             self._refused.pop(node, None)
         self._cluster.keep_only({node.id for node in known if node.alive})
         self.lag.done()
@@ -102,7 +102,7 @@ class NodeWatch:
             if await self._is_there(node, source):
                 await asyncio.sleep(BEAT_SECONDS)
                 continue
-            await self._lose(node.id, "neither its daemon nor its Ray can be reached")
+            await self._mark_lost(node.id, "neither its daemon nor its Ray can be reached")
             await self._until_back(node)
             log.warning("node %s is back", node.id)
             self._cluster.nodes.lost.discard(node.id)
@@ -175,7 +175,7 @@ class NodeWatch:
                     line = await reader.readline()
                 if not line or (heartbeat := from_json(Heartbeat, json.loads(line))).node != node:
                     return
-                self._hear(heartbeat)
+                self._receive(heartbeat)
         except (OSError, TimeoutError, ValueError, MalformedMessage):
             return
         finally:
@@ -184,7 +184,7 @@ class NodeWatch:
             if writer is not None:
                 writer.close()
 
-    def _hear(self, heartbeat: Heartbeat) -> None:
+    def _receive(self, heartbeat: Heartbeat) -> None:
         self._record_reachable(heartbeat.node)
         if heartbeat.gpus is not None:
             self._cluster.nodes.gpus[heartbeat.node] = GpuReadings(time.monotonic(), heartbeat.gpus)
@@ -194,7 +194,7 @@ class NodeWatch:
             log.warning("node %s is not being drained any more", heartbeat.node)
             self._cluster.nodes.cancel_drain(heartbeat.node)
 
-    async def _lose(self, node: str, why: str) -> None:
+    async def _mark_lost(self, node: str, why: str) -> None:
         if node in self._cluster.nodes.lost:
             return
         if node in self._cluster.nodes.at_rest:

@@ -213,7 +213,7 @@ class ControlPlane:
         placed = self._owners.placed
         self._housekeeping = Housekeeping(self._store, cluster, self._leases, placed, self.data_roots, retention)
         self._owners.begin(cluster, self._housekeeping)
-        await self._owners.look()
+        await self._owners.refresh()
         care = NodeMaintenance(cluster, self._housekeeping.over, self._housekeeping.wake)
         watch = NodeWatch(cluster, self._node_lost, self._node_draining)
         self._lags["nodes"] = watch.lag
@@ -302,7 +302,7 @@ class ControlPlane:
     def submitted(self, job_id: str) -> None:
         """A job was stored, retried or resumed, or has another priority: wake the scheduler."""
         self._loop.call_soon_threadsafe(self._wake_scheduler)
-        if self._housekeeping is None or not self._housekeeping.is_held_by_us:
+        if self._housekeeping is None or not self._housekeeping.is_active:
             self._leases.wake_control_planes()
 
     def cancel(self, job_id: str) -> None:
@@ -346,20 +346,20 @@ class ControlPlane:
         SpecNotUnderstood, ClusterUnavailable."""
         if not self._options.allow_faults:
             raise FaultsNotAllowed()
-        self._call(self._begun(self._injector).inject(job_id, fault))
+        self._call(self._started(self._injector).inject(job_id, fault))
 
     def waits(self, job_id: str) -> ObservedWaits:
         """Which rank waits for which in a running job. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
-        return self._call(self._begun(self._ranks).waits(job_id))
+        return self._call(self._started(self._ranks).waits(job_id))
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankTimeout,
         ClusterUnavailable."""
-        return self._call(self._begun(self._ranks).stack(job_id, rank))
+        return self._call(self._started(self._ranks).stack(job_id, rank))
 
     @staticmethod
-    def _begun(part: T | None) -> T:
+    def _started(part: T | None) -> T:
         """A part that needs Ray. Raises ClusterUnavailable."""
         if part is None:
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))
@@ -425,7 +425,7 @@ class ControlPlane:
         """What is known here about this control plane and the nodes. Raises ClusterUnavailable if the control plane's
         own thread does not answer."""
         lags = {name: lag.seconds for name, lag in self._lags.items()}
-        if self._housekeeping is not None and self._housekeeping.is_held_by_us:
+        if self._housekeeping is not None and self._housekeeping.is_active:
             lags |= self._housekeeping.lag_seconds
         if not self._thread.is_alive():
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))

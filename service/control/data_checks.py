@@ -64,12 +64,12 @@ class DataChecks:
     async def problem(self, job_id: str, spec: JobSpec) -> str | None:
         """Why the job cannot be trained on its data; None if it can. Raises DataTimeout if that is not known yet: ask
         again."""
-        look = self._under_way.get(job_id) or self._start(job_id, spec)
-        await asyncio.wait({look.answer}, timeout=0.0 if look.is_silent else POLL_SECONDS)
-        if not look.answer.done():
-            raise DataTimeout(keeps_turn=not look.is_silent)
+        data_check = self._under_way.get(job_id) or self._start(job_id, spec)
+        await asyncio.wait({data_check.answer}, timeout=0.0 if data_check.is_silent else POLL_SECONDS)
+        if not data_check.answer.done():
+            raise DataTimeout(keeps_turn=not data_check.is_silent)
         del self._under_way[job_id]
-        return look.answer.result()
+        return data_check.answer.result()
 
     def _start(self, job_id: str, spec: JobSpec) -> _DataCheck:
         """Raises DataTimeout if another job's look at the same files is unanswered."""
@@ -77,8 +77,8 @@ class DataChecks:
         silent = [each for each in self._under_way.values() if each.is_silent]
         if any(each.paths == paths for each in silent):
             raise DataTimeout(keeps_turn=False)
-        look = self._under_way[job_id] = _DataCheck(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
-        return look
+        data_check = self._under_way[job_id] = _DataCheck(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
+        return data_check
 
 
 async def local_problem(roots: DataRoots, spec: JobSpec) -> str | None:

@@ -15,7 +15,7 @@ from manta.service.backoff import backoff
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable, needs_traceback
 from manta.service.cluster.node_maintenance import IdleNodes, NodeMaintenance
-from manta.service.control.scheduler import Placed, Scheduler
+from manta.service.control.scheduler import OnPlaced, Scheduler
 from manta.service.job.owner import catch_up
 from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import HOUSEKEEPING
@@ -59,7 +59,7 @@ class Housekeeping:
         store: Store,
         cluster: Cluster,
         leases: Leases,
-        placed: Placed,
+        placed: OnPlaced,
         data_roots: DataRoots = ANYWHERE,
         retention: Retention | None = None,
     ):
@@ -81,7 +81,7 @@ class Housekeeping:
         return self.scheduler is not None and job_id in self.scheduler.placing
 
     @property
-    def is_held_by_us(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it falls to this control plane."""
         return self._leases.of(HOUSEKEEPING) is not None
 
@@ -92,7 +92,7 @@ class Housekeeping:
 
     def stop_if_lost(self) -> None:
         """Leave housekeeping to the control plane that does it now."""
-        if self._work is not None and not self.is_held_by_us:
+        if self._work is not None and not self.is_active:
             self._work.cancel()
 
     async def run(self, maintenance: NodeMaintenance) -> None:
@@ -202,7 +202,7 @@ class Housekeeping:
         """Which of these jobs are finished and no longer need their snapshots, if it falls to this control plane to
         remove the snapshots. Jobs that the database does not know do not count as finished: it may be a backup that is
         older than the job."""
-        if not (self.is_held_by_us or self._leases.alone):
+        if not (self.is_active or self._leases.alone):
             return set()
         states, deleted = await self._states_and_deletions(job_ids)
         keeping = await self._store.read_async(partial(pauses_and_retries.holding_memory, job_ids=job_ids))

@@ -89,7 +89,7 @@ class JobOwners:
             self.leases.changed.clear()
             self.lag.begin()
             try:
-                await self.look()
+                await self.refresh()
                 self.lag.done()
                 said = ""
             except Exception as error:  # a job without an owner gets one in the next round
@@ -98,11 +98,11 @@ class JobOwners:
                     log.error("the jobs could not be listed: %s", why, exc_info=not may_pass(error))
                 said = why
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Give up jobs that another control plane owns by now; own every job that may hold places and has no owner,
         whatever happened to its previous one; pass on requests to a job that others have written."""
         assert self._housekeeping is not None
-        unfinished, too_many = await self.leases.look(self._is_busy)
+        unfinished, too_many = await self.leases.refresh(self._is_busy)
         for job_id, (_, task) in list(self.by_job.items()):
             if self.leases.of(job_id) is None:
                 task.cancel()

@@ -46,7 +46,7 @@ RETRY_SECONDS = 60.0
 """How long the finding that the cluster could never hold a job stays valid: there may be thousands of such jobs."""
 
 
-class Look(Enum):
+class PlacementDecision(Enum):
     """Result of a look at a queued job."""
 
     DONE = "it is placed, or no longer queued"
@@ -55,7 +55,7 @@ class Look(Enum):
     BLOCKS = "it waits, and so do those behind it that take the same"
 
 
-Placed = Callable[[Job, int], None]
+OnPlaced = Callable[[Job, int], None]
 """Called with a job that is STARTING and the generation number that its placement groups carry."""
 
 
@@ -66,12 +66,12 @@ class Scheduler:
         self,
         store: Store,
         cluster: Cluster,
-        placed: Placed,
+        placed: OnPlaced,
         data_roots: DataRoots = ANYWHERE,
         leases: Leases | None = None,
     ):
-        """`placed`: see `Placed`; `data_roots`: folders below which jobs may read; `leases`: the lease of a placed job
-        is held from then on. None: this is the only control plane."""
+        """`placed`: see `OnPlaced`; `data_roots`: folders below which jobs may read; `leases`: the lease of a placed
+        job is held from then on. None: this is the only control plane."""
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._data_checks = DataChecks(self._check_data)
@@ -99,7 +99,7 @@ class Scheduler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Look at the queue whenever woken, and regularly for capacity that others have given back."""
+        """PlacementDecision at the queue whenever woken, and regularly for capacity that others have given back."""
         try:
             await self._check_repeatedly()
         finally:
@@ -128,7 +128,7 @@ class Scheduler:
         await self._cluster.requests.settle()
         waiting = await self._admit()
         demand: Demand | None = self._demand
-        await self._cluster.requests.ask(demand.bundles if demand is not None else (), self._cluster.nodes.closed)
+        await self._cluster.requests.request(demand.bundles if demand is not None else (), self._cluster.nodes.closed)
         return waiting
 
     async def _admit(self) -> bool:
@@ -156,10 +156,10 @@ class Scheduler:
                 log.exception("%s could not be checked", each.id)
                 waiting = True
                 continue
-            waiting = waiting or outcome is not Look.DONE
-            if outcome is Look.NEVER_FITS:
+            waiting = waiting or outcome is not PlacementDecision.DONE
+            if outcome is PlacementDecision.NEVER_FITS:
                 self._never_fitted[each.id] = time.monotonic(), about
-            if outcome is Look.BLOCKS:
+            if outcome is PlacementDecision.BLOCKS:
                 behind.add(unit)
         return waiting
 
@@ -167,14 +167,14 @@ class Scheduler:
         since, what = self._never_fitted.get(job_id, (-RETRY_SECONDS, None))
         return what == about and time.monotonic() - since < RETRY_SECONDS
 
-    async def _schedule(self, job: Job) -> Look:
+    async def _schedule(self, job: Job) -> PlacementDecision:
         spec = await self._read_spec(job)
         if spec is None:
-            return Look.SKIPS
+            return PlacementDecision.SKIPS
         if job.id in self.not_released:
             why = "what it held before it was in the queue cannot be released, as the service's log says; tried again"
             await self._report_waiting_reason(job, None, "not_released", why)
-            return Look.SKIPS
+            return PlacementDecision.SKIPS
         # Looking at thousands that never fit, such as all while no node answers, would hold up those behind them.
         needs_no_look = job.id in self._valid_data or await self._never_fits(spec)
         if needs_no_look or self._cluster.nodes.at_rest:
@@ -186,26 +186,26 @@ class Scheduler:
                 return await self._waits(spec)
         try:
             if not await self._has_valid_data(job, spec):
-                return Look.DONE
+                return PlacementDecision.DONE
         except DataTimeout as error:
             return await self._wait_for_data(job, error)
         self.placing.add(job.id)
         try:
             if await self._try_to_place(job, spec):
-                return Look.DONE
+                return PlacementDecision.DONE
         finally:
             self.placing.discard(job.id)
         return await self._waits(spec)
 
-    async def _waits(self, spec: JobSpec) -> Look:
-        return Look.NEVER_FITS if await self._never_fits(spec) else Look.BLOCKS
+    async def _waits(self, spec: JobSpec) -> PlacementDecision:
+        return PlacementDecision.NEVER_FITS if await self._never_fits(spec) else PlacementDecision.BLOCKS
 
-    async def _request_nodes_ahead(self, job: Job) -> Look:
+    async def _request_nodes_ahead(self, job: Job) -> PlacementDecision:
         """Have nodes requested for a job that will have its turn later."""
         spec = await self._read_spec(job)
         if spec is not None and not await self._never_fits(spec):
             await self._request_nodes(job, spec)
-        return Look.BLOCKS
+        return PlacementDecision.BLOCKS
 
     async def _request_nodes(self, job: Job, spec: JobSpec) -> int | None:
         """For how many ranks of the job nodes are requested: as many as it may have and could get; None if none are
@@ -242,11 +242,11 @@ class Scheduler:
         self._valid_data.add(job.id)
         return True
 
-    async def _wait_for_data(self, job: Job, error: DataTimeout) -> Look:
+    async def _wait_for_data(self, job: Job, error: DataTimeout) -> PlacementDecision:
         if error.keeps_turn:
-            return Look.BLOCKS
+            return PlacementDecision.BLOCKS
         await self._report_waiting_reason(job, None, "data_silent", str(error))
-        return Look.SKIPS
+        return PlacementDecision.SKIPS
 
     async def _check_data(self, spec: JobSpec) -> str | None:
         """Why a job cannot be trained on its data. None also if no node can say: the ranks will find out."""
@@ -293,7 +293,9 @@ class Scheduler:
         available = shortage.possible if shortage.can_never_fit else shortage.available
         waiting_for = {"unit": kind, "needed": shortage.needed, "available": available}
         growth = await self._describe_growth(job, spec, shortage.unit) or await self._describe_other_unit(spec)
-        why = _why(f"{shortage}{self._describe_closed_ports()}{growth}", list(self._cluster.nodes.problems.values()))
+        why = _waiting_reason(
+            f"{shortage}{self._describe_closed_ports()}{growth}", list(self._cluster.nodes.problems.values())
+        )
         reason = insufficient(shortage.unit)
         await self._report_waiting_reason(job, waiting_for, reason, why)
 
@@ -388,7 +390,7 @@ def _if_queued(session: Session, job_id: str) -> Job | None:
     return job if job.state == JobState.QUEUED else None
 
 
-def _why(shortage: str, problems: Sequence[str]) -> str:
+def _waiting_reason(shortage: str, problems: Sequence[str]) -> str:
     """Why a job waits: what it lacks, and what is wrong with nodes."""
     if not problems:
         return shortage

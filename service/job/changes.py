@@ -97,7 +97,7 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
         case Move(replicas, standby):
             agents = zip(gang.ranks_in(replicas), standby.agents, strict=True)
             await hand_over({rank: (gang.by_rank[rank], new) for rank, new in agents}, generation, gang.tag)
-            gang.snapshot_steps_of_ranks = dict(resting)
+            gang.resting_steps = dict(resting)
             job.departing.append(gang.swap(replicas, standby))
         case Shrink(staying):
             job.departing.append(gang.shrink(staying))
@@ -106,7 +106,7 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
         case Relocate(target):
             await _relocate(target, job, generation)
         case Stay():
-            gang.snapshot_steps_of_ranks = dict(resting)
+            gang.resting_steps = dict(resting)
 
 
 async def _relocate(target: JobSpec, job: JobContext, generation: int) -> None:

@@ -63,7 +63,7 @@ class Gang:
         """By rank the node that it was last seen on."""
         self._visited: set[str] = set()
         """All nodes that agents of the job were ever seen on: some may hold its state."""
-        self.snapshot_steps_of_ranks: dict[int, int | None] = {}
+        self.resting_steps: dict[int, int | None] = {}
         """By rank the committed step that its resting trainer holds."""
 
     @property
@@ -96,7 +96,7 @@ class Gang:
 
     async def start(self, generation: int, spec: JobSpec) -> None:
         """Start all agents in the groups that were acquired for `generation` of the job with `spec`."""
-        self.spec, self.after, self.nodes, self.snapshot_steps_of_ranks = spec, {}, {}, {}
+        self.spec, self.after, self.nodes, self.resting_steps = spec, {}, {}, {}
         self.groups = [placement_group_name(self._job_id, generation, replica) for replica in range(spec.layout.data)]
         seats = seats_of(spec.layout, self.groups)
         self.agents = [*await self._cluster.agents.start(self._job_id, generation, seats, await self.unit())]
@@ -230,7 +230,7 @@ class Gang:
         self.agents += standby.agents
         self.names += standby.names
         self.groups += standby.groups
-        self.spec, self.snapshot_steps_of_ranks = spec, {}
+        self.spec, self.resting_steps = spec, {}
 
     def shrink(self, replicas: Sequence[int]) -> AgentSet:
         """Continue with only these replicas, renumbered in order; returns the agents that leave, to be dismissed."""
@@ -242,7 +242,7 @@ class Gang:
         self.agents = [self.agents[rank] for rank in staying]
         self.names = [self.names[rank] for rank in staying]
         self.groups = [self.groups[replica] for replica in replicas]
-        self.spec, self.snapshot_steps_of_ranks = resized(self.spec, len(replicas)), {}
+        self.spec, self.resting_steps = resized(self.spec, len(replicas)), {}
         return departing
 
     async def dismiss(self, agents: AgentSet) -> None:
@@ -272,5 +272,5 @@ class Gang:
 
     def _put(self, rank: int, agent: AgentClient | None, name: str) -> None:
         self.agents[rank], self.names[rank] = agent, name
-        for about in (self.after, self.nodes, self.snapshot_steps_of_ranks):
+        for about in (self.after, self.nodes, self.resting_steps):
             about.pop(rank, None)

@@ -141,11 +141,11 @@ class RunningGeneration:
         """Kill every trainer, and handle what each of them reported before it ended."""
         await self._end_all(self.agents, lambda agent: agent.stop(), STOP_SECONDS)
 
-    async def _end_all(self, agents: Sequence[AgentClient | None], ask: Question, seconds: float) -> None:
+    async def _end_all(self, agents: Sequence[AgentClient | None], request: Question, seconds: float) -> None:
         self._stopping = True
         for task in self._alongside:
             task.cancel()
-        await asyncio.gather(*(self._ask(ask, agent, seconds) for agent in agents))
+        await asyncio.gather(*(self._query(request, agent, seconds) for agent in agents))
         await self._receive_last_reports(STOP_SECONDS)
         self._raise_errors()
         for rank, watcher in enumerate(self._watchers):
@@ -176,11 +176,11 @@ class RunningGeneration:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 task.result()
 
-    async def _ask(self, ask: Question, agent: AgentClient | None, seconds: float) -> None:
+    async def _query(self, request: Question, agent: AgentClient | None, seconds: float) -> None:
         if agent is None:
             return
         with contextlib.suppress(AgentError):
-            await within(seconds, ask(agent))
+            await within(seconds, request(agent))
 
     async def _watch(self, rank: int) -> None:
         agent = self.agents[rank]

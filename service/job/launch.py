@@ -13,7 +13,7 @@ from typing import Any
 
 from manta.service.backups import rank_backups
 from manta.service.cluster.agent_client import AgentError, AgentFailed, within
-from manta.service.cluster.agents import ask
+from manta.service.cluster.agents import query
 from manta.service.cluster.sizes import max_ranks
 from manta.service.job.actions import Launch
 from manta.service.job.context import JobContext
@@ -111,7 +111,7 @@ async def _send_orders(
 ) -> None:
     """Have all agents launch a generation that has begun, and note which of them did."""
     generation, agents = running.generation, job.gang.by_rank
-    answers, silent = await ask(agents, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
+    answers, silent = await query(agents, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
     rows = [
         _row(job, rank, place, generation, answers[rank].pid, RUNNING)
         if rank in answers
@@ -218,7 +218,7 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
 async def _describe_agents(job: JobContext) -> dict[int, AgentDescription]:
     """By rank the description of its agent."""
     agents = job.gang.by_rank
-    where, silent = await ask(agents, lambda rank, agent: agent.describe(), LAUNCH_SECONDS)
+    where, silent = await query(agents, lambda rank, agent: agent.describe(), LAUNCH_SECONDS)
     if silent:
         places = {rank: await job.cluster.agents.node_of(agents[rank]) for rank in silent}
         job.gang.record_nodes({**{rank: place.node for rank, place in where.items()}, **places})

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
 
-from manta.service.cluster.agents import ask
+from manta.service.cluster.agents import query
 from manta.service.job.actions import End
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration
@@ -103,7 +103,7 @@ async def _unfinished_saves(job: JobContext) -> list[object]:
     for either, and no report shows it."""
     reported = await job.record.unfinished_saves()
     first = {rank: agent for rank, agent in job.gang.by_rank.items() if rank == 0}
-    answers, _ = await ask(first, lambda rank, agent: agent.progress(), PROGRESS_SECONDS)
+    answers, _ = await query(first, lambda rank, agent: agent.progress(), PROGRESS_SECONDS)
     records = [status.record for status in answers.values() if status is not None]
     return [*reported, *(each.commits for each in records if each is not None and each.phase == "checkpoint")]
 
@@ -123,7 +123,7 @@ async def request_save(job: JobContext, running: RunningGeneration) -> None:
     """Have the ranks of `running` save and end. Returns when one agent has passed that on, which is enough."""
     while True:
         agents = job.gang.by_rank
-        answers, _ = await ask(agents, lambda rank, agent: agent.save_and_end(running.generation), REQUEST_SECONDS)
+        answers, _ = await query(agents, lambda rank, agent: agent.save_and_end(running.generation), REQUEST_SECONDS)
         if any(answers.values()):
             return
         await asyncio.sleep(RETRY_SECONDS)

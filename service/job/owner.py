@@ -101,7 +101,7 @@ class JobOwner:
         self._supervisor: Supervisor | None = None
         self._wake = asyncio.Event()
         self._resize_wanted = False
-        self._said = ""
+        self._reported = ""
 
     async def run(self, scheduled_generation: int | None) -> None:
         """Own the job until its end. `scheduled_generation`: the number in the names of its placement groups if they
@@ -144,7 +144,7 @@ class JobOwner:
         except SpecNotUnderstood as error:
             return await self._leave_alone(JobState(job.state), str(error))
         if left_out:
-            await self._say("keys_left_out", left_out_sentence(left_out))
+            await self._report("keys_left_out", left_out_sentence(left_out))
         self._supervisor = supervisor = Supervisor(context)
         if self._resize_wanted:
             self._resize_wanted = False
@@ -171,17 +171,17 @@ class JobOwner:
             await self._cluster.end_job(self.id)
             await self._record.end(JobState.CANCELLED, None, None)
             return True
-        await self._say("not_understood", f"{problem}; the job is left as it is")
+        await self._report("not_understood", f"{problem}; the job is left as it is")
         return False
 
     async def _report_failure(self, error: Exception) -> None:
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        await self._say("supervision_failed", f"the control plane takes the job up again after an error: {what}")
+        await self._report("supervision_failed", f"the control plane takes the job up again after an error: {what}")
 
-    async def _say(self, kind: str, message: str) -> None:
+    async def _report(self, kind: str, message: str) -> None:
         """Say it once, not with every attempt."""
-        if message != self._said:
-            self._said = message
+        if message != self._reported:
+            self._reported = message
             await self._record.event(kind, message)
 
     async def _pause(self, seconds: float) -> None:

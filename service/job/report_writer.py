@@ -79,14 +79,14 @@ class ReportWriter:
         be stored is recorded as such and skipped: no report ends a job.
         """
         try:
-            await self._take(report)
+            await self._store_report(report)
         except LeaseLost:
             raise  # its owner gets the report now
         except Exception as error:
             log.exception("report %d of rank %d of %s cannot be stored", report.sequence, report.rank, self._job_id)
             await self._write_once(self._left_out, report, error)
 
-    async def _take(self, report: Report) -> None:
+    async def _store_report(self, report: Report) -> None:
         match report.payload:
             case Metrics(rows) as payload:
                 await self._write(self._metrics, report, payload)

@@ -59,12 +59,12 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
     recorded = [(row.step, row.path) for row in await job.record.saved_checkpoints()]
     is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
     # Otherwise the database may be a backup, older than the folder. A resting rank has reported in this generation.
-    is_heard = job.has_launched or any(step is not None for step in gang.snapshot_steps_of_ranks.values())
+    is_heard = job.has_launched or any(step is not None for step in gang.resting_steps.values())
     durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LISTING_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume, job.has_snapshots)
-    taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
-    return StartingPoint(resume, _source(resume, taken, resume.step in gang.snapshot_steps_of_ranks.values()))
+    taken = {kind for rank, kind in brought.origins.items() if resume.step in brought.steps[rank]}
+    return StartingPoint(resume, _source(resume, taken, resume.step in gang.resting_steps.values()))
 
 
 async def _in_memory(
@@ -102,7 +102,7 @@ async def known_checkpoints(job: JobContext, seconds: float = LISTING_SECONDS) -
 
 def _in_process(gang: Gang, rank: int) -> list[int]:
     """The step that the rank's resting trainer still holds."""
-    step = gang.snapshot_steps_of_ranks.get(rank)
+    step = gang.resting_steps.get(rank)
     return [] if step is None else [step]
 
 

@@ -254,7 +254,7 @@ class Supervisor:
         current = await self._record.current_generation()
         resume_step = current.resume_step if current is not None else 0
         running = watch_generation(self._job, generation, resume_step, taken_over=True)
-        self._attend(running)
+        self._observe(running)
         if not lost:  # the last control plane may not have done it
             running.run_alongside(plan_generation(self._job, generation, where))
         for rank in lost:
@@ -296,7 +296,7 @@ class Supervisor:
         """The action after a generation has ended with deaths, and all that live are at rest."""
         self._running = None
         timeline.rested_at, timeline.failed_at = time.time(), ended.culprit.at
-        self._gang.snapshot_steps_of_ranks = dict(ended.resting)
+        self._gang.resting_steps = dict(ended.resting)
         agents_lost = tuple(death.rank for death in ended.deaths if death.kind == "agent_lost")
         return Recover(ended.culprit, agents_lost, timeline)
 
@@ -347,7 +347,7 @@ class Supervisor:
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
         await self._wait(seconds, self._job.cancelled, leave)
 
-    async def _hold(self, launch: Launch, why: str) -> Launch:
+    async def _wait_before_retry(self, launch: Launch, why: str) -> Launch:
         """Wait before the next attempt of a launch that failed for no fault of the gang's, or until the job is
         cancelled or is to leave."""
         await self._record.record_hold(why)
@@ -400,16 +400,16 @@ class Supervisor:
             running = await launch_generation(self._job, launch)
         except CheckpointsUnreadable as error:
             self._job.failed_launches = []  # all agents have answered
-            return await self._hold(launch, str(error))
+            return await self._wait_before_retry(launch, str(error))
         except ClusterUnavailable as error:
-            return await self._hold(launch, f"Ray refused a request ({error}); it is tried again")
+            return await self._wait_before_retry(launch, f"Ray refused a request ({error}); it is tried again")
         except (AgentError, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)
             return Recover(death, lost, RecoveryTimeline(time.time()), launch)
         self._job.failed_launches, self._unlaunched = [], False
         self._dismiss_departing()
-        self._attend(running)
+        self._observe(running)
         return Watch()
 
     async def _launch_failure(self, error: Exception) -> tuple[Death, tuple[int, ...]]:
@@ -425,7 +425,7 @@ class Supervisor:
         lost = sorted({*silent, *gang.on(self._cluster.nodes.lost)}) or everybody
         return Death(lost[0], "agent_lost", message=f"could not be launched ({why})"), tuple(lost)
 
-    def _attend(self, running: RunningGeneration) -> None:
+    def _observe(self, running: RunningGeneration) -> None:
         """Watch this generation from now on."""
         running.run_alongside(self._planner.check_for_room())
         self._running = running

@@ -91,8 +91,8 @@ class Leases:
         self._renewer = LeaseRenewer(
             database,
             self.me,
-            lambda requested_at, in_time: _tell(loop, self._record_renewal, requested_at, in_time),
-            lambda: _tell(loop, self.changed.set),
+            lambda requested_at, in_time: _notify(loop, self._record_renewal, requested_at, in_time),
+            lambda: _notify(loop, self.changed.set),
         )
         self._renewer.start()
 
@@ -238,7 +238,9 @@ class Leases:
         self._held.pop(job_id, None)
         await self._store.write_async(lambda session: leases.hand_over(session, job_id, self.me, epoch, to))
 
-    async def look(self, is_busy: Callable[[str], bool] = lambda job: False) -> tuple[list[JobInBrief], dict[str, str]]:
+    async def refresh(
+        self, is_busy: Callable[[str], bool] = lambda job: False
+    ) -> tuple[list[JobInBrief], dict[str, str]]:
         """All jobs that are not final, and by job to which control plane it is to be handed over. Leases that are no
         longer held are dropped; of the jobs that no control plane owns, this control plane's share is taken. `is_busy`:
         whether a job's lease is being taken at the moment, so that it will be held shortly; called on any thread."""
@@ -268,10 +270,10 @@ class Leases:
         strays = decisions.strays(leases.owned(session, self.me), known, leases.overview(session))
         leases.release_all(session, strays, self.me)
 
-    def _look(self, session: Session) -> _Seen:
+    def _look(self, session: Session) -> _LeaseView:
         died = not self.alone and leases.has_expired_members(session, self.me)
         owned = leases.owned(session, self.me)
-        return _Seen(leases.overview(session), owned, leases.living(session), leases.well(session), died)
+        return _LeaseView(leases.overview(session), owned, leases.living(session), leases.well(session), died)
 
     def _take(self, session: Session, known: _Known) -> tuple[list[JobInBrief], dict[str, int]]:
         if not self.alone:
@@ -293,7 +295,7 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _LeaseView:
     jobs: list[JobInBrief]
     owned: set[str]
     living: list[str]
@@ -301,7 +303,7 @@ class _Seen:
     has_expired_members: bool
 
 
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *about: object) -> None:
+def _notify(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *about: object) -> None:
     with contextlib.suppress(RuntimeError):  # the loop may have been closed meanwhile
         loop.call_soon_threadsafe(what, *about)
 

@@ -95,7 +95,7 @@ class LogArchiver:
         """Jobs whose own files this control plane reads."""
         self._left: set[str] = set()
         """Jobs that have files here and are not owned here."""
-        self._kept = _ArchivedLogs(self._folder)
+        self._archived = _ArchivedLogs(self._folder)
         self._upload_slots = asyncio.Semaphore(MAX_UPLOADS)
         self._wake = asyncio.Event()
 
@@ -106,11 +106,11 @@ class LogArchiver:
 
     def source(self, job_id: str, fresh: bool = True) -> LogSource:
         """See `JobLogs`."""
-        job, kept = self._jobs.get(job_id), self._kept.of(job_id)
+        job, archived = self._jobs.get(job_id), self._archived.of(job_id)
         if job is not None and job.spool.has_begun:
-            return SpooledLog(job.spool, kept)
-        kept.look(0.0 if fresh else STREAM_SECONDS)
-        return LogFiles(log_folder(self._home, job_id)) if kept.is_empty else kept
+            return SpooledLog(job.spool, archived)
+        archived.refresh(0.0 if fresh else STREAM_SECONDS)
+        return LogFiles(log_folder(self._home, job_id)) if archived.is_empty else archived
 
     def version(self, job_id: str) -> object:
         """See `JobLogs`."""
@@ -123,8 +123,8 @@ class LogArchiver:
         """See `JobLogs`."""
         if job_id in self._jobs:
             return True
-        kept = self._kept.of(job_id).look(STREAM_SECONDS)
-        return bool(ranks_in(log_folder(self._home, job_id))) if kept.is_empty else kept.is_closed
+        archived = self._archived.of(job_id).refresh(STREAM_SECONDS)
+        return bool(ranks_in(log_folder(self._home, job_id))) if archived.is_empty else archived.is_closed
 
     def open(self, job_id: str, lease: HeldLease) -> Spool:
         """From now on what the job prints is collected here, while it is owned here under this `lease`."""
@@ -160,7 +160,7 @@ class LogArchiver:
             return
         try:
             async with asyncio.timeout(FINISH_SECONDS):
-                state, _ = await self._fate(job_id)
+                state, _ = await self._state_of(job_id)
                 await self._ship(job, closes=state is not None and is_final(state))
         except Exception as error:  # noqa: BLE001 - whatever it is, the job's end does not wait for it
             log.warning("what %s has printed last is kept later: %s", job_id, str(error) or "no answer in time")
@@ -193,7 +193,7 @@ class LogArchiver:
             try:
                 now = time.monotonic()
                 due = [job for job in self._jobs.values() if job.lease is not None and job.retry_at <= now]
-                await asyncio.gather(*map(self._keep, due), *map(self._settle, list(self._left)))
+                await asyncio.gather(*map(self._archive, due), *map(self._settle, list(self._left)))
             except Exception:  # nothing is lost: try again
                 log.exception("logs could not be kept")
             self._wake.clear()
@@ -204,7 +204,7 @@ class LogArchiver:
     def _marked_jobs(self) -> set[str]:
         return {mark.parent.parent.name for mark in (self._home / "jobs").glob(f"*/logs/{MARK}")}
 
-    async def _keep(self, job: _Job) -> None:
+    async def _archive(self, job: _Job) -> None:
         try:
             async with asyncio.timeout(SHIP_SECONDS):  # the thread continues, and delays no other job
                 await self._ship(job)
@@ -234,7 +234,7 @@ class LogArchiver:
             return
         if not spool.has_begun:
             writer.begin(lease.epoch)
-            spool.begin(writer.pieces)
+            spool.begin(writer.segments)
         while chunks := spool.next_chunks(PART_BYTES):
             self._refuse_if_lost(job, lease)
             writer.write(chunks)
@@ -251,7 +251,7 @@ class LogArchiver:
     async def _settle(self, job_id: str) -> None:
         """Handle a job that has files here and is not owned here."""
         try:
-            state, is_deleted = await self._fate(job_id)
+            state, is_deleted = await self._state_of(job_id)
             if job_id not in self._left:  # it is owned here again
                 return
             if is_deleted:
@@ -259,11 +259,11 @@ class LogArchiver:
             elif state in SUPERVISED:
                 self._let_go(job_id)
             elif state is not None:
-                await self._keep_rest(job_id, is_final(state))
+                await self._archive_rest(job_id, is_final(state))
         except OSError:  # it stays, and is tried again
             log.debug("the rest of %s is not kept yet", job_id, exc_info=True)
 
-    async def _keep_rest(self, job_id: str, closes: bool) -> None:
+    async def _archive_rest(self, job_id: str, closes: bool) -> None:
         """Store what is left of a job that no control plane owns; others wait for its lease, so first check whether the
         place answers."""
         folder = self._folder(job_id)
@@ -281,14 +281,14 @@ class LogArchiver:
                 job.lease = None
         self.forget(job_id)
 
-    async def _fate(self, job_id: str) -> tuple[JobState | None, bool]:
+    async def _state_of(self, job_id: str) -> tuple[JobState | None, bool]:
         """The job's state, and whether it was deleted; None and False if the database does not know it."""
 
-        def fate(session: Session) -> tuple[JobState | None, bool]:
+        def read_state(session: Session) -> tuple[JobState | None, bool]:
             state = jobs.states(session, [job_id]).get(job_id)
             return state, state is None and bool(deletion.deleted_ones(session, [job_id]))
 
-        return await self._store.read_async(fate)
+        return await self._store.read_async(read_state)
 
 
 def _answers(folder: Place) -> None:

@@ -40,7 +40,7 @@ class NotPlanned(MantaError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankNode:
     """A node on which ranks of a job run."""
 
     ranks: int
@@ -52,22 +52,22 @@ class Place:
     gpu_memory_bytes: int | None = None
 
 
-def cluster_of(places: Sequence[Place], node: CpuNode, known: Machines = NONE_MEASURED) -> Cluster:
+def cluster_of(rank_nodes: Sequence[RankNode], node: CpuNode, known: Machines = NONE_MEASURED) -> Cluster:
     """The nodes of a job, as far as they are alike. `node`: what one without GPUs is; `known`: those whose GPUs were
     measured.
     Raises SpecError where the type of the GPUs is not known."""
-    most = max(place.ranks for place in places)
-    if not places[0].has_gpus:
-        cores = min((place.cores for place in places if place.cores), default=node.cores)
-        return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(places), most)
-    unknown = {each.gpu_type for each in places if each.gpu_type and machine_name(each.gpu_type, None) is None}
-    if unknown and len({each.gpu_type for each in places}) > 1:
+    most = max(rank_node.ranks for rank_node in rank_nodes)
+    if not rank_nodes[0].has_gpus:
+        cores = min((rank_node.cores for rank_node in rank_nodes if rank_node.cores), default=node.cores)
+        return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(rank_nodes), most)
+    unknown = {each.gpu_type for each in rank_nodes if each.gpu_type and machine_name(each.gpu_type, None) is None}
+    if unknown and len({each.gpu_type for each in rank_nodes}) > 1:
         problem = f"some of its ranks are on GPUs of type {min(unknown)}, for which no plans can be made"
         raise SpecError([Problem("cluster.accelerator", problem)])
     nodes = [
         {"alive": True, "accelerator": "gpu", "total": most, "gpu_type": each.gpu_type}
         | {"gpu_memory_bytes": each.gpu_memory_bytes}
-        for each in places
+        for each in rank_nodes
     ]
     return cluster_of_nodes(nodes, None, node, known)
 

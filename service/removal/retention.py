@@ -73,12 +73,12 @@ class Retention:
         """Run until cancelled. `let_go` returns when nothing of a job is left on the cluster."""
         while True:
             try:
-                await self.look(store, let_go)
+                await self.check(store, let_go)
             except Exception:  # the jobs are still there: look again
                 log.exception("could not look for jobs that have been kept for long enough")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def look(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
+    async def check(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
         """Delete the jobs that are certain to be expired."""
         before = time.time() - self._retention_days * DAY_SECONDS
         expired = await store.read_async(partial(deletion.expired, before=before))

@@ -226,7 +226,7 @@ def _refuse_others(database: PostgresDatabase, connection: Connection) -> None:
     """Raise DatabaseInUse if there are other connections that do not disappear: a connection that was just closed is
     shown for a moment."""
     until = time.monotonic() + CLOSING_SECONDS
-    while others := _others(connection):
+    while others := _other_connections(connection):
         if time.monotonic() >= until:
             raise DatabaseInUse(
                 f"{database.location} is in use: {others} other connections are open; stop all services first"
@@ -234,7 +234,7 @@ def _refuse_others(database: PostgresDatabase, connection: Connection) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _others(connection: Connection) -> int:
+def _other_connections(connection: Connection) -> int:
     """Number of other connections according to the server."""
     connection.exec_driver_sql("SELECT pg_stat_clear_snapshot()")  # otherwise it is constant within a transaction
     count: int = connection.exec_driver_sql(

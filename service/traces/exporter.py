@@ -47,13 +47,13 @@ class SpanSender:
     def send(self, spans: Sequence[Span]) -> None:
         """Queue these spans for sending; they are dropped if too many already wait."""
         if self._handed_in - self._exporter.taken + len(spans) > MAX_WAITING:
-            self._lost(_whole(spans))
+            self._lost(_encoded_size(spans))
             return
         self._handed_in += len(spans)
         for span in spans:
-            self._give(span)
+            self._enqueue(span)
 
-    def _give(self, span: Span) -> None:
+    def _enqueue(self, span: Span) -> None:
         self._ids.trace_id, self._ids.span_id = span.trace_id, span.span_id
         context = None
         if span.parent_id is not None:
@@ -67,11 +67,11 @@ class SpanSender:
         begun.end(_nanoseconds(span.ended_at))
 
     def close(self) -> None:
-        """Send what waits, until `give_up` or the SDK's own limit of half a minute."""
+        """Send what waits, until `interrupt` or the SDK's own limit of half a minute."""
         self._provider.shutdown()
         logging.getLogger(_LIBRARY).removeFilter(self._quiet)
 
-    def give_up(self) -> None:
+    def interrupt(self) -> None:
         """Interrupt `close`, from another thread."""
         self._exporter.shutdown()
 
@@ -129,7 +129,7 @@ class _ThrottleFilter(logging.Filter):
         return True
 
 
-def _whole(spans: Sequence[Span]) -> int:
+def _encoded_size(spans: Sequence[Span]) -> int:
     return sum(span.parent_id is None for span in spans)
 
 

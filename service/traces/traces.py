@@ -72,19 +72,19 @@ class Traces:
         if self._to_read.qsize() < MAX_TO_READ:
             self._to_read.put((job_id, generation))
         else:
-            self._lose(1)
+            self._count_lost(1)
 
     def close(self) -> None:
         """Send what waits, within at most FLUSH_SECONDS."""
         self._to_read.put(None)
         self._thread.join(FLUSH_SECONDS)
         if self._thread.is_alive() and self._sender is not None:
-            self._sender.give_up()
+            self._sender.interrupt()
 
     def _run(self) -> None:
         from manta.service.traces.exporter import SpanSender
 
-        self._sender = SpanSender(self._endpoint, self._lose)
+        self._sender = SpanSender(self._endpoint, self._count_lost)
         while (request := self._to_read.get()) is not None:
             self._read_and_send(self._sender, *request)
         self._sender.close()
@@ -98,9 +98,9 @@ class Traces:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is, the next ones may succeed
             log.warning("no spans of generation %d of %s: %r", generation, job_id, error)
-            self._lose(1)
+            self._count_lost(1)
 
-    def _lose(self, count: int) -> None:
+    def _count_lost(self, count: int) -> None:
         with self._lock:
             self.lost += count
             now = time.monotonic()

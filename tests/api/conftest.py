@@ -55,7 +55,7 @@ class NotedExports(Exports):
 
     def begin(self, job_id, checkpoint_id, to, format, dtype):
         target = self._target(to)
-        return self._store.write(lambda s: self._begun(s, job_id, checkpoint_id, target, format, dtype))[0]
+        return self._store.write(lambda s: self._start(s, job_id, checkpoint_id, target, format, dtype))[0]
 
 
 @dataclass

@@ -394,7 +394,7 @@ def test_key_gives_no_higher_priority_than_it_may_and_makes_none_that_does(their
     for refused in (submit(0), submit(0, "/v1/jobs?dry_run=true"), higher, more):
         (error,) = refused.json()["errors"]
         assert (refused.status_code, error["path"]) == (422, "priority")
-        assert "gives priorities of -1 at most" in error["rule"]
+        assert "allows priorities up to -1" in error["rule"]
     for allowed in ({"name": "mine"}, {"priority": -2}):
         assert service.http.patch(f"/v1/jobs/{job}", json=allowed, headers=of_student).status_code == 200
     another = {"name": "another", "scope": "submit"}
@@ -512,7 +512,7 @@ def test_project_of_a_job_is_asked_once_and_who_may_see_all_needs_no_answer(stor
     asked = []
 
     class Looked(access.JobProjects):
-        def _look(self, job_id):
+        def _read_project(self, job_id):
             asked.append(job_id)
             return {"a": "ours", "b": "theirs", "c": "ours"}[job_id]
 

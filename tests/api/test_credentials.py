@@ -141,7 +141,7 @@ def test_stream_goes_on_while_its_key_is_good_or_nobody_can_say(world, monkeypat
         def refuse(credential):
             raise OperationalError("SELECT", {}, Exception("the server went away"))
 
-        monkeypatch.setattr(world.identities, "_look", refuse)
+        monkeypatch.setattr(world.identities, "_read", refuse)
     app = SimpleNamespace(state=SimpleNamespace())
     attach_state(app, SimpleNamespace(identities=world.identities))
     scope = {"type": "http", "app": app}

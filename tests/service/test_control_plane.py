@@ -170,14 +170,14 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
 ):
     monkeypatch.setattr(owners, "CLAIM_SECONDS", 0.001)
     plane, looks, acquire = start(), [], cluster.groups.acquire
-    first = plane._leases.look
+    first = plane._leases.refresh
 
-    async def look(is_busy):
+    async def refresh(is_busy):
         looks.append(plane._housekeeping.scheduler.placing)
         return await first(is_busy)
 
     async def slow(*arguments, **options):
-        monkeypatch.setattr(plane._leases, "look", look)
+        monkeypatch.setattr(plane._leases, "refresh", refresh)
         await reached(lambda: len(looks) >= 5)
         assert plane._owners.by_job == {}
         await acquire(*arguments, **options)

@@ -309,7 +309,7 @@ def test_what_is_given_up_has_time_to_clean_up_and_none_without_end(written_by, 
     process = module._started("/ckpt", "/out", "hf", None)
     assert process.stdout.readline() == "ready\n"
     began = time.monotonic()
-    module._give_up(process)
+    module._terminate(process)
     assert process.wait(60) == -signal.SIGKILL and time.monotonic() - began >= 0.3
 
 

@@ -20,7 +20,7 @@ class FakeLeases:
         self.changed, self.answers, self.dropped, self.released = asyncio.Event(), list(answers), [], []
         self.of, self.drop = lambda job_id: SimpleNamespace(epoch=1), self.dropped.append
 
-    async def look(self, is_busy):
+    async def refresh(self, is_busy):
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -106,10 +106,10 @@ def test_request_that_another_control_plane_wrote_reaches_the_owner_once(virtual
     async def body():
         owners, owner = made([before], [after], [after]), FakeOwner()
         owners.by_job["job_1"] = (owner, asyncio.current_task())
-        await owners.look()
+        await owners.refresh()
         owner.asked.clear()
-        await owners.look()
-        await owners.look()
+        await owners.refresh()
+        await owners.refresh()
         assert owner.asked == asked
 
     virtual(body)

@@ -40,7 +40,7 @@ def clock():
 
 
 @pytest.fixture
-def look(store, paths, clock):
+def check(store, paths, clock):
     """Looks once, so many seconds after the last time; the jobs that the cluster let go of since the start."""
     kept, let_go_of = Retention(paths, DAYS, FileWork(), lambda: clock[0]), []
 
@@ -49,7 +49,7 @@ def look(store, paths, clock):
 
     def once(later=0.0, let_go=let_go):
         clock[0] += later
-        asyncio.run(kept.look(store, let_go))
+        asyncio.run(kept.check(store, let_go))
         return let_go_of
 
     return once
@@ -209,14 +209,14 @@ def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
     monkeypatch.setattr(retention, "POLL_SECONDS", 0.001)
     looks = []
 
-    async def look(_store, _let_go):
+    async def check(_store, _let_go):
         looks.append(1)
         if len(looks) < 3:
             raise RuntimeError("the database is away")
         raise asyncio.CancelledError
 
     keeping = retention.Retention(paths, 1.0, FileWork())
-    monkeypatch.setattr(keeping, "look", look)
+    monkeypatch.setattr(keeping, "check", check)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(keeping.run(store, None))
     assert len(looks) == 3

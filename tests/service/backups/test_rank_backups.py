@@ -211,7 +211,7 @@ def test_a_rank_that_came_back_to_old_snapshots_takes_the_backup(job):
         own = [await handle.snapshot_steps() for handle in job.agents]
         assert own[2] == [0]
         brought = await job.brought_back(own)
-        assert (brought.steps[2], brought.taken) == ([1, 2], {2: "replica"})
+        assert (brought.steps[2], brought.origins) == ([1, 2], {2: "replica"})
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -22,7 +22,7 @@ def cluster(tmp_path):
 
 
 @pytest.fixture
-def look(cluster):
+def check(cluster):
     """Looks at the nodes after so many seconds; answers those at rest then."""
     needed = set()
 
@@ -33,7 +33,7 @@ def look(cluster):
 
     def at(*moments):
         for moment in moments:
-            asyncio.run(idle.look(moment))
+            asyncio.run(idle.check(moment))
         return cluster.nodes.at_rest
 
     at.needed = needed
@@ -93,12 +93,12 @@ def test_what_ray_does_not_answer_is_one_line_in_the_log(cluster, caplog, monkey
     async def needs(jobs):
         return set()
 
-    async def look(now):
+    async def check(now):
         raise error
 
     async def body():
         idle = IdleNodes(cluster, needs)
-        monkeypatch.setattr(idle, "look", look)
+        monkeypatch.setattr(idle, "check", check)
         running = asyncio.create_task(idle.run())
         await reached(lambda: caplog.records)
         running.cancel()

@@ -419,9 +419,9 @@ def test_ranks_at_rest_keep_what_they_hold_where_a_change_is_not_made(change):
         resting = {0: 4, 1: None}
         before = list(job.gang.agents)
         await carry_out(Stay("why"), job, 3, resting)
-        assert (job.gang.snapshot_steps_of_ranks, job.gang.agents, job.departing) == (resting, before, [])
+        assert (job.gang.resting_steps, job.gang.agents, job.departing) == (resting, before, [])
         resting.clear()
-        assert job.gang.snapshot_steps_of_ranks, "the next generation fills its own"
+        assert job.gang.resting_steps, "the next generation fills its own"
 
     change(body)
 
@@ -432,7 +432,7 @@ def test_ranks_that_stay_keep_what_they_hold_where_others_move(change):
     async def body(job):
         standby = await job.gang.start_standby(4, job.gang.layout, (1,), ())
         await carry_out(Move((1,), standby), job, 3, {0: 4, 1: 4})
-        assert job.gang.snapshot_steps_of_ranks == {0: 4}
+        assert job.gang.resting_steps == {0: 4}
         assert [agent.node for agent in job.gang.agents] == ["one", "three"]
 
     change(body)

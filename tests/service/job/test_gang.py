@@ -22,7 +22,7 @@ def gang(store, submit, tmp_path):
     asyncio.run(made.place(1, job.submitted, ()))
     made.record_nodes({rank: agent.node for rank, agent in made.by_rank.items()})
     made.after = {rank: 10 + rank for rank in range(6)}
-    made.snapshot_steps_of_ranks = {rank: rank for rank in range(6)}
+    made.resting_steps = {rank: rank for rank in range(6)}
     return made
 
 
@@ -53,7 +53,7 @@ def test_of_agents_that_take_the_place_of_others_nothing_is_known_yet(gang):
     leaving = gang.swap([1], fresh)
     assert gang.agents == [*before[:2], *fresh.agents, *before[4:]]
     assert leaving.agents == before[2:4]
-    assert set(gang.after) == set(gang.nodes) == set(gang.snapshot_steps_of_ranks) == {0, 1, 4, 5}
+    assert set(gang.after) == set(gang.nodes) == set(gang.resting_steps) == {0, 1, 4, 5}
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -62,7 +62,7 @@ def test_no_process_holds_a_state_of_another_layout(gang, replicas):
         gang.grow(resized(gang.spec, 4), standby(gang, 3, replicas=4))
     else:
         gang.shrink([0, 1])
-    assert (gang.layout.data, gang.snapshot_steps_of_ranks) == (replicas, {})
+    assert (gang.layout.data, gang.resting_steps) == (replicas, {})
 
 
 def test_snapshots_are_looked_for_on_all_nodes_that_the_job_was_ever_on_and_no_others(gang):
@@ -91,7 +91,7 @@ def test_agents_that_are_lost_are_replaced_in_their_places(gang):
     ]  # fmt: skip
     assert [agent.rank for agent in gang.agents] == list(range(6)) and gang.groups == groups
     assert not living(gang, [before[1], before[4]]), "one that is only silent would keep the seat"
-    assert set(gang.after) == set(gang.snapshot_steps_of_ranks) == {0, 2, 3, 5}
+    assert set(gang.after) == set(gang.resting_steps) == {0, 2, 3, 5}
 
 
 @pytest.mark.parametrize("gone", ["node", "place"])

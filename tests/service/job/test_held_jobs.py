@@ -297,7 +297,7 @@ def test_launch_that_is_put_off_for_a_checkpoint_ends_a_row_of_failed_ones(monke
     async def hold(launch, why):
         return launch, why
 
-    held._hold = hold
+    held._wait_before_retry = hold
     monkeypatch.setattr(supervisor, "launch_generation", unreadable)
     assert asyncio.run(held._launch("launch")) == ("launch", "not mounted")
     assert held._job.failed_launches == []

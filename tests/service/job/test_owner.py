@@ -42,14 +42,14 @@ def owned(two_replicas, cluster, monkeypatch):
         job.task = asyncio.create_task(job.owner.run(scheduled_generation))
         job.task.add_done_callback(lambda task: cluster.agents.changed())
 
-    attend = Supervisor._attend
+    attend = Supervisor._observe
 
     def attended(self, running):
         attend(self, running)
         job.supervisor = self
         cluster.agents.changed()
 
-    monkeypatch.setattr(Supervisor, "_attend", attended)
+    monkeypatch.setattr(Supervisor, "_observe", attended)
     job.supervise = supervise
     job.supervisor = Supervisor(JobContext.of(job.store, cluster, job.row))
     return job

@@ -129,7 +129,7 @@ def test_store_that_is_away_for_days_is_tried_as_often_as_ever(make_plane, share
     plane.take(job)
     kept = plane.archiver._jobs[job]
     kept.failures, plane.leases.certain = 5000, False
-    plane.runner.run(plane.archiver._keep(kept))
+    plane.runner.run(plane.archiver._archive(kept))
     assert kept.failures == 5001
     assert 0 < kept.retry_at - time.monotonic() <= archiver.MAX_BACKOFF_SECONDS
 

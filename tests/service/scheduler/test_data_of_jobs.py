@@ -23,7 +23,7 @@ AWAY = {"source": "text", "paths": ["/away"]}
 
 
 async def until_placed(scheduler, placed, job):
-    """Look at the queue until `job`, and no other, is placed."""
+    """PlacementDecision at the queue until `job`, and no other, is placed."""
     async with asyncio.timeout(60):
         while not placed:
             assert await scheduler._round()
@@ -31,7 +31,7 @@ async def until_placed(scheduler, placed, job):
 
 
 async def until_none_waits(scheduler):
-    """Look at the queue until each job has been placed or refused."""
+    """PlacementDecision at the queue until each job has been placed or refused."""
     async with asyncio.timeout(60):
         while await scheduler._round():
             await asyncio.sleep(0.001)

@@ -99,7 +99,7 @@ class FakeRequests:
     def __init__(self):
         self.bundles: list[dict[str, float]] = []
 
-    async def ask(self, bundles, without):
+    async def request(self, bundles, without):
         self.bundles = list(bundles)
 
     async def settle(self):

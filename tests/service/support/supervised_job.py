@@ -38,8 +38,8 @@ class _Supervisor(Supervisor):
 
     waits = 0
 
-    def _attend(self, running):
-        super()._attend(running)
+    def _observe(self, running):
+        super()._observe(running)
         self._cluster.agents.changed()
 
     async def _wait(self, seconds, *signals):
