@@ -32,7 +32,7 @@ async def json_body(request: Request) -> Any:
     """The body as JSON. Raises MalformedJson unless it is strict JSON in UTF-8, with each key of an object once."""
     body = await request.body()
     if not body:
-        raise MalformedJson("the request has no body; it takes one in JSON")
+        raise MalformedJson("the request needs a JSON body")
     try:
         document = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
         digest_of(document)  # also finds invalid Unicode, which could be stored but never sent back

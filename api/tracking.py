@@ -116,7 +116,7 @@ def _words_of(tool: str) -> Iterator[None]:
         yield
     except Exception as error:  # each tool has its own
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise TrackingFailed(f"{tool} did not take it: {lines[0]}") from error
+        raise TrackingFailed(f"{tool} rejected the data: {lines[0]}") from error
 
 
 def flattened(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

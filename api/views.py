@@ -153,7 +153,7 @@ def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
 
 
 NOT_PLANNED_YET = "a job is planned when it starts"
-PLAN_OF_OTHER_RELEASE = "another release has planned this job, in a form that this one does not know"
+PLAN_OF_OTHER_RELEASE = "this job was planned by another release, in an unknown format"
 
 
 def job_plan_view(kept: StoredPlan | None) -> schemas.JobPlan:
@@ -361,7 +361,7 @@ def checkpoint_view(
 def export_view(row: tables.Export, now: float) -> schemas.Export:
     """An export at `now`, by the database's clock."""
     lost = row.state == exports.RUNNING and not exports.is_running(row, now)
-    said = f"the service that wrote it has ended; look whether {row.path} is there" if lost else row.message
+    said = f"the service that wrote it has ended; check whether {row.path} exists" if lost else row.message
     return schemas.Export(
         id=row.id,
         job=row.job_id,

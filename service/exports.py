@@ -79,10 +79,10 @@ class Exports:
             ) from error
         with self._lock:
             if self._closed.is_set():
-                raise ExportNotPossible("the service is ending: begin this export when it runs again")
+                raise ExportNotPossible("the service is shutting down: start this export after it restarts")
             if len(self._runs) >= MAX_EXPORTS:
                 raise ExportNotPossible(
-                    f"{MAX_EXPORTS} exports are being written already; begin this one when one is done"
+                    f"{MAX_EXPORTS} exports are running already; start this one when one has finished"
                 )
             row, source = self._store.write(
                 lambda session: self._start(session, job_id, checkpoint_id, target, format, dtype)
@@ -107,7 +107,7 @@ class Exports:
     def _target(self, to: str) -> Path:
         """The folder that `to` names; links are resolved before it is compared with the roots. Raises InvalidTarget."""
         if not to.strip():
-            raise InvalidTarget("the folder has no name: name one that is to contain the weights")
+            raise InvalidTarget("the folder has no name: give the name of a folder for the weights")
         if "://" in to:
             raise InvalidTarget(f"{to} is a URL: name a folder of the service's machine")
         folder = Path(to) if Path(to).is_absolute() else self._roots[0] / to
@@ -120,7 +120,7 @@ class Exports:
         except OSError as error:  # the name is too long, or the service may not look into a folder
             raise InvalidTarget(f"nothing can be written to {to}: {error.strerror}; name another folder") from error
         if is_there:
-            raise InvalidTarget(f"there is something at {real} already: name another folder, or remove it")
+            raise InvalidTarget(f"{real} exists already: name another folder, or remove it")
         return real
 
     def _follow(self, run: _Run, job_id: str, target: Path) -> None:

@@ -37,7 +37,7 @@ class NotFinished(MantaError):
 class StillRunning(NotFinished):
     """The work takes longer than its caller waits."""
 
-    state, advice = "what has begun goes on by itself", "see that the file system or store answers"
+    state, advice = "the work continues in the background", "check that the file system or store responds"
 
     def __init__(self, seconds: float):
         super().__init__(f"that takes longer than {seconds:g} s")
@@ -46,7 +46,7 @@ class StillRunning(NotFinished):
 class TooManyRunning(NotFinished):
     """Too much else is under way."""
 
-    state, advice = "nothing of it has begun", "see that the file systems and stores of those others answer"
+    state, advice = "nothing was started", "check that the file systems and stores of the others respond"
 
     def __init__(self, seconds: float):
         super().__init__(f"{MAX_THREADS} others were under way for {seconds:g} s")

@@ -288,7 +288,9 @@ def _collector(source: Mapping[str, str], name: str) -> str | None:
     except ValueError:
         good = False
     if "@" in text:
-        raise InvalidSetting(f"{name} takes no user and no password; OTEL_EXPORTER_OTLP_HEADERS can hold a secret")
+        raise InvalidSetting(
+            f"{name} must not contain a user or password; OTEL_EXPORTER_OTLP_HEADERS can hold a secret"
+        )
     if not good or url.query or url.fragment:
         raise InvalidSetting(f"{name} is {text!r}; it takes the address of a collector such as http://collector:4318")
     return text

@@ -77,7 +77,7 @@ def confirm_deletion(question: str) -> None:
         if sys.stdin is not None and sys.stdin.isatty():
             raise
         typer.echo(err=True)  # ends the line of the question
-        raise fail("nobody answers here: --yes deletes it without a question", EXIT_BAD_INPUT) from error
+        raise fail("cannot ask for confirmation here: --yes deletes without asking", EXIT_BAD_INPUT) from error
     if not agreed:
         raise typer.Abort
 

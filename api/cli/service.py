@@ -308,7 +308,7 @@ def _last_error_of(status: int, log: Path, began: int) -> str:
     if status == EXIT_BAD_INPUT and lines:
         return lines[-1]
     how = f"by signal {-status}" if status < 0 else f"with status {status}"
-    return f"its process ended {how}" + (", and the end of its log may say why" if lines else " and printed nothing")
+    return f"its process ended {how}" + ("; the end of its log may say why" if lines else " and printed nothing")
 
 
 def _is_ready(home: Path) -> bool:

@@ -42,7 +42,10 @@ def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
     try:
         if file == Path("-"):
             if sys.stdin is None:
-                raise fail("standard input is closed: name a file, or pass the job's document there", EXIT_BAD_INPUT)
+                raise fail(
+                    "standard input is closed: name a file, or pass the job's document on standard input",
+                    EXIT_BAD_INPUT,
+                )
             content = typer.get_binary_stream("stdin").read(MAX_BYTES + 1)
             document = document_of(content, "standard input", Path.cwd())
         else:
@@ -102,7 +105,7 @@ def submit(
             checked = client.dry_run(document)
             show(checked, as_json, lambda console: render.layout_page(console, checked))
             if checked.data_problem is not None:
-                raise fail(f"but the job would fail (bad_data): {checked.data_problem}", EXIT_FAILED)
+                raise fail(f"the job would fail (bad_data): {checked.data_problem}", EXIT_FAILED)
             return
         job = client.submit(document)
         if follow:

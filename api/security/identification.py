@@ -54,7 +54,7 @@ class Identification:
             return
         except DATABASE_ERRORS as error:
             cause = getattr(error, "orig", None) or error
-            log.warning("who sent a request cannot be looked up: the database does not answer (%s)", cause)
+            log.warning("cannot identify the sender of a request: the database does not respond (%s)", cause)
             await database_unavailable(error)(scope, receive, send)
             return
         if identity is not None:

@@ -54,7 +54,7 @@ class LockedFile:
             new = _locked(self._path)
         except BlockingIOError:
             if not self._is_taken:
-                log.error("%s was removed, and another process has made and locked it: end one of the two", self._path)
+                log.error("%s was removed, then created and locked by another process: stop one of the two", self._path)
             self._is_taken = True
             return
         self._file.close()

@@ -85,7 +85,7 @@ class Changes:
             except Exception as error:  # it is queried again, and then everything may be new
                 if answers:
                     why, is_ours = getattr(error, "orig", None) or error, not isinstance(error, SQLAlchemyError)
-                    log.warning("what is new for streams cannot be read: %s", why, exc_info=is_ours)
+                    log.warning("cannot read updates for streams: %s", why, exc_info=is_ours)
                 versions, answers = {}, False
             else:
                 answers = True

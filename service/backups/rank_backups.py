@@ -104,7 +104,7 @@ async def spread(
             )
         )
     except Exception as error:  # noqa: BLE001 - whatever it is, there may be an older state that needs no copying
-        log.warning("the state of step %d could not be brought to all nodes: %s", state.step, error)
+        log.warning("the state of step %d could not be copied to all nodes: %s", state.step, error)
         return False
     return all(state.step in steps for steps in fetched)
 

@@ -31,10 +31,10 @@ POLL_SECONDS = 1.0
 HEAD_RECONNECT_SECONDS = "600"
 """How long this process, and a raylet that it starts, wait for a missing head. Ray's default of 60 s is shorter than
 the time that a pod may take to come back; a head that has lost its state ends them at once."""
-HEAD_IS_PERSISTENT = "Ray's head keeps what it knows in a store of its own: jobs keep training while it is restarted"
+HEAD_IS_PERSISTENT = "Ray's head stores its state externally: jobs keep training while it is restarted"
 HEAD_NOT_PERSISTENT = (
-    "Ray's head keeps what it knows in its memory: when it is lost, all jobs continue from their newest checkpoints; "
-    "with an external Redis they would train on meanwhile (docs/deploy/ray.md)"
+    "Ray's head stores its state in memory: when it is lost, all jobs continue from their newest checkpoints; "
+    "with an external Redis they would keep training (docs/deploy/ray.md)"
 )
 MARK = "MANTA_RAYLET"
 """Environment variable of such a raylet's processes; its value is the tag of the home. It differs from that of a head
@@ -92,11 +92,11 @@ class ExistingRay:
         try:
             return None if outlives_head(self._address) else HEAD_NOT_PERSISTENT
         except Exception as error:  # noqa: BLE001 - Ray raises its own errors, RuntimeError and what gRPC has
-            return f"Ray does not say where its head keeps what it knows: {' '.join(str(error).split())}"
+            return f"Ray does not report where its head stores its state: {' '.join(str(error).split())}"
 
     def _wait_for_answer(self) -> None:
         if not answers(self._address):
-            log.warning("Ray does not answer at %s: it is waited for", self._address)
+            log.warning("waiting for Ray, which does not respond, at %s", self._address)
         while not answers(self._address):
             threading.Event().wait(POLL_SECONDS)
 
@@ -111,7 +111,7 @@ def ensure_raylet(address: str, paths: Paths, ports: PortRange | None) -> None:
     this process (`end_raylet`); it and its processes, including this one, listen on `ports`. Raises RayUnavailable."""
     if any(listens for _, listens in _here(address)):
         return
-    log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
+    log.info("starting a raylet without resources for the Ray at %s, since none runs on this machine", address)
     paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(TRIES):
         end_raylet(paths)  # one of a head that is gone, or one that did not start

@@ -176,7 +176,7 @@ class NodeDaemons:
             return
         self._with_problem.add(node)
         if self._nodes.problems.get(node) != problem:
-            log.error("nothing is placed on a node: %s", problem)
+            log.error("a node is excluded from placement: %s", problem)
             self._nodes.problems[node] = problem
 
     async def _replace(self, node: str, actor: Any, problem: str) -> bool:
@@ -188,7 +188,7 @@ class NodeDaemons:
         self._next_check[node] = time.monotonic() + POLL_SECONDS
         if node in self._foreign or await self._has_agents(node):
             if self._left_out.get(node) != problem:
-                log.warning("nothing is placed on node %s: %s", node[:12], problem)
+                log.warning("node %s is excluded from placement: %s", node[:12], problem)
             self._left_out[node] = problem
             return False
         log.warning("the daemon of node %s is replaced: %s", node[:12], problem)
@@ -245,7 +245,7 @@ class NodeDaemons:
                 if daemon is not None:
                     return await within(DATA_SECONDS, daemon.check_data(dict(spec), roots))
             except AgentError as error:
-                log.warning("node %s did not say whether it can read the data of a job: %s", node[:12], error)
+                log.warning("node %s did not report whether it can read a job's data: %s", node[:12], error)
         return None
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:

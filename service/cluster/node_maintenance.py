@@ -91,7 +91,7 @@ class NodeMaintenance:
                 except Exception:  # from Ray or the database: the node is checked again
                     log.exception("node %s could not be checked", node[:12])
                 if node in nodes.silent and not reported:
-                    log.error("nothing is placed on node %s until its daemon answers as one of this release", node[:12])
+                    log.error("node %s is excluded from placement until a daemon of this release responds", node[:12])
                 reported = node in nodes.silent
             await asyncio.sleep(POLL_SECONDS)
 
@@ -100,7 +100,7 @@ class NodeMaintenance:
         daemons = self._cluster.daemons
         daemon = await (daemons.of(node) if is_new else daemons.watched(node))  # a node that is not new may be at rest
         if daemon is not None and was_silent:
-            log.warning("the daemon of node %s answers again", node[:12])
+            log.warning("the daemon of node %s responds again", node[:12])
             self._answered()
         return daemon
 
@@ -115,7 +115,7 @@ class NodeMaintenance:
             over = await self._over(await within(REQUEST_SECONDS, daemon.jobs()))
             for job in over:
                 await within(REQUEST_SECONDS, daemon.end_job(job))
-                log.warning("node %s has removed what was left of %s", node[:12], job)
+                log.warning("node %s has removed the remains of %s", node[:12], job)
         except AgentFailed as error:  # of another release, or with a broken disk: no reason not to use the node
             log.warning("node %s was not swept: %s", node[:12], error)
         except AgentError:
@@ -157,7 +157,7 @@ class IdleNodes:
         self._since = {node: self._since.get(node, now) for node in idle}
         for node, since in self._since.items():
             if now - max(since, daemons.used.get(node, since)) >= REST_SECONDS and not await self._is_needed(node):
-                log.info("node %s may be taken away: nothing is on it", node[:12])
+                log.info("node %s is idle and may be removed", node[:12])
                 await daemons.rest(node)
 
     async def _is_needed(self, node: str) -> bool:
@@ -167,5 +167,5 @@ class IdleNodes:
         try:
             return bool(await self._needed(await within(REQUEST_SECONDS, daemon.jobs())))
         except AgentError as error:
-            log.warning("node %s did not say what is in its memory: %s", node[:12], error)
+            log.warning("node %s did not report the contents of its memory: %s", node[:12], error)
             return True

@@ -130,7 +130,7 @@ class NodeWatch:
             self._refused[node.id] = self._refused.get(node.id, 0) + 1
             if self._refused[node.id] == REFUSALS:
                 problem = problem_of_port(node.host or node.id, source.host, source.port)
-                log.error("nothing is placed on a node: %s", problem)
+                log.error("a node is excluded from placement: %s", problem)
                 self._cluster.nodes.problems[node.id] = problem
         return there
 
@@ -191,14 +191,14 @@ class NodeWatch:
         if heartbeat.draining and self._draining is not None:
             self._draining(heartbeat.node, heartbeat.drain_seconds, heartbeat.drain_reason)
         elif heartbeat.stays and heartbeat.node in self._cluster.nodes.draining:
-            log.warning("node %s is not being drained any more", heartbeat.node)
+            log.warning("node %s is no longer being drained", heartbeat.node)
             self._cluster.nodes.cancel_drain(heartbeat.node)
 
     async def _mark_lost(self, node: str, why: str) -> None:
         if node in self._cluster.nodes.lost:
             return
         if node in self._cluster.nodes.at_rest:
-            log.info("node %s, on which nothing ran, is gone", node)
+            log.info("idle node %s is gone", node)
         else:
             log.error("node %s is lost: %s", node, why)
         self._cluster.nodes.lost.add(node)

@@ -182,7 +182,7 @@ class NodeRequests:
             await self.withdraw()
         if not bundles or same or time.monotonic() < self._granted_at + RETRY_SECONDS:
             return
-        log.info("the autoscaler is asked for %d bundles: %s", len(bundles), wanted.bundles[0])
+        log.info("requesting %d bundles from the autoscaler: %s", len(bundles), wanted.bundles[0])
         self._requested = wanted
         await self._ray.run(self._create, wanted)
 

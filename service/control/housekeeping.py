@@ -134,7 +134,7 @@ class Housekeeping:
             try:
                 self._cluster.nodes.unswept.update(await self._cluster.nodes.living())
             except ClusterUnavailable as error:
-                log.warning("nodes are not swept again: %s", error)
+                log.warning("cannot sweep the nodes: %s", error)
 
     async def _admit(self, scheduler: Scheduler, maintenance: NodeMaintenance, listed: asyncio.Event) -> None:
         """Place queued jobs, once the leftovers of jobs are known and the nodes have had time to answer."""
@@ -187,7 +187,7 @@ class Housekeeping:
             if lease is not None and (is_deleted or not await self._still_runs(job_id, lease)):
                 # A job that waits, is paused, or may be retried continues from its snapshots.
                 await self._cluster.release(job_id, keep_snapshots=keeps)
-                log.warning("released what was left of %s", job_id)
+                log.warning("released the remaining resources of %s", job_id)
 
     async def _still_runs(self, job_id: str, lease: HeldLease) -> bool:
         """Whether a job that holds nothing according to the database runs nevertheless, and is taken over now: the
@@ -207,7 +207,7 @@ class Housekeeping:
         states, deleted = await self._states_and_deletions(job_ids)
         keeping = await self._store.read_async(partial(pauses_and_retries.holding_memory, job_ids=job_ids))
         for job in set(job_ids) - states.keys() - deleted:
-            log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
+            log.warning("there are snapshots of %s, which the database does not know; they are left in place", job)
         return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
 
     async def needing_memory(self, job_ids: Collection[str]) -> set[str]:
@@ -220,7 +220,7 @@ class Housekeeping:
         ClusterUnavailable."""
         async with self._leases.borrowed(job_id, RELEASE_SECONDS) as lease:  # its owner is about to leave
             if lease is None:
-                busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")
+                busy = TimeoutError(f"another control plane has not released {job_id} yet; try again")
                 raise ClusterUnavailable(busy)
             await self._cluster.end_job(job_id)
 
@@ -235,7 +235,7 @@ class Housekeeping:
                         if lease is not None:
                             await self._remove_snapshots_of(job_id, self._store.fenced(lease))
             except Exception as error:  # the rest is found by the next search
-                what = "could not remove snapshots that were kept for long enough"
+                what = "cannot remove expired snapshots"
                 log.error("%s: %s", what, in_a_line(error), exc_info=not may_pass(error))
             await asyncio.sleep(MEMORY_SECONDS)
 

@@ -95,7 +95,7 @@ class JobOwners:
             except Exception as error:  # a job without an owner gets one in the next round
                 why = in_a_line(error)
                 if why != said:
-                    log.error("the jobs could not be listed: %s", why, exc_info=not may_pass(error))
+                    log.error("cannot list the jobs: %s", why, exc_info=not may_pass(error))
                 said = why
 
     async def refresh(self) -> None:

@@ -172,7 +172,7 @@ class Scheduler:
         if spec is None:
             return PlacementDecision.SKIPS
         if job.id in self.not_released:
-            why = "what it held before it was in the queue cannot be released, as the service's log says; tried again"
+            why = "resources that it held before it was queued cannot be released (see the service's log); retrying"
             await self._report_waiting_reason(job, None, "not_released", why)
             return PlacementDecision.SKIPS
         # Looking at thousands that never fit, such as all while no node answers, would hold up those behind them.
@@ -273,12 +273,12 @@ class Scheduler:
             return ""
         if await self._never_fits(spec):
             if spec.layout.stage_accelerators is not None:
-                return "; which GPUs nodes of the autoscaler have is not known, so none are asked for: start some"
+                return "; which GPUs nodes of the autoscaler have is not known, so none are requested: start some"
             return f"; that would be too little even with all that can be added: {in_words(shapes, unit)}"
         asked = await self._request_nodes(job, spec)
         if asked is None:
             return f"; jobs that run take too much of what can be added: {in_words(shapes, unit)}"
-        return f"; nodes for {asked} of them are asked for: {in_words(shapes, unit)}"
+        return f"; nodes for {asked} of them are requested: {in_words(shapes, unit)}"
 
     async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:
         """`spec` with the requested number of replicas, or if `elastic` allows it in the largest layout that there is

@@ -115,7 +115,7 @@ class JobOwner:
             except LeaseLost:
                 raise
             except LeaseUncertain as error:
-                log.warning("%s is supervised again: %s", self.id, error)
+                log.warning("the supervisor of %s is restarted: %s", self.id, error)
             except Exception as error:
                 log.error("supervisor of %s: %s", self.id, error, exc_info=needs_traceback(error))
                 if time.monotonic() - began > STEADY_SECONDS:
@@ -171,7 +171,7 @@ class JobOwner:
             await self._cluster.end_job(self.id)
             await self._record.end(JobState.CANCELLED, None, None)
             return True
-        await self._report("not_understood", f"{problem}; the job is left as it is")
+        await self._report("not_understood", f"{problem}; the job is left unchanged")
         return False
 
     async def _report_failure(self, error: Exception) -> None:

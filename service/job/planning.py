@@ -54,7 +54,7 @@ async def plan_generation(job: JobContext, generation: int, where: Mapping[int, 
         plan = known or {"parallel": parallel, "on": on, **await _plan(job, rank_nodes)}
         await job.record.write(lambda session: plans.keep(session, job.id, generation, plan))
     except Exception:
-        log.exception("no plan of %s is kept", job.id)
+        log.exception("the plan of %s could not be stored", job.id)
 
 
 async def _plan(job: JobContext, rank_nodes: list[RankNode]) -> dict[str, Any]:

@@ -43,12 +43,12 @@ class ReceivedLines:
     async def take(self, report: Report, printed: Printed) -> None:
         """Append what a rank has printed."""
         if self._overdue:
-            log.warning("%d lines of rank %d are lost: the disk does not answer", len(printed.lines), report.rank)
+            log.warning("%d lines of rank %d are lost: the disk does not respond", len(printed.lines), report.rank)
             return
         appending = asyncio.get_running_loop().run_in_executor(_THREADS, self._append, report, printed)
         await asyncio.wait({appending}, timeout=DISK_SECONDS)
         if not appending.done():
-            log.warning("%d lines of rank %d are written once the disk answers", len(printed.lines), report.rank)
+            log.warning("%d lines of rank %d will be written once the disk responds", len(printed.lines), report.rank)
             self._overdue.add(appending)
             appending.add_done_callback(self._handle_answer)
             return
@@ -60,7 +60,7 @@ class ReceivedLines:
     def _handle_answer(self, appending: asyncio.Future[None]) -> None:
         self._overdue.discard(appending)
         if not appending.cancelled() and (error := appending.exception()) is not None:
-            log.warning("lines that were late are lost: %s", error)
+            log.warning("delayed lines are lost: %s", error)
 
     def file(self, rank: int) -> Path:
         """The log file of a rank."""

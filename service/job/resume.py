@@ -151,7 +151,7 @@ async def _answer(answer: Awaitable[T]) -> T | None:
     try:
         return await within(DEPARTING_SECONDS, answer)
     except Exception as error:  # noqa: BLE001 - its snapshots cannot be reached
-        log.warning("a departing agent does not answer: %s", error)
+        log.warning("an agent on a departing node does not respond: %s", error)
         return None
 
 

@@ -163,7 +163,7 @@ class LogArchiver:
                 state, _ = await self._state_of(job_id)
                 await self._ship(job, closes=state is not None and is_final(state))
         except Exception as error:  # noqa: BLE001 - whatever it is, the job's end does not wait for it
-            log.warning("what %s has printed last is kept later: %s", job_id, str(error) or "no answer in time")
+            log.warning("the last output of %s is archived later: %s", job_id, str(error) or "no answer in time")
         else:
             self.forget(job_id)
             return
@@ -210,12 +210,12 @@ class LogArchiver:
                 await self._ship(job)
         except OSError as error:
             if not job.failures:
-                log.warning("what %s prints is kept later: %s", job.id, str(error) or "no answer yet")
+                log.warning("the output of %s is archived later: %s", job.id, str(error) or "no answer yet")
             job.failures += 1
             job.retry_at = time.monotonic() + backoff_after(job.failures, SHIP_SECONDS, MAX_BACKOFF_SECONDS)
         else:
             if job.failures:
-                log.info("what %s prints is kept again", job.id)
+                log.info("the output of %s is archived again", job.id)
             job.failures = 0
 
     async def _ship(self, job: _Job, closes: bool = False) -> None:
@@ -246,7 +246,7 @@ class LogArchiver:
 
     def _refuse_if_lost(self, job: _Job, lease: HeldLease) -> None:
         if self._leases.of(job.id) is not lease or not self._leases.certain:
-            raise OSError(f"it is not certain that {job.id} is still looked after here")
+            raise OSError(f"this control plane may no longer own {job.id}")
 
     async def _settle(self, job_id: str) -> None:
         """Handle a job that has files here and is not owned here."""

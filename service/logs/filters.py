@@ -103,7 +103,7 @@ def _compiled(regex: str) -> Any:
     except re2.error as error:
         raise InvalidPattern(f"is not a regular expression of RE2: {error.args[0].decode(errors='replace')}") from error
     except UnicodeEncodeError as error:
-        raise InvalidPattern("has a character that is half of one") from error
+        raise InvalidPattern("contains half of a surrogate pair") from error
 
 
 def _as_in_files(search: str | None) -> bytes | None:

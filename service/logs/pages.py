@@ -335,7 +335,7 @@ def _moment(value: Any) -> float:
     """Unix seconds before the year 10000. Raises ValueError, TypeError."""
     seconds = float(value)
     if not 0 <= seconds < 253402300800:
-        raise ValueError(f"{value} is no moment")
+        raise ValueError(f"{value} is not a time")
     return seconds
 
 

@@ -344,7 +344,7 @@ def machine_of(name: str) -> Machine:
     wanted = name.lower()
     fitting = [known for known in MACHINES if known == wanted or known.split("-")[0] == wanted]
     if not fitting:
-        raise UnknownMachine(f"no accelerator {name!r} is known; known are {', '.join(MACHINES)}")
+        raise UnknownMachine(f"unknown accelerator {name!r}; known are {', '.join(MACHINES)}")
     return MACHINES[max(fitting, key=lambda known: MACHINES[known].accelerator.memory_bytes)]
 
 

@@ -113,7 +113,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
         spec = with_threads(spec, kept["planned"]["threads"])
         spec = spec.model_copy(update={"parallel": ParallelConfig.model_validate(kept["parallel"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise NotPlanned("another release has planned this job, without what a picture needs") from error
+        raise NotPlanned("this job was planned by another release, without the data for a picture") from error
     plan = plan_of(spec, cluster)
     return picture(title, explain.to_json(explain.explain(plan, cluster)))
 

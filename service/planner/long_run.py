@@ -241,7 +241,7 @@ def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: ran
         if clock.failures == 10 * MAX_FAILURES:
             between = 1 / sum(clock.rates())
             pace = f"one of {run.gpus} GPUs fails every {between:.0f} s, and a step takes {run.step_seconds:.0f} s"
-            raise NeverFinishes(f"it would never end: {pace}")
+            raise NeverFinishes(f"it would never finish: {pace}")
         clock.fail()
     beside = run.steps * run.beside_seconds
     hours = clock.now / 3600 * (run.nodes + run.spares) * run.gpus_per_node

@@ -72,7 +72,7 @@ class Calibrated:
         """Why these constants may be wrong; None if nothing suggests that."""
         disturbances = []
         if self.other_cores is not None and self.other_cores > OTHER_CORES:
-            disturbances.append(f"others kept {self.other_cores:.1f} of its cores busy meanwhile")
+            disturbances.append(f"other processes kept {self.other_cores:.1f} of its cores busy")
         if self.spread is not None and self.spread > SPREAD:
             disturbances.append(f"half of the repetitions were {self.spread:.0%} apart or more")
         return f"{' and '.join(disturbances)}: calibrate again while nothing else runs" if disturbances else None
@@ -321,4 +321,4 @@ def _measurements(device: str, say: Callable[[str], None]) -> Any:
     try:
         return json.loads(printed[-1])  # libraries print too: NCCL prints its version
     except (IndexError, ValueError) as error:
-        raise CalibrationFailed("this machine could not be measured: what was printed is no measurement") from error
+        raise CalibrationFailed("this machine could not be measured: its output is not a measurement") from error

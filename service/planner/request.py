@@ -78,7 +78,7 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode, known: M
     """Check `document`. `node`: the one that accelerator `cpu` means. `known`: machines whose GPUs were measured.
     Raises SpecError with everything that is wrong with it."""
     if not isinstance(document, dict):
-        raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
+        raise SpecError([Problem("", f"a plan request is a mapping, not {kind_of(document)}", "model: {...}")])
     wishes = {name: document.get(name, False) for name in OPTIONAL_PARTS}
     if problems := [
         Problem(name, f"must be true or false, not {kind_of(value)}", "true")

@@ -176,7 +176,7 @@ def _remove(job_id: str, folder: Place) -> int:
         count = files.bytes_in(folder)
         files.remove_folder(folder)
         if files.is_there(folder):
-            raise OSError("something in it stays")
+            raise OSError("some files could not be removed")
     except OSError as error:
         raise FilesNotRemoved(job_id, folder, error) from error
     return count

@@ -75,7 +75,7 @@ class Retention:
             try:
                 await self.check(store, let_go)
             except Exception:  # the jobs are still there: look again
-                log.exception("could not look for jobs that have been kept for long enough")
+                log.exception("cannot check for jobs past their retention time")
             await asyncio.sleep(POLL_SECONDS)
 
     async def check(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
@@ -87,13 +87,15 @@ class Retention:
         for tried, job_id in enumerate(confirmed, 1):
             try:
                 if expired[job_id] and await self._has_newer_files(job_id, before):
-                    log.warning("%s ended long ago, but its files are newer, or cannot be read: it is kept", job_id)
+                    log.warning(
+                        "%s is past its retention time, but its files are newer, or unreadable: it is retained", job_id
+                    )
                     continue
                 await self._delete(store, job_id, before, let_go)
             except (ClusterUnavailable, FilesNotRemoved, JobNotFound) as error:
-                log.warning("%s has been kept for long enough, but is not deleted yet: %s", job_id, error)
+                log.warning("%s is past its retention time, but is not deleted yet: %s", job_id, error)
             except (NotFinished, StillRemoving) as error:
-                log.warning("%s has been kept for long enough, but its files are not removed: %s", job_id, error)
+                log.warning("%s is past its retention time, but its files are not removed: %s", job_id, error)
                 silent += 1
                 if silent == MAX_UNRESPONSIVE:
                     self._seen.put_back(confirmed[tried:], now)

@@ -107,7 +107,7 @@ class Traces:
             if not count or now - self._logged_at < LOG_INTERVAL_SECONDS:
                 return
             self._logged_at = now
-            log.warning("traces: %d starts and recoveries so far did not get to %s", self.lost, self._endpoint)
+            log.warning("traces: %d starts and recoveries so far did not reach %s", self.lost, self._endpoint)
 
 
 def _history_of(session: Session, job_id: str) -> JobHistory:

@@ -338,10 +338,10 @@ def test_a_plan_is_drawn_as_it_was_made(service):
     assert drawn.headers["content-type"].startswith("image/svg+xml") and drawn.text.startswith("<svg ")
     assert job["id"] in drawn.text and "stage 1" in drawn.text and "<script" not in drawn.text
     keep({name: value for name, value in of_step.items() if name != "cluster"})
-    assert "another release has planned" in service.http.get(path).json()["detail"]
+    assert "planned by another release" in service.http.get(path).json()["detail"]
     layout["folds"] = 2
     keep(of_step)
-    assert "another release has planned" in service.http.get(path).json()["detail"]
+    assert "planned by another release" in service.http.get(path).json()["detail"]
 
 
 @pytest.mark.parametrize(

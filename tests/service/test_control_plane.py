@@ -162,7 +162,7 @@ def test_job_that_ends_while_its_database_is_moved_away_has_ended_when_it_is_bac
     for file in reversed(files):
         (tmp_path / "away" / file.name).rename(file)
     assert until(plane, job, "SUCCEEDED").step == 2
-    assert caplog.text.count("the jobs could not be listed") == caplog.text.count("is gone: jobs train on") == 1
+    assert caplog.text.count("cannot list the jobs") == caplog.text.count("is gone: jobs train on") == 1
 
 
 def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(

@@ -211,7 +211,7 @@ def test_fault_of_a_job_that_is_over_is_refused_also_before_its_owner_has_left(s
     job = submit(parallel={"tensor": 2})
     plane.submitted(job.id)
     plane._call(reached(lambda: plane._job(job.id).state == "SUCCEEDED"))
-    with pytest.raises(FaultNotPossible, match="the job is SUCCEEDED, and only one that runs can have a fault"):
+    with pytest.raises(FaultNotPossible, match="the job is SUCCEEDED, and faults need a running job"):
         plane.inject(job.id, FAULT)
     plane._loop.call_soon_threadsafe(leaves.set)
 

@@ -75,7 +75,9 @@ def test_checkpoints_elsewhere_that_stay_are_named(tmp_path, monkeypatch):
     paths = Paths.of(tmp_path / "home", tmp_path / "shared")
     paths.checkpoint_folder("job-1").mkdir(parents=True)
     monkeypatch.setattr(LocalFiles, "remove_folder", lambda self, folder: None)
-    with pytest.raises(FilesNotRemoved, match=rf"{tmp_path}/shared/job-1 cannot be removed \(something in it stays\)"):
+    with pytest.raises(
+        FilesNotRemoved, match=rf"{tmp_path}/shared/job-1 cannot be removed \(some files could not be removed\)"
+    ):
         remove_files(paths, "job-1")
 
 
@@ -222,7 +224,7 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
     for _ in range(2):
         with pytest.raises(
-            StillRemoving, match=f"{job} are not all removed yet .*goes on by itself: see .*delete {job}"
+            StillRemoving, match=f"{job} are not all removed yet .*continues in the background: check .*delete {job}"
         ):
             delete_job(store, paths, job, lambda: None, work)
     assert types_of(store, job)[-2:] == ["deletion_began", "deletion_failed"], "said once"
@@ -241,7 +243,7 @@ def test_deletion_that_has_not_begun_says_so(store, paths, job, monkeypatch):
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
     with pytest.raises(StillRunning):
         work.run("another", 0.01, lambda: answers.wait(20))
-    with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing of it has begun: see "):
+    with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing was started: see "):
         delete_job(store, paths, job, lambda: None, work)
     answers.set()
     work.close()

@@ -160,7 +160,7 @@ def test_only_so_many_at_once_and_none_after_the_service(store, job, root, writt
     started = written_by(WAITS)
     writer = Exports(store, (root,), FileWork())
     rows = [writer.begin(job, id_of(job, 5), f"out-{number}", "hf", None) for number in range(MAX_EXPORTS)]
-    with pytest.raises(ExportNotPossible, match="when one is done"):
+    with pytest.raises(ExportNotPossible, match="when one has finished"):
         writer.begin(job, id_of(job, 5), "one more", "hf", None)
     writer.close()
     for process in started:
@@ -322,7 +322,7 @@ def test_end_of_the_service_ends_exports_and_does_not_wait_long(store, job, root
     began = time.monotonic()
     writer.close()
     assert time.monotonic() - began < 10 and started[0].poll() is None
-    with pytest.raises(ExportNotPossible, match="the service is ending"):
+    with pytest.raises(ExportNotPossible, match="the service is shutting down"):
         writer.begin(job, id_of(job, 5), "another", "hf", None)
 
 
@@ -344,7 +344,7 @@ def test_folder_on_a_file_system_that_does_not_answer_is_not_waited_for(store, j
     monkeypatch.setattr(module.os.path, "realpath", lambda path: answers.wait(60))
     monkeypatch.setattr(module, "FILE_SECONDS", 0.01)
     with pytest.raises(
-        ExportNotPossible, match=r"^it is not known yet what is at mine \(that takes .*: see .*, and exp"
+        ExportNotPossible, match=r"^it is not known yet what is at mine \(that takes .*: check .*, and exp"
     ):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
     answers.set()

@@ -62,9 +62,9 @@ def test_a_calibration_that_cannot_be_kept_leaves_the_last_one(tmp_path, monkeyp
     [
         (None, None, None),
         (0.1, 0.02, None),
-        (0.4, 0.02, "others kept 0.4 of its cores busy meanwhile: calibrate again while nothing else runs"),
+        (0.4, 0.02, "other processes kept 0.4 of its cores busy: calibrate again while nothing else runs"),
         (0.1, 0.3, "half of the repetitions were 30% apart or more: calibrate again while nothing else runs"),
-        (0.4, 0.3, "others kept 0.4 of its cores busy meanwhile and half of the repetitions were 30% apart or more: "),
+        (0.4, 0.3, "other processes kept 0.4 of its cores busy and half of the repetitions were 30% apart or more: "),
     ],
 )
 def test_a_calibration_that_was_disturbed_is_kept_with_what_says_so(tmp_path, other_cores, spread, warning):
@@ -206,7 +206,7 @@ def measures_by(monkeypatch, program):
 
 @pytest.mark.parametrize(
     ("program", "why"),
-    [("raise SystemExit('no memory left')", "no memory left"), ("print('NCCL')", "what was printed is no measurement")],
+    [("raise SystemExit('no memory left')", "no memory left"), ("print('NCCL')", "its output is not a measurement")],
 )
 def test_a_machine_that_cannot_be_measured_says_why(monkeypatch, program, why):
     measures_by(monkeypatch, program)

@@ -72,7 +72,7 @@ def test_each_outage_of_the_listing_is_logged_once_however_alike(virtual, caplog
 
     with caplog.at_level(logging.ERROR):
         virtual(body)
-    assert [record.getMessage() for record in caplog.records] == ["the jobs could not be listed: away"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["cannot list the jobs: away"] * 2
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -193,11 +193,11 @@ def test_delete_asks_first(manta, service, job, monkeypatch):
     refused = manta("delete", job, code=1, input="n\n")
     assert f"Delete {job} (small, FAILED, step 2 of 10)" in refused.stderr
     unasked = manta("delete", job, code=2)
-    assert unasked.stderr.endswith("\nnobody answers here: --yes deletes it without a question\n")
+    assert unasked.stderr.endswith("\ncannot ask for confirmation here: --yes deletes without asking\n")
     with monkeypatch.context() as closed:
         closed.setattr(typer, "confirm", Mock(side_effect=RuntimeError("input(): lost sys.stdin")))
         assert manta("delete", job, code=2).stderr.endswith(
-            "nobody answers here: --yes deletes it without a question\n"
+            "cannot ask for confirmation here: --yes deletes without asking\n"
         )
     assert manta("status", job).stdout
     assert manta("delete", job, input="y\n").stdout.count(f"{job} is deleted: 0 checkpoints, 2 log files, ")

@@ -48,7 +48,7 @@ def test_ray_that_does_not_say_it_is_used_all_the_same(ray, caplog):
         raise RuntimeError("no\nanswer")
 
     ray(fails)
-    assert "does not say where its head keeps what it knows: no answer" in caplog.text
+    assert "does not report where its head stores its state: no answer" in caplog.text
 
 
 def test_head_is_waited_for_as_long_as_its_users_say_else_ten_minutes(ray, monkeypatch):

@@ -147,7 +147,9 @@ def test_daemon_of_another_release_stays_while_trainers_live_by_its_zygote(made,
         for _ in range(3):
             assert list(await daemons.ensure()) == ["well"]
         assert nodes.closed == {"sick"} and others.killed == []
-        assert caplog.text.count("nothing is placed on node sick: the daemon of node sick speaks protocol -1") == 1
+        assert (
+            caplog.text.count("node sick is excluded from placement: the daemon of node sick speaks protocol -1") == 1
+        )
         others.agents.clear()
         assert list(await daemons.ensure()) == ["well"], "it is not looked at all agents every second"
         daemons._next_check.clear()

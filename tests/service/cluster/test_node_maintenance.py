@@ -228,10 +228,10 @@ def test_operator_is_told_once_of_each_time_that_a_node_falls_silent(cluster, ca
             await until(lambda: "b" in cluster.nodes.silent)
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert caplog.text.count("nothing is placed on node b until its daemon answers") == times
+            assert caplog.text.count("node b is excluded from placement until a daemon") == times
             cluster.daemons.silent.discard("b")
             await until(lambda: not cluster.nodes.silent and not cluster.nodes.unswept)
-            assert caplog.text.count("the daemon of node b answers again") == times
+            assert caplog.text.count("the daemon of node b responds again") == times
         assert "node a" not in caplog.text
 
     cared(cluster, story)

@@ -159,7 +159,7 @@ def test_a_job_that_is_none_is_said_where_and_why(changes, path, words):
 
 
 def test_a_document_that_is_no_mapping_is_a_sentence():
-    with pytest.raises(SpecError, match="asked for with a mapping, not a list"):
+    with pytest.raises(SpecError, match="a plan request is a mapping, not a list"):
         read_request([DOCUMENT], here, NODE)
 
 
