@@ -186,7 +186,7 @@ def _job_plan_view(kept: StoredPlan) -> schemas.JobPlan:
             **kept.plan,
             "generation": kept.generation,
             "measured": measured and measured.to_json(),
-            "compared": [vars(each) for each in groups],
+            "compared": [vars(group) for group in groups],
             "drift": kept.drift,
         }
     )
@@ -271,7 +271,7 @@ def rank_views(rows: Sequence[tables.Rank], numbers: tables.RankNumbers | None) 
 def _numbers_by_rank(numbers: tables.RankNumbers) -> list[dict[str, Any]]:
     memory, seconds = unpacked(numbers.memory_bytes), numbers.seconds
     own = [None] * len(memory) if numbers.own_seconds is None else unpacked(numbers.own_seconds)
-    stragglers = {each["rank"]: schemas.Straggler.model_validate(each) for each in numbers.stragglers}
+    stragglers = {straggler["rank"]: schemas.Straggler.model_validate(straggler) for straggler in numbers.stragglers}
     return [
         {
             "own_seconds": own_seconds,
@@ -301,7 +301,7 @@ def _rank_view(row: tables.Rank, numbers: dict[str, Any]) -> schemas.Rank:
 
 def ledger_view(ledger: Ledger, with_intervals: bool = False) -> schemas.Ledger:
     """A ledger."""
-    line = [_interval(each) for each in ledger.intervals] if with_intervals else None
+    line = [_interval(interval) for interval in ledger.intervals] if with_intervals else None
     return schemas.Ledger(
         seconds={str(name): spent for name, spent in ledger.seconds.items()},
         wall_seconds=ledger.wall_seconds,

@@ -209,7 +209,7 @@ def _without_value(points: MetricSeries) -> list[str]:
 
 def _nearest(unknown: Iterable[str], there_are: Collection[str]) -> str:
     """Suggestions for unknown names."""
-    meant = [each for name in unknown for each in get_close_matches(name, set(there_are) - {name}, 2, cutoff=0.5)]
+    meant = [match_ for name in unknown for match_ in get_close_matches(name, set(there_are) - {name}, 2, cutoff=0.5)]
     return f" (did you mean {' or '.join(dict.fromkeys(meant))}?)" if meant else ""
 
 

@@ -164,7 +164,9 @@ def submit_sweep(client: Client, document: Any, sweeps: Sequence[str], dry_run: 
         for each, answer in zip(made, checked, strict=True):
             typer.echo(_line_of(answer) if as_json else f"{_planned(answer)}  {each.values}")
         if problems := {each.data_problem for each in checked if each.data_problem is not None}:
-            raise fail("\n".join(f"but jobs would fail (bad_data): {each}" for each in sorted(problems)), EXIT_FAILED)
+            raise fail(
+                "\n".join(f"but jobs would fail (bad_data): {problem}" for problem in sorted(problems)), EXIT_FAILED
+            )
         return
     for each in made:
         job = client.submit(each.document)

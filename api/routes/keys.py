@@ -81,7 +81,7 @@ def list_keys(
     and expired ones. The keys themselves are not stored."""
     with control.store.read() as session:
         page = keys.page(session, caller.bound, limit, cursor)
-    return schemas.Items(items=[views.key_view(each) for each in page.items], next_cursor=page.next_cursor)
+    return schemas.Items(items=[views.key_view(item) for item in page.items], next_cursor=page.next_cursor)
 
 
 @router.delete("/{key_id}", responses=changes("key_not_found"))

@@ -21,7 +21,7 @@ def list_machines(control: Control) -> schemas.Items[schemas.Machine]:
     that jobs have refined."""
     own, folder, seen = node_type(), Paths.of(control.home).machines, job_measurements(control)
     machines = [views.machine_view(each, own, seen.of_type(each.name, folder)) for each in kept(folder)]
-    for name in sorted(seen.by_type.keys() - {each.name for each in machines}):
+    for name in sorted(seen.by_type.keys() - {machine.name for machine in machines}):
         if (refined := seen.of_type(name, folder)) is not None:
             machines.append(views.refined_machine_view(name, seen.newest(name), own, refined))
     return schemas.Items[schemas.Machine](items=machines, next_cursor=None)

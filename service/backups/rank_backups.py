@@ -195,10 +195,10 @@ async def fetch_snapshots(
     """Let those of the `needy` ranks that lack it fetch the newest step that all ranks can have, from snapshots of
     their own or of their peers, or from backups, on any host. `steps`: those in each rank's shared memory; `files`: of
     each host, for which `holders` has an agent."""
-    held, token = [list(each) for each in steps], secrets.token_hex()
+    held, token = [list(rank_steps) for rank_steps in steps], secrets.token_hex()
     origins: dict[int, str] = {}
     offers = {rank: _offers(gang.peers[rank], rank, gang.layout, files) for rank in needy}
-    state = reachable(held, {rank: itertools.chain(*(each.steps for each in offers[rank])) for rank in offers})
+    state = reachable(held, {rank: itertools.chain(*(offer.steps for offer in offers[rank])) for rank in offers})
     if state is None:
         return FetchedSnapshots(held, origins)  # a step that only some ranks can have is useless
 

@@ -36,7 +36,7 @@ async def query(
     async def put(rank: int, agent: AgentClient) -> T:  # if cancelled before its turn it asks nothing
         return await within(seconds, question(rank, agent))
 
-    results = await asyncio.gather(*(put(*each) for each in agents.items()), return_exceptions=True)
+    results = await asyncio.gather(*(put(*item) for item in agents.items()), return_exceptions=True)
     answers: dict[int, T] = {}
     silent: dict[int, str] = {}
     for rank, result in zip(agents, results, strict=True):

@@ -48,7 +48,9 @@ class GpuReadings:
     @property
     def min_gpu_memory(self) -> int | None:
         """Bytes of the GPU with the least memory; None if the driver did not say for any."""
-        return min((each.memory_total_bytes for each in self.readings if each.memory_total_bytes), default=None)
+        return min(
+            (reading.memory_total_bytes for reading in self.readings if reading.memory_total_bytes), default=None
+        )
 
 
 class Nodes:

@@ -364,7 +364,11 @@ def _answers_grpc(pid: int) -> bool:
     """Whether a process answers the greeting of HTTP/2, which gRPC uses, at each port on which it listens. A connection
     alone proves nothing: the kernel accepts it even for a process that is stopped."""
     try:
-        ports = [each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if each.status == "LISTEN"]
+        ports = [
+            connection.laddr.port
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == "LISTEN"
+        ]
         for port in ports:
             with socket.create_connection(("localhost", port), ANSWER_SECONDS) as connection:
                 connection.settimeout(ANSWER_SECONDS)

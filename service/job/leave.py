@@ -105,7 +105,7 @@ async def _unfinished_saves(job: JobContext) -> list[object]:
     first = {rank: agent for rank, agent in job.gang.by_rank.items() if rank == 0}
     answers, _ = await query(first, lambda rank, agent: agent.progress(), PROGRESS_SECONDS)
     records = [status.record for status in answers.values() if status is not None]
-    return [*reported, *(each.commits for each in records if each is not None and each.phase == "checkpoint")]
+    return [*reported, *(record.commits for record in records if record is not None and record.phase == "checkpoint")]
 
 
 async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> float:

@@ -151,7 +151,7 @@ def _gpu(reading: GpuReading) -> dict[str, Any]:
 
 def _gpu_memory(said: GpuReadings | None) -> int | None:
     """Memory of the smallest GPU of a node, if its driver has been asked."""
-    sizes = [each.memory_total_bytes for each in said.readings if each.memory_total_bytes] if said else []
+    sizes = [reading.memory_total_bytes for reading in said.readings if reading.memory_total_bytes] if said else []
     return min(sizes, default=None)
 
 

@@ -175,7 +175,7 @@ def _words_of_update(model: StepModel, replicas: str) -> tuple[str, str]:
 
 def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:
     """Where the step's time goes, as sentences, the largest loss first."""
-    step = sum(each.seconds for each in shares)
-    losses = sorted((each for each in shares if each.help), key=lambda each: -each.seconds)
-    spoken = [each for each in losses if each.seconds >= MIN_REPORTED_SHARE * step][:3]
+    step = sum(share.seconds for share in shares)
+    losses = sorted((share for share in shares if share.help), key=lambda each: -each.seconds)
+    spoken = [loss for loss in losses if loss.seconds >= MIN_REPORTED_SHARE * step][:3]
     return tuple(f"{each.seconds / step:.0%} of the step: {each.what}. Less with {each.help}." for each in spoken)

@@ -113,17 +113,17 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
     return {
         "sentences": said,
         "shares": [
-            {"name": each.name, "seconds": each.seconds, "what": each.what, "help": each.help}
-            for each in explanation.shares
+            {"name": share.name, "seconds": share.seconds, "what": share.what, "help": share.help}
+            for share in explanation.shares
         ],
         "changes": [
             {
-                "change": each.change,
-                "step_seconds": each.seconds,
-                "memory_bytes": round(each.memory),
-                "fits": each.fits,
+                "change": change.change,
+                "step_seconds": change.seconds,
+                "memory_bytes": round(change.memory),
+                "fits": change.fits,
             }
-            for each in explanation.changes
+            for change in explanation.changes
         ],
         "memory_by_stage": [each.parts() for each in explanation.memory],
         "usable_bytes": round(max(explanation.usable_bytes)),

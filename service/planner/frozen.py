@@ -44,7 +44,7 @@ class FrozenPasses:
         """Times of a virtual stage with these `layers` of the model, at one end of it or both."""
         key = len(layers), frozenset(self._kinds(layers).items()), first, last
         if key not in self._times:
-            self._times[key] = StageTimes(*(each.seconds for each in self.budgets(layers, first, last)))
+            self._times[key] = StageTimes(*(budget.seconds for budget in self.budgets(layers, first, last)))
         return self._times[key]
 
     def budgets(self, layers: range, first: bool, last: bool) -> Budgets:

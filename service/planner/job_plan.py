@@ -60,14 +60,14 @@ def cluster_of(rank_nodes: Sequence[RankNode], node: CpuNode, known: Machines = 
     if not rank_nodes[0].has_gpus:
         cores = min((rank_node.cores for rank_node in rank_nodes if rank_node.cores), default=node.cores)
         return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(rank_nodes), most)
-    unknown = {each.gpu_type for each in rank_nodes if each.gpu_type and machine_name(each.gpu_type, None) is None}
-    if unknown and len({each.gpu_type for each in rank_nodes}) > 1:
+    unknown = {node.gpu_type for node in rank_nodes if node.gpu_type and machine_name(node.gpu_type, None) is None}
+    if unknown and len({node.gpu_type for node in rank_nodes}) > 1:
         problem = f"some of its ranks are on GPUs of type {min(unknown)}, for which no plans can be made"
         raise SpecError([Problem("cluster.accelerator", problem)])
     nodes = [
-        {"alive": True, "accelerator": "gpu", "total": most, "gpu_type": each.gpu_type}
-        | {"gpu_memory_bytes": each.gpu_memory_bytes}
-        for each in rank_nodes
+        {"alive": True, "accelerator": "gpu", "total": most, "gpu_type": node.gpu_type}
+        | {"gpu_memory_bytes": node.gpu_memory_bytes}
+        for node in rank_nodes
     ]
     return cluster_of_nodes(nodes, None, node, known)
 
@@ -121,7 +121,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
 def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
     """The layouts that the job continues in as it loses GPUs; empty if its size is fixed."""
     plans = elastic_sizes(spec, cluster)
-    return [each.to_json() for each in plans] if len(plans) > 1 else []
+    return [plan.to_json() for plan in plans] if len(plans) > 1 else []
 
 
 def _part(share: Share, step: float) -> dict[str, Any]:

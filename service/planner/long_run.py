@@ -137,7 +137,9 @@ def simulate(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3, s
     part = _part(run, recovery, reliability)
     outcomes = [_simulated(part, recovery, reliability, random.Random(seed)) for seed in range(seeds)]
     times, fields = run.steps / part.steps, Outcome.__dataclass_fields__
-    return Outcome(**{name: times * statistics.fmean(getattr(each, name) for each in outcomes) for name in fields})
+    return Outcome(
+        **{name: times * statistics.fmean(getattr(outcome, name) for outcome in outcomes) for name in fields}
+    )
 
 
 def _part(run: Run, recovery: Recovery, reliability: Reliability) -> Run:

@@ -114,7 +114,7 @@ def _is_duration(name: str) -> bool:
 
 
 def _group_seconds(model: StepModel) -> dict[str, float]:
-    shares = {each.name: each.seconds for each in step_shares(model, model.time(), 1.0)}
+    shares = {share.name: share.seconds for share in step_shares(model, model.time(), 1.0)}
     return {group: sum(shares.get(name, 0.0) for name in names) for group, (names, _) in GROUPS.items()}
 
 

@@ -334,7 +334,7 @@ def _by_type(nodes: Sequence[Mapping[str, Any]], known: Machines) -> list[Cluste
 def _most_frequent(places: Sequence[float], of: str) -> tuple[int, int]:
     """How many nodes have at least the most frequent size, and that size. `places`: the size of each node; `of`: what
     it counts. Raises SpecError."""
-    sizes = Counter(int(each) for each in places if int(each) > 0)
+    sizes = Counter(int(place) for place in places if int(place) > 0)
     if not sizes:
         raise SpecError([Problem("cluster.current", f"this cluster has no node whose {of} jobs may have", "false")])
     size = max(sizes, key=lambda each: (sizes[each] * each, each))
@@ -357,7 +357,9 @@ def bounds_in(document: dict[str, Any]) -> ElasticConfig:
         return ElasticConfig.model_validate(document.get("elastic", {}))
     except ValidationError as error:
         problems = problems_of(error)
-        raise SpecError([replace(each, path=f"elastic.{each.path}".rstrip(".")) for each in problems]) from error
+        raise SpecError(
+            [replace(problem, path=f"elastic.{problem.path}".rstrip(".")) for problem in problems]
+        ) from error
 
 
 def with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster) -> JobSpec:

@@ -119,7 +119,7 @@ def placement_problem(spec: JobSpec, cluster: Cluster) -> str | None:
         problems.append(_no_room(spec, cluster.parts, spec.layout.pipeline))
     else:
         problems = [no_products(spec, part) or _no_room(spec, (part,), stages) for part, stages in parts.items()]
-    return next((each for each in problems if each is not None), None)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def no_products(spec: JobSpec, cluster: Cluster) -> str | None:

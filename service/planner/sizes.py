@@ -64,7 +64,7 @@ def best_by_size(job: JobSpec, cluster: Cluster, software: Software) -> tuple[Si
     if not is_complete(job, cluster):
         return tuple(_by_nodes(job, cluster, software))
     plans = list(_by_gpus(job, cluster, software))
-    ends = [*(each.spec.layout.world_size - 1 for each in plans[1:]), cluster.gpus]
+    ends = [*(plan.spec.layout.world_size - 1 for plan in plans[1:]), cluster.gpus]
     return tuple(reversed([SizedPlan(end, plan, cluster) for plan, end in zip(plans, ends, strict=True)]))
 
 
@@ -131,7 +131,7 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
 
 def _with_room(job: JobSpec, cluster: Cluster, bounds: Bounds, usable: float) -> Iterator[Candidate]:
     """Layouts that may fit into `usable` bytes of a device."""
-    return (each for each in candidates(job, cluster) if bounds.min_bytes(each) <= usable)
+    return (candidate for candidate in candidates(job, cluster) if bounds.min_bytes(candidate) <= usable)
 
 
 def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[SizedPlan]:

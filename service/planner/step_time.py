@@ -75,7 +75,7 @@ def max_trained_parameters(spec: JobSpec) -> int:
 
 def min_backward_seconds(pipeline: Pipeline) -> float:
     """Seconds of the shortest backward of a virtual stage."""
-    return min(each.backward for each in pipeline.times if each.backward > 0)
+    return min(time.backward for time in pipeline.times if time.backward > 0)
 
 
 class StepModel:
@@ -221,8 +221,8 @@ class StepModel:
         if budgets is None or machine.gpu is None:
             return 0.0
         operations, constants = self.software.update_operations, machine.constants
-        host = sum(each.operations for each in budgets) * constants.host_seconds
-        ahead = self.spec.micro_batches * (sum(each.device_seconds for each in budgets) - host)
+        host = sum(budget.operations for budget in budgets) * constants.host_seconds
+        ahead = self.spec.micro_batches * (sum(budget.device_seconds for budget in budgets) - host)
         wait = max(0.0, operations * constants.host_seconds - max(0.0, ahead))
         return wait + operations * machine.gpu.kernel_seconds
 
@@ -281,7 +281,7 @@ class StepModel:
 
     def _forward(self) -> float:
         """Seconds of the first micro-batch's forward, through the fastest of all stages."""
-        return min(each.forward for each in self.pipeline().times) * self.spec.layout.virtual_stages
+        return min(time.forward for time in self.pipeline().times) * self.spec.layout.virtual_stages
 
     def tied_seconds(self) -> float:
         """Summing the gradients of an embedding that two stages hold."""
@@ -335,7 +335,7 @@ class MixedStepModel(StepModel):
             return max(self._stages[each].message_to(same_node=False) for each in (here, there))
         if abs(here - there) != 1:
             return part.message_to(same_node=False)
-        return part.message(sum(each is part for each in self._stages[: min(here, there)]))
+        return part.message(sum(stage is part for stage in self._stages[: min(here, there)]))
 
     def first_wait(self) -> float:
         """None: the first rank waits for the others anyway."""
@@ -343,11 +343,11 @@ class MixedStepModel(StepModel):
 
     def gradient_seconds(self, backward: float) -> float:
         """The part of the reduction over replicas that nothing hides, where that takes longest."""
-        return max(each.gradient_seconds(backward) for each in self._parts)
+        return max(part.gradient_seconds(backward) for part in self._parts)
 
     def optimizer_seconds(self) -> float:
         """The update and its distribution to all replicas, where that takes longest."""
-        return max(each.optimizer_seconds() for each in self._parts)
+        return max(part.optimizer_seconds() for part in self._parts)
 
     def tied_seconds(self) -> float:
         """Summing the gradients of an embedding that two stages on different nodes share."""
@@ -356,7 +356,7 @@ class MixedStepModel(StepModel):
             return 0.0
         elements = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size
         ends = self._stages[0], self._stages[-1]
-        return max(reduce_seconds(Group(2, 1), each.cluster, elements * each.software.gradient_bytes) for each in ends)
+        return max(reduce_seconds(Group(2, 1), end.cluster, elements * end.software.gradient_bytes) for end in ends)
 
 
 def step_model(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> StepModel:
@@ -366,6 +366,6 @@ def step_model(spec: JobSpec, cluster: Cluster, software: Software | None = None
     if any(other is not part for other in others):
         return MixedStepModel(spec, cluster)
     if cluster.others and spec.layout.stage_accelerators is None:  # it may run on any of them
-        models = (StepModel(spec, each, software or engine_on(each.machine)) for each in cluster.parts)
+        models = (StepModel(spec, part, software or engine_on(part.machine)) for part in cluster.parts)
         return max(models, key=lambda model: model.time().seconds)
     return StepModel(spec, part, software or engine_on(part.machine))

@@ -182,8 +182,8 @@ def choose_resume(
     in_doubt = not bad.isdisjoint({"snapshot", SUSPECTED})
     common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and not in_doubt else set()
     common = {step for step in common if snapshot_source(step) not in bad}
-    foreign = [each for each in others if not in_doubt and snapshot_source(each[0]) not in bad]
-    left = max(foreign, key=lambda each: each[0], default=None)
+    foreign = [other for other in others if not in_doubt and snapshot_source(other[0]) not in bad]
+    left = max(foreign, key=lambda other: other[0], default=None)
     in_memory = max([*common, *([left[0]] if left else [])], default=None)
     if in_memory is not None and (newest is None or in_memory >= newest[0]):
         if in_memory in common or left is None:

@@ -159,7 +159,7 @@ def _remove_external_folders(
         logs=0 if logs is None else _count(job_id, logs),
     )
     others = {checkpoints.parent, *(() if logs is None else (logs.parent,))} - {folder}
-    return replace(removed, bytes=sum(_remove(job_id, each) for each in others))
+    return replace(removed, bytes=sum(_remove(job_id, other) for other in others))
 
 
 def _count(job_id: str, folder: Place) -> int:

@@ -58,7 +58,7 @@ def newest(session: Session, job_id: str) -> StoredPlan | None:
     """The plan of the newest generation that has one, with its measured steps; None if none has. Raises
     JobNotFound."""
     job = jobs.get(session, job_id)
-    row = next((each for each in _generations(session, job_id) if each.data.get(PLAN)), None)
+    row = next((generation for generation in _generations(session, job_id) if generation.data.get(PLAN)), None)
     if row is None:
         return None
     kept = row.data.get(MEASURED) or {}

@@ -141,7 +141,7 @@ def start_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
     turn = _last_queue_visit(history, committed.began_at)
     if turn is None or committed.first_step_at is None:
         return []
-    since = [each for each in history.generations if each.began_at >= turn.queued_at]
+    since = [generation for generation in history.generations if generation.began_at >= turn.queued_at]
     if next(each for each in since if each.first_step_at is not None) != committed:
         return []
     placed = next(each for each in since if each.began_at >= turn.left_at)
@@ -187,7 +187,7 @@ def _layout(history: JobHistory, committed: PastGeneration) -> dict[str, Value]:
 def recovery_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
     """The spans of the recovery that completed with the first step of the generation `committed`, and of those directly
     before it that did not, because something else failed."""
-    stepped = [each.number for each in history.generations if each.first_step_at is not None]
+    stepped = [generation.number for generation in history.generations if generation.first_step_at is not None]
     last = max((number for number in stepped if number < committed.number), default=0)
     return [
         span
