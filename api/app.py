@@ -129,7 +129,7 @@ def create_app(
         limits=state.limits,
         audit=Audit(lambda: control.store),
     )
-    app.add_middleware(problems.AnswerFailures)
+    app.add_middleware(problems.FailureResponses)
     app.add_middleware(VersionHeader)
     app.add_middleware(RequestTimer, registry=registry)
     problems.install(app)

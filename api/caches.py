@@ -61,7 +61,7 @@ class AnswerCache(Generic[Question, Answer]):
             kept = self._entries.get(question)
         return None if kept is None else kept[0]
 
-    def keep(self, question: Question, answer: Answer, size: int) -> None:
+    def put(self, question: Question, answer: Answer, size: int) -> None:
         """Keep an answer of `size` bytes, replacing an earlier one."""
         with self._lock:
             _, replaced = self._entries.pop(question, (None, 0))
@@ -200,7 +200,7 @@ class RenderedPages:
         items, cursor = b",".join(bodies), json.dumps(page.next_cursor).encode()
         valid_until = min((job.valid_until for job in page.items), default=math.inf)
         made = _RenderedPage(rows, valid_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))
-        self._entries.keep(question, made, len(rows) + len(made.body))
+        self._entries.put(question, made, len(rows) + len(made.body))
         return made.body
 
 
@@ -212,8 +212,8 @@ class RenderedSeries:
     """The version of the job's metrics when it was rendered."""
     body: bytes
     """The answer."""
-    behind: bool
-    """See `metrics.Series.behind`."""
+    is_lagging: bool
+    """See `metrics.Series.is_lagging`."""
 
 
 class RenderedSeriesOfJobs:
@@ -247,8 +247,8 @@ class RenderedSeriesOfJobs:
             points = metrics.series(connection, job_id, names, after_step, max_points, until_step, every)
         # Validation of ten thousand numbers by Pydantic is not worthwhile.
         spelled = {name: spell_series(numbers) for name, numbers in points.series.items()}
-        made = RenderedSeries(extent, to_json({"steps": points.steps, "series": spelled}), points.behind)
-        self._entries.keep(question, made, len(made.body))
+        made = RenderedSeries(extent, to_json({"steps": points.steps, "series": spelled}), points.is_lagging)
+        self._entries.put(question, made, len(made.body))
         return made
 
 
@@ -272,5 +272,5 @@ class RenderedSparklines:
         if kept is None:
             losses = metrics.series(connection, job_id, ("loss",), max_points=POINTS).series["loss"]
             kept = to_json({"job": job_id, "loss": spell_series(losses)})
-            self._entries.keep((job_id, *moved), kept, len(kept))
+            self._entries.put((job_id, *moved), kept, len(kept))
         return kept

@@ -256,7 +256,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return problem(code, detail, headers=dict(error.headers or {}), status=error.status_code)
 
 
-class AnswerFailures:
+class FailureResponses:
     """ASGI middleware that answers unexpected errors. Starlette's own does so too, but raises the error again: the
     server then closes the connection, on which a client may have sent its next request."""
 

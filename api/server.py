@@ -91,9 +91,11 @@ class DatabaseMissing(MantaError):
         )
 
 
-def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool = False) -> None:
+def serve(
+    settings: Settings, host: str, port: int, slots: int | None, ray: str | None, wait_for_ray: bool = False
+) -> None:
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of an existing Ray, which a
-    `patient` service waits for.
+    `wait_for_ray` service waits for.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
     PortTaken, AlreadyRunning, DatabaseMismatch, DatabaseMissing, UnprotectedService, CertificateUnusable,
@@ -118,7 +120,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     port = listener.getsockname()[1]
     scheme = "http" if tls.certificate is None else "https"
     url = f"{scheme}://{DEFAULT_HOST if host in EVERY_ADDRESS else host}:{port}"
-    control = _control_plane(settings, host, port, slots, ray, patient)
+    control = _control_plane(settings, host, port, slots, ray, wait_for_ray)
     _refuse_lost_database(home, control.store)
     _record_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)
@@ -165,12 +167,12 @@ def _kept(*files: Callable[[], None]) -> Iterator[None]:
 
 
 def _control_plane(
-    settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool
+    settings: Settings, host: str, port: int, slots: int | None, ray: str | None, wait_for_ray: bool
 ) -> ControlPlane:
     """The control plane for `settings`, not started yet; for the other parameters see `serve`. `port`: the actual
     one."""
     home = settings.home
-    head = ExistingRay(ray, home, settings.ship_code, patient, settings.ports) if ray else RayHead(home, slots)
+    head = ExistingRay(ray, home, settings.ship_code, wait_for_ray, settings.ports) if ray else RayHead(home, slots)
     shapes = settings.node_shapes if ray else ()
     options = ControlPlaneOptions(
         database_url=settings.database_url,

@@ -152,10 +152,10 @@ def track(
 ) -> Job:
     """Write a job's metrics into `targets` from its first step on, until it is final, and return it. A step that is
     done again after a recovery is written once. Raises what reading and writing raise."""
-    written, patience = 0, RetryPolicy()
-    for job in watch(reader, job_id, poll_seconds, patience):
+    written, retries = 0, RetryPolicy()
+    for job in watch(reader, job_id, poll_seconds, retries):
         after = written
-        new = patience.ask(lambda: reader.metrics(job_id, after_step=after, max_points=MAX_STEPS))  # noqa: B023
+        new = retries.call(lambda: reader.metrics(job_id, after_step=after, max_points=MAX_STEPS))  # noqa: B023
         for step, row in _rows(new):
             for target in targets:
                 target.write(step, row)

@@ -48,7 +48,7 @@ def doctor(
     for finding in findings(all_checks):
         seen.append(finding)
         if not as_json:
-            _say(finding)
+            _print(finding)
     counts = {verdict: sum(each.verdict == verdict for each in seen) for verdict in _MARKS}
     if as_json:
         typer.echo(json.dumps({"items": [asdict(each) for each in seen], "counts": counts}))
@@ -65,7 +65,7 @@ def _read(file: Path) -> JobSpec:
         raise fail(f"cannot read {file}: {error.strerror}", EXIT_BAD_INPUT) from error
 
 
-def _say(finding: Finding) -> None:
+def _print(finding: Finding) -> None:
     typer.echo(f"{_MARKS[finding.verdict]}  {finding.subject}: {finding.message}")
     if finding.advice:
         typer.echo(f"      -> {finding.advice}")

@@ -15,7 +15,7 @@ from manta.api.cli.render import table
 from manta.api.cli.submit import Changes, read_file
 from manta.api.client.plan import plan as plan_here
 from manta.service.planner.pictures import picture
-from manta.service.planner.stage_shares import in_words
+from manta.service.planner.stage_shares import format_counts
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def plan(
         best = answer.plans[0]
         title = f"{render.layout_name(best.parallel)}, micro-batch {best.micro_batch_size}, {best.gpus} ranks"
         if best.parallel.get("stage_layers"):
-            title += f", stages of {in_words(best.parallel['stage_layers'])} layers"
+            title += f", stages of {format_counts(best.parallel['stage_layers'])} layers"
         _write(picture_file, picture(title, answer.explanation.model_dump(mode="json")))
     show(answer, as_json, lambda console: plans_page(console, answer))
 
@@ -103,10 +103,10 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
     table(console, heads, rows, "no layout fits", spare=("BUBBLE", "RECOMPUTE"))
     for number, plan in enumerate(answer.plans, start=1):
         if plan.parallel.get("stage_layers"):
-            counts = in_words(plan.parallel["stage_layers"])
+            counts = format_counts(plan.parallel["stage_layers"])
             console.print(f"Layers of the virtual stages of plan {number}: {counts}.", highlight=False)
         if types := plan.parallel.get("stage_accelerators"):
-            console.print(f"Its stages are on {in_words(types)}.", highlight=False)
+            console.print(f"Its stages are on {format_counts(types)}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{render.size(answer.plans[0].host_memory_bytes)} of a node's memory"
         what = "snapshots (checkpoint.snapshots) and offloaded state"

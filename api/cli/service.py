@@ -205,7 +205,7 @@ def running_jobs(home: Path, database: str | None = None) -> list[tuple[Job, int
 
     from manta.service.store import Store
     from manta.service.store.checkpoints import newest
-    from manta.service.store.jobs import unfinished_in_brief
+    from manta.service.store.jobs import unfinished_summaries
     from manta.service.store.location import file_of, parse_url, url_in
 
     file = file_of(parse_url(url_in(home, database)))
@@ -214,7 +214,7 @@ def running_jobs(home: Path, database: str | None = None) -> list[tuple[Job, int
     store = Store(url_in(home, database))
     try:
         with store.read() as session:  # it may be from another release
-            saved = [(job, newest(session, job.id)) for job in unfinished_in_brief(session)]
+            saved = [(job, newest(session, job.id)) for job in unfinished_summaries(session)]
             return [(job, None if checkpoint is None else checkpoint.step) for job, checkpoint in saved]
     except SQLAlchemyError:
         return []
@@ -243,7 +243,7 @@ def serve_in_foreground(
         server.serve(settings, host, port, slots, None)
     else:
         restart_when_ended_by_ray(
-            lambda again: server.serve(settings, host, port, slots, ray, patient=again or wait_for_ray),
+            lambda again: server.serve(settings, host, port, slots, ray, wait_for_ray=again or wait_for_ray),
             settings.service_file,
         )
 

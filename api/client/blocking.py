@@ -177,7 +177,7 @@ class Client:
         except ServiceUnreachable as error:
             if isinstance(error.cause, _NOT_SENT):
                 raise
-        return RetryPolicy().ask(lambda: self.send(call))
+        return RetryPolicy().call(lambda: self.send(call))
 
     def dry_run(self, document: Any, changes: Mapping[str, Any] | None = None) -> DryRun:
         """Check a JobSpec document, with `changes` as in `submit`, and show its layout."""
@@ -207,10 +207,10 @@ class Client:
 
     def wait(self, job_id: str) -> Job:
         """Returns the job when it is final."""
-        job, patience = self.job(job_id), RetryPolicy()
+        job, retries = self.job(job_id), RetryPolicy()
         while not is_final(job.state):
             known = job.state
-            job = patience.ask(lambda: self.job(job.id, MAX_WAIT_SECONDS, known))  # noqa: B023 - called at once
+            job = retries.call(lambda: self.job(job.id, MAX_WAIT_SECONDS, known))  # noqa: B023 - called at once
         return job
 
     def resize(self, job_id: str, replicas: int) -> Job:

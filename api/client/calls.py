@@ -41,12 +41,12 @@ def no_such_job(why: str) -> ApiError:
 def submit(document: Any, idempotency_key: str | None = None) -> Call[schemas.Job]:
     """Submit a JobSpec."""
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-    return Call(schemas.Job, "POST", "/v1/jobs", body=document, headers=headers, patience=_SEARCH_SECONDS)
+    return Call(schemas.Job, "POST", "/v1/jobs", body=document, headers=headers, extra_seconds=_SEARCH_SECONDS)
 
 
 def dry_run(document: Any) -> Call[schemas.DryRun]:
     """Check a JobSpec and show its layout; nothing is stored."""
-    return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document, patience=_SEARCH_SECONDS)
+    return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document, extra_seconds=_SEARCH_SECONDS)
 
 
 class JobFilterOptions(TypedDict, total=False):
@@ -99,7 +99,7 @@ def sparklines(job_ids: Sequence[str]) -> Call[schemas.Items[schemas.Sparkline]]
 def job(job_id: str, wait: float | None = None, state: str | None = None) -> Call[schemas.Job]:
     """One job. With `wait`: as soon as its state differs from `state` (default: from its present one) or is final, and
     after `wait` seconds (at most 60) in any case."""
-    return Call(schemas.Job, "GET", _job(job_id), {"wait": wait, "state": state}, patience=wait or 0.0)
+    return Call(schemas.Job, "GET", _job(job_id), {"wait": wait, "state": state}, extra_seconds=wait or 0.0)
 
 
 def cancel(job_id: str) -> Call[schemas.Job]:
@@ -124,7 +124,7 @@ def edit(
 
 def delete(job_id: str) -> Call[schemas.DeletedJob]:
     """Delete a job in a final state, and everything that belongs to it."""
-    return Call(schemas.DeletedJob, "DELETE", _job(job_id), patience=_DELETION_SECONDS)
+    return Call(schemas.DeletedJob, "DELETE", _job(job_id), extra_seconds=_DELETION_SECONDS)
 
 
 def pause(job_id: str) -> Call[schemas.Job]:
@@ -225,7 +225,7 @@ def waits(job_id: str) -> Call[schemas.Waits]:
 
 def rank_stack(job_id: str, rank: int) -> Call[schemas.RankStack]:
     """The current stack of a rank's trainer."""
-    return Call(schemas.RankStack, "GET", _job(job_id, f"/ranks/{rank}/stack"), patience=10.0)
+    return Call(schemas.RankStack, "GET", _job(job_id, f"/ranks/{rank}/stack"), extra_seconds=10.0)
 
 
 def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Call[schemas.Items[schemas.Checkpoint]]:
@@ -238,7 +238,7 @@ def delete_checkpoint(job_id: str, checkpoint_id: str, force: bool = False) -> C
     """Delete a checkpoint and its files; with `force` even the newest one of a job that would resume from it."""
     path = _job(job_id, f"/checkpoints/{quote(checkpoint_id, safe='')}")
     forced = {"force": "true"} if force else {}
-    return Call(schemas.Checkpoint, "DELETE", path, forced, patience=_DELETION_SECONDS)
+    return Call(schemas.Checkpoint, "DELETE", path, forced, extra_seconds=_DELETION_SECONDS)
 
 
 def export_checkpoint(job_id: str, checkpoint_id: str, wanted: requests.ExportRequest) -> Call[schemas.Export]:
@@ -269,7 +269,7 @@ def job_plan(job_id: str) -> Call[schemas.JobPlan]:
 
 def job_plan_picture(job_id: str) -> Call[bytes]:
     """A job's plan as an SVG picture; to be downloaded."""
-    return Call(bytes, "GET", _job(job_id, "/plan/picture"), patience=60.0)
+    return Call(bytes, "GET", _job(job_id, "/plan/picture"), extra_seconds=60.0)
 
 
 def machines() -> Call[schemas.Items[schemas.Machine]]:
@@ -296,13 +296,13 @@ def traces(job_id: str) -> Call[schemas.Items[trace_schemas.Trace]]:
 def trace(job_id: str, trace_id: str) -> Call[trace_schemas.TraceDocument]:
     """One trace in full."""
     path = _job(job_id, f"/traces/{quote(trace_id, safe='')}")
-    return Call(trace_schemas.TraceDocument, "GET", path, patience=_TRACE_SECONDS)
+    return Call(trace_schemas.TraceDocument, "GET", path, extra_seconds=_TRACE_SECONDS)
 
 
 def trace_for_perfetto(job_id: str, trace_id: str) -> Call[bytes]:
     """One trace in Perfetto's format; to be downloaded."""
     path = _job(job_id, f"/traces/{quote(trace_id, safe='')}/perfetto")
-    return Call(bytes, "GET", path, patience=_TRACE_SECONDS)
+    return Call(bytes, "GET", path, extra_seconds=_TRACE_SECONDS)
 
 
 def profile(job_id: str, trace_id: str, rank: int) -> Call[bytes]:
@@ -312,7 +312,9 @@ def profile(job_id: str, trace_id: str, rank: int) -> Call[bytes]:
 
 def budget(job_id: str, source: str | None = None) -> Call[trace_schemas.StepBudget]:
     """Where the time of a job's step goes; `source`: a trace or phases."""
-    return Call(trace_schemas.StepBudget, "GET", _job(job_id, "/budget"), {"from": source}, patience=_TRACE_SECONDS)
+    return Call(
+        trace_schemas.StepBudget, "GET", _job(job_id, "/budget"), {"from": source}, extra_seconds=_TRACE_SECONDS
+    )
 
 
 def inject(job_id: str, fault: requests.FaultRequest) -> Call[schemas.Fault]:
@@ -332,7 +334,7 @@ def undrain(node: str) -> Call[schemas.Node]:
 
 def plans(document: Any) -> Call[schemas.Plans]:
     """Predictions for a layout, or the best layouts."""
-    return Call(schemas.Plans, "POST", "/v1/plans", body=document, patience=_SEARCH_SECONDS)
+    return Call(schemas.Plans, "POST", "/v1/plans", body=document, extra_seconds=_SEARCH_SECONDS)
 
 
 def cluster() -> Call[schemas.Cluster]:

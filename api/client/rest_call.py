@@ -77,7 +77,7 @@ class Call(Generic[T]):
     """JSON body."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Additional headers."""
-    patience: float = 0.0
+    extra_seconds: float = 0.0
     """Seconds that the answer may take in addition to the usual timeout."""
 
     @property
@@ -97,8 +97,8 @@ class Call(Generic[T]):
         content = None if self.body is None else _encoded(self.body)
         request = client.build_request(self.method, str(self.path), params=given, headers=headers, content=content)
         usual = client.timeout.read
-        if self.patience and usual is not None:
-            request.extensions["timeout"] = {**client.timeout.as_dict(), "read": usual + self.patience}
+        if self.extra_seconds and usual is not None:
+            request.extensions["timeout"] = {**client.timeout.as_dict(), "read": usual + self.extra_seconds}
         return request
 
     def read(self, response: httpx.Response) -> T:

@@ -14,7 +14,7 @@ from manta.api.parameters import Control, Cursor, Limit, body_as
 from manta.api.problem_codes import changes, reads
 from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller, Forbidden, refuse_priority, request_of_caller
-from manta.api.security.permissions import Need
+from manta.api.security.permissions import RequiredPermission
 from manta.service.keys.identity import Identity, digest_of, new_key
 from manta.service.store import ProjectNotFound, keys
 
@@ -68,7 +68,7 @@ def _refuse_wider_scope(caller: Identity, wanted: requests.NewKey, project: str)
     if caller.installation:
         return
     if wanted.installation:
-        raise Forbidden(Need(wanted.scope, installation=True), caller)
+        raise Forbidden(RequiredPermission(wanted.scope, installation=True), caller)
     if project != caller.project:
         raise ProjectNotFound(project)
 

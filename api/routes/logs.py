@@ -186,7 +186,7 @@ class _Live:
             job = jobs.get(session, self.job_id)
         try:
             source = self.logs.source(self.job_id, fresh=False)
-            whole = is_final(job.state) and self._is_whole(job)  # so that the source, there before, has it all
+            whole = is_final(job.state) and self._is_complete(job)  # so that the source, there before, has it all
             position, page = self._read(source, position)
         except LogsUnavailable:  # continue when they can be read again
             return Batch([], position, more=False, final=False, state=job.state)
@@ -200,9 +200,9 @@ class _Live:
         self.tail = None
         return last_lines.begin, LogPage(last_lines.lines, last_lines.end, more=True)
 
-    def _is_whole(self, job: Job) -> bool:
+    def _is_complete(self, job: Job) -> bool:
         over_for_long = time.time() - (job.finished_at or 0.0) > _LATE_SECONDS
-        return job.generation == 0 or over_for_long or self.logs.is_whole(self.job_id)
+        return job.generation == 0 or over_for_long or self.logs.is_complete(self.job_id)
 
     def _entries(self, position: Position, lines: list[LogLine]) -> list[Entry]:
         """The lines, each with the position after it, so that a stream can resume after any line."""

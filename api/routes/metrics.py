@@ -48,7 +48,7 @@ async def get_metrics(
     rendered = state_of(request.app).rendered_series
     read = partial(rendered.one, control.store, job_id, _names(names), after_step, max_points, until_step, every)
     series = await read_threads_of(request).series.run(control.store, read)
-    if series.behind:
+    if series.is_lagging:
         afterwards.add_task(_catch_up, control.store, job_id)
     return Response(series.body, media_type="application/json", background=afterwards)
 

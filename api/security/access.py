@@ -16,7 +16,7 @@ from starlette.types import Scope as AsgiScope
 
 from manta.api.app_state import state_of
 from manta.api.security.credentials import CACHE_SECONDS, Credential
-from manta.api.security.permissions import Need, is_anonymous, needs
+from manta.api.security.permissions import RequiredPermission, is_anonymous, needs
 from manta.service.ids import is_job_id
 from manta.service.keys.identity import Identity
 from manta.service.store import JobNotFound, Store, jobs
@@ -41,9 +41,9 @@ class Unauthenticated(MantaError):
 class Forbidden(MantaError):
     """The key does not permit the operation."""
 
-    def __init__(self, need: Need | None, identity: Identity):
+    def __init__(self, need: RequiredPermission | None, identity: Identity):
         self.need = need
-        has = Need(identity.scope, identity.installation)
+        has = RequiredPermission(identity.scope, identity.installation)
         super().__init__(f"this needs a key with scope {need}; {identity.key_name!r} ({identity.key_id}) has {has}")
 
 

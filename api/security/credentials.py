@@ -29,7 +29,7 @@ class Credential:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CachedIdentity:
     """The database's answer about a credential."""
 
     identity: Identity
@@ -68,7 +68,7 @@ class Identities:
     ):
         """`store`: the database; `now`: Unix seconds; `clock`: monotonic seconds."""
         self._store, self._now, self._clock = store, now, clock
-        self._known: dict[Credential, _Known] = {}
+        self._known: dict[Credential, _CachedIdentity] = {}
 
     async def of(self, credential: Credential) -> Identity | None:
         """The credential's owner; None: it is not valid, or no longer. Raises the database's errors."""
@@ -99,7 +99,7 @@ class Identities:
         """Query the database about all callers again, since a key was revoked."""
         self._known.clear()
 
-    def _read(self, credential: Credential) -> _Known | None:
+    def _read(self, credential: Credential) -> _CachedIdentity | None:
         checked_at = self._clock()
         ends = float("inf")
         with self._store().read() as session:
@@ -107,6 +107,6 @@ class Identities:
                 key = keys.by_digest(session, credential.digest)
             else:
                 key, ends = keys.key_of_session(session, credential.digest) or (None, ends)
-        if key is None or not keys.is_good(key, self._now()):
+        if key is None or not keys.is_valid(key, self._now()):
             return None
-        return _Known(keys.identity_of(key), min(ends, key.expires_at or ends), checked_at)
+        return _CachedIdentity(keys.identity_of(key), min(ends, key.expires_at or ends), checked_at)

@@ -256,9 +256,9 @@ class VersionHeader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request pass, and add the header to its answer."""
 
-        async def tell(message: Message) -> None:
+        async def send_with_version(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", []), (HEADER.lower().encode(), b"%d" % REST)]}
             await send(message)
 
-        await self._app(scope, receive, tell)
+        await self._app(scope, receive, send_with_version)

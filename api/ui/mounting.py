@@ -101,7 +101,7 @@ def _facts() -> dict[str, Any]:
     }
 
 
-class Written(BaseModel):
+class EditedDocument(BaseModel):
     """A document that a user has written in the browser."""
 
     model_config = ConfigDict(extra="forbid")
@@ -110,7 +110,9 @@ class Written(BaseModel):
     """YAML."""
 
 
-async def read_edited_document(request: Request, written: Annotated[Written, Depends(body_as(Written))]) -> Response:
+async def read_edited_document(
+    request: Request, written: Annotated[EditedDocument, Depends(body_as(EditedDocument))]
+) -> Response:
     """The document in it, with relative paths as those of the service's root. Raises SpecError."""
     request_of_caller(request).changes_nothing = True
     body = await run_in_threadpool(_as_json, written.text)  # a long text takes a second

@@ -61,19 +61,19 @@ class ExistingRay:
         address: str,
         home: str | Path,
         ship_code: bool = False,
-        patient: bool = False,
+        wait_for_ray: bool = False,
         ports: PortRange | None = None,
     ):
         """`address`: host:port; `home`: of the service; `ship_code`: give the nodes our own code, instead of using what
-        is installed there; `patient`: wait for a cluster that does not answer, since it did a moment ago; `ports`: on
-        which a raylet that is started here listens, None: any."""
+        is installed there; `wait_for_ray`: wait for a cluster that does not answer, since it did a moment ago; `ports`:
+        on which a raylet that is started here listens, None: any."""
         self._address, self._paths, self._ship_code = address, Paths.of(home), ship_code
-        self._patient, self._ports = patient, ports
+        self._waits_for_ray, self._ports = wait_for_ray, ports
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
         """Connect this process to the cluster and return the ray module; `namespace`: of all names there. If no raylet
         of it runs on this machine, one without resources is started. Raises RayUnavailable."""
-        if self._patient:
+        if self._waits_for_ray:
             self._wait_for_answer()
         if not answers(self._address):
             raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")

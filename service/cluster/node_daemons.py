@@ -101,7 +101,7 @@ class NodeDaemons:
         # The next start finds out again.
         self._with_problem.discard(node)
         self._nodes.problems.pop(node, None)
-        self._nodes.silent.discard(node)
+        self._nodes.unresponsive.discard(node)
 
     async def of(
         self, node: str, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
@@ -121,7 +121,7 @@ class NodeDaemons:
     ) -> NodeClient | None:
         """`may_rest`: if there is no daemon, do not start one."""
         (known,) = await self._ray.find([node_daemon_name(node)])
-        patient = known is None and node not in self._nodes.silent
+        patient = known is None and node not in self._nodes.unresponsive
         for existing in (known, None):
             try:
                 actor = existing
@@ -144,7 +144,7 @@ class NodeDaemons:
                 if await self._replace(node, actor, str(error)):
                     continue
                 break
-            self._nodes.silent.discard(node)
+            self._nodes.unresponsive.discard(node)
             self._answered[node] = daemon
             self._nodes.at_rest.discard(node)
             self._left_out.pop(node, None)
@@ -152,7 +152,7 @@ class NodeDaemons:
                 self._other_code.add(node)
             self._record_problem(node, problem_of(about, node in self._other_code))
             return daemon
-        self._nodes.silent.add(node)
+        self._nodes.unresponsive.add(node)
         self._nodes.unswept.add(node)
         return None
 
@@ -182,7 +182,7 @@ class NodeDaemons:
     async def _replace(self, node: str, actor: Any, problem: str) -> bool:
         """End a daemon of another release, with its zygote; False while that would end trainers, or would not help.
         What is in the node's shared memory stays: waiting jobs resume from it."""
-        self._nodes.silent.add(node)  # nothing is placed there in the meantime
+        self._nodes.unresponsive.add(node)  # nothing is placed there in the meantime
         if time.monotonic() < self._next_check.get(node, 0.0):
             return False
         self._next_check[node] = time.monotonic() + POLL_SECONDS

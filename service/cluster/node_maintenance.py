@@ -58,7 +58,7 @@ class NodeMaintenance:
             async with asyncio.timeout(FIRST_SECONDS):
                 await self._first_answers.wait()
         except TimeoutError:
-            self._cluster.nodes.silent.update(self._unasked)
+            self._cluster.nodes.unresponsive.update(self._unasked)
 
     async def _check(self) -> None:
         try:
@@ -78,7 +78,7 @@ class NodeMaintenance:
         nodes, swept, reported = self._cluster.nodes, False, False
         is_new = True
         while True:
-            unsettled = nodes.silent | nodes.unswept | nodes.problems.keys()
+            unsettled = nodes.unresponsive | nodes.unswept | nodes.problems.keys()
             if not swept or node in unsettled or node not in self._cluster.peak_flops:
                 try:
                     daemon = await self._daemon(node, is_new)
@@ -90,13 +90,13 @@ class NodeMaintenance:
                         await self._learn_peak(node, daemon)
                 except Exception:  # from Ray or the database: the node is checked again
                     log.exception("node %s could not be checked", node[:12])
-                if node in nodes.silent and not reported:
+                if node in nodes.unresponsive and not reported:
                     log.error("node %s is excluded from placement until a daemon of this release responds", node[:12])
-                reported = node in nodes.silent
+                reported = node in nodes.unresponsive
             await asyncio.sleep(POLL_SECONDS)
 
     async def _daemon(self, node: str, is_new: bool) -> NodeClient | None:
-        was_silent = node in self._cluster.nodes.silent
+        was_silent = node in self._cluster.nodes.unresponsive
         daemons = self._cluster.daemons
         daemon = await (daemons.of(node) if is_new else daemons.watched(node))  # a node that is not new may be at rest
         if daemon is not None and was_silent:

@@ -31,7 +31,7 @@ class NodeShape:
 
     type: str
     """The autoscaler's name for it: of a node type, or of a KubeRay worker group."""
-    most: int
+    max_nodes: int
     """The maximum number of such nodes."""
     unit: Unit
     """The unit that ranks take there."""
@@ -39,7 +39,7 @@ class NodeShape:
     """Number of units of each node."""
 
     def __str__(self) -> str:
-        return f"{self.most} {self.type} of {counted(self.units, self.unit)}"
+        return f"{self.max_nodes} {self.type} of {counted(self.units, self.unit)}"
 
 
 def shapes_in(text: str) -> tuple[NodeShape, ...]:
@@ -65,7 +65,7 @@ def grown(capacity: Capacity, shapes: Sequence[NodeShape], types: Collection[str
         f"{shape.type}+{number}": (shape.units, shape.units)
         for shape in shapes
         if shape.unit == capacity.unit
-        for number in range(max(0, shape.most - there[shape.type]))
+        for number in range(max(0, shape.max_nodes - there[shape.type]))
     }
     units = sum(total for total, _ in more.values())
     nodes = {**capacity.nodes, **more}
@@ -93,7 +93,7 @@ class Demand:
     """What the head of the queue needs, and those behind it that would fit as well."""
 
     def __init__(self, most: Mapping[Unit, Capacity]):
-        """`most`: for each unit the largest capacity that the cluster could have free."""
+        """`max_nodes`: for each unit the largest capacity that the cluster could have free."""
         self._left = dict(most)
         self.is_over = False
         """Whether a job did not fit in addition to those before it."""
@@ -116,7 +116,7 @@ class Demand:
         return True
 
 
-def in_words(shapes: Sequence[NodeShape], unit: Unit) -> str:
+def describe_growth(shapes: Sequence[NodeShape], unit: Unit) -> str:
     """How far the cluster can grow, as part of a sentence."""
     ours = [str(shape) for shape in shapes if shape.unit == unit]
     none = f"the autoscaler has no nodes with {plural_of(unit)}"

@@ -70,7 +70,7 @@ class Nodes:
         clock; absent if not known."""
         self.drain_reasons: dict[str, str] = {}
         """The reason, as given by whoever drains the node."""
-        self.silent: set[str] = set()
+        self.unresponsive: set[str] = set()
         """Nodes whose daemon does not answer: nothing more is placed there until it does."""
         self.unswept: set[str] = set()
         """Nodes where finished jobs may have left something, since the daemon could not be notified."""
@@ -99,7 +99,7 @@ class Nodes:
 
     def keep_only(self, there: Collection[str]) -> None:
         """Forget all other nodes, which are gone: ids of nodes are never reused."""
-        for some in (self.at_rest, self.lost, self.draining, self.silent, self.unswept):
+        for some in (self.at_rest, self.lost, self.draining, self.unresponsive, self.unswept):
             some.intersection_update(there)
         for about in (self.leave_by, self.drain_reasons, self.problems, self.gpus):
             keep_keys(about, there)
@@ -107,7 +107,7 @@ class Nodes:
     @property
     def closed(self) -> set[str]:
         """Nodes where nothing more is placed."""
-        return self.lost | self.draining | self.silent | self.problems.keys()
+        return self.lost | self.draining | self.unresponsive | self.problems.keys()
 
     async def known(self) -> list[RayNode]:
         """All nodes that Ray knows, including dead ones and those without room for ranks."""
@@ -131,7 +131,7 @@ class Nodes:
         """Why no rank could be placed on any node, even if all were free; None if one could, or if a node can be
         added. Nodes that are being drained count: whoever drains them knows."""
         living = set(await self.living())
-        if living - self.silent - self.problems.keys() or self.shapes:
+        if living - self.unresponsive - self.problems.keys() or self.shapes:
             return None
         if living:
             return f"no rank can be placed: of {len(living)} nodes none has a daemon that can be reached"
@@ -141,7 +141,7 @@ class Nodes:
         """Units of `unit` of each living node, total and free. Nodes where nothing more is placed are left out unless
         `all_living`; on nodes whose daemon does not answer nothing is free."""
         nodes, free = await self._living(), await self._ray.read(self._free)
-        free = {node: units for node, units in free.items() if node not in self.silent | self.problems.keys()}
+        free = {node: units for node, units in free.items() if node not in self.unresponsive | self.problems.keys()}
         units = {
             node["NodeID"]: (int(node["Resources"].get(unit, 0)), int(free.get(node["NodeID"], {}).get(unit, 0)))
             for node in nodes

@@ -313,9 +313,9 @@ class ControlPlane:
         """A job was moved to PAUSING or PAUSED: wake its owner."""
         self._pass_on(job_id, self._pause)
 
-    def _pass_on(self, job_id: str, tell: Callable[[str], None]) -> None:
+    def _pass_on(self, job_id: str, send_to_owner: Callable[[str], None]) -> None:
         """Notify the owner of a job on the control plane's thread, or the control plane that owns the job."""
-        self._loop.call_soon_threadsafe(tell, job_id)
+        self._loop.call_soon_threadsafe(send_to_owner, job_id)
         if not self._owners.has(job_id):
             self._leases.wake_control_planes()
 
@@ -327,7 +327,7 @@ class ControlPlane:
         """Delete a final job and everything that belongs to it. Raises JobNotFound, JobNotFinal, JobBeingExported,
         FilesNotRemoved, StillRemoving, ClusterUnavailable."""
         paths, work = self._home_of_jobs.paths, self._file_work
-        return delete_job(self._store, paths, job_id, lambda: self._call(self._let_go(job_id)), work)
+        return delete_job(self._store, paths, job_id, lambda: self._call(self._release_job(job_id)), work)
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         """Delete a checkpoint and its files. Raises JobNotFound, CheckpointNotFound, CheckpointNeeded,
@@ -335,9 +335,9 @@ class ControlPlane:
         paths, work = self._home_of_jobs.paths, self._file_work
         return delete_checkpoint_in_time(self._store, paths, job_id, checkpoint_id, force, work)
 
-    async def _let_go(self, job_id: str) -> None:
+    async def _release_job(self, job_id: str) -> None:
         assert self._housekeeping is not None
-        await self._housekeeping.let_go(job_id)
+        await self._housekeeping.release_job(job_id)
         if self._archiver is not None:
             self._archiver.forget(job_id)
 

@@ -126,7 +126,7 @@ class Housekeeping:
             group.create_task(self._remove_expired_snapshots())
             group.create_task(IdleNodes(self._cluster, self.needing_memory).run())
             if self._retention is not None:
-                group.create_task(self._retention.run(store, self.let_go))
+                group.create_task(self._retention.run(store, self.release_job))
 
     async def _have_nodes_swept(self) -> None:
         """Have all nodes remove leftovers again: the last control plane may have died before they had done so."""
@@ -215,7 +215,7 @@ class Housekeeping:
         be retried, those between two gangs, and those that wait or are paused with a state that is in no checkpoint."""
         return await self._store.read_async(partial(_needing_memory, job_ids=job_ids))
 
-    async def let_go(self, job_id: str) -> None:
+    async def release_job(self, job_id: str) -> None:
         """Return once nothing of a final job is left on the cluster and no control plane owns it. Raises
         ClusterUnavailable."""
         async with self._leases.borrowed(job_id, RELEASE_SECONDS) as lease:  # its owner is about to leave

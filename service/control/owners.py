@@ -13,7 +13,7 @@ from manta.service.cluster.cluster import Cluster
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.job.owner import JobOwner
 from manta.service.job.report_writer import FirstStep
-from manta.service.leases.decisions import JobInBrief, LeaseLost
+from manta.service.leases.decisions import JobSummary, LeaseLost
 from manta.service.leases.held import HeldLease, Leases
 from manta.service.log_archive.archiver import LogArchiver
 from manta.service.log_archive.spool import Spool
@@ -49,7 +49,7 @@ class JobOwners:
         """Each owner, and the task in which it works."""
         self.lag = Lag(CLAIM_SECONDS)
         """How far this is behind in supervising all jobs."""
-        self._seen: dict[str, JobInBrief] = {}
+        self._seen: dict[str, JobSummary] = {}
         self._cluster: Cluster | None = None
         self._housekeeping: Housekeeping | None = None
 
@@ -127,7 +127,7 @@ class JobOwners:
         placing = self._housekeeping is not None and self._housekeeping.is_placing(job_id)
         return placing or self.leases.is_borrowed(job_id)
 
-    def _pass_on(self, job: JobInBrief, before: JobInBrief | None) -> None:
+    def _pass_on(self, job: JobSummary, before: JobSummary | None) -> None:
         owner, _ = self.by_job[job.id]
         if before is None or before.state != job.state:
             if job.state == JobState.CANCELLING:
@@ -177,5 +177,5 @@ class JobOwners:
             self._housekeeping.wake()
 
 
-def _queue(unfinished: Iterable[JobInBrief]) -> set[tuple[str, int]]:
+def _queue(unfinished: Iterable[JobSummary]) -> set[tuple[str, int]]:
     return {(job.id, job.priority) for job in unfinished if job.state == JobState.QUEUED}

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable, needs_traceback
-from manta.service.cluster.node_shapes import Demand, in_words
+from manta.service.cluster.node_shapes import Demand, describe_growth
 from manta.service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import fitting, resized, shapes_of, smallest
@@ -274,11 +274,11 @@ class Scheduler:
         if await self._never_fits(spec):
             if spec.layout.stage_accelerators is not None:
                 return "; which GPUs nodes of the autoscaler have is not known, so none are requested: start some"
-            return f"; that would be too little even with all that can be added: {in_words(shapes, unit)}"
+            return f"; that would be too little even with all that can be added: {describe_growth(shapes, unit)}"
         asked = await self._request_nodes(job, spec)
         if asked is None:
-            return f"; jobs that run take too much of what can be added: {in_words(shapes, unit)}"
-        return f"; nodes for {asked} of them are requested: {in_words(shapes, unit)}"
+            return f"; jobs that run take too much of what can be added: {describe_growth(shapes, unit)}"
+        return f"; nodes for {asked} of them are requested: {describe_growth(shapes, unit)}"
 
     async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:
         """`spec` with the requested number of replicas, or if `elastic` allows it in the largest layout that there is

@@ -63,7 +63,7 @@ class LaunchFailed(MantaError):
 
     def __init__(self, silent: Mapping[int, str]):
         """`silent`: by rank why its agent did not answer."""
-        self.silent = dict(silent)
+        self.unresponsive = dict(silent)
         rank, why = next(iter(silent.items()))
         others = f" and {len(silent) - 1} others" if len(silent) > 1 else ""
         super().__init__(f"rank {rank}{others} could not be launched ({why})")

@@ -42,7 +42,7 @@ async def plan_generation(job: JobContext, generation: int, where: Mapping[int, 
     """Store a plan of `generation`, whose ranks are at `where`: that of an earlier one with the same layout on such
     nodes, if there is one. Never raises."""
     try:
-        if await job.record.read(lambda session: plans.is_kept(session, job.id, generation)):
+        if await job.record.read(lambda session: plans.is_stored(session, job.id, generation)):
             return
         parallel = job.gang.layout.model_dump(mode="json")
         rank_nodes = await _nodes_of_ranks(job, where)
@@ -52,7 +52,7 @@ async def plan_generation(job: JobContext, generation: int, where: Mapping[int, 
         )
         known = await job.record.read(lambda session: plans.of_layout(session, job.id, parallel, on))
         plan = known or {"parallel": parallel, "on": on, **await _plan(job, rank_nodes)}
-        await job.record.write(lambda session: plans.keep(session, job.id, generation, plan))
+        await job.record.write(lambda session: plans.store(session, job.id, generation, plan))
     except Exception:
         log.exception("the plan of %s could not be stored", job.id)
 

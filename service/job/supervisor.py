@@ -418,7 +418,7 @@ class Supervisor:
         gang, everybody = self._gang, list(range(len(self._gang.agents)))
         why = (str(error).strip() or type(error).__name__).splitlines()[-1]
         if isinstance(error, LaunchFailed):
-            silent, why = list(error.silent), next(iter(error.silent.values()))
+            silent, why = list(error.unresponsive), next(iter(error.unresponsive.values()))
         else:
             answering = await describe_all(gang.by_rank)
             silent = [rank for rank in everybody if rank not in answering]

@@ -52,7 +52,7 @@ class RayMismatch(MantaError):
 
 
 @dataclass(frozen=True)
-class JobInBrief:
+class JobSummary:
     """A job that is not final, and which control plane owns it."""
 
     id: str
@@ -88,14 +88,14 @@ def lost(held: Collection[str], owned: Collection[str]) -> set[str]:
     return set(held) - set(owned)
 
 
-def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobInBrief]) -> set[str]:
+def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobSummary]) -> set[str]:
     """What is to be given back: according to the database a control plane owns it, but it does not know that, since it
     broke off while giving it back, and no control plane has to own it."""
     supervised = {job.id for job in jobs if job.state in SUPERVISED}
     return {name for name in owned if name not in held and name not in supervised}
 
 
-def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: int) -> list[str]:
+def to_claim(jobs: Sequence[JobSummary], held: Container[str], me: str, living: int) -> list[str]:
     """The jobs that `me`, one of `living` control planes, takes now: its share of those that no control plane owns, so
     that all living ones get some of a dead one's, and those that it owns according to the database without knowing
     it."""
@@ -105,7 +105,7 @@ def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: 
     return own + unowned[:share]
 
 
-def to_hand_over(jobs: Sequence[JobInBrief], me: str, living: Collection[str]) -> dict[str, str]:
+def to_hand_over(jobs: Sequence[JobSummary], me: str, living: Collection[str]) -> dict[str, str]:
     """By job, to which of these control planes, `me` among them, `me` gives it: if it has clearly more than another, to
     that one, until both have the same number. Only jobs that train and have nothing else going on."""
     counts = {plane: sum(job.owner == plane for job in jobs) for plane in living}

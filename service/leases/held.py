@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from manta.service.backoff import backoff
 from manta.service.leases import decisions
-from manta.service.leases.decisions import RENEW_SECONDS, JobInBrief, LeaseLost, LeaseUncertain
+from manta.service.leases.decisions import RENEW_SECONDS, JobSummary, LeaseLost, LeaseUncertain
 from manta.service.store import Store, leases
 from manta.service.store.database import until_done
 from manta.service.store.sqlite import SqliteDatabase
@@ -240,7 +240,7 @@ class Leases:
 
     async def refresh(
         self, is_busy: Callable[[str], bool] = lambda job: False
-    ) -> tuple[list[JobInBrief], dict[str, str]]:
+    ) -> tuple[list[JobSummary], dict[str, str]]:
         """All jobs that are not final, and by job to which control plane it is to be handed over. Leases that are no
         longer held are dropped; of the jobs that no control plane owns, this control plane's share is taken. `is_busy`:
         whether a job's lease is being taken at the moment, so that it will be held shortly; called on any thread."""
@@ -256,7 +256,7 @@ class Leases:
                 del self._held[name]
         self._checked_after_removal = removals
         self._wake_waiting()
-        known = _Known(self._held, self._claiming, is_busy)
+        known = _OwnLeases(self._held, self._claiming, is_busy)
         if decisions.strays(seen.owned, known, seen.jobs):
             await self._store.write_async(lambda session: self._release_strays(session, known))
         if not seen.has_expired_members and not decisions.to_claim(seen.jobs, known, self.me, len(seen.living)):
@@ -266,7 +266,7 @@ class Leases:
             self.hold(job, epoch)
         return jobs, {}
 
-    def _release_strays(self, session: Session, known: _Known) -> None:
+    def _release_strays(self, session: Session, known: _OwnLeases) -> None:
         strays = decisions.strays(leases.owned(session, self.me), known, leases.overview(session))
         leases.release_all(session, strays, self.me)
 
@@ -275,7 +275,7 @@ class Leases:
         owned = leases.owned(session, self.me)
         return _LeaseView(leases.overview(session), owned, leases.living(session), leases.well(session), died)
 
-    def _take(self, session: Session, known: _Known) -> tuple[list[JobInBrief], dict[str, int]]:
+    def _take(self, session: Session, known: _OwnLeases) -> tuple[list[JobSummary], dict[str, int]]:
         if not self.alone:
             leases.remove_dead(session)
         jobs = leases.overview(session)
@@ -284,7 +284,7 @@ class Leases:
         return jobs, {job: epoch for job, epoch in claims.items() if epoch is not None}
 
 
-class _Known:
+class _OwnLeases:
     """The names that are held or are being taken, evaluated at the time of each query."""
 
     def __init__(self, held: Mapping[str, HeldLease], claiming: Container[str], is_busy: Callable[[str], bool]):
@@ -296,7 +296,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class _LeaseView:
-    jobs: list[JobInBrief]
+    jobs: list[JobSummary]
     owned: set[str]
     living: list[str]
     well: list[str]

@@ -107,7 +107,7 @@ class LogArchiver:
     def source(self, job_id: str, fresh: bool = True) -> LogSource:
         """See `JobLogs`."""
         job, archived = self._jobs.get(job_id), self._archived.of(job_id)
-        if job is not None and job.spool.has_begun:
+        if job is not None and job.spool.has_started:
             return SpooledLog(job.spool, archived)
         archived.refresh(0.0 if fresh else STREAM_SECONDS)
         return LogFiles(log_folder(self._home, job_id)) if archived.is_empty else archived
@@ -117,9 +117,9 @@ class LogArchiver:
         job = self._jobs.get(job_id)
         if job is None:
             return int(time.monotonic() / VERSION_SECONDS)
-        return job.spool.has_begun, sizes_in(job.spool.folder)
+        return job.spool.has_started, sizes_in(job.spool.folder)
 
-    def is_whole(self, job_id: str) -> bool:
+    def is_complete(self, job_id: str) -> bool:
         """See `JobLogs`."""
         if job_id in self._jobs:
             return True
@@ -128,7 +128,7 @@ class LogArchiver:
 
     def open(self, job_id: str, lease: HeldLease) -> Spool:
         """From now on what the job prints is collected here, while it is owned here under this `lease`."""
-        self._let_go(job_id)
+        self._release_job(job_id)
         job = self._jobs[job_id] = self._job(job_id, lease)
         self._left.discard(job_id)
         with contextlib.suppress(OSError):  # without it, what a crash leaves is not looked for
@@ -145,10 +145,10 @@ class LogArchiver:
         will."""
         job = self._jobs.get(job_id)
         if job is not None and job.spool is spool and job.lease is not None:
-            self._let_go(job_id)
+            self._release_job(job_id)
             self._left.add(job_id)
 
-    def _let_go(self, job_id: str) -> None:
+    def _release_job(self, job_id: str) -> None:
         job = self._jobs.pop(job_id, None)
         if job is not None:
             job.spool.retire()
@@ -172,7 +172,7 @@ class LogArchiver:
 
     def forget(self, job_id: str) -> None:
         """Remove the job's log from this machine: all of it is stored, or the job is deleted."""
-        self._let_go(job_id)
+        self._release_job(job_id)
         self._left.discard(job_id)
         folder = log_folder(self._home, job_id)
         shutil.rmtree(folder, ignore_errors=True)
@@ -232,7 +232,7 @@ class LogArchiver:
         spool, writer, lease = job.spool, job.writer, job.lease
         if lease is None:
             return
-        if not spool.has_begun:
+        if not spool.has_started:
             writer.begin(lease.epoch)
             spool.begin(writer.segments)
         while chunks := spool.next_chunks(PART_BYTES):
@@ -257,7 +257,7 @@ class LogArchiver:
             if is_deleted:
                 self.forget(job_id)
             elif state in SUPERVISED:
-                self._let_go(job_id)
+                self._release_job(job_id)
             elif state is not None:
                 await self._archive_rest(job_id, is_final(state))
         except OSError:  # it stays, and is tried again
@@ -272,7 +272,7 @@ class LogArchiver:
         async with self._leases.borrowed(job_id) as lease:
             if lease is None:
                 return
-            self._let_go(job_id)
+            self._release_job(job_id)
             job = self._jobs[job_id] = self._job(job_id, lease)
             try:
                 async with asyncio.timeout(FINISH_SECONDS):

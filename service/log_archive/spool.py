@@ -58,7 +58,7 @@ class Spool:
             self.is_retired = True
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether it is known what is already stored."""
         return self._progress is not None
 

@@ -79,7 +79,7 @@ class JobLogs(Protocol):
         """A value that changes whenever there may be something new; returned without waiting."""
         ...
 
-    def is_whole(self, job_id: str) -> bool:
+    def is_complete(self, job_id: str) -> bool:
         """Whether everything that a finished job printed can be read. Raises LogsUnavailable."""
         ...
 
@@ -135,7 +135,7 @@ class LogsInHome:
         """See `JobLogs`."""
         return sizes_in(log_folder(self._home, job_id))
 
-    def is_whole(self, job_id: str) -> bool:
+    def is_complete(self, job_id: str) -> bool:
         """See `JobLogs`."""
         return True
 

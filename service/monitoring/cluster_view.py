@@ -88,7 +88,7 @@ def _state(nodes: Nodes, node: str) -> NodeState:
         return "lost"
     if node in nodes.draining:
         return "draining"
-    if node in nodes.silent:
+    if node in nodes.unresponsive:
         return "silent"
     return "problem" if node in nodes.problems else "ready"
 

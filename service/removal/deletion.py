@@ -76,14 +76,15 @@ class Deletion:
     """Files."""
 
 
-def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], None], work: FileWork) -> Deletion:
-    """Delete a final job. `let_go` returns when nothing of it is left on the cluster, including its snapshots in
+def delete_job(store: Store, paths: Paths, job_id: str, release_job: Callable[[], None], work: FileWork) -> Deletion:
+    """Delete a final job. `release_job` returns when nothing of it is left on the cluster, including its snapshots in
     memory; `work`: what its files are removed by.
 
-    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, StillRemoving, and whatever `let_go` raises.
+    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, StillRemoving, and whatever `release_job`
+    raises.
     """
     store.write(lambda session: deletion.begin(session, job_id))
-    let_go()
+    release_job()
     return delete_rest_in_time(store, paths, job_id, work)
 
 

@@ -69,16 +69,16 @@ class Retention:
         self._paths, self._retention_days, self._work, self._monotonic = paths, retention_days, work, monotonic
         self._seen = ConfirmedExpiry(CONFIRMED_SECONDS)
 
-    async def run(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
-        """Run until cancelled. `let_go` returns when nothing of a job is left on the cluster."""
+    async def run(self, store: Store, release_job: Callable[[str], Awaitable[None]]) -> None:
+        """Run until cancelled. `release_job` returns when nothing of a job is left on the cluster."""
         while True:
             try:
-                await self.check(store, let_go)
+                await self.check(store, release_job)
             except Exception:  # the jobs are still there: look again
                 log.exception("cannot check for jobs past their retention time")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def check(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
+    async def check(self, store: Store, release_job: Callable[[str], Awaitable[None]]) -> None:
         """Delete the jobs that are certain to be expired."""
         before = time.time() - self._retention_days * DAY_SECONDS
         expired = await store.read_async(partial(deletion.expired, before=before))
@@ -91,7 +91,7 @@ class Retention:
                         "%s is past its retention time, but its files are newer, or unreadable: it is retained", job_id
                     )
                     continue
-                await self._delete(store, job_id, before, let_go)
+                await self._delete(store, job_id, before, release_job)
             except (ClusterUnavailable, FilesNotRemoved, JobNotFound) as error:
                 log.warning("%s is past its retention time, but is not deleted yet: %s", job_id, error)
             except (NotFinished, StillRemoving) as error:
@@ -106,11 +106,13 @@ class Retention:
         look = partial(has_newer_files, self._paths, job_id, before)
         return await asyncio.to_thread(self._work.run, ("age", job_id), FILE_SECONDS, look)
 
-    async def _delete(self, store: Store, job_id: str, before: float, let_go: Callable[[str], Awaitable[None]]) -> None:
+    async def _delete(
+        self, store: Store, job_id: str, before: float, release_job: Callable[[str], Awaitable[None]]
+    ) -> None:
         why = f"it ended more than {self._retention_days:g} days ago (MANTA_JOBS_KEPT_DAYS)"
         begin = partial(deletion.begin_if_expired, job_id=job_id, before=before, why=why)
         if await store.write_async(begin):
-            await let_go(job_id)
+            await release_job(job_id)
             deleted = await asyncio.to_thread(delete_rest_in_time, store, self._paths, job_id, self._work)
             log.info("deleted %s: %s; %s", job_id, why, deleted)
 

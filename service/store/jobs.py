@@ -160,7 +160,7 @@ def queued(session: Session, before: Iterable[QueuedJob] = ()) -> list[QueuedJob
     return [known.get((job, at)) or QueuedJob(job, said.get(job) or "auto", at) for job, at in rows]
 
 
-def unfinished_in_brief(session: Session) -> list[Job]:
+def unfinished_summaries(session: Session) -> list[Job]:
     """All unfinished jobs in the order of their turn, with only id, name, state, step and steps, which the databases of
     all releases have."""
     brief = load_only(Job.id, Job.name, Job.state, Job.step, Job.steps, raiseload=True)

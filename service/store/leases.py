@@ -9,7 +9,7 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, bindparam, delete, select, text, update
 from sqlalchemy.orm import Session
 
-from manta.service.leases.decisions import LEASE_SECONDS, JobInBrief, LeaseLost, RayMismatch, is_claimable, is_over
+from manta.service.leases.decisions import LEASE_SECONDS, JobSummary, LeaseLost, RayMismatch, is_claimable, is_over
 from manta.service.states import UNFINISHED, JobState
 from manta.service.store.installation_tables import ControlPlaneRow, Lease
 from manta.service.store.locks import MEMBERS_LOCK
@@ -123,7 +123,7 @@ def wake_control_planes(session: Session) -> None:
         session.execute(text("SELECT pg_notify(:channel, '')"), {"channel": CHANNEL})
 
 
-def overview(session: Session) -> list[JobInBrief]:
+def overview(session: Session) -> list[JobSummary]:
     """All unfinished jobs, in the order of their turn."""
     query = (
         select(Job.id, Job.state, Job.wanted_replicas, Job.priority, ControlPlaneRow.id, Lease.epoch)
@@ -133,7 +133,7 @@ def overview(session: Session) -> list[JobInBrief]:
         .order_by(Job.priority.desc(), Job.id)
     )
     return [
-        JobInBrief(job, JobState(state), replicas, priority, owner, epoch or 0)
+        JobSummary(job, JobState(state), replicas, priority, owner, epoch or 0)
         for job, state, replicas, priority, owner, epoch in session.execute(query)
     ]
 

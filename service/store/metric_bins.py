@@ -115,7 +115,7 @@ def catch_up(session: Session, job: Job) -> bool:
     return until < complete
 
 
-def is_behind(newest: int, job: Job | Row[Any]) -> bool:
+def bins_lag(newest: int, job: Job | Row[Any]) -> bool:
     """Whether many rows of the job, whose newest step is `newest`, are in no bin: another release has stored them, or
     they were restored."""
     return job.binned_generation < job.generation or newest - job.binned_until > BATCH_STEPS

@@ -34,14 +34,14 @@ class StoredPlan:
     """`ratio`, `part` and `message`, if the measurement is far from the plan."""
 
 
-def keep(session: Session, job_id: str, generation: int, plan: dict[str, Any]) -> None:
+def store(session: Session, job_id: str, generation: int, plan: dict[str, Any]) -> None:
     """Store the plan of a generation."""
     row = session.get(Generation, (job_id, generation))
     if row is not None:
         row.data = {**row.data, PLAN: plan}
 
 
-def is_kept(session: Session, job_id: str, generation: int) -> bool:
+def is_stored(session: Session, job_id: str, generation: int) -> bool:
     """Whether there is a stored plan of a generation."""
     row = session.get(Generation, (job_id, generation))
     return row is not None and PLAN in row.data

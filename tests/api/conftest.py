@@ -109,7 +109,7 @@ class FakeControl:
 
     def delete(self, job_id: str) -> Deletion:
         return delete_job(
-            self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("let_go", job_id)), FileWork()
+            self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("release_job", job_id)), FileWork()
         )
 
     def waits(self, job_id: str) -> ObservedWaits:

@@ -125,7 +125,7 @@ class Theirs:
         of_step = planned(spec, Cluster(CpuNode(4, 2.0**33).machine(4), 1, 4))
         kept = {"parallel": spec.layout.model_dump(mode="json"), "planned": of_step, "problem": None}
         self.service.store.write(lambda session: generations.begin(session, self.job, "test", False))
-        self.service.store.write(lambda session: plans.keep(session, self.job, 1, kept))
+        self.service.store.write(lambda session: plans.store(session, self.job, 1, kept))
 
     def _submit(self):
         store = self.service.store

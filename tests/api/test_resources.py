@@ -308,7 +308,7 @@ def test_a_plan_stands_beside_what_steps_take(service):
         for step in range(1, 8)
     ]
     service.report(job["id"], rows)
-    service.control.store.write(lambda s: plans.keep(s, job["id"], 1, kept))
+    service.control.store.write(lambda s: plans.store(s, job["id"], 1, kept))
     shown = service.http.get(path).json()
     assert (shown["generation"], shown["parallel"], shown["problem"], shown["drift"]) == (1, parallel, None, None)
     assert sum(part["fraction"] for part in shown["planned"]["parts"]) == pytest.approx(1)
@@ -331,7 +331,7 @@ def test_a_plan_is_drawn_as_it_was_made(service):
 
     def keep(plan):
         kept = {"parallel": layout, "planned": plan, "problem": None}
-        service.control.store.write(lambda s: plans.keep(s, job["id"], 1, kept))
+        service.control.store.write(lambda s: plans.store(s, job["id"], 1, kept))
 
     keep(of_step)
     drawn = service.http.get(path)

@@ -57,10 +57,10 @@ class Script:
 
 def test_pauses_grow_and_begin_anew_with_each_answer(pauses):
     said = []
-    patient = RetryPolicy(tell=said.append, clock=lambda: 0.0)
-    assert patient.ask(Script(*[AWAY] * 7, refusal(503), "a")) == "a"
+    patient = RetryPolicy(notify=said.append, clock=lambda: 0.0)
+    assert patient.call(Script(*[AWAY] * 7, refusal(503), "a")) == "a"
     assert pauses == [0.25, 0.5, 1, 2, 4, 5, 5, 5]
-    assert patient.ask(Script(refusal(429), "b")) == "b"
+    assert patient.call(Script(refusal(429), "b")) == "b"
     assert pauses[8:] == [0.25]
     assert said == [f"{AWAY}; trying again", "not now; trying again"], "once each time that it is away"
 
@@ -69,14 +69,14 @@ def test_patience_ends():
     seconds = iter([0, 299, 300])
     asked = Script(AWAY, AWAY, refusal(503), "too late")
     with pytest.raises(ApiError, match="not now"):
-        RetryPolicy(300, clock=lambda: next(seconds)).ask(asked)
+        RetryPolicy(300, clock=lambda: next(seconds)).call(asked)
     assert asked.left == ["too late"]
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 422, 500])
 def test_refusals_are_no_matter_of_patience(pauses, status):
     with pytest.raises(ApiError):
-        RetryPolicy().ask(Script(refusal(status)))
+        RetryPolicy().call(Script(refusal(status)))
     assert pauses == []
 
 

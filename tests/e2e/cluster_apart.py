@@ -197,7 +197,7 @@ class ApartService(Manta):
         lost.power_off()
         *_, third = self.until("the third recovery", lambda: self.events(job, "recovered")[2:])
         assert third.data["steps_redone"] <= 2, "what the node had came from another node's memory"
-        self.let_go(job, 0)  # it still has the process that it had
+        self.release_job(job, 0)  # it still has the process that it had
         self.until_state(job, "SUCCEEDED")
         sources = {event.data["source"] for event in self.events(job, "recovered")}
         assert not sources & {"start", "checkpoint"}, (sources, self.story(job))

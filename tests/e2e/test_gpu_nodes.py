@@ -117,7 +117,7 @@ def test_node_that_is_to_be_left_gives_its_gpus_back_and_no_process_elsewhere_is
         rank for rank in range(4) if rank not in moved
     ]
     if 0 not in moved:
-        manta.let_go(job, 0)
+        manta.release_job(job, 0)
     ended = manta.until_state(job, "SUCCEEDED")
     assert (manta.curve(job), ended.generation, ended.restarts) == (clean, 2, 0)
     assert manta.events(job, "rank_lost") == []

@@ -96,7 +96,7 @@ def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, clu
     for job in (nowhere, fits):
         plane.submitted(job.id)
     plane._call(reached(lambda: plane._job(fits.id).state == "SUCCEEDED"))
-    assert plane._job(nowhere.id).state == "QUEUED" and cluster.nodes.silent == {"node_b"}
+    assert plane._job(nowhere.id).state == "QUEUED" and cluster.nodes.unresponsive == {"node_b"}
     sick.left = [fits.id]  # it could not be notified that the job is over
     plane._loop.call_soon_threadsafe(held.set)
     plane._call(reached(lambda: plane._job(nowhere.id).state == "SUCCEEDED"))

@@ -45,11 +45,11 @@ def types_of(store, job_id):
 def test_files_and_rows_go_once_the_cluster_holds_nothing(store, paths, job):
     seen = []
 
-    def let_go():
+    def release_job():
         with store.read() as session:
             seen.append((jobs.get(session, job).deletion_began_at is not None, paths.job_folder(job).exists()))
 
-    deleted = delete_job(store, paths, job, let_go, FileWork())
+    deleted = delete_job(store, paths, job, release_job, FileWork())
     assert seen == [(True, True)], "marked, and nothing removed yet"
     assert deleted.files == RemovedFiles(checkpoints=2, logs=1, bytes=210)
     assert (deleted.rows["jobs"], deleted.rows["events"], deleted.rows["metrics"]) == (1, 4, 0)
@@ -109,7 +109,7 @@ def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, 
     assert delete_job(store, paths, job, lambda: None, FileWork()).rows["jobs"] == 1
 
 
-@pytest.mark.parametrize("moment", ["let_go", "rmtree", "delete_metrics_batch", "end"])
+@pytest.mark.parametrize("moment", ["release_job", "rmtree", "delete_metrics_batch", "end"])
 def test_whoever_is_killed_in_between_leaves_a_job_that_can_be_deleted_again(store, paths, job, monkeypatch, moment):
     class Killed(BaseException):
         pass
@@ -118,10 +118,10 @@ def test_whoever_is_killed_in_between_leaves_a_job_that_can_be_deleted_again(sto
         raise Killed
 
     with monkeypatch.context() as patch:
-        if moment != "let_go":
+        if moment != "release_job":
             patch.setattr(deletion.shutil if moment == "rmtree" else deletion.deletion, moment, killed)
         with pytest.raises(Killed):
-            delete_job(store, paths, job, killed if moment == "let_go" else lambda: None, FileWork())
+            delete_job(store, paths, job, killed if moment == "release_job" else lambda: None, FileWork())
     with store.read() as session:
         assert jobs.get(session, job).deletion_began_at is not None, "it says so"
     delete_job(store, paths, job, lambda: None, FileWork())

@@ -136,13 +136,13 @@ def test_job_that_ended_long_ago_is_deleted_with_what_it_holds_where_that_was_as
     old, young, let_go_of = submit(), submit(), []
     for job in (old, young):
         finish(store, job)
-    let_go = housekeeping.Housekeeping.let_go
+    release_job = housekeeping.Housekeeping.release_job
 
     async def noted(self, job_id):
-        await let_go(self, job_id)
+        await release_job(self, job_id)
         let_go_of.append((job_id, cluster.daemons._daemon("node_a").ended_jobs[-1]))
 
-    monkeypatch.setattr(housekeeping.Housekeeping, "let_go", noted)
+    monkeypatch.setattr(housekeeping.Housekeeping, "release_job", noted)
 
     def age(session):
         jobs.get(session, old.id).finished_at -= 31 * retention.DAY_SECONDS

@@ -8,7 +8,7 @@ import pytest
 
 from manta.service.control.owners import CLAIM_SECONDS, JobOwners
 from manta.service.job.context import DEFAULT_MEMORY_SECONDS
-from manta.service.leases.decisions import JobInBrief
+from manta.service.leases.decisions import JobSummary
 from manta.service.states import JobState
 from tests.service.support.virtual_time import in_virtual_time
 
@@ -54,7 +54,7 @@ def made(*answers):
 
 
 def job(state=JobState.RUNNING, wanted_replicas=None):
-    return JobInBrief("job_1", state, wanted_replicas, 0, "me", 1)
+    return JobSummary("job_1", state, wanted_replicas, 0, "me", 1)
 
 
 @pytest.fixture

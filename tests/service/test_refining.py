@@ -148,7 +148,7 @@ def store_sample(store, job_id, stragglers, generation=1, at=1.0):
 
 def keep(store, job_id, generation, planned):
     plan = {"parallel": {}, "planned": planned, "problem": None}
-    store.write(lambda session: plans.keep(session, job_id, generation, plan))
+    store.write(lambda session: plans.store(session, job_id, generation, plan))
 
 
 def test_each_job_counts_once_with_the_newest_that_was_measured(trained, store):

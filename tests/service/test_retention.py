@@ -44,12 +44,12 @@ def check(store, paths, clock):
     """Looks once, so many seconds after the last time; the jobs that the cluster let go of since the start."""
     kept, let_go_of = Retention(paths, DAYS, FileWork(), lambda: clock[0]), []
 
-    async def let_go(job_id):
+    async def release_job(job_id):
         let_go_of.append(job_id)
 
-    def once(later=0.0, let_go=let_go):
+    def once(later=0.0, release_job=release_job):
         clock[0] += later
-        asyncio.run(kept.check(store, let_go))
+        asyncio.run(kept.check(store, release_job))
         return let_go_of
 
     return once
@@ -209,7 +209,7 @@ def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
     monkeypatch.setattr(retention, "POLL_SECONDS", 0.001)
     looks = []
 
-    async def check(_store, _let_go):
+    async def check(_store, _release_job):
         looks.append(1)
         if len(looks) < 3:
             raise RuntimeError("the database is away")

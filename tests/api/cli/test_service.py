@@ -106,7 +106,7 @@ def test_a_ray_that_does_not_answer_is_waited_for_where_it_did_before_or_is_to_c
     manta, monkeypatch, options, again, patient
 ):
     waits = []
-    monkeypatch.setattr(server, "serve", lambda *arguments, patient: waits.append(patient))
+    monkeypatch.setattr(server, "serve", lambda *arguments, wait_for_ray: waits.append(wait_for_ray))
     monkeypatch.setattr(service, "restart_when_ended_by_ray", lambda run, service_file: run(again))
     monkeypatch.setattr(server, "configure_logging", lambda: None)
     manta("serve", "--ray", "there:6379", *options)

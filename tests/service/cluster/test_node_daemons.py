@@ -331,7 +331,7 @@ def test_new_daemon_is_given_longer_than_one_that_stands_or_has_not_answered(mad
         del actors["sick"]
         await daemons.of("sick")
         del actors["sick"]
-        nodes.silent.add("sick")
+        nodes.unresponsive.add("sick")
         await daemons.of("sick")
 
     asyncio.run(body())

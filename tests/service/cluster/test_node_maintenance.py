@@ -111,7 +111,7 @@ def test_node_that_goes_before_it_has_answered_is_waited_for_no_more(cluster, mo
         await until(lambda: "a" in cluster.peak_flops and "b" in care._tasks)
         cluster.nodes.lost.add("b")
         await care.first_answers()
-        assert cluster.nodes.silent == set(), "all that are there have answered"
+        assert cluster.nodes.unresponsive == set(), "all that are there have answered"
 
     cared(cluster, story)
 
@@ -121,7 +121,7 @@ def test_whoever_places_jobs_is_told_when_a_node_answers_again(cluster):
     cluster.daemons.silent.add("b")
 
     async def story(care, until):
-        await until(lambda: cluster.nodes.silent == {"b"} and "a" in cluster.peak_flops)
+        await until(lambda: cluster.nodes.unresponsive == {"b"} and "a" in cluster.peak_flops)
         assert calls == [], "the other one has answered all along"
         cluster.daemons.silent.discard("b")
         await until(lambda: "b" in cluster.peak_flops)
@@ -194,7 +194,7 @@ def test_start_goes_on_as_soon_as_every_node_has_answered(cluster, monkeypatch):
 
     async def story(care, until):
         await care.first_answers()
-        return set(care._tasks), cluster.nodes.silent
+        return set(care._tasks), cluster.nodes.unresponsive
 
     assert cared(cluster, story) == ({"a", "b"}, set())
 
@@ -225,12 +225,12 @@ def test_operator_is_told_once_of_each_time_that_a_node_falls_silent(cluster, ca
         for times in (1, 2):
             cluster.daemons.silent.add("b")
             cluster.nodes.unswept.add("b")
-            await until(lambda: "b" in cluster.nodes.silent)
+            await until(lambda: "b" in cluster.nodes.unresponsive)
             for _ in range(50):
                 await asyncio.sleep(0)
             assert caplog.text.count("node b is excluded from placement until a daemon") == times
             cluster.daemons.silent.discard("b")
-            await until(lambda: not cluster.nodes.silent and not cluster.nodes.unswept)
+            await until(lambda: not cluster.nodes.unresponsive and not cluster.nodes.unswept)
             assert caplog.text.count("the daemon of node b responds again") == times
         assert "node a" not in caplog.text
 

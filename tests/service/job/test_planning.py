@@ -99,6 +99,6 @@ def test_whatever_goes_wrong_is_a_sentence_and_nothing_else(job, monkeypatch):
     monkeypatch.setattr(planning, "planned", broken)
     kept = plan(job)
     assert (kept.plan["planned"], "ZeroDivisionError" in kept.plan["problem"]) == (None, True)
-    monkeypatch.setattr(plans, "keep", broken)
+    monkeypatch.setattr(plans, "store", broken)
     job.record.store.write(lambda s: generations.begin(s, job.id, "rank_died", True))
     assert plan(job, 3).generation == 1

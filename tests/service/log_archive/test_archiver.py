@@ -146,7 +146,7 @@ def test_store_that_is_away_when_a_job_is_taken_over_loses_no_line(make_plane, w
     agent.prints("new")
     agent.reports_to(second)
     second.keep()
-    assert not second.spool.has_begun
+    assert not second.spool.has_started
     wire.meddle = lambda head: None
     second.keep()
     assert second.texts(job) == make_plane(wired_bucket).texts(job) == ["kept", "not kept", "new"]
@@ -178,12 +178,12 @@ def test_job_that_is_over_is_read_from_the_store_alone_in_one_part(make_plane, b
         agent.prints(f"{number}")
         agent.reports_to(mine)
         mine.keep()
-    assert not other.archiver.is_whole(job) and mine.archiver.is_whole(job)
+    assert not other.archiver.is_complete(job) and mine.archiver.is_complete(job)
     mine.texts(job)
     to_state(*RUNNING, JobState.SUCCEEDED)
     mine.finish(job)
     assert mine.texts(job) == other.texts(job) == [f"{number}" for number in range(5)]
-    assert other.archiver.is_whole(job) and mine.archiver.is_whole(job)
+    assert other.archiver.is_complete(job) and mine.archiver.is_complete(job)
     assert mine.files(job) == [] and not (mine.home / "jobs" / job).exists()
     assert parts_of(bucket, job) == ["000000001-000000006-000001-end.part"]
 
@@ -217,7 +217,7 @@ def test_what_a_job_has_printed_last_is_kept_later_and_by_the_next_process_too(
     later = first if process == "the same" else make_plane(wired_bucket, first.home)
     wire.meddle = lambda head: None
     later.go_on(lambda: not (first.home / "jobs" / job).exists())
-    assert other.texts(job) == later.texts(job) == ["last"] and other.archiver.is_whole(job)
+    assert other.texts(job) == later.texts(job) == ["last"] and other.archiver.is_complete(job)
 
 
 def test_files_of_a_job_that_another_one_looks_after_go_when_it_is_over(make_plane, shared, job, to_state):
@@ -249,7 +249,7 @@ def test_job_that_is_tried_again_goes_on_with_its_log(make_plane, shared, job, t
     again.reports_to(second)
     second.keep()
     assert first.texts(job) == second.texts(job) == ["first try", "second try"]
-    assert not first.archiver.is_whole(job)
+    assert not first.archiver.is_complete(job)
 
 
 def test_small_parts_become_larger_ones_while_the_job_runs_and_is_read(make_plane, bucket, job, monkeypatch):

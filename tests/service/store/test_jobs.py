@@ -209,7 +209,7 @@ def test_unfinished_jobs_can_be_read_from_the_database_of_another_release(store,
     for column in ("submitted", "not_default", "deletion_began_at"):
         store.write(lambda session, column=column: session.execute(text(f"ALTER TABLE jobs DROP COLUMN {column}")))
     with store.read() as session:
-        in_brief = jobs.unfinished_in_brief(session)
+        in_brief = jobs.unfinished_summaries(session)
     assert [(job.id, job.name, job.state, job.step, job.steps) for job in in_brief] == [
         (second.id, "small", "QUEUED", 0, 10),
         (first.id, "small", "QUEUED", 0, 10),

@@ -402,9 +402,9 @@ class FakeDaemons:
         await self.hang.get(node, asyncio.sleep)(0)
         answers = node not in self.silent
         if answers:
-            self._nodes.silent.discard(node)
+            self._nodes.unresponsive.discard(node)
             return self._daemon(node)
-        self._nodes.silent.add(node)
+        self._nodes.unresponsive.add(node)
         self._nodes.unswept.add(node)
         return None
 
