@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
 RESTORE_SECONDS = 1.0
-"""Between two looks whether the files in the home that others need are still there."""
+"""Between two checks whether the files in the home that others need are still there."""
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept: longer than any client or load balancer would use it again (httpx 5 s, AWS's
 60 s). A request that meets its connection's end is lost, and its sender cannot know whether it was carried out."""

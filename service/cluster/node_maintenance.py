@@ -25,7 +25,7 @@ IDLE_POLL_SECONDS = 2.0
 
 
 class NodeMaintenance:
-    """Looks after all nodes, including those that join later."""
+    """Maintains all nodes, including those that join later."""
 
     def __init__(
         self,
@@ -146,12 +146,12 @@ class IdleNodes:
         while self._cluster.nodes.shapes:
             try:
                 await self.check(time.monotonic())
-            except Exception as error:  # from Ray or the database: look again
+            except Exception as error:  # from Ray or the database: check again
                 log.error("idle nodes could not be checked: %s", error, exc_info=needs_traceback(error))
             await asyncio.sleep(IDLE_POLL_SECONDS)
 
     async def check(self, now: float) -> None:
-        """One look, at time `now` of the monotonic clock."""
+        """One check, at time `now` of the monotonic clock."""
         nodes, daemons = self._cluster.nodes, self._cluster.daemons
         idle = await nodes.autoscaled_nodes() & await nodes.unused() - nodes.at_rest - nodes.lost
         self._since = {node: self._since.get(node, now) for node in idle}

@@ -28,7 +28,7 @@ from manta.workers.protocol.messages import Heartbeat
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
-# Silence that is worth a look; together with CONNECT_SECONDS it is how long an unreachable machine goes unnoticed.
+# Silence that triggers a check; together with CONNECT_SECONDS it is how long an unreachable machine goes unnoticed.
 HEARTBEAT_TIMEOUT_SECONDS = 1.5
 # Long enough for the kernel's second attempt, one second after a lost first packet.
 CONNECT_SECONDS = 1.2

@@ -39,18 +39,18 @@ class _DataCheck:
     """The paths that the job names."""
     answer: asyncio.Future[str | None]
     is_brief: bool
-    """Whether any file systems were silent when the look began."""
+    """Whether any file systems were unresponsive when the check began."""
     began: float = field(default_factory=time.monotonic)
 
     @property
     def is_silent(self) -> bool:
-        """Whether the look has no answer although the job has had its turn."""
+        """Whether the check is unanswered although the job has had its turn."""
         turn = POLL_SECONDS if self.is_brief else TURN_SECONDS
         return not self.answer.done() and time.monotonic() - self.began >= turn
 
 
 class DataChecks:
-    """At most one look at a time for each job, and none at files that are known to be silent."""
+    """At most one check at a time for each job, and none of files that are known to be unresponsive."""
 
     def __init__(self, check: Check):
         self._check = check
@@ -72,7 +72,7 @@ class DataChecks:
         return data_check.answer.result()
 
     def _start(self, job_id: str, spec: JobSpec) -> _DataCheck:
-        """Raises DataTimeout if another job's look at the same files is unanswered."""
+        """Raises DataTimeout if another job's check of the same files is unanswered."""
         paths = frozenset(named_paths(spec).values())
         silent = [each for each in self._under_way.values() if each.is_silent]
         if any(each.paths == paths for each in silent):

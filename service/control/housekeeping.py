@@ -96,7 +96,7 @@ class Housekeeping:
             self._work.cancel()
 
     async def run(self, maintenance: NodeMaintenance) -> None:
-        """Run until cancelled. `maintenance`: looks after the nodes, on which jobs are placed only once they had time
+        """Run until cancelled. `maintenance`: of the nodes, on which jobs are placed only once they had time
         to answer."""
         try:
             while True:

@@ -80,7 +80,7 @@ class JobOwners:
         self._own(job.id, generation)
 
     async def run(self) -> None:
-        """Look after all owners until cancelled: regularly, and whenever another control plane announces a change."""
+        """Supervise all owners until cancelled: regularly, and whenever another control plane announces a change."""
         said = ""
         while True:
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Admission: looks at queued jobs in order, checks their data, and places the ones that fit.
+"""Admission: checks queued jobs in order, and their data, and places the ones that fit.
 
 Strictly first come, first served within a priority: a job that fits the cluster, but not now, holds back those behind
 it that take the same resource (GPUs, or slots), so that small jobs cannot starve large ones. A job that the cluster
@@ -47,7 +47,7 @@ RETRY_SECONDS = 60.0
 
 
 class PlacementDecision(Enum):
-    """Result of a look at a queued job."""
+    """What the scheduler has decided about a queued job."""
 
     DONE = "it is placed, or no longer queued"
     SKIPS = "it waits, and those behind it do not wait for it"
@@ -76,7 +76,7 @@ class Scheduler:
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._data_checks = DataChecks(self._check_data)
         self._queue: list[jobs.QueuedJob] = []
-        """The queue as of the last look."""
+        """The queue as of the last check."""
         self._valid_data: set[str] = set()
         """Queued jobs whose data was fine when they first had their turn: it is checked again before they are placed,
         and not every second until then."""
@@ -85,9 +85,9 @@ class Scheduler:
         for which job and cluster."""
         self._wake = asyncio.Event()
         self.lag = Lag()
-        """How long something in the queue has waited for a look."""
+        """How long something in the queue has waited for a check."""
         self._demand: Demand | None = None
-        """What the jobs that wait in this look at the queue need; None: no look in progress, or no autoscaler."""
+        """What the jobs that wait in this check of the queue need; None: no check in progress, or no autoscaler."""
         self.not_released: Collection[str] = ()
         """Jobs that held something before they were queued which cannot be released yet."""
         self.placing: set[str] = set()
@@ -115,7 +115,7 @@ class Scheduler:
                 self.lag.done()
             except LeaseLost:
                 raise
-            except Exception as error:  # the owner of all queued jobs must not end: look again in a moment
+            except Exception as error:  # the owner of all queued jobs must not end: check again in a moment
                 log.error("checking the queue failed: %s", error, exc_info=needs_traceback(error))
                 waiting = True
             with contextlib.suppress(TimeoutError):
@@ -300,7 +300,7 @@ class Scheduler:
         await self._report_waiting_reason(job, waiting_for, reason, why)
 
     async def _report_waiting_reason(self, job: Job, waiting_for: dict[str, Any] | None, reason: str, why: str) -> None:
-        """Have the job say why it waits, unless it says so already: it was read in this look at the queue."""
+        """Have the job say why it waits, unless it says so already: it was read in this check of the queue."""
         if (job.waiting_for, job.reason, job.message) != (waiting_for, reason, why):
             await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, reason, why))
 

@@ -228,8 +228,8 @@ class Leases:
             del self._held[lease.name]
 
     def wake_control_planes(self) -> None:
-        """Make other control planes look at once at what was written. Any thread may call it; it does not wait, since
-        they look soon anyway."""
+        """Make other control planes check immediately what was written. Any thread may call it; it does not wait, since
+        they check soon anyway."""
         if not self.alone:
             self._store.write_later(leases.wake_control_planes)
 

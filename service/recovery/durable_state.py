@@ -92,7 +92,7 @@ def hold_sentence(job_id: str, step: int, problem: str, older: bool, has_snapsho
 
 
 def hold_seconds(holds: int) -> float:
-    """How long to wait before looking again after `holds` unsuccessful looks."""
+    """How long to wait before the next check after `holds` unsuccessful ones."""
     return backoff_after(holds, INITIAL_HOLD_SECONDS, MAX_HOLD_SECONDS)
 
 

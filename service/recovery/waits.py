@@ -74,7 +74,7 @@ class RankView:
     def _with_device(self, device: DeviceRecord) -> RankView:
         known = replace(self, on_device=True, counts=device.counts, waits_for=None)
         if not device.fresh or device.channel is None:
-            return known  # the wait seen at the last look may be over
+            return known  # the wait seen in the last view may be over
         if device.waits_for is not None:
             return replace(known, waits_for=device.waits_for)
         return replace(known, waits_in=(AXES[device.channel], device.number))
@@ -94,7 +94,7 @@ class Verdict:
 
 
 def find_culprits(views: Sequence[RankView], group: Group) -> Verdict:
-    """Which ranks block the job, according to one look at all of them, in the order of ranks."""
+    """Which ranks block the job, according to one view of each rank, in the order of ranks."""
     overdue = [view for view in views if view.overdue]
     if not overdue:
         return Verdict("nobody")

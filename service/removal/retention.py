@@ -1,9 +1,9 @@
 """Deletes jobs that ended long ago, if the service is configured to keep them only for a limited time.
 
 No clock, no backup and no file system may cause the deletion of something that is not old. So a job is deleted only
-when every look during an hour of the monotonic clock has found it expired (the wall clock may be set), and when nothing
-in its folder was written later than that (a restored database may not know what the job has done since); what cannot be
-read does not count as old.
+when every check during an hour of the monotonic clock has found it expired (the wall clock may be set), and when
+nothing in its folder was written later than that (a restored database may not know what the job has done since); what
+cannot be read does not count as old.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ POLL_SECONDS = 600.0
 CONFIRMED_SECONDS = 3600.0
 """How long a job must have been found expired, by a clock that cannot be set."""
 JOBS_PER_CHECK = 200
-"""How many jobs one look deletes, those that ended first; a job that cannot be deleted is tried again an hour later."""
+"""How many jobs one check deletes, those that ended first; a job that cannot be deleted is tried again an hour
+later."""
 MAX_UNRESPONSIVE = 2
-"""After so many jobs whose files do not answer, the others wait for the next look: each may keep a thread."""
+"""After so many jobs whose files do not answer, the others wait for the next check: each may keep a thread."""
 DAY_SECONDS = 86400.0
 
 
 @dataclass
 class ConfirmedExpiry:
-    """Which jobs every look has found expired, and since when."""
+    """Which jobs every check has found expired, and since when."""
 
     seconds: float
     """How long they must have been expired."""
     _since: dict[str, float] = field(default_factory=dict)
 
     def confirmed(self, expired: Collection[str], now: float, most: int | None = None) -> list[str]:
-        """The first `most` of the jobs that are expired now and have been so in every look for `seconds`; each is
+        """The first `most` of the jobs that are expired now and have been so in every check for `seconds`; each is
         returned once in that time. `now`: seconds of a monotonic clock."""
         self._since = {job: self._since.get(job, now) for job in expired}
         long_enough = [job for job, since in self._since.items() if now - since >= self.seconds][:most]
@@ -54,7 +55,7 @@ class ConfirmedExpiry:
         return long_enough
 
     def put_back(self, jobs: Iterable[str], now: float) -> None:
-        """Take back jobs that were returned, but not tried: the next look returns them if it finds them expired."""
+        """Take back jobs that were returned, but not tried: the next check returns them if it finds them expired."""
         self._since.update((job, now - self.seconds) for job in jobs)
 
 
@@ -74,7 +75,7 @@ class Retention:
         while True:
             try:
                 await self.check(store, release_job)
-            except Exception:  # the jobs are still there: look again
+            except Exception:  # the jobs are still there: check again
                 log.exception("cannot check for jobs past their retention time")
             await asyncio.sleep(POLL_SECONDS)
 

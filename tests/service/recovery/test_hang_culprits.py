@@ -244,7 +244,7 @@ def test_those_of_whom_the_culprits_are_chosen_are_named_in_order():
 
 
 @pytest.mark.parametrize(
-    ("looks", "why"),
+    ("views", "why"),
     [
         (
             [RankView(0, overdue=True, waits_for=1), RankView(1, overdue=True)],

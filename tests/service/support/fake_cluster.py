@@ -39,7 +39,7 @@ class FakeNodes:
         self.draining: set[str] = set()
         self.leave_by: dict[str, float] = {}
         self.drain_reasons: dict[str, str] = {}
-        self.silent: set[str] = set()
+        self.unresponsive: set[str] = set()
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
         self.gpus: dict[str, GpuReadings] = {}
@@ -54,7 +54,7 @@ class FakeNodes:
 
     @property
     def closed(self):
-        return self.lost | self.draining | self.silent | self.problems.keys()
+        return self.lost | self.draining | self.unresponsive | self.problems.keys()
 
     drain, cancel_drain, problem_of_all = Nodes.drain, Nodes.cancel_drain, Nodes.problem_of_all
 

@@ -26,7 +26,7 @@ class OneNode:
     def __init__(self):
         self.nodes = self.daemons = self
         self.lost, self.draining, self.at_rest, self.failed = set(), set(), set(), []
-        self.silent, self.unswept = set(), set()
+        self.unresponsive, self.unswept = set(), set()
         self.leave_by, self.drain_reasons, self.problems, self.gpus = {}, {}, {}, {}
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
