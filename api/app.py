@@ -44,7 +44,7 @@ from manta.api.security.auditing import Audit
 from manta.api.security.credentials import Identities
 from manta.api.security.identification import Identification
 from manta.api.security.rate_limits import CallerLimits
-from manta.api.security.request_guard import RequestGuard, TellVersion
+from manta.api.security.request_guard import RequestGuard, VersionHeader
 from manta.api.streams.changes import Changes, StateWaits, StoredVersions
 from manta.api.threads import ReadThreads
 from manta.service.settings import RequestLimits
@@ -129,8 +129,8 @@ def create_app(
         limits=state.limits,
         audit=Audit(lambda: control.store),
     )
-    app.add_middleware(problems.AnswerFailures)
-    app.add_middleware(TellVersion)
+    app.add_middleware(problems.FailureResponses)
+    app.add_middleware(VersionHeader)
     app.add_middleware(RequestTimer, registry=registry)
     problems.install(app)
     for resource in _RESOURCES:

@@ -45,30 +45,30 @@ MAX_SPARKLINES_BYTES = 8 * 2**20
 """Bytes of some 10,000 jobs."""
 
 
-class KeptAnswers(Generic[Question, Answer]):
+class AnswerCache(Generic[Question, Answer]):
     """The most recently made answers. May be used by many threads."""
 
-    def __init__(self, most_bytes: int):
-        """`most_bytes`: maximum size; the oldest answers are removed first."""
-        self._most_bytes = most_bytes
-        self._kept: OrderedDict[Question, tuple[Answer, int]] = OrderedDict()
+    def __init__(self, max_bytes: int):
+        """`max_bytes`: maximum size; the oldest answers are removed first."""
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[Question, tuple[Answer, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def get(self, question: Question) -> Answer | None:
         """The answer, if it is kept."""
         with self._lock:
-            kept = self._kept.get(question)
+            kept = self._entries.get(question)
         return None if kept is None else kept[0]
 
-    def keep(self, question: Question, answer: Answer, size: int) -> None:
+    def put(self, question: Question, answer: Answer, size: int) -> None:
         """Keep an answer of `size` bytes, replacing an earlier one."""
         with self._lock:
-            _, replaced = self._kept.pop(question, (None, 0))
-            self._kept[question] = answer, size
+            _, replaced = self._entries.pop(question, (None, 0))
+            self._entries[question] = answer, size
             self._bytes += size - replaced
-            while self._bytes > self._most_bytes:
-                _, (_, oldest) = self._kept.popitem(last=False)
+            while self._bytes > self._max_bytes:
+                _, (_, oldest) = self._entries.popitem(last=False)
                 self._bytes -= oldest
 
 
@@ -78,7 +78,7 @@ class RenderedJob:
 
     row: JobRow
     """The job's row in the database when it was rendered."""
-    good_until: float
+    valid_until: float
     """How long it is valid while the row is the same, by the monotonic clock."""
     etag: str
     """The job's `etag`."""
@@ -93,15 +93,15 @@ class RenderedJobs:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._kept: OrderedDict[str, RenderedJob] = OrderedDict()
-        self._kept_bytes = 0
+        self._entries: OrderedDict[str, RenderedJob] = OrderedDict()
+        self._cached_bytes = 0
         self._lock = threading.Lock()
 
     def one(self, store: Store, job_id: str) -> RenderedJob:
         """A job. Raises JobNotFound."""
         with store.read_once() as connection:
             row = job_rows.one(connection, job_id)
-        kept = self._good([row], self._clock()).get(job_id)
+        kept = self._valid([row], self._clock()).get(job_id)
         if kept is not None:
             return kept
         with store.read_rows() as connection:
@@ -114,49 +114,49 @@ class RenderedJobs:
 
     def _rendered(self, connection: Connection, rows: Sequence[JobRow]) -> list[RenderedJob]:
         now = self._clock()
-        good = self._good(rows, now)
+        good = self._valid(rows, now)
         stale = {row.id: row for row in rows if row.id not in good}
         if stale:
             new = {
                 job.id: RenderedJob(
                     stale[job.id],
-                    _good_until(job, now),
+                    _valid_until(job, now),
                     job.etag or "",
                     job.model_dump_json().encode(),
                     job.model_copy(update={"spec": {}}).model_dump_json().encode(),
                 )
                 for job in views.job_views(connection, job_rows.understood(connection, stale))
             }
-            self._keep(new)
+            self._store(new)
             good |= new
         return [good[row.id] for row in rows]
 
-    def _good(self, rows: Sequence[JobRow], now: float) -> dict[str, RenderedJob]:
+    def _valid(self, rows: Sequence[JobRow], now: float) -> dict[str, RenderedJob]:
         """Cached jobs of these that are still valid."""
         with self._lock:
-            kept = [self._kept.get(row.id) for row in rows]
+            kept = [self._entries.get(row.id) for row in rows]
         return {
             row.id: job
             for row, job in zip(rows, kept, strict=True)
-            if job is not None and job.row == row and now < job.good_until
+            if job is not None and job.row == row and now < job.valid_until
         }
 
-    def _keep(self, new: dict[str, RenderedJob]) -> None:
+    def _store(self, new: dict[str, RenderedJob]) -> None:
         with self._lock:
             for job_id, job in new.items():
-                replaced = self._kept.pop(job_id, None)
-                self._kept[job_id] = job
-                self._kept_bytes += _bytes_of(job) - (0 if replaced is None else _bytes_of(replaced))
-            while self._kept_bytes > MAX_JOBS_BYTES:
-                _, oldest = self._kept.popitem(last=False)
-                self._kept_bytes -= _bytes_of(oldest)
+                replaced = self._entries.pop(job_id, None)
+                self._entries[job_id] = job
+                self._cached_bytes += _bytes_of(job) - (0 if replaced is None else _bytes_of(replaced))
+            while self._cached_bytes > MAX_JOBS_BYTES:
+                _, oldest = self._entries.popitem(last=False)
+                self._cached_bytes -= _bytes_of(oldest)
 
 
 def _bytes_of(job: RenderedJob) -> int:
     return len(job.body) + len(job.brief)
 
 
-def _good_until(job: schemas.Job, now: float) -> float:
+def _valid_until(job: schemas.Job, now: float) -> float:
     over_for = 0.0 if job.finished_at is None else (datetime.now(UTC) - job.finished_at).total_seconds()
     return math.inf if over_for > SETTLED_SECONDS else now + FRESH_SECONDS
 
@@ -165,7 +165,7 @@ def _good_until(job: schemas.Job, now: float) -> float:
 class _RenderedPage:
     rows: str
     """The jobs' rows when the page was rendered, as text."""
-    good_until: float
+    valid_until: float
     """How long it is valid while the rows are the same, by the monotonic clock."""
     body: bytes
     """The answer."""
@@ -178,18 +178,18 @@ class RenderedPages:
         self,
         jobs: RenderedJobs,
         clock: Callable[[], float] = time.monotonic,
-        most_bytes: int = MAX_PAGES_BYTES,
+        max_bytes: int = MAX_PAGES_BYTES,
     ):
-        """`jobs`: source of the jobs. `most_bytes`: maximum size."""
+        """`jobs`: source of the jobs. `max_bytes`: maximum size."""
         self._jobs, self._clock = jobs, clock
-        self._kept: KeptAnswers[tuple[Any, ...], _RenderedPage] = KeptAnswers(most_bytes)
+        self._entries: AnswerCache[tuple[Any, ...], _RenderedPage] = AnswerCache(max_bytes)
 
     def page(self, store: Store, *filters: Any, with_spec: bool = True) -> bytes:
         """Jobs of a list in the form of an answer. For `filters` and errors see `job_rows.page`."""
         now = self._clock()
         question = (*filters, with_spec)
-        kept = self._kept.get(question)
-        if kept is not None and now < kept.good_until:
+        kept = self._entries.get(question)
+        if kept is not None and now < kept.valid_until:
             with store.read_once() as connection:
                 if kept.rows == job_rows.page_as_text(connection, *filters):
                     return kept.body
@@ -198,9 +198,9 @@ class RenderedPages:
             page = self._jobs.page(connection, *filters)
         bodies = (job.body if with_spec else job.brief for job in page.items)
         items, cursor = b",".join(bodies), json.dumps(page.next_cursor).encode()
-        good_until = min((job.good_until for job in page.items), default=math.inf)
-        made = _RenderedPage(rows, good_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))
-        self._kept.keep(question, made, len(rows) + len(made.body))
+        valid_until = min((job.valid_until for job in page.items), default=math.inf)
+        made = _RenderedPage(rows, valid_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))
+        self._entries.put(question, made, len(rows) + len(made.body))
         return made.body
 
 
@@ -212,15 +212,15 @@ class RenderedSeries:
     """The version of the job's metrics when it was rendered."""
     body: bytes
     """The answer."""
-    behind: bool
-    """See `metrics.Series.behind`."""
+    is_lagging: bool
+    """See `metrics.Series.is_lagging`."""
 
 
 class RenderedSeriesOfJobs:
     """The most recently requested series. May be used by many threads."""
 
     def __init__(self) -> None:
-        self._kept: KeptAnswers[tuple[Any, ...], RenderedSeries] = KeptAnswers(MAX_SERIES_BYTES)
+        self._entries: AnswerCache[tuple[Any, ...], RenderedSeries] = AnswerCache(MAX_SERIES_BYTES)
 
     def one(
         self,
@@ -237,7 +237,7 @@ class RenderedSeriesOfJobs:
             with store.read_rows() as connection:
                 names = metrics.names_of(connection, job_id)
         question = job_id, tuple(names), after_step, max_points, until_step, every
-        kept = self._kept.get(question)
+        kept = self._entries.get(question)
         if kept is not None:
             with store.read_once() as connection:
                 if kept.extent == metric_points.extent(connection, job_id, after_step, max_points, until_step):
@@ -247,8 +247,8 @@ class RenderedSeriesOfJobs:
             points = metrics.series(connection, job_id, names, after_step, max_points, until_step, every)
         # Validation of ten thousand numbers by Pydantic is not worthwhile.
         spelled = {name: spell_series(numbers) for name, numbers in points.series.items()}
-        made = RenderedSeries(extent, to_json({"steps": points.steps, "series": spelled}), points.behind)
-        self._kept.keep(question, made, len(made.body))
+        made = RenderedSeries(extent, to_json({"steps": points.steps, "series": spelled}), points.is_lagging)
+        self._entries.put(question, made, len(made.body))
         return made
 
 
@@ -256,7 +256,7 @@ class RenderedSparklines:
     """The most recently requested sparklines. May be used by many threads."""
 
     def __init__(self) -> None:
-        self._kept: KeptAnswers[tuple[Any, ...], bytes] = KeptAnswers(MAX_SPARKLINES_BYTES)
+        self._entries: AnswerCache[tuple[Any, ...], bytes] = AnswerCache(MAX_SPARKLINES_BYTES)
 
     def some(self, store: Store, job_ids: Sequence[str], bound: str | None) -> bytes:
         """The sparklines of those of these jobs that exist, of the project `bound` if given, in the form of an
@@ -268,9 +268,9 @@ class RenderedSparklines:
 
     def _one(self, connection: Connection, job_id: str, *moved: Any) -> bytes:
         """`moved`: values that change with every row of the job's metrics."""
-        kept = self._kept.get((job_id, *moved))
+        kept = self._entries.get((job_id, *moved))
         if kept is None:
             losses = metrics.series(connection, job_id, ("loss",), max_points=POINTS).series["loss"]
             kept = to_json({"job": job_id, "loss": spell_series(losses)})
-            self._kept.keep((job_id, *moved), kept, len(kept))
+            self._entries.put((job_id, *moved), kept, len(kept))
         return kept

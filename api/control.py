@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from manta.service.control.options import ModelPackages
-from manta.service.control.running_ranks import RankStack, SeenWaits
+from manta.service.control.running_ranks import ObservedWaits, RankStack
 from manta.service.exports import Exports
 from manta.service.logs.pages import JobLogs
 from manta.service.monitoring.cluster_view import Measurements
@@ -65,7 +65,7 @@ class ControlPlane(Protocol):
         """Inject a fault into a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible, SpecNotUnderstood,
         ClusterUnavailable."""
 
-    def waits(self, job_id: str) -> SeenWaits:
+    def waits(self, job_id: str) -> ObservedWaits:
         """Which ranks of a running job wait for which others. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
 

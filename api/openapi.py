@@ -56,13 +56,13 @@ def describe(app: FastAPI) -> dict[str, Any]:
             schema = model.model_json_schema(ref_template=f"{_COMPONENTS}{{model}}")
             known.update(schema.pop("$defs", {}))
             known[model.__name__] = schema
-        _without_errors_of_fastapi(document)
-        _with_what_each_needs(document)
+        _remove_fastapi_errors(document)
+        _add_scopes(document)
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _with_what_each_needs(document: dict[str, Any]) -> None:
+def _add_scopes(document: dict[str, Any]) -> None:
     """Each operation with the scope that its key needs; none if it needs no key."""
     document["components"]["securitySchemes"] = _SCHEMES
     for path in document["paths"].values():
@@ -72,7 +72,7 @@ def _with_what_each_needs(document: dict[str, Any]) -> None:
             operation["security"] = [{scheme: roles} for scheme in _SCHEMES] if need is not None else []
 
 
-def _without_errors_of_fastapi(document: dict[str, Any]) -> None:
+def _remove_fastapi_errors(document: dict[str, Any]) -> None:
     """FastAPI assumes that a request with parameters can be answered with its own kind of 422."""
     for name in _NEVER_ANSWERED:
         document["components"]["schemas"].pop(name, None)

@@ -15,12 +15,12 @@ from pydantic import BaseModel, ValidationError
 from manta.api.app_state import state_of
 from manta.api.control import ControlPlane
 from manta.api.problems import MalformedJson
-from manta.api.streams.changes import LONGEST_SECONDS
+from manta.api.streams.changes import MAX_WAIT_SECONDS
 from manta.service.store import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)
-_LARGEST_INTEGER = 2**63 - 1
-LONGEST_CURSOR = 60_000  # the HTTP server accepts no address of more than 64 KiB
+_MAX_INTEGER = 2**63 - 1
+MAX_CURSOR_CHARACTERS = 60_000  # the HTTP server accepts no address of more than 64 KiB
 
 
 async def control_of(request: Request) -> ControlPlane:
@@ -32,7 +32,7 @@ async def json_body(request: Request) -> Any:
     """The body as JSON. Raises MalformedJson unless it is strict JSON in UTF-8, with each key of an object once."""
     body = await request.body()
     if not body:
-        raise MalformedJson("the request has no body; it takes one in JSON")
+        raise MalformedJson("the request needs a JSON body")
     try:
         document = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
         digest_of(document)  # also finds invalid Unicode, which could be stored but never sent back
@@ -119,17 +119,17 @@ Cursor = Annotated[
     str | None,
     Query(
         min_length=1,
-        max_length=LONGEST_CURSOR,
+        max_length=MAX_CURSOR_CHARACTERS,
         description="next_cursor of the page before, of the same list",
     ),
 ]
 CheckpointId = Annotated[str, Path(max_length=80, description="id of a checkpoint of the job")]
 ExportId = Annotated[str, Path(max_length=80, description="id of an export of the job")]
-AfterStep = Annotated[int, Query(ge=0, le=_LARGEST_INTEGER, description="Only steps above this one")]
+AfterStep = Annotated[int, Query(ge=0, le=_MAX_INTEGER, description="Only steps above this one")]
 RankNumber = Annotated[int | None, Query(ge=0, le=10**8, description="Only this rank")]
 LastEventId = Annotated[
     str | None,
-    Header(max_length=LONGEST_CURSOR, description="id of the last event that a broken stream delivered"),
+    Header(max_length=MAX_CURSOR_CHARACTERS, description="id of the last event that a broken stream delivered"),
 ]
 IdempotencyKey = Annotated[
     str | None,
@@ -144,7 +144,7 @@ WaitSeconds = Annotated[
     float,
     Query(
         ge=0,
-        le=LONGEST_SECONDS,
+        le=MAX_WAIT_SECONDS,
         allow_inf_nan=False,
         description="Answer when the job's state is another than `state`, or final; after that many seconds anyway",
     ),

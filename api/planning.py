@@ -5,11 +5,11 @@ from __future__ import annotations
 from manta.api import schemas
 from manta.api.control import ControlPlane
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.job.planning import SeenJobs
+from manta.service.job.planning import JobMeasurements
 from manta.service.planner.answer import to_json
 from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import NotPlanned, refuse_unplannable
-from manta.service.planner.machines import BadCalibration, measured_machines, this_node
+from manta.service.planner.machines import InvalidCalibration, measured_machines, this_node
 from manta.service.planner.request import CurrentCluster, Machines, PlanRequest, cluster_of_nodes, for_job
 from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
@@ -37,7 +37,7 @@ def cpu_node(control: ControlPlane) -> CpuNode:
     """A node of the cluster without GPUs: like the one that the service runs on. Raises SpecError."""
     try:
         return this_node(Paths.of(control.home).machines)
-    except BadCalibration as error:
+    except InvalidCalibration as error:
         raise SpecError([Problem("cluster", str(error))]) from error
 
 
@@ -45,7 +45,7 @@ def gpus(control: ControlPlane) -> Machines:
     """Machines whose GPUs were measured. Raises SpecError."""
     try:
         return measured_machines(Paths.of(control.home).machines)
-    except BadCalibration as error:
+    except InvalidCalibration as error:
         raise SpecError([Problem("cluster", str(error))]) from error
 
 
@@ -61,10 +61,10 @@ def current_cluster(control: ControlPlane) -> CurrentCluster:
 
 def refined_cluster(control: ControlPlane, cluster: Cluster) -> Cluster:
     """The cluster with assumed constants refined by jobs."""
-    return seen_jobs(control).cluster(cluster)
+    return job_measurements(control).cluster(cluster)
 
 
-def seen_jobs(control: ControlPlane) -> SeenJobs:
+def job_measurements(control: ControlPlane) -> JobMeasurements:
     """Observations from measured jobs."""
     with control.store.read() as session:
-        return SeenJobs.read(session, Paths.of(control.home).machines)
+        return JobMeasurements.read(session, Paths.of(control.home).machines)

@@ -58,7 +58,7 @@ KINDS: dict[str, Kind] = {
     "idempotency_conflict": Kind(409, "the Idempotency-Key was used before with another body"),
     "no_ranks": Kind(409, "the job has no running ranks"),
     "fault_not_possible": Kind(409, "the fault could never happen"),
-    "node_leaving": Kind(409, "the machine itself has said that the node is about to go away"),
+    "node_leaving": Kind(409, "the node's machine has announced that it is about to shut down"),
     "trace_not_possible": Kind(409, "the trace cannot be recorded"),
     "nothing_measured": Kind(409, "nothing has been measured yet of where the job's steps go"),
     "nothing_planned": Kind(409, "the job has no plan, or none that can be drawn; `detail` says why"),

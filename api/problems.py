@@ -25,7 +25,7 @@ from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNo
 from manta.service.cluster.sizes import SizeOutOfBounds
 from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
 from manta.service.control.running_ranks import NoRanks, RankNotFound, RankTimeout
-from manta.service.exports import BadTarget, ExportNotPossible
+from manta.service.exports import ExportNotPossible, InvalidTarget
 from manta.service.ids import KEY_ID_PATTERN, NODE_ID_PATTERN, TARGET_PATTERN
 from manta.service.keys.identity import PROJECT_PATTERN
 from manta.service.logs.pages import LogsUnavailable
@@ -81,7 +81,7 @@ class NotReady(MantaError):
         super().__init__("; ".join(reasons))
 
 
-DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnectionLeft)
+DATABASE_ERRORS = (OperationalError, InterfaceError, InternalError, NoConnectionLeft)
 """Errors of a database that does not answer."""
 
 _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
@@ -149,12 +149,12 @@ def install(app: FastAPI) -> None:
     for kind, code in _OF_ERRORS:
         app.add_exception_handler(kind, _answer(code))
     app.add_exception_handler(TooManyRequests, _too_many_requests)
-    for away in DATABASE_AWAY:
+    for away in DATABASE_ERRORS:
         app.add_exception_handler(away, _database_unavailable)
     app.add_exception_handler(SpecError, _spec_error)
     app.add_exception_handler(InvalidCursor, _invalid_field("cursor"))
     app.add_exception_handler(TooManyLabels, _invalid_field("labels"))
-    app.add_exception_handler(BadTarget, _invalid_field("to"))
+    app.add_exception_handler(InvalidTarget, _invalid_field("to"))
     app.add_exception_handler(PriorityTooHigh, _invalid_field("priority"))
     app.add_exception_handler(NotReady, _not_ready)
     app.add_exception_handler(RequestValidationError, _invalid_parameter)
@@ -256,7 +256,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return problem(code, detail, headers=dict(error.headers or {}), status=error.status_code)
 
 
-class AnswerFailures:
+class FailureResponses:
     """ASGI middleware that answers unexpected errors. Starlette's own does so too, but raises the error again: the
     server then closes the connection, on which a client may have sent its next request."""
 

@@ -7,13 +7,13 @@ HEADER = "Manta-Rest"
 REST = 1
 """Version of the API of this release's client and service. Incremented by changes that are incompatible with the other
 end."""
-SPOKEN: tuple[int, ...] = (1,)
+SUPPORTED_VERSIONS: tuple[int, ...] = (1,)
 """Versions of the other end that this release supports."""
 
 
-def other_client(version: str | None) -> str | None:
+def client_incompatibility(version: str | None) -> str | None:
     """The service's objection to a client that sends this version; None: they are compatible."""
-    if _is_spoken(version):
+    if _is_supported(version):
         return None
     return (
         f"the client speaks version {_shown(version)} of Manta's REST API and this service {_ours()}: use a client of "
@@ -21,9 +21,9 @@ def other_client(version: str | None) -> str | None:
     )
 
 
-def other_service(version: str | None) -> str | None:
+def service_incompatibility(version: str | None) -> str | None:
     """The client's objection to a service that sends this version; None: they are compatible."""
-    if _is_spoken(version):
+    if _is_supported(version):
         return None
     return (
         f"the service speaks version {_shown(version)} of Manta's REST API and this client {_ours()}: use a client of "
@@ -31,8 +31,8 @@ def other_service(version: str | None) -> str | None:
     )
 
 
-def _is_spoken(version: str | None) -> bool:
-    return version is None or version in [str(spoken) for spoken in SPOKEN]
+def _is_supported(version: str | None) -> bool:
+    return version is None or version in [str(spoken) for spoken in SUPPORTED_VERSIONS]
 
 
 def _shown(version: str | None) -> str:
@@ -40,4 +40,4 @@ def _shown(version: str | None) -> str:
 
 
 def _ours() -> str:
-    return " and ".join(map(str, SPOKEN))
+    return " and ".join(map(str, SUPPORTED_VERSIONS))

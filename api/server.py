@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from manta.api.serving.local_service import LOCK, LockedFile, announce, running_service, sign, write_whole
+from manta.api.serving.local_service import LOCK, LockedFile, announce, running_service, sign, write_atomically
 from manta.service.cluster.cluster import NodeOptions
 from manta.service.cluster.existing_ray import ExistingRay
 from manta.service.cluster.ray_head import RayHead
@@ -31,7 +31,7 @@ from manta.service.keys import installation_keys
 from manta.service.settings import DEFAULT_HOST, LOOPBACK_HOSTS, Settings, Tls
 from manta.service.store import Store, StoreUnusable, keys
 from manta.service.store.health import never_had_jobs
-from manta.service.store.location import RECORD, file_of, noted_in, parse_url, url_in
+from manta.service.store.location import RECORD, file_of, parse_url, recorded_location, url_in
 from manta.service.traces.traces import refuse_without_packages
 from manta.workers.errors import MantaError
 from manta.workers.storage.files import files_of
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
-KEEP_SECONDS = 1.0
-"""Between two looks whether the files in the home that others need are still there."""
+RESTORE_SECONDS = 1.0
+"""Between two checks whether the files in the home that others need are still there."""
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept: longer than any client or load balancer would use it again (httpx 5 s, AWS's
 60 s). A request that meets its connection's end is lost, and its sender cannot know whether it was carried out."""
@@ -66,7 +66,7 @@ class AlreadyRunning(MantaError):
     """A service of the same home runs already."""
 
 
-class NotForOthers(MantaError):
+class UnprotectedService(MantaError):
     """The service would listen where others can reach it without the necessary protection; the message says which."""
 
 
@@ -74,7 +74,7 @@ class CertificateUnusable(MantaError):
     """The service cannot use the given certificate and key for TLS; the message names the file."""
 
 
-class OtherDatabase(MantaError):
+class DatabaseMismatch(MantaError):
     """The home's jobs are in a database that was not named this time."""
 
 
@@ -91,13 +91,15 @@ class DatabaseMissing(MantaError):
         )
 
 
-def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool = False) -> None:
+def serve(
+    settings: Settings, host: str, port: int, slots: int | None, ray: str | None, wait_for_ray: bool = False
+) -> None:
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of an existing Ray, which a
-    `patient` service waits for.
+    `wait_for_ray` service waits for.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, OtherDatabase, DatabaseMissing, NotForOthers, CertificateUnusable, RayUnavailable,
-    KeyFileUnsafe, HomeUnusable, StoreNotInstalled, TracesNotInstalled.
+    PortTaken, AlreadyRunning, DatabaseMismatch, DatabaseMissing, UnprotectedService, CertificateUnusable,
+    RayUnavailable, KeyFileUnsafe, HomeUnusable, StoreNotInstalled, TracesNotInstalled.
     """
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
@@ -118,9 +120,9 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     port = listener.getsockname()[1]
     scheme = "http" if tls.certificate is None else "https"
     url = f"{scheme}://{DEFAULT_HOST if host in EVERY_ADDRESS else host}:{port}"
-    control = _control_plane(settings, host, port, slots, ray, patient)
+    control = _control_plane(settings, host, port, slots, ray, wait_for_ray)
     _refuse_lost_database(home, control.store)
-    _keep_to_database(settings, control.store.location)
+    _record_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)
     control.start()
     service_file = settings.service_file
@@ -131,7 +133,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         say = partial(announce, service_file, url, control.store.location, tls.certificate)
         say()
         log.info("Manta is up at %s, listening on %s", url, host)
-        with _kept(say, control.keep_token, *(lock.keep for lock in locks)):
+        with _kept(say, control.restore_token, *(lock.keep for lock in locks)):
             _answer_requests(app, settings, listener)
     finally:
         with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
@@ -148,7 +150,7 @@ def _kept(*files: Callable[[], None]) -> Iterator[None]:
     done = threading.Event()
 
     def keep() -> None:
-        while not done.wait(KEEP_SECONDS):
+        while not done.wait(RESTORE_SECONDS):
             for write in files:
                 try:
                     write()
@@ -165,12 +167,12 @@ def _kept(*files: Callable[[], None]) -> Iterator[None]:
 
 
 def _control_plane(
-    settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool
+    settings: Settings, host: str, port: int, slots: int | None, ray: str | None, wait_for_ray: bool
 ) -> ControlPlane:
     """The control plane for `settings`, not started yet; for the other parameters see `serve`. `port`: the actual
     one."""
     home = settings.home
-    head = ExistingRay(ray, home, settings.ship_code, patient, settings.ports) if ray else RayHead(home, slots)
+    head = ExistingRay(ray, home, settings.ship_code, wait_for_ray, settings.ports) if ray else RayHead(home, slots)
     shapes = settings.node_shapes if ray else ()
     options = ControlPlaneOptions(
         database_url=settings.database_url,
@@ -180,7 +182,7 @@ def _control_plane(
         data_roots=roots_of(settings.data_roots, host),
         model_packages=ModelPackages(settings.model_packages),
         memory_seconds=settings.failed_memory_hours * 3600,
-        kept_days=settings.jobs_kept_days,
+        retention_days=settings.jobs_kept_days,
         allow_faults=settings.allow_faults,
         traces=settings.traces,
         nodes=NodeOptions(settings.node_notices, settings.ports, shapes),
@@ -194,11 +196,11 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
     """Serve until SIGTERM or SIGINT."""
     import uvicorn  # after the jobs are under control, like the imports of `build_app`
 
-    from manta.api.serving.connections import HttpServer, connections_at_once, limited_to
+    from manta.api.serving.connections import HttpServer, limited_to, max_connections
 
     config = uvicorn.Config(
         app,
-        http=limited_to(connections_at_once()),
+        http=limited_to(max_connections()),
         ws="none",  # nothing here uses WebSockets, and the middleware does not handle them
         log_level="warning",
         access_log=False,
@@ -227,19 +229,19 @@ def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
 
 
 def refuse_without_protection(settings: Settings, host: str) -> None:
-    """Raise NotForOthers if the service would listen on a `host` that others can reach without TLS, or before anyone
-    has a key; CertificateUnusable."""
+    """Raise UnprotectedService if the service would listen on a `host` that others can reach without TLS, or before
+    anyone has a key; CertificateUnusable."""
     _try_certificate(settings.tls)
     if host in LOOPBACK_HOSTS:
         return
     if not settings.tls.is_used:
-        raise NotForOthers(
+        raise UnprotectedService(
             f"on {host} others could read keys on their way here: give a certificate with --tls-cert and --tls-key, or "
             "use --tls-terminated where a proxy terminates TLS and only it can reach this port; "
             "without --host the service is for this machine only"
         )
-    if not _somebody_has_a_key(settings):
-        raise NotForOthers(
+    if not _has_any_key(settings):
+        raise UnprotectedService(
             f"on {host} the service needs a key before it starts: make one with `manta keys create --admin`, "
             "which prints it once"
         )
@@ -263,7 +265,7 @@ def _try_certificate(tls: Tls) -> None:
         ) from error
 
 
-def _somebody_has_a_key(settings: Settings) -> bool:
+def _has_any_key(settings: Settings) -> bool:
     url = url_in(settings.home, settings.database_url)
     file = file_of(parse_url(url))
     if file is not None and not file.exists():
@@ -311,7 +313,7 @@ def _refuse_lost_database(home: Path, store: Store) -> None:
     """Raise DatabaseMissing if the home's jobs are in a database that is gone: with an empty one they would run on
     unseen. Another database than the recorded one is named on purpose. Raises HomeUnusable."""
     folder = home / "jobs"
-    if noted_in(home) not in (None, store.location):
+    if recorded_location(home) not in (None, store.location):
         return
     jobs: list[str] = []
     with writing_in(home), contextlib.suppress(FileNotFoundError):
@@ -320,17 +322,17 @@ def _refuse_lost_database(home: Path, store: Store) -> None:
         raise DatabaseMissing(store.location, folder, jobs)
 
 
-def _keep_to_database(settings: Settings, location: str) -> None:
+def _record_database(settings: Settings, location: str) -> None:
     """Record which database this home's jobs are in, without a password. If none is named it must be the recorded one:
-    with an empty one, running jobs would have no owner. Raises OtherDatabase, HomeUnusable."""
-    record, known = settings.home / RECORD, noted_in(settings.home)
+    with an empty one, running jobs would have no owner. Raises DatabaseMismatch, HomeUnusable."""
+    record, known = settings.home / RECORD, recorded_location(settings.home)
     if settings.database_url is None and known not in (None, location):
-        raise OtherDatabase(
+        raise DatabaseMismatch(
             f"the jobs of {settings.home} are in the database {known}: name it with --database or MANTA_DATABASE_URL, "
             f"or begin with an empty one in the home: --database {location}"
         )
     if known != location:
-        write_whole(record, location)
+        write_atomically(record, location)
 
 
 def _start_over(settings: Settings, host: str, port: int, slots: int | None) -> None:

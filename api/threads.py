@@ -11,7 +11,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
 from manta.api.app_state import state_of
-from manta.service.file_work import AT_ONCE
+from manta.service.file_work import MAX_THREADS
 from manta.service.store import Store
 from manta.workers.errors import MantaError
 from manta.workers.system.daemon_threads import in_daemon_thread
@@ -19,7 +19,7 @@ from manta.workers.system.daemon_threads import in_daemon_thread
 T = TypeVar("T")
 LONG_READS = 8
 SLOW_CHANGES = 8
-DELETIONS = AT_ONCE + 8
+DELETIONS = MAX_THREADS + 8
 SEARCHES = 2
 PLANS = 2
 FILES = 32

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from manta.api.cli.progress import JobReader, watch
-from manta.api.client.patience import Patience
+from manta.api.client.retries import RetryPolicy
 from manta.api.schemas import Job, MetricSeries
 from manta.service.states import JobState
 from manta.workers.errors import MantaError
@@ -116,7 +116,7 @@ def _words_of(tool: str) -> Iterator[None]:
         yield
     except Exception as error:  # each tool has its own
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise TrackingFailed(f"{tool} did not take it: {lines[0]}") from error
+        raise TrackingFailed(f"{tool} rejected the data: {lines[0]}") from error
 
 
 def flattened(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -152,10 +152,10 @@ def track(
 ) -> Job:
     """Write a job's metrics into `targets` from its first step on, until it is final, and return it. A step that is
     done again after a recovery is written once. Raises what reading and writing raise."""
-    written, patience = 0, Patience()
-    for job in watch(reader, job_id, poll_seconds, patience):
+    written, retries = 0, RetryPolicy()
+    for job in watch(reader, job_id, poll_seconds, retries):
         after = written
-        new = patience.ask(lambda: reader.metrics(job_id, after_step=after, max_points=MAX_STEPS))  # noqa: B023
+        new = retries.call(lambda: reader.metrics(job_id, after_step=after, max_points=MAX_STEPS))  # noqa: B023
         for step, row in _rows(new):
             for target in targets:
                 target.write(step, row)

@@ -19,7 +19,7 @@ from manta.service.ledger import Interval, Ledger
 from manta.service.logs.pages import LogLine
 from manta.service.planner.drift import compared
 from manta.service.planner.hardware import Machine
-from manta.service.planner.machines import KeptCalibration
+from manta.service.planner.machines import StoredCalibration
 from manta.service.planner.refinement import moved
 from manta.service.removal.deletion import Deletion
 from manta.service.states import JobState
@@ -34,7 +34,7 @@ from manta.service.store import (
     recoveries,
     tables,
 )
-from manta.service.store.plans import KeptPlan
+from manta.service.store.plans import StoredPlan
 from manta.service.store.types import Reader
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec, ParallelConfig
@@ -153,17 +153,17 @@ def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
 
 
 NOT_PLANNED_YET = "a job is planned when it starts"
-PLANNED_ELSEWHERE = "another release has planned this job, in a form that this one does not know"
+PLAN_OF_OTHER_RELEASE = "this job was planned by another release, in an unknown format"
 
 
-def job_plan_view(kept: KeptPlan | None) -> schemas.JobPlan:
+def job_plan_view(kept: StoredPlan | None) -> schemas.JobPlan:
     """A job's plan, compared with its measured steps; None: there is none yet."""
     if kept is None:
         return _no_plan(None, NOT_PLANNED_YET)
     try:
         return _job_plan_view(kept)
     except (KeyError, TypeError, ValidationError):
-        return _no_plan(kept.generation, PLANNED_ELSEWHERE)
+        return _no_plan(kept.generation, PLAN_OF_OTHER_RELEASE)
 
 
 def _no_plan(generation: int | None, problem: str) -> schemas.JobPlan:
@@ -178,7 +178,7 @@ def _no_plan(generation: int | None, problem: str) -> schemas.JobPlan:
     )
 
 
-def _job_plan_view(kept: KeptPlan) -> schemas.JobPlan:
+def _job_plan_view(kept: StoredPlan) -> schemas.JobPlan:
     planned, measured = kept.plan["planned"], kept.measured
     groups = compared(planned, measured) if planned and measured else ()
     return schemas.JobPlan.model_validate(
@@ -186,13 +186,13 @@ def _job_plan_view(kept: KeptPlan) -> schemas.JobPlan:
             **kept.plan,
             "generation": kept.generation,
             "measured": measured and measured.to_json(),
-            "compared": [vars(each) for each in groups],
+            "compared": [vars(group) for group in groups],
             "drift": kept.drift,
         }
     )
 
 
-def machine_view(kept: KeptCalibration, own: str, refined: Machine | None) -> schemas.Machine:
+def machine_view(kept: StoredCalibration, own: str, refined: Machine | None) -> schemas.Machine:
     """A type of node that was calibrated. `own`: the type of this control plane's node; `refined`: the machine, if jobs
     have refined it."""
     calibration = kept.calibrated
@@ -271,7 +271,7 @@ def rank_views(rows: Sequence[tables.Rank], numbers: tables.RankNumbers | None) 
 def _numbers_by_rank(numbers: tables.RankNumbers) -> list[dict[str, Any]]:
     memory, seconds = unpacked(numbers.memory_bytes), numbers.seconds
     own = [None] * len(memory) if numbers.own_seconds is None else unpacked(numbers.own_seconds)
-    stragglers = {each["rank"]: schemas.Straggler.model_validate(each) for each in numbers.stragglers}
+    stragglers = {straggler["rank"]: schemas.Straggler.model_validate(straggler) for straggler in numbers.stragglers}
     return [
         {
             "own_seconds": own_seconds,
@@ -301,7 +301,7 @@ def _rank_view(row: tables.Rank, numbers: dict[str, Any]) -> schemas.Rank:
 
 def ledger_view(ledger: Ledger, with_intervals: bool = False) -> schemas.Ledger:
     """A ledger."""
-    line = [_interval(each) for each in ledger.intervals] if with_intervals else None
+    line = [_interval(interval) for interval in ledger.intervals] if with_intervals else None
     return schemas.Ledger(
         seconds={str(name): spent for name, spent in ledger.seconds.items()},
         wall_seconds=ledger.wall_seconds,
@@ -361,7 +361,7 @@ def checkpoint_view(
 def export_view(row: tables.Export, now: float) -> schemas.Export:
     """An export at `now`, by the database's clock."""
     lost = row.state == exports.RUNNING and not exports.is_running(row, now)
-    said = f"the service that wrote it has ended; look whether {row.path} is there" if lost else row.message
+    said = f"the service that wrote it has ended; check whether {row.path} exists" if lost else row.message
     return schemas.Export(
         id=row.id,
         job=row.job_id,
@@ -410,17 +410,17 @@ def key_view(key: installation_tables.ApiKey) -> access_schemas.ApiKey:
     )
 
 
-def me_view(who: Identity, browser: bool) -> access_schemas.Me:
+def me_view(identity: Identity, browser: bool) -> access_schemas.Me:
     """The caller. `browser`: identified by a browser session."""
     return access_schemas.Me(
-        key=who.key_id,
-        key_name=who.key_name,
-        user=who.user,
-        project=who.project,
-        scope=who.scope,
-        installation=who.installation,
+        key=identity.key_id,
+        key_name=identity.key_name,
+        user=identity.user,
+        project=identity.project,
+        scope=identity.scope,
+        installation=identity.installation,
         browser=browser,
-        highest_priority=who.highest_priority,
+        highest_priority=identity.highest_priority,
     )
 
 

@@ -46,11 +46,11 @@ LARGE_NODES = 3, 1024
 """How many, and the slots of each."""
 SETTLE_SECONDS = 10.0
 STEADY_TARGET = 1.2
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 KILL_SECONDS = 10.0
 """Between two kills where several control planes share the jobs."""
 TAKE_OVER_TARGET = 10.0
-TAKE_OVER_LOOK_SECONDS = 0.1
+TAKE_OVER_POLL_SECONDS = 0.1
 
 
 class Stuck(MantaError):
@@ -194,7 +194,7 @@ def _until_taken_over(store: Store, dead: str) -> list[float]:
         left &= waiting
         if time.monotonic() - began > STUCK_SECONDS:
             raise Stuck(f"no control plane takes over {sorted(left)[:5]}")
-        time.sleep(TAKE_OVER_LOOK_SECONDS)
+        time.sleep(TAKE_OVER_POLL_SECONDS)
     return taken
 
 
@@ -237,7 +237,7 @@ def _until_over(store: Store, job_ids: Collection[str]) -> None:
     """Raises Stuck."""
     last, since = _progress(store, job_ids), time.monotonic()
     while not all(is_final(state) for state, _ in last.values()):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         now = _progress(store, job_ids)
         if now != last:
             last, since = now, time.monotonic()
@@ -298,7 +298,7 @@ def _until_running(store: Store, job: str, home: Path) -> None:
     while _progress(store, [job])[job][1] < 1:
         if time.monotonic() > deadline:
             raise Stuck(f"{job} does not start: {(home / 'plane.log').read_text()[-2000:]}")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,17 @@ from typing import IO
 from sqlalchemy.orm import Session
 
 from manta.service.backoff import backoff
-from manta.service.file_work import LOOK_SECONDS, FileWork, NotFinished
+from manta.service.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.settings import without_secrets
 from manta.service.store import Store, checkpoints, events, exports
-from manta.service.store.database import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, may_pass
+from manta.service.store.database import INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, may_pass
 from manta.service.store.tables import Checkpoint, Export
 from manta.workers.errors import MantaError
 from manta.workers.system.daemon_threads import in_daemon_thread
 from manta.workers.weights.mapping import Dtype, Format
 
-AT_ONCE = 2
-NOTE_SECONDS = 2.0
+MAX_EXPORTS = 2
+UPDATE_SECONDS = 2.0
 STALLED_SECONDS = 600.0
 """Seconds without progress after which an export is given up: its place is needed by others."""
 CLEANUP_SECONDS = 30.0
@@ -41,7 +41,7 @@ class ExportNotPossible(MantaError):
     """Nothing can be exported now; the message says what to do."""
 
 
-class BadTarget(MantaError):
+class InvalidTarget(MantaError):
     """The export may not be written there."""
 
 
@@ -53,7 +53,7 @@ class _Run:
     process: subprocess.Popen[str]
     done: int = 0
     total: int | None = None
-    said: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
     """The last lines of its errors."""
 
 
@@ -70,20 +70,22 @@ class Exports:
 
     def begin(self, job_id: str, checkpoint_id: str, to: str, format: Format, dtype: Dtype | None) -> Export:
         """Begin to write the weights of a complete checkpoint to the folder `to`, which must not exist yet. Raises
-        JobNotFound, CheckpointNotFound, JobBeingDeleted, BadTarget, ExportNotPossible."""
+        JobNotFound, CheckpointNotFound, JobBeingDeleted, InvalidTarget, ExportNotPossible."""
         try:
-            target = self._work.run(("target", to), LOOK_SECONDS, lambda: self._target(to))
+            target = self._work.run(("target", to), FILE_SECONDS, lambda: self._target(to))
         except NotFinished as error:
             raise ExportNotPossible(
                 f"it is not known yet what is at {to} ({error}): {error.advice}, and export it again"
             ) from error
         with self._lock:
             if self._closed.is_set():
-                raise ExportNotPossible("the service is ending: begin this export when it runs again")
-            if len(self._runs) >= AT_ONCE:
-                raise ExportNotPossible(f"{AT_ONCE} exports are being written already; begin this one when one is done")
+                raise ExportNotPossible("the service is shutting down: start this export after it restarts")
+            if len(self._runs) >= MAX_EXPORTS:
+                raise ExportNotPossible(
+                    f"{MAX_EXPORTS} exports are running already; start this one when one has finished"
+                )
             row, source = self._store.write(
-                lambda session: self._begun(session, job_id, checkpoint_id, target, format, dtype)
+                lambda session: self._start(session, job_id, checkpoint_id, target, format, dtype)
             )
             try:
                 run = _Run(row.id, _started(source, target, format, dtype))
@@ -95,7 +97,7 @@ class Exports:
         in_daemon_thread(f"export {row.id}", lambda: self._follow(run, job_id, target))
         return row
 
-    def _begun(
+    def _start(
         self, session: Session, job_id: str, checkpoint_id: str, target: Path, format: Format, dtype: Dtype | None
     ) -> tuple[Export, str]:
         checkpoint = checkpoints.get(session, job_id, checkpoint_id)
@@ -103,22 +105,22 @@ class Exports:
         return exports.begin(session, job_id, checkpoint_id, str(target), format, dtype), checkpoint.path
 
     def _target(self, to: str) -> Path:
-        """The folder that `to` names; links are resolved before it is compared with the roots. Raises BadTarget."""
+        """The folder that `to` names; links are resolved before it is compared with the roots. Raises InvalidTarget."""
         if not to.strip():
-            raise BadTarget("the folder has no name: name one that is to contain the weights")
+            raise InvalidTarget("the folder has no name: give the name of a folder for the weights")
         if "://" in to:
-            raise BadTarget(f"{to} is a URL: name a folder of the service's machine")
+            raise InvalidTarget(f"{to} is a URL: name a folder of the service's machine")
         folder = Path(to) if Path(to).is_absolute() else self._roots[0] / to
         real = Path(os.path.realpath(folder))
         if not any(real.is_relative_to(os.path.realpath(root)) and real != root for root in self._roots):
             allowed = ", ".join(map(str, self._roots))
-            raise BadTarget(f"{to} is not below any of the folders that exports may be written to ({allowed})")
+            raise InvalidTarget(f"{to} is not below any of the folders that exports may be written to ({allowed})")
         try:
             is_there = real.exists()
         except OSError as error:  # the name is too long, or the service may not look into a folder
-            raise BadTarget(f"nothing can be written to {to}: {error.strerror}; name another folder") from error
+            raise InvalidTarget(f"nothing can be written to {to}: {error.strerror}; name another folder") from error
         if is_there:
-            raise BadTarget(f"there is something at {real} already: name another folder, or remove it")
+            raise InvalidTarget(f"{real} exists already: name another folder, or remove it")
         return real
 
     def _follow(self, run: _Run, job_id: str, target: Path) -> None:
@@ -133,13 +135,13 @@ class Exports:
                     reader.result()
                 problem = self._problem(run)
             else:
-                in_daemon_thread(f"end of {run.id}", lambda: _give_up(run.process))
+                in_daemon_thread(f"end of {run.id}", lambda: _terminate(run.process))
                 problem = (
                     f"nothing was written for {STALLED_SECONDS:g} s: see that the file systems or stores of the "
                     "checkpoint and of the folder answer, and export it again"
                 )
-            for pause in backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
-                noted = self._written(lambda session: _note_end(session, run, job_id, target, problem))
+            for pause in backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS):
+                noted = self._write_accepted(lambda session: _record_end(session, run, job_id, target, problem))
                 if noted or self._closed.wait(pause):
                     break
         finally:
@@ -150,12 +152,12 @@ class Exports:
     def _ends(self, run: _Run) -> bool:
         """Record the progress of an export until it has ended. False: it stands still."""
         moved_at, done = time.monotonic(), run.done
-        while not _ends_within(NOTE_SECONDS, run.process):
+        while not _ends_within(UPDATE_SECONDS, run.process):
             if run.done != done:  # looked at before the clock: the last write may have taken long
                 moved_at, done = time.monotonic(), run.done
             elif time.monotonic() - moved_at >= STALLED_SECONDS:
                 return False
-            self._written(lambda session: exports.note(session, run.id, run.done, run.total))
+            self._write_accepted(lambda session: exports.note(session, run.id, run.done, run.total))
         return True
 
     def _problem(self, run: _Run) -> str | None:
@@ -164,7 +166,7 @@ class Exports:
             return None
         return "the service ended meanwhile: export it again" if self._closed.is_set() else _problem(run)
 
-    def _written(self, operation: Callable[[Session], None]) -> bool:
+    def _write_accepted(self, operation: Callable[[Session], None]) -> bool:
         """Whether the database, which may be unreachable, has accepted the change."""
         try:
             self._store.write(operation)
@@ -223,7 +225,7 @@ def _ends_within(seconds: float, process: subprocess.Popen[str]) -> bool:
     return True
 
 
-def _give_up(process: subprocess.Popen[str]) -> None:
+def _terminate(process: subprocess.Popen[str]) -> None:
     """End a process, which has CLEANUP_SECONDS to remove what it has written. One that waits for a mount may outlive
     even SIGKILL, so nobody waits for that."""
     process.terminate()
@@ -234,25 +236,25 @@ def _give_up(process: subprocess.Popen[str]) -> None:
 def _read_progress(run: _Run, lines: IO[str]) -> None:
     for line in lines:
         try:
-            said = json.loads(line)
-            run.done, run.total = int(said["done"]), int(said["of"])
+            output = json.loads(line)
+            run.done, run.total = int(output["done"]), int(output["of"])
         except (ValueError, KeyError, TypeError):  # the last line reports what it has written
             continue
 
 
 def _read_errors(run: _Run, lines: Iterable[str]) -> None:
     for line in lines:
-        run.said = [*run.said, line.strip()][-_LAST_LINES:]
+        run.output = [*run.output, line.strip()][-_LAST_LINES:]
 
 
 def _problem(run: _Run) -> str:
-    if run.said:
-        return run.said[-1]
+    if run.output:
+        return run.output[-1]
     code = run.process.returncode
     return f"the process that wrote it was ended by signal {-code}" if code < 0 else f"it ended with exit status {code}"
 
 
-def _note_end(session: Session, run: _Run, job_id: str, target: Path, problem: str | None) -> None:
+def _record_end(session: Session, run: _Run, job_id: str, target: Path, problem: str | None) -> None:
     exports.note(session, run.id, run.done, run.total)
     exports.end(session, run.id, problem)
     kind, message = "exported", f"weights were exported to {target}"

@@ -17,11 +17,11 @@ from manta.workers.system.daemon_threads import in_daemon_thread
 
 T = TypeVar("T")
 
-AT_ONCE = 32
+MAX_THREADS = 32
 """Others wait for one of these to end: stores that do not answer keep that many threads at most."""
 REMOVAL_SECONDS = 120.0
 """How long a request waits for a removal, which may be of many files."""
-LOOK_SECONDS = 20.0
+FILE_SECONDS = 20.0
 """How long it waits for what takes a moment where the file system answers."""
 
 
@@ -34,22 +34,22 @@ class NotFinished(MantaError):
     """What to do before it is asked for again, as a clause."""
 
 
-class TakesLong(NotFinished):
+class StillRunning(NotFinished):
     """The work takes longer than its caller waits."""
 
-    state, advice = "what has begun goes on by itself", "see that the file system or store answers"
+    state, advice = "the work continues in the background", "check that the file system or store responds"
 
     def __init__(self, seconds: float):
         super().__init__(f"that takes longer than {seconds:g} s")
 
 
-class NoPlace(NotFinished):
+class TooManyRunning(NotFinished):
     """Too much else is under way."""
 
-    state, advice = "nothing of it has begun", "see that the file systems and stores of those others answer"
+    state, advice = "nothing was started", "check that the file systems and stores of the others respond"
 
     def __init__(self, seconds: float):
-        super().__init__(f"{AT_ONCE} others were under way for {seconds:g} s")
+        super().__init__(f"{MAX_THREADS} others were under way for {seconds:g} s")
 
 
 class ServiceEnds(NotFinished):
@@ -74,7 +74,7 @@ class FileWork:
         until = time.monotonic() + seconds
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_decided(about), seconds):
-                raise NoPlace(seconds)
+                raise TooManyRunning(seconds)
             future = self._under_way.get(about)
             if future is None:
                 if self._closed.done():
@@ -83,14 +83,14 @@ class FileWork:
                 future.add_done_callback(self._notify)
         wait([future, self._closed], max(until - time.monotonic(), 0.0), FIRST_COMPLETED)
         if not future.done():
-            raise ServiceEnds if self._closed.done() else TakesLong(seconds)
+            raise ServiceEnds if self._closed.done() else StillRunning(seconds)
         result: T = future.result()
         return result
 
     def _is_decided(self, about: Hashable) -> bool:
         """Whether work can begin now, has begun already, or never will."""
         self._under_way = {key: each for key, each in self._under_way.items() if not each.done()}
-        return about in self._under_way or len(self._under_way) < AT_ONCE or self._closed.done()
+        return about in self._under_way or len(self._under_way) < MAX_THREADS or self._closed.done()
 
     def _notify(self, _ended: Future[Any]) -> None:
         with self._changed:

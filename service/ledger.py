@@ -37,7 +37,7 @@ STEP_CLASSES: tuple[LedgerClass, ...] = ("compute", "data_wait", "snapshot_stall
 """The classes into which the seconds of a training loop are divided."""
 
 # A step in progress counts as compute for this many mean steps, and after that as a failure not yet noticed.
-PATIENCE_STEPS = 10
+GRACE_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _after_training(
         return [(done, None)]  # it came to rest on purpose
     noticed = _next((change.at for change in changes if change.state != JobState.RUNNING), done)
     if after is None and training.ended_at is None and noticed is None:  # a step is in progress
-        return [(done, "compute"), (done + PATIENCE_STEPS * length / max(1, training.steps), None)]
+        return [(done, "compute"), (done + GRACE_STEPS * length / max(1, training.steps), None)]
     # A step was in progress, and is lost.
     return [(done, "redo"), *([] if noticed is None else [(noticed, None)])]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from manta.service.cluster.node_shapes import BadNodeShapes, NodeShape, shapes_in
+from manta.service.cluster.node_shapes import InvalidNodeShapes, NodeShape, shapes_in
 from manta.workers.errors import MantaError
 from manta.workers.node.notice_sources import UnknownSource, notice_sources
 from manta.workers.storage.places import BadPlace, ObjectPath, Place, place_of
@@ -29,7 +29,7 @@ SECRETS = (
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
-class BadSetting(MantaError):
+class InvalidSetting(MantaError):
     """A variable of the environment has an invalid value."""
 
 
@@ -61,9 +61,11 @@ class Tls:
     (MANTA_TLS_TERMINATED=1)."""
 
     def __post_init__(self) -> None:
-        """Raises BadSetting."""
+        """Raises InvalidSetting."""
         if (self.certificate is None) != (self.key is None):
-            raise BadSetting("a certificate needs its private key and the other way round: --tls-cert and --tls-key")
+            raise InvalidSetting(
+                "a certificate needs its private key and the other way round: --tls-cert and --tls-key"
+            )
 
     @property
     def is_used(self) -> bool:
@@ -135,7 +137,7 @@ class Settings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read the variables that the fields name from `environment`, by default the process's own; MANTA_HOME defaults
-        to ~/.manta. Raises BadSetting."""
+        to ~/.manta. Raises InvalidSetting."""
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
         return cls(
@@ -186,7 +188,7 @@ def _key(source: Mapping[str, str]) -> str | None:
     of it."""
     key = source.get(_KEY, "").strip()
     if key and not (key.isascii() and key.isprintable() and " " not in key):
-        raise BadSetting(
+        raise InvalidSetting(
             f"{_KEY} is not a valid key: it has characters that keys do not have; `manta keys create` prints one"
         )
     return key or None
@@ -219,7 +221,7 @@ def _hosts(source: Mapping[str, str], name: str) -> tuple[str, ...]:
     for host in hosts:
         match = _HOST.fullmatch(host)
         if match is None or int(match["port"] or DEFAULT_PORT) not in range(1, 65536):
-            raise BadSetting(
+            raise InvalidSetting(
                 f"{name} names {host!r}; it takes names such as manta.example.org, example.org:8443 or [fe80::1]:8400"
             )
     return hosts
@@ -236,7 +238,7 @@ def _place(source: Mapping[str, str], name: str) -> Place | None:
     try:
         place = place_of(text)
     except BadPlace as error:
-        raise BadSetting(f"{name}: {error}") from error
+        raise InvalidSetting(f"{name}: {error}") from error
     return place.expanduser().absolute() if isinstance(place, Path) else place
 
 
@@ -256,7 +258,7 @@ def _notices(source: Mapping[str, str], name: str) -> str | None:
         try:
             notice_sources(text)
         except UnknownSource as error:
-            raise BadSetting(f"{name}: {error}") from error
+            raise InvalidSetting(f"{name}: {error}") from error
     return text
 
 
@@ -265,15 +267,15 @@ def _ports(source: Mapping[str, str], name: str) -> PortRange | None:
     try:
         return PortRange.of(text) if text else None
     except BadPorts as error:
-        raise BadSetting(f"{name}: {error}") from error
+        raise InvalidSetting(f"{name}: {error}") from error
 
 
 def _shapes(source: Mapping[str, str], name: str) -> tuple[NodeShape, ...]:
     text = source.get(name)
     try:
         return shapes_in(text) if text else ()
-    except BadNodeShapes as error:
-        raise BadSetting(f"{name}: {error}") from error
+    except InvalidNodeShapes as error:
+        raise InvalidSetting(f"{name}: {error}") from error
 
 
 def _collector(source: Mapping[str, str], name: str) -> str | None:
@@ -286,9 +288,11 @@ def _collector(source: Mapping[str, str], name: str) -> str | None:
     except ValueError:
         good = False
     if "@" in text:
-        raise BadSetting(f"{name} takes no user and no password; OTEL_EXPORTER_OTLP_HEADERS can hold a secret")
+        raise InvalidSetting(
+            f"{name} must not contain a user or password; OTEL_EXPORTER_OTLP_HEADERS can hold a secret"
+        )
     if not good or url.query or url.fragment:
-        raise BadSetting(f"{name} is {text!r}; it takes the address of a collector such as http://collector:4318")
+        raise InvalidSetting(f"{name} is {text!r}; it takes the address of a collector such as http://collector:4318")
     return text
 
 
@@ -298,7 +302,9 @@ def _networks(source: Mapping[str, str], name: str) -> tuple[str, ...]:
         try:
             ipaddress.ip_network(network)
         except ValueError as error:
-            raise BadSetting(f"{name} names {network!r}; it takes addresses and networks such as 10.0.0.0/8") from error
+            raise InvalidSetting(
+                f"{name} names {network!r}; it takes addresses and networks such as 10.0.0.0/8"
+            ) from error
     return networks
 
 
@@ -309,7 +315,7 @@ def _number(source: Mapping[str, str], name: str, default: float, below: float =
     except ValueError:
         number = -1.0
     if not 0 <= number < below:
-        raise BadSetting(f"{name} is {text!r}; it must be a number of 0 or more, below {below:,.0f}")
+        raise InvalidSetting(f"{name} is {text!r}; it must be a number of 0 or more, below {below:,.0f}")
     return number
 
 
@@ -322,5 +328,5 @@ def _folders(source: Mapping[str, str], name: str) -> tuple[Path, ...] | None:
     folders = tuple(Path(each).expanduser() for each in (source.get(name) or "").split(os.pathsep) if each)
     for folder in folders:
         if not folder.is_absolute():
-            raise BadSetting(f"{name} names {folder}; each of its folders must be an absolute path")
+            raise InvalidSetting(f"{name} names {folder}; each of its folders must be an absolute path")
     return folders or None

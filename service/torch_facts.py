@@ -37,7 +37,7 @@ def torch_facts() -> dict[str, Any]:
             [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise TorchFailed(f"torch did not start within {SECONDS:g} s", "see whether the disk is slow") from error
+        raise TorchFailed(f"torch did not start within {SECONDS:g} s", "check whether the disk is slow") from error
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
         raise TorchFailed(f"torch cannot be imported: {last}", "pip install torch")

@@ -22,11 +22,11 @@ READERS = {
 SAFE = {
     "a file that Manta itself writes, in its home, its cache, its temporary folder or shared memory": """
         api/cli/service.py:_private
-        api/cli/service.py:_why_it_ended
+        api/cli/service.py:_last_error_of
         api/demo/failure.py:_train
         service/store/backup_file.py:_into_file
         service/store/backup_file.py:_leave_log
-        service/store/sqlite.py:keep_log
+        service/store/sqlite.py:preserve_log
         workers/data/prepare.py:_bounds
         workers/data/token_cache.py:_done
         workers/data/token_cache.py:_join

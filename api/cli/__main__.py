@@ -21,13 +21,13 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
-        if error.errno not in _OF_OUTPUT or error.filename is not None or _output_takes_more():
+        if error.errno not in _OF_OUTPUT or error.filename is not None or _output_is_writable():
             raise  # of another file: an error in writing names none
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - otherwise Python writes what is left at the end
         sys.exit(f"the output cannot be written: {error.strerror}; the command itself may have succeeded")
 
 
-def _output_takes_more() -> bool:
+def _output_is_writable() -> bool:
     """Whether stdout and stderr can be written. A line's end is, since of a long text that could not be written nothing
     is left to flush."""
     try:

@@ -131,7 +131,7 @@ def add_given_key(
     if secret is None:
         raise fail("set MANTA_API_KEY to the key to add", EXIT_BAD_INPUT)
     with _database(settings) as store:
-        added = store.write(lambda session: installation_keys.add_given(session, secret, name, scope))
+        added = store.write(lambda session: installation_keys.add_existing_key(session, secret, name, scope))
     document = {"id": added.id, "name": added.name, "scope": added.scope, "installation": True}
     typer.echo(
         json.dumps(document, indent=2) if as_json else f"{added.id} ({added.name}) is valid, scope {added.scope}"

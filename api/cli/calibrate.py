@@ -15,7 +15,7 @@ from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
 from manta.api.cli.render import table
 from manta.service.planner.machines import (
     Calibrated,
-    forget_jobs_before_now,
+    ignore_earlier_jobs,
     measure,
     refuse_unwritable,
     save,
@@ -87,7 +87,7 @@ def calibrate(
     if listed and forget_jobs:
         raise fail("--list and --forget-jobs cannot be used together", EXIT_BAD_INPUT)
     if forget_jobs:
-        path = forget_jobs_before_now(folder)
+        path = ignore_earlier_jobs(folder)
         undo = f"jobs that began before now no longer refine machines; delete {path} to undo this"
         typer.echo(json.dumps({"file": str(path)}) if as_json else undo)
         return
@@ -114,14 +114,14 @@ def calibrate(
 def _table(console: Console, machines: Sequence[schemas.Machine]) -> None:
     rows = [
         (
-            each.name,
-            each.device or "not calibrated",
-            f"{each.links['bandwidth'] / 1e9:.0f} GB/s" if each.links else "-",
-            ", ".join(f"{name} x {factor:.2f}" for name, factor in each.refined.items()) or "-",
-            f"{each.refined_by_jobs}",
-            each.problem or each.warning or each.links_note or "",
+            machine.name,
+            machine.device or "not calibrated",
+            f"{machine.links['bandwidth'] / 1e9:.0f} GB/s" if machine.links else "-",
+            ", ".join(f"{name} x {factor:.2f}" for name, factor in machine.refined.items()) or "-",
+            f"{machine.refined_by_jobs}",
+            machine.problem or machine.warning or machine.links_note or "",
         )
-        for each in machines
+        for machine in machines
     ]
     heads = ("TYPE", "DEVICE", "LINKS", "REFINED", "BY JOBS", "PROBLEM")
     table(console, heads, rows, "no calibrations, and no refinements from jobs")

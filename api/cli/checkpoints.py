@@ -154,7 +154,7 @@ def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json =
             manifest = verify(place)
     except DamagedCheckpoint as error:
         raise fail(str(error), EXIT_FAILED) from error
-    _say(place, manifest, as_json, "is intact")
+    _print(place, manifest, as_json, "is intact")
 
 
 @checkpoints_app.command()
@@ -216,7 +216,7 @@ def source_of(what: str, step: int | None, url: str | None) -> Place:
         rows = _complete(client, _job_called(client, what))
     wanted = [row for row in rows if step is None or row.step == step]
     if not wanted:
-        raise NoCheckpoint(f"{what} has no complete checkpoint{_of(step)}{_others(row.step for row in rows)}")
+        raise NoCheckpoint(f"{what} has no complete checkpoint{_of(step)}{_other_steps(row.step for row in rows)}")
     newest = max(wanted, key=lambda row: (generation_of(row.path) or 0, row.step))
     return place_of(newest.path)
 
@@ -256,7 +256,7 @@ def _in_place(place: Place, step: int | None) -> Place:
         raise NoCheckpoint(listing.problem)
     whole = [path for path, manifest in listing.whole if step in (None, manifest.step)]
     if not whole:
-        others = _others(manifest.step for _, manifest in listing.whole)
+        others = _other_steps(manifest.step for _, manifest in listing.whole)
         raise NoCheckpoint(f"there is no complete checkpoint{_of(step)} in {place}{others}")
     return whole[-1]
 
@@ -265,7 +265,7 @@ def _of(step: int | None) -> str:
     return "" if step is None else f" of step {step}"
 
 
-def _others(steps: Iterable[int]) -> str:
+def _other_steps(steps: Iterable[int]) -> str:
     return f"; it has those of steps {', '.join(map(str, known))}" if (known := sorted(steps)) else ""
 
 
@@ -284,10 +284,10 @@ def _copy(source: Place, target: Place, as_json: bool) -> None:
             manifest = copy(source, target, tell)
         except OSError as error:
             raise fail(f"{target} cannot be written: {error.strerror or error}", EXIT_BAD_INPUT) from error
-    _say(target, manifest, as_json, f"is a copy of {source}")
+    _print(target, manifest, as_json, f"is a copy of {source}")
 
 
-def _say(place: Place, manifest: Manifest, as_json: bool, what: str) -> None:
+def _print(place: Place, manifest: Manifest, as_json: bool, what: str) -> None:
     if as_json:
         about = {"path": str(place), "step": manifest.step, "generation": manifest.generation, "bytes": manifest.bytes}
         typer.echo(json.dumps({**about, "job": manifest.job}))

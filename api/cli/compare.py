@@ -95,5 +95,5 @@ def _row(job: Job, differences: dict[str, Any]) -> dict[str, Any]:
 def _cells(job: Job, differences: dict[str, Any]) -> tuple[Any, ...]:
     loss, validation, speed = (job.metrics.latest.get(name) for name in FIGURES)
     figures = (render.figure(loss, 4), render.figure(validation, 4), render.figure(speed, 0))
-    shown = (render.value_in_words(each) for each in differences.values())
+    shown = (render.format_value(difference) for difference in differences.values())
     return (job.id, job.name, job.state, f"{job.step}/{job.steps}", *figures, *shown)

@@ -20,7 +20,7 @@ from manta.service.states import SUPERVISED
 from manta.service.store import Store
 from manta.service.store.backup_file import back_up, restore
 from manta.service.store.health import problems
-from manta.service.store.jobs import unfinished_in_brief
+from manta.service.store.jobs import unfinished_summaries
 from manta.service.store.location import parse_url, shown, url_in
 from manta.workers.errors import MantaError
 
@@ -32,15 +32,15 @@ def register(app: typer.Typer) -> None:
     app.add_typer(db, name="db")
 
 
-class NotWritten(MantaError):
+class FileNotWritten(MantaError):
     """A file cannot be written."""
 
 
-class DatabaseNotSound(MantaError):
+class DatabaseCorrupt(MantaError):
     """The database has problems; the message lists all of them."""
 
 
-class JobsOfReleaseBefore(MantaError):
+class JobsOfPreviousRelease(MantaError):
     """Jobs are running under a release that could no longer use the database; the message lists them."""
 
     def __init__(self, jobs: Sequence[str], location: str):
@@ -62,7 +62,7 @@ def upgrade(database: Database = None, as_json: Json = False) -> None:
         before = store.revision
         store.migrate()
         same = "is" if before == store.revision else f"was brought from revision {before or 'none'} and is"
-        _say(
+        _print(
             f"{store.location} {same} at revision {store.revision}.",
             {"database": store.location, "before": before, "revision": store.revision},
             as_json,
@@ -70,12 +70,12 @@ def upgrade(database: Database = None, as_json: Json = False) -> None:
 
 
 def _refuse_what_runs(store: Store) -> None:
-    """Raises JobsOfReleaseBefore. Whether this release can take the jobs over is only known to the processes that run
+    """Raises JobsOfPreviousRelease. Whether this release can take the jobs over is only known to the processes that run
     them."""
     with store.read() as session:
-        running = [job.id for job in unfinished_in_brief(session) if job.state in SUPERVISED]
+        running = [job.id for job in unfinished_summaries(session) if job.state in SUPERVISED]
     if running:
-        raise JobsOfReleaseBefore(running, store.location)
+        raise JobsOfPreviousRelease(running, store.location)
 
 
 @db.command()
@@ -85,8 +85,8 @@ def check(database: Database = None, as_json: Json = False) -> None:
         unsound = problems(store)
         document = {"database": store.location, "revision": store.revision, "sound": not unsound, "problems": unsound}
         if unsound and not as_json:
-            raise DatabaseNotSound("\n".join(f"{store.location}: {problem}" for problem in unsound))
-        _say(f"{store.location} is sound, at revision {store.revision}.", document, as_json)
+            raise DatabaseCorrupt("\n".join(f"{store.location}: {problem}" for problem in unsound))
+        _print(f"{store.location} is sound, at revision {store.revision}.", document, as_json)
         if unsound:
             raise typer.Exit(EXIT_BAD_INPUT)
 
@@ -104,9 +104,9 @@ def backup(
         try:
             back_up(store, file.absolute())
         except OSError as error:
-            raise NotWritten(f"cannot write {file}: {error.strerror}" if error.strerror else str(error)) from error
+            raise FileNotWritten(f"cannot write {file}: {error.strerror}" if error.strerror else str(error)) from error
         size = file.stat().st_size
-        _say(
+        _print(
             f"{store.location} is backed up to {file} ({size} bytes).",
             {"database": store.location, "file": str(file.absolute()), "bytes": size},
             as_json,
@@ -132,10 +132,10 @@ def restore_command(
             "\n`manta up` takes over those that are running, and pauses the others until you resume or cancel them."
         )
     document = {"database": shown(parse_url(url)), "file": str(file.absolute()), "unfinished_jobs": count}
-    _say(sentences, document, as_json)
+    _print(sentences, document, as_json)
 
 
-def _say(sentence: str, document: Mapping[str, Any], as_json: bool) -> None:
+def _print(sentence: str, document: Mapping[str, Any], as_json: bool) -> None:
     typer.echo(json.dumps(document) if as_json else sentence)
 
 

@@ -16,7 +16,7 @@ from manta.api.cli.service import Database, settings_with
 from manta.api.client import ApiError, Client, ServiceUnreachable
 from manta.api.serving.local_service import running_service
 from manta.service.doctor import Finding
-from manta.service.doctor.checkup import findings, looks
+from manta.service.doctor.checkup import checks, findings
 from manta.service.settings import Settings
 from manta.workers.config import JobSpec
 from manta.workers.spec.reading import load_job_spec
@@ -43,12 +43,12 @@ def doctor(
     in a container. Exit code 1 if there is a problem."""
     settings = settings_with(database)
     job = None if file is None else _read(file)
-    all_looks = {**looks(settings, job), "service": lambda: _service(settings)}
+    all_checks = {**checks(settings, job), "service": lambda: _service(settings)}
     seen = []
-    for finding in findings(all_looks):
+    for finding in findings(all_checks):
         seen.append(finding)
         if not as_json:
-            _say(finding)
+            _print(finding)
     counts = {verdict: sum(each.verdict == verdict for each in seen) for verdict in _MARKS}
     if as_json:
         typer.echo(json.dumps({"items": [asdict(each) for each in seen], "counts": counts}))
@@ -65,7 +65,7 @@ def _read(file: Path) -> JobSpec:
         raise fail(f"cannot read {file}: {error.strerror}", EXIT_BAD_INPUT) from error
 
 
-def _say(finding: Finding) -> None:
+def _print(finding: Finding) -> None:
     typer.echo(f"{_MARKS[finding.verdict]}  {finding.subject}: {finding.message}")
     if finding.advice:
         typer.echo(f"      -> {finding.advice}")

@@ -75,7 +75,7 @@ def edit(
 ) -> None:
     """Change a job's name, priority or labels."""
     if name is None and priority is None and not label:
-        raise fail("give what to change: --name, --priority, --label", EXIT_BAD_INPUT)
+        raise fail("nothing to change; use --name, --priority, --label", EXIT_BAD_INPUT)
     labels = dict(map(_change, label)) if label else None
     with connect(url) as client:
         answer = client.edit(job, name, priority, labels=labels)

@@ -22,7 +22,7 @@ from manta.api.cli.main import (
     to_the_last,
 )
 from manta.api.client import Client
-from manta.api.client.calls import WantedEvents, WantedLines
+from manta.api.client.calls import EventOptions, LogOptions
 from manta.api.schemas import Event, JobEvent
 
 
@@ -49,7 +49,7 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """Print the output of a job's ranks."""
-    wanted = WantedLines(tail=tail, stream=stream, search=search, regex=regex, level=level and level.lower())
+    wanted = LogOptions(tail=tail, stream=stream, search=search, regex=regex, level=level and level.lower())
     with connect(url) as client:
         if follow:
             lines = client.follow_logs(job, rank, **wanted)
@@ -79,7 +79,7 @@ def events(
             everywhere = client.follow_all_events(type=type) if follow else _events_of_all(client, type)
             show_lines(everywhere, as_json, render.job_event_line, _none_of("event", type is not None))
             return
-        wanted = WantedEvents(type=type, rank=rank, generation=generation)
+        wanted = EventOptions(type=type, rank=rank, generation=generation)
         answer = client.follow_events(job, **wanted) if follow else _events_of(client, job, wanted)
         narrowed = any(value is not None for value in wanted.values())
         show_lines(answer, as_json, render.event_line, _none_of("event", narrowed))
@@ -90,7 +90,7 @@ def _none_of(what: str, narrowed: bool) -> str:
     return f"no {what} matches" if narrowed else f"no {what}s yet"
 
 
-def _events_of(client: Client, job: str, wanted: WantedEvents) -> Iterator[Event]:
+def _events_of(client: Client, job: str, wanted: EventOptions) -> Iterator[Event]:
     job_id = client.id_of(job)
     return to_the_last(lambda cursor: client.events(job_id, cursor, **wanted))
 

@@ -20,7 +20,7 @@ from typer.models import CommandInfo, TyperInfo
 from manta.api.cli import render
 from manta.api.client import ApiError, Client, ServiceUnreachable, calls
 from manta.api.requests import FaultRequest
-from manta.api.rest_version import SPOKEN as SPOKEN_REST
+from manta.api.rest_version import SUPPORTED_VERSIONS as SUPPORTED_REST
 from manta.api.schemas import Items, JobPlan, MetricSeries, Recovery
 from manta.api.schemas import Job as JobView
 from manta.workers.errors import MantaError
@@ -77,7 +77,7 @@ def confirm_deletion(question: str) -> None:
         if sys.stdin is not None and sys.stdin.isatty():
             raise
         typer.echo(err=True)  # ends the line of the question
-        raise fail("nobody answers here: --yes deletes it without a question", EXIT_BAD_INPUT) from error
+        raise fail("cannot ask for confirmation here: --yes deletes without asking", EXIT_BAD_INPUT) from error
     if not agreed:
         raise typer.Abort
 
@@ -209,7 +209,7 @@ def _without_value(points: MetricSeries) -> list[str]:
 
 def _nearest(unknown: Iterable[str], there_are: Collection[str]) -> str:
     """Suggestions for unknown names."""
-    meant = [each for name in unknown for each in get_close_matches(name, set(there_are) - {name}, 2, cutoff=0.5)]
+    meant = [match_ for name in unknown for match_ in get_close_matches(name, set(there_are) - {name}, 2, cutoff=0.5)]
     return f" (did you mean {' or '.join(dict.fromkeys(meant))}?)" if meant else ""
 
 
@@ -386,7 +386,7 @@ def version_line() -> str:
     from manta.service.store.database import newest_revision  # with SQLAlchemy, which most commands do without
 
     release = importlib.metadata.version("manta-train")
-    rest, protocols = (", ".join(map(str, sorted(spoken))) for spoken in (SPOKEN_REST, SPOKEN_PROTOCOLS))
+    rest, protocols = (", ".join(map(str, sorted(spoken))) for spoken in (SUPPORTED_REST, SPOKEN_PROTOCOLS))
     return f"manta {release} (REST {rest}; protocol {protocols}; database revision {newest_revision()})"
 
 

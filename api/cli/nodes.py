@@ -17,7 +17,7 @@ from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, Url, connect, 
 from manta.api.client import Client
 from manta.workers.node.local_drain import drain_nodes_here
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 AGENT = "ray::AgentOnNode"[:15]
 """Ray's name of an agent's process, as truncated by the kernel (workers/rank/agent.py)."""
 
@@ -93,7 +93,7 @@ def _wait_until(empty: Callable[[], bool], name: str, seconds: float | None) -> 
     while deadline is not None and not empty():
         if time.monotonic() >= deadline:
             raise fail(f"{name} was not drained within {seconds:g} s: see `manta nodes`", EXIT_FAILED)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def nodes(url: Url = None, as_json: Json = False) -> None:

@@ -15,7 +15,7 @@ from manta.api.cli.render import table
 from manta.api.cli.submit import Changes, read_file
 from manta.api.client.plan import plan as plan_here
 from manta.service.planner.pictures import picture
-from manta.service.planner.stage_shares import in_words
+from manta.service.planner.stage_shares import format_counts
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def plan(
         best = answer.plans[0]
         title = f"{render.layout_name(best.parallel)}, micro-batch {best.micro_batch_size}, {best.gpus} ranks"
         if best.parallel.get("stage_layers"):
-            title += f", stages of {in_words(best.parallel['stage_layers'])} layers"
+            title += f", stages of {format_counts(best.parallel['stage_layers'])} layers"
         _write(picture_file, picture(title, answer.explanation.model_dump(mode="json")))
     show(answer, as_json, lambda console: plans_page(console, answer))
 
@@ -103,10 +103,10 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
     table(console, heads, rows, "no layout fits", spare=("BUBBLE", "RECOMPUTE"))
     for number, plan in enumerate(answer.plans, start=1):
         if plan.parallel.get("stage_layers"):
-            counts = in_words(plan.parallel["stage_layers"])
+            counts = format_counts(plan.parallel["stage_layers"])
             console.print(f"Layers of the virtual stages of plan {number}: {counts}.", highlight=False)
         if types := plan.parallel.get("stage_accelerators"):
-            console.print(f"Its stages are on {in_words(types)}.", highlight=False)
+            console.print(f"Its stages are on {format_counts(types)}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{render.size(answer.plans[0].host_memory_bytes)} of a node's memory"
         what = "snapshots (checkpoint.snapshots) and offloaded state"
@@ -130,19 +130,19 @@ def _sizes(console: Console, sizes: list[schemas.PlanSize]) -> None:
     console.print("\nWith fewer GPUs:")
     rows: list[tuple[Any, ...]] = [
         (
-            f"{each.gpus}" if each.gpus == each.up_to else f"{each.gpus} to {each.up_to}",
-            render.layout_name(each.parallel),
-            _schedule(each.parallel),
-            each.micro_batch_size,
-            each.parallel["recompute"],
-            f"{each.step_seconds:.4g} s",
-            f"{each.tokens_per_second:,.0f}",
-            render.size(each.memory_bytes) + ("" if each.fits else ", does not fit"),
+            f"{size.gpus}" if size.gpus == size.up_to else f"{size.gpus} to {size.up_to}",
+            render.layout_name(size.parallel),
+            _schedule(size.parallel),
+            size.micro_batch_size,
+            size.parallel["recompute"],
+            f"{size.step_seconds:.4g} s",
+            f"{size.tokens_per_second:,.0f}",
+            render.size(size.memory_bytes) + ("" if size.fits else ", does not fit"),
         )
-        for each in sizes
+        for size in sizes
     ]
     heads = ["GPUS", "LAYOUT", "SCHEDULE", "MICRO-BATCH", "RECOMPUTE", "STEP", "TOKENS/S", "MEMORY"]
-    if any(each.nodes for each in sizes):
+    if any(size.nodes for size in sizes):
         heads = ["NODES", *heads]
         rows = [(_nodes(each.nodes or {}), *row) for each, row in zip(sizes, rows, strict=True)]
     table(console, heads, rows, "its size is fixed")
@@ -155,7 +155,8 @@ def _nodes(nodes: dict[str, int]) -> str:
 def _explanation(console: Console, explanation: schemas.PlanExplanation, step: float) -> None:
     console.print("\nTime of the best plan's step:")
     shares = [
-        (each.name, f"{each.seconds / step:.1%}", f"{each.seconds:.4g} s", each.what) for each in explanation.shares
+        (share.name, f"{share.seconds / step:.1%}", f"{share.seconds:.4g} s", share.what)
+        for share in explanation.shares
     ]
     table(console, ("PART", "SHARE", "TIME", "WHAT"), shares, "")
     for sentence in explanation.sentences:
@@ -165,12 +166,12 @@ def _explanation(console: Console, explanation: schemas.PlanExplanation, step: f
     console.print("\nEffects of single changes:")
     changes = [
         (
-            each.change,
-            f"{each.step_seconds:.4g} s",
-            f"{each.step_seconds / step - 1:+.1%}",
-            render.size(each.memory_bytes) + ("" if each.fits else ", does not fit"),
+            change.change,
+            f"{change.step_seconds:.4g} s",
+            f"{change.step_seconds / step - 1:+.1%}",
+            render.size(change.memory_bytes) + ("" if change.fits else ", does not fit"),
         )
-        for each in explanation.changes
+        for change in explanation.changes
     ]
     table(console, ("CHANGE", "STEP", "DIFFERENCE", "MEMORY"), changes, "no other layout is possible")
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from manta.api.client.patience import Patience
+from manta.api.client.retries import RetryPolicy
 from manta.api.schemas import Job
 from manta.service.states import HELD, JobState, is_final
 
@@ -81,36 +81,36 @@ def follow(
     if not console.is_terminal:
         return _follow_plainly(reader, job_id, console, poll_seconds, on_progress)
     with Live(console=console, refresh_per_second=8) as live:
-        for job in watch(reader, job_id, poll_seconds, _saying(console)):
+        for job in watch(reader, job_id, poll_seconds, _printing_retries(console)):
             live.update(Text(progress_line(job), no_wrap=True, overflow="ellipsis"))
             on_progress(job)
     return job
 
 
-def _saying(console: Console) -> Patience:
-    return Patience(tell=lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True))
+def _printing_retries(console: Console) -> RetryPolicy:
+    return RetryPolicy(notify=lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True))
 
 
 def watch(
-    reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS, patience: Patience | None = None
+    reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS, retries: RetryPolicy | None = None
 ) -> Iterator[Job]:
     """The job every `poll_seconds` until it is final, which is the last item. After the first answer, a service that
-    does not respond is retried with `patience`."""
-    pause, patience = threading.Event(), patience or Patience()
+    does not respond is retried with `retries`."""
+    pause, retries = threading.Event(), retries or RetryPolicy()
     job = reader.job(job_id)
     while True:
         yield job
         if is_final(job.state):
             return
         pause.wait(poll_seconds)
-        job = patience.ask(lambda: reader.job(job_id))
+        job = retries.call(lambda: reader.job(job_id))
 
 
 def _follow_plainly(
     reader: JobReader, job_id: str, console: Console, poll_seconds: float, on_progress: Callable[[Job], None]
 ) -> Job:
     last_state, printed_at = "", 0.0
-    for job in watch(reader, job_id, poll_seconds, _saying(console)):
+    for job in watch(reader, job_id, poll_seconds, _printing_retries(console)):
         now = time.monotonic()
         if job.state != last_state or now - printed_at >= PLAIN_SECONDS:
             console.print(progress_line(job), markup=False, highlight=False, soft_wrap=True)

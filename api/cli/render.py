@@ -47,7 +47,7 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def value_in_words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A short form of a spec's value; - for none."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 

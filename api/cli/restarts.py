@@ -24,7 +24,7 @@ PAUSE_SECONDS = 1.0
 """Delay before a restart, so that a service that ends immediately does not use a whole core."""
 
 
-def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path) -> None:
+def restart_when_ended_by_ray(run: Callable[[bool], None], service_file: Path) -> None:
     """Call `run` in a forked process, and again in another if that process ends unexpectedly while `service_file` shows
     that it is serving; the argument of `run` is whether it is a restart. This process ends with the status of the
     child; signals are forwarded to the child, which dies with this process. Call it before Ray is imported and before
@@ -38,7 +38,7 @@ def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path)
         status = os.waitpid(child, 0)[1]
         for each in FORWARDED:
             signal.signal(each, signal.SIG_DFL)
-        if not (_ended_from_within(status) and _is_said_to_serve(child, service_file)):
+        if not (_ended_by_itself(status) and _is_recorded_service(child, service_file)):
             _end_as(status)
         log.error("Ray has terminated the service; it is restarted")
         time.sleep(PAUSE_SECONDS)
@@ -48,7 +48,7 @@ def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path)
 def _fork() -> int:
     """Like os.fork, but the parent then forwards signals to the child, and the child dies with the parent."""
     parent, parent_death = os.getpid(), ParentDeathSignal()
-    with _kept_back(FORWARDED):
+    with _deferred(FORWARDED):
         child = os.fork()
         if child != 0:
             for each in FORWARDED:
@@ -59,7 +59,7 @@ def _fork() -> int:
 
 
 @contextlib.contextmanager
-def _kept_back(signals: Iterable[signal.Signals]) -> Iterator[None]:
+def _deferred(signals: Iterable[signal.Signals]) -> Iterator[None]:
     """Defers signals until the end of the block, in whichever process runs then."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -68,11 +68,11 @@ def _kept_back(signals: Iterable[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
-def _ended_from_within(status: int) -> bool:
+def _ended_by_itself(status: int) -> bool:
     return os.WTERMSIG(status) in ABORTS if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status) != 0
 
 
-def _is_said_to_serve(pid: int, service_file: Path) -> bool:
+def _is_recorded_service(pid: int, service_file: Path) -> bool:
     """Whether `service_file` still names `pid`: a service that ends regularly removes its file."""
     try:
         return int(json.loads(read_own(service_file) or "")["pid"]) == pid

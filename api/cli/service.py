@@ -16,9 +16,9 @@ import psutil
 import typer
 
 from manta.api.cli.main import EXIT_BAD_INPUT, Json
-from manta.api.cli.restarts import run_again_when_ended_by_ray
+from manta.api.cli.restarts import restart_when_ended_by_ray
 from manta.api.client import ApiError, Client, ServiceUnreachable
-from manta.api.serving.local_service import leaves_without_an_answer, running_service, service_process
+from manta.api.serving.local_service import closes_without_answer, running_service, service_process
 from manta.service.cluster.existing_ray import end_raylet
 from manta.service.cluster.processes import wait_until_ended
 from manta.service.cluster.ray_head import RayHead
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # imported where it is needed: on a busy machine that takes h
     from manta.service.store import Job
 
 UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 240.0, 60.0, 0.1
-SILENT_SECONDS = 30.0
+UNRESPONSIVE_SECONDS = 30.0
 """How long a running service may leave requests without an answer before `manta up` replaces it."""
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
@@ -121,9 +121,9 @@ def _running_and_well(home: Path) -> dict[str, object] | None:
     began = time.monotonic()
     while (pid := service_process(home)) is not None:
         running = running_service(home)  # None: it starts, or its file was removed, which it writes again
-        if running is not None and not leaves_without_an_answer(str(running["url"])):
+        if running is not None and not closes_without_answer(str(running["url"])):
             return running
-        limit = UP_SECONDS if running is None else SILENT_SECONDS
+        limit = UP_SECONDS if running is None else UNRESPONSIVE_SECONDS
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if not wait_until_ended([process], POLL_SECONDS) and time.monotonic() - began > limit:
@@ -145,7 +145,8 @@ def _with_options(
 
 
 def settings_with(database: str | None) -> Settings:
-    """Settings from the environment, except for the database if one is given. Raises BadSetting, BadDatabaseUrl."""
+    """Settings from the environment, except for the database if one is given. Raises InvalidSetting,
+    InvalidDatabaseUrl."""
     from manta.service.store.location import parse_url, url_in
 
     settings = Settings.from_environment()
@@ -178,12 +179,12 @@ def down(database: Database = None, as_json: Json = False) -> None:
     if used != looked_at:
         typer.echo(f"Its jobs are in its database, {used}: `manta up --database URL` continues them.")
     for job, saved in jobs:
-        typer.echo(f"  {job.id} ({job.name}) {_what_becomes_of(job, saved, own_ray)}")
+        typer.echo(f"  {job.id} ({job.name}) {_describe_consequences(job, saved, own_ray)}")
     if jobs:
         typer.echo("`manta up` continues them; after that `manta cancel` ends a job permanently.")
 
 
-def _what_becomes_of(job: Job, saved: int | None, own_ray: bool) -> str:
+def _describe_consequences(job: Job, saved: int | None, own_ray: bool) -> str:
     """`saved`: step of the job's newest checkpoint, if it has one."""
     if not own_ray and job.state not in (JobState.QUEUED, JobState.PAUSED):
         return f"keeps running on the existing Ray cluster, at step {job.step} or later"
@@ -204,7 +205,7 @@ def running_jobs(home: Path, database: str | None = None) -> list[tuple[Job, int
 
     from manta.service.store import Store
     from manta.service.store.checkpoints import newest
-    from manta.service.store.jobs import unfinished_in_brief
+    from manta.service.store.jobs import unfinished_summaries
     from manta.service.store.location import file_of, parse_url, url_in
 
     file = file_of(parse_url(url_in(home, database)))
@@ -213,7 +214,7 @@ def running_jobs(home: Path, database: str | None = None) -> list[tuple[Job, int
     store = Store(url_in(home, database))
     try:
         with store.read() as session:  # it may be from another release
-            saved = [(job, newest(session, job.id)) for job in unfinished_in_brief(session)]
+            saved = [(job, newest(session, job.id)) for job in unfinished_summaries(session)]
             return [(job, None if checkpoint is None else checkpoint.step) for job, checkpoint in saved]
     except SQLAlchemyError:
         return []
@@ -241,8 +242,8 @@ def serve_in_foreground(
     if ray is None:
         server.serve(settings, host, port, slots, None)
     else:
-        run_again_when_ended_by_ray(
-            lambda again: server.serve(settings, host, port, slots, ray, patient=again or wait_for_ray),
+        restart_when_ended_by_ray(
+            lambda again: server.serve(settings, host, port, slots, ray, wait_for_ray=again or wait_for_ray),
             settings.service_file,
         )
 
@@ -294,11 +295,11 @@ def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, b
             if running is not None and _is_ready(home):
                 return str(running["url"])
             continue
-        raise NotStarted(f"the service did not start: {_why_it_ended(process.returncode, log, began)} (log: {log})")
+        raise NotStarted(f"the service did not start: {_last_error_of(process.returncode, log, began)} (log: {log})")
     raise NotStarted(f"the service is not ready after {UP_SECONDS:.0f} s; see its log: {log}")
 
 
-def _why_it_ended(status: int, log: Path, began: int) -> str:
+def _last_error_of(status: int, log: Path, began: int) -> str:
     """The sentence that a service prints last when it refuses to start. What others print, such as the frames of a
     stack, is none."""
     with log.open("rb") as file:
@@ -307,7 +308,7 @@ def _why_it_ended(status: int, log: Path, began: int) -> str:
     if status == EXIT_BAD_INPUT and lines:
         return lines[-1]
     how = f"by signal {-status}" if status < 0 else f"with status {status}"
-    return f"its process ended {how}" + (", and the end of its log may say why" if lines else " and printed nothing")
+    return f"its process ended {how}" + ("; the end of its log may say why" if lines else " and printed nothing")
 
 
 def _is_ready(home: Path) -> bool:

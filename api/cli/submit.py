@@ -42,7 +42,10 @@ def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
     try:
         if file == Path("-"):
             if sys.stdin is None:
-                raise fail("standard input is closed: name a file, or pass the job's document there", EXIT_BAD_INPUT)
+                raise fail(
+                    "standard input is closed: name a file, or pass the job's document on standard input",
+                    EXIT_BAD_INPUT,
+                )
             content = typer.get_binary_stream("stdin").read(MAX_BYTES + 1)
             document = document_of(content, "standard input", Path.cwd())
         else:
@@ -102,7 +105,7 @@ def submit(
             checked = client.dry_run(document)
             show(checked, as_json, lambda console: render.layout_page(console, checked))
             if checked.data_problem is not None:
-                raise fail(f"but the job would fail (bad_data): {checked.data_problem}", EXIT_FAILED)
+                raise fail(f"the job would fail (bad_data): {checked.data_problem}", EXIT_FAILED)
             return
         job = client.submit(document)
         if follow:
@@ -146,7 +149,7 @@ def variants(document: Any, sweeps: Sequence[str], sweep: str) -> list[Variant]:
         tail = f"-{number}"
         changes = {"name": name[: MAX_CHARACTERS_OF_A_NAME - len(tail)] + tail, **values}
         changed = labelled(with_changes(document, changes), [f"{LABEL}={sweep}"])
-        said = ", ".join(f"{path}={render.value_in_words(value)}" for path, value in values.items())
+        said = ", ".join(f"{path}={render.format_value(value)}" for path, value in values.items())
         made.append(Variant(with_absolute_paths(changed, Path.cwd()), said))
     return made
 
@@ -161,7 +164,9 @@ def submit_sweep(client: Client, document: Any, sweeps: Sequence[str], dry_run: 
         for each, answer in zip(made, checked, strict=True):
             typer.echo(_line_of(answer) if as_json else f"{_planned(answer)}  {each.values}")
         if problems := {each.data_problem for each in checked if each.data_problem is not None}:
-            raise fail("\n".join(f"but jobs would fail (bad_data): {each}" for each in sorted(problems)), EXIT_FAILED)
+            raise fail(
+                "\n".join(f"but jobs would fail (bad_data): {problem}" for problem in sorted(problems)), EXIT_FAILED
+            )
         return
     for each in made:
         job = client.submit(each.document)

@@ -97,9 +97,9 @@ def _write_bytes(file: Path, content: bytes) -> None:
 
 
 def _page(console: Console, made: trace_schemas.TraceDocument, output: Path | None) -> None:
-    steps = [each.step for each in made.ranks[0].steps] if made.ranks else []
+    steps = [step.step for step in made.ranks[0].steps] if made.ranks else []
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
-    slices = sum(len(each.slices) for each in made.ranks)
+    slices = sum(len(rank.slices) for rank in made.ranks)
     about = f"{made.id} is {made.state}: {which} of {len(made.ranks)} ranks, {slices} slices"
     console.print(about + (f"; {made.message}" if made.message else ""), highlight=False)
     if made.bubble is not None and made.bubble.mean is not None:
@@ -141,15 +141,15 @@ def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:
         page = client.send(calls.traces(job))
     rows = [
         (
-            each.id,
-            each.state,
-            "-" if each.first_step is None else each.first_step,
-            each.steps,
-            "-" if each.bubble is None or each.bubble.mean is None else f"{each.bubble.mean:.1%}",
-            render.moment(each.requested_at),
-            each.message or "",
+            item.id,
+            item.state,
+            "-" if item.first_step is None else item.first_step,
+            item.steps,
+            "-" if item.bubble is None or item.bubble.mean is None else f"{item.bubble.mean:.1%}",
+            render.moment(item.requested_at),
+            item.message or "",
         )
-        for each in page.items
+        for item in page.items
     ]
     heads = ("TRACE", "STATE", "FIRST STEP", "STEPS", "BUBBLE", "REQUESTED", "WHY")
     show(page, as_json, lambda console: table(console, heads, rows, "no traces; record one with `manta trace JOB`"))

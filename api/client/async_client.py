@@ -11,16 +11,16 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from manta.api.client import job_names
-from manta.api.client.patience import EventParser, FollowedStream, ServerEvent
 from manta.api.client.rest_call import (
     STREAM_TIMEOUT,
     ApiError,
     Call,
     ServiceUnreachable,
     client_options,
-    proxies_in_words,
+    explaining_proxy_errors,
     raise_for_problem,
 )
+from manta.api.client.retries import EventParser, FollowedStream, ServerEvent
 from manta.api.serving.local_service import find_url
 from manta.service.ids import is_job_id
 from manta.service.settings import Settings
@@ -39,7 +39,7 @@ class AsyncClient:
         returns. `transport`: for tests. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
         self.url = (url or find_url(settings)).rstrip("/")
-        with proxies_in_words(self.url):
+        with explaining_proxy_errors(self.url):
             options = client_options(settings, self.url, key, transport is not None)
             self._http = httpx.AsyncClient(transport=transport, **options)
 

@@ -18,17 +18,17 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from manta.api.client import calls, job_names
-from manta.api.client.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
-from manta.api.client.patience import EventParser, FollowedStream, Patience, ServerEvent
+from manta.api.client.calls import EventOptions, JobFilterOptions, JobListOptions, LogOptions
 from manta.api.client.rest_call import (
     STREAM_TIMEOUT,
     ApiError,
     Call,
     ServiceUnreachable,
     client_options,
-    proxies_in_words,
+    explaining_proxy_errors,
     raise_for_problem,
 )
+from manta.api.client.retries import EventParser, FollowedStream, RetryPolicy, ServerEvent
 from manta.api.requests import FaultRequest, NewKey, TraceRequest
 from manta.api.schemas import (
     Checkpoint,
@@ -67,7 +67,7 @@ from manta.workers.protocol.messages import FaultKind
 from manta.workers.spec.changes import with_changes
 
 T = TypeVar("T")
-LONGEST_WAIT_SECONDS = 60.0
+MAX_WAIT_SECONDS = 60.0
 """Maximum `wait` that the service accepts."""
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol)
 """Errors after which the service has certainly received nothing."""
@@ -82,7 +82,7 @@ class Client:
         default the one that `find_key` returns. `transport`: for tests. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
         self.url = (url or find_url(settings)).rstrip("/")
-        with proxies_in_words(self.url):
+        with explaining_proxy_errors(self.url):
             options = client_options(settings, self.url, key, transport is not None)
             self._http = httpx.Client(transport=transport, **options)
 
@@ -177,7 +177,7 @@ class Client:
         except ServiceUnreachable as error:
             if isinstance(error.cause, _NOT_SENT):
                 raise
-        return Patience().ask(lambda: self.send(call))
+        return RetryPolicy().call(lambda: self.send(call))
 
     def dry_run(self, document: Any, changes: Mapping[str, Any] | None = None) -> DryRun:
         """Check a JobSpec document, with `changes` as in `submit`, and show its layout."""
@@ -189,13 +189,13 @@ class Client:
         name: str | None = None,
         limit: int = 50,
         cursor: str | None = None,
-        **more: Unpack[MoreOfJobs],
+        **more: Unpack[JobListOptions],
     ) -> Items[Job]:
         """A page of jobs; see `calls.jobs` for filters and order."""
         return self.send(calls.jobs(state, name, limit, cursor, **more))
 
     def count_jobs(
-        self, state: str | Sequence[str] | None = None, name: str | None = None, **more: Unpack[MoreFilters]
+        self, state: str | Sequence[str] | None = None, name: str | None = None, **more: Unpack[JobFilterOptions]
     ) -> JobCounts:
         """How many jobs there are in each state, with the filters of `jobs`."""
         return self.send(calls.count_jobs(state, name, **more))
@@ -207,10 +207,10 @@ class Client:
 
     def wait(self, job_id: str) -> Job:
         """Returns the job when it is final."""
-        job, patience = self.job(job_id), Patience()
+        job, retries = self.job(job_id), RetryPolicy()
         while not is_final(job.state):
             known = job.state
-            job = patience.ask(lambda: self.job(job.id, LONGEST_WAIT_SECONDS, known))  # noqa: B023 - called at once
+            job = retries.call(lambda: self.job(job.id, MAX_WAIT_SECONDS, known))  # noqa: B023 - called at once
         return job
 
     def resize(self, job_id: str, replicas: int) -> Job:
@@ -261,7 +261,7 @@ class Client:
         cursor: str | None = None,
         limit: int = 100,
         order: Direction | None = None,
-        **wanted: Unpack[WantedEvents],
+        **wanted: Unpack[EventOptions],
     ) -> Stream[Event]:
         """A page of events, oldest first by default."""
         return self.send(calls.events(job_id, cursor, limit, order, **wanted))
@@ -278,12 +278,12 @@ class Client:
         rank: int | None = None,
         cursor: str | None = None,
         limit: int = 500,
-        **wanted: Unpack[WantedLines],
+        **wanted: Unpack[LogOptions],
     ) -> LogLines:
         """A page of log lines of one rank, or of all merged by time."""
         return self.send(calls.logs(job_id, rank, cursor, limit, **wanted))
 
-    def follow_events(self, job_id: str, after: str | None = None, **wanted: Unpack[WantedEvents]) -> Iterator[Event]:
+    def follow_events(self, job_id: str, after: str | None = None, **wanted: Unpack[EventOptions]) -> Iterator[Event]:
         """Events as they come, until the job is final."""
         return self.stream(calls.follow_events(job_id, after, **wanted))
 
@@ -293,7 +293,7 @@ class Client:
         """Events of all jobs as they come, without end."""
         return self.stream(calls.follow_all_events(job_id and self.id_of(job_id), type, after))
 
-    def follow_logs(self, job_id: str, rank: int | None = None, **wanted: Unpack[WantedLines]) -> Iterator[LogLine]:
+    def follow_logs(self, job_id: str, rank: int | None = None, **wanted: Unpack[LogOptions]) -> Iterator[LogLine]:
         """Log lines as they come, until the job is final."""
         return self.stream(calls.follow_logs(job_id, rank, **wanted))
 

@@ -41,15 +41,15 @@ def no_such_job(why: str) -> ApiError:
 def submit(document: Any, idempotency_key: str | None = None) -> Call[schemas.Job]:
     """Submit a JobSpec."""
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-    return Call(schemas.Job, "POST", "/v1/jobs", body=document, headers=headers, patience=_SEARCH_SECONDS)
+    return Call(schemas.Job, "POST", "/v1/jobs", body=document, headers=headers, extra_seconds=_SEARCH_SECONDS)
 
 
 def dry_run(document: Any) -> Call[schemas.DryRun]:
     """Check a JobSpec and show its layout; nothing is stored."""
-    return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document, patience=_SEARCH_SECONDS)
+    return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document, extra_seconds=_SEARCH_SECONDS)
 
 
-class MoreFilters(TypedDict, total=False):
+class JobFilterOptions(TypedDict, total=False):
     """Filters of a list of jobs."""
 
     search: str | None
@@ -60,7 +60,7 @@ class MoreFilters(TypedDict, total=False):
     """Jobs of this user, or submitted with the key of this name."""
 
 
-class MoreOfJobs(MoreFilters, total=False):
+class JobListOptions(JobFilterOptions, total=False):
     """Filters and order of a list of jobs; by default those submitted last come first."""
 
     sort: schemas.JobSort | None
@@ -77,7 +77,7 @@ def jobs(
     name: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
-    **more: Unpack[MoreOfJobs],
+    **more: Unpack[JobListOptions],
 ) -> Call[schemas.Items[schemas.Job]]:
     """A page of jobs in this state or one of these, and with exactly this name."""
     parameters = {"state": state, "name": name, "limit": limit, "cursor": cursor, **_named(more)}
@@ -85,7 +85,7 @@ def jobs(
 
 
 def count_jobs(
-    state: str | Sequence[str] | None = None, name: str | None = None, **more: Unpack[MoreFilters]
+    state: str | Sequence[str] | None = None, name: str | None = None, **more: Unpack[JobFilterOptions]
 ) -> Call[schemas.JobCounts]:
     """How many jobs there are in each state, with the filters of `jobs`."""
     return Call(schemas.JobCounts, "GET", "/v1/jobs/counts", {"state": state, "name": name, **_named(more)})
@@ -99,7 +99,7 @@ def sparklines(job_ids: Sequence[str]) -> Call[schemas.Items[schemas.Sparkline]]
 def job(job_id: str, wait: float | None = None, state: str | None = None) -> Call[schemas.Job]:
     """One job. With `wait`: as soon as its state differs from `state` (default: from its present one) or is final, and
     after `wait` seconds (at most 60) in any case."""
-    return Call(schemas.Job, "GET", _job(job_id), {"wait": wait, "state": state}, patience=wait or 0.0)
+    return Call(schemas.Job, "GET", _job(job_id), {"wait": wait, "state": state}, extra_seconds=wait or 0.0)
 
 
 def cancel(job_id: str) -> Call[schemas.Job]:
@@ -124,7 +124,7 @@ def edit(
 
 def delete(job_id: str) -> Call[schemas.DeletedJob]:
     """Delete a job in a final state, and everything that belongs to it."""
-    return Call(schemas.DeletedJob, "DELETE", _job(job_id), patience=_DELETION_SECONDS)
+    return Call(schemas.DeletedJob, "DELETE", _job(job_id), extra_seconds=_DELETION_SECONDS)
 
 
 def pause(job_id: str) -> Call[schemas.Job]:
@@ -159,7 +159,7 @@ def metrics(
     return Call(schemas.MetricSeries, "GET", _job(job_id, "/metrics"), parameters)
 
 
-class WantedEvents(TypedDict, total=False):
+class EventOptions(TypedDict, total=False):
     """Which events of a job."""
 
     type: str | None
@@ -173,7 +173,7 @@ def events(
     cursor: str | None = None,
     limit: int = 100,
     order: schemas.Direction | None = None,
-    **wanted: Unpack[WantedEvents],
+    **wanted: Unpack[EventOptions],
 ) -> Call[schemas.Stream[schemas.Event]]:
     """A page of a job's events, oldest first by default."""
     parameters = {"cursor": cursor, "limit": limit, "order": order, **wanted}
@@ -188,7 +188,7 @@ def all_events(
     return Call(schemas.Stream[schemas.JobEvent], "GET", "/v1/events", parameters)
 
 
-class WantedLines(TypedDict, total=False):
+class LogOptions(TypedDict, total=False):
     """Which lines of a log."""
 
     stream: str | None
@@ -200,7 +200,7 @@ class WantedLines(TypedDict, total=False):
 
 
 def logs(
-    job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500, **wanted: Unpack[WantedLines]
+    job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500, **wanted: Unpack[LogOptions]
 ) -> Call[schemas.LogLines]:
     """A page of what a job's ranks printed; `rank` None means all, merged by time."""
     parameters = {"rank": rank, "cursor": cursor, "limit": limit, **wanted}
@@ -225,7 +225,7 @@ def waits(job_id: str) -> Call[schemas.Waits]:
 
 def rank_stack(job_id: str, rank: int) -> Call[schemas.RankStack]:
     """The current stack of a rank's trainer."""
-    return Call(schemas.RankStack, "GET", _job(job_id, f"/ranks/{rank}/stack"), patience=10.0)
+    return Call(schemas.RankStack, "GET", _job(job_id, f"/ranks/{rank}/stack"), extra_seconds=10.0)
 
 
 def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Call[schemas.Items[schemas.Checkpoint]]:
@@ -238,7 +238,7 @@ def delete_checkpoint(job_id: str, checkpoint_id: str, force: bool = False) -> C
     """Delete a checkpoint and its files; with `force` even the newest one of a job that would resume from it."""
     path = _job(job_id, f"/checkpoints/{quote(checkpoint_id, safe='')}")
     forced = {"force": "true"} if force else {}
-    return Call(schemas.Checkpoint, "DELETE", path, forced, patience=_DELETION_SECONDS)
+    return Call(schemas.Checkpoint, "DELETE", path, forced, extra_seconds=_DELETION_SECONDS)
 
 
 def export_checkpoint(job_id: str, checkpoint_id: str, wanted: requests.ExportRequest) -> Call[schemas.Export]:
@@ -269,7 +269,7 @@ def job_plan(job_id: str) -> Call[schemas.JobPlan]:
 
 def job_plan_picture(job_id: str) -> Call[bytes]:
     """A job's plan as an SVG picture; to be downloaded."""
-    return Call(bytes, "GET", _job(job_id, "/plan/picture"), patience=60.0)
+    return Call(bytes, "GET", _job(job_id, "/plan/picture"), extra_seconds=60.0)
 
 
 def machines() -> Call[schemas.Items[schemas.Machine]]:
@@ -296,13 +296,13 @@ def traces(job_id: str) -> Call[schemas.Items[trace_schemas.Trace]]:
 def trace(job_id: str, trace_id: str) -> Call[trace_schemas.TraceDocument]:
     """One trace in full."""
     path = _job(job_id, f"/traces/{quote(trace_id, safe='')}")
-    return Call(trace_schemas.TraceDocument, "GET", path, patience=_TRACE_SECONDS)
+    return Call(trace_schemas.TraceDocument, "GET", path, extra_seconds=_TRACE_SECONDS)
 
 
 def trace_for_perfetto(job_id: str, trace_id: str) -> Call[bytes]:
     """One trace in Perfetto's format; to be downloaded."""
     path = _job(job_id, f"/traces/{quote(trace_id, safe='')}/perfetto")
-    return Call(bytes, "GET", path, patience=_TRACE_SECONDS)
+    return Call(bytes, "GET", path, extra_seconds=_TRACE_SECONDS)
 
 
 def profile(job_id: str, trace_id: str, rank: int) -> Call[bytes]:
@@ -312,7 +312,9 @@ def profile(job_id: str, trace_id: str, rank: int) -> Call[bytes]:
 
 def budget(job_id: str, source: str | None = None) -> Call[trace_schemas.StepBudget]:
     """Where the time of a job's step goes; `source`: a trace or phases."""
-    return Call(trace_schemas.StepBudget, "GET", _job(job_id, "/budget"), {"from": source}, patience=_TRACE_SECONDS)
+    return Call(
+        trace_schemas.StepBudget, "GET", _job(job_id, "/budget"), {"from": source}, extra_seconds=_TRACE_SECONDS
+    )
 
 
 def inject(job_id: str, fault: requests.FaultRequest) -> Call[schemas.Fault]:
@@ -332,7 +334,7 @@ def undrain(node: str) -> Call[schemas.Node]:
 
 def plans(document: Any) -> Call[schemas.Plans]:
     """Predictions for a layout, or the best layouts."""
-    return Call(schemas.Plans, "POST", "/v1/plans", body=document, patience=_SEARCH_SECONDS)
+    return Call(schemas.Plans, "POST", "/v1/plans", body=document, extra_seconds=_SEARCH_SECONDS)
 
 
 def cluster() -> Call[schemas.Cluster]:
@@ -398,7 +400,7 @@ def ready() -> Call[schemas.Health]:
     return Call(schemas.Health, "GET", "/readyz")
 
 
-def follow_events(job_id: str, after: str | None = None, **wanted: Unpack[WantedEvents]) -> Call[schemas.Event]:
+def follow_events(job_id: str, after: str | None = None, **wanted: Unpack[EventOptions]) -> Call[schemas.Event]:
     """All events of a job as a stream, or those after the event with id `after`."""
     return Call(schemas.Event, "GET", _job(job_id, "/events"), {"follow": "true", **wanted}, headers=_resume(after))
 
@@ -412,7 +414,7 @@ def follow_all_events(
 
 
 def follow_logs(
-    job_id: str, rank: int | None = None, after: str | None = None, **wanted: Unpack[WantedLines]
+    job_id: str, rank: int | None = None, after: str | None = None, **wanted: Unpack[LogOptions]
 ) -> Call[schemas.LogLine]:
     """All log lines of a job as a stream, or those after stream position `after`."""
     parameters = {"follow": "true", "rank": rank, **wanted}

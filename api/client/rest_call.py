@@ -15,8 +15,8 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from manta.api import schemas
-from manta.api.rest_version import HEADER, REST, other_service
-from manta.api.serving.local_service import DEFAULT_URL, find_key, trust_in
+from manta.api.rest_version import HEADER, REST, service_incompatibility
+from manta.api.serving.local_service import DEFAULT_URL, find_key, ssl_verification
 from manta.service.settings import Settings
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import spell
@@ -77,7 +77,7 @@ class Call(Generic[T]):
     """JSON body."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Additional headers."""
-    patience: float = 0.0
+    extra_seconds: float = 0.0
     """Seconds that the answer may take in addition to the usual timeout."""
 
     @property
@@ -97,8 +97,8 @@ class Call(Generic[T]):
         content = None if self.body is None else _encoded(self.body)
         request = client.build_request(self.method, str(self.path), params=given, headers=headers, content=content)
         usual = client.timeout.read
-        if self.patience and usual is not None:
-            request.extensions["timeout"] = {**client.timeout.as_dict(), "read": usual + self.patience}
+        if self.extra_seconds and usual is not None:
+            request.extensions["timeout"] = {**client.timeout.as_dict(), "read": usual + self.extra_seconds}
         return request
 
     def read(self, response: httpx.Response) -> T:
@@ -127,7 +127,7 @@ def client_options(settings: Settings, url: str, key: str | None, is_test: bool)
     """Options of httpx's client for the service at `url`; `key`: by default the one that `find_key` returns; `is_test`:
     it has a transport of its own. No proxy is used towards this machine: it would get the key, and cannot reach what
     listens on loopback. Raises KeyFileUnsafe, CertificateUnreadable, ServiceUnreachable."""
-    address, verify = checked_url(url), is_test or trust_in(settings, url)
+    address, verify = checked_url(url), is_test or ssl_verification(settings, url)
     is_here = is_loopback(address.host)
     if is_here and verify is True and not is_test:
         verify = httpx.create_ssl_context()  # SSL_CERT_FILE is of the environment, too
@@ -141,7 +141,7 @@ def client_options(settings: Settings, url: str, key: str | None, is_test: bool)
 
 
 @contextlib.contextmanager
-def proxies_in_words(url: str) -> Iterator[None]:
+def explaining_proxy_errors(url: str) -> Iterator[None]:
     """The block makes a client of httpx. Raises ServiceUnreachable if the environment names an unusable proxy, or has a
     Python module in place of one that httpx needs."""
     try:
@@ -170,7 +170,7 @@ def _encoded(document: Any) -> bytes:
 def raise_for_problem(response: httpx.Response) -> None:
     """Raise ApiError if `response`, whose body was read, is an error, or comes from a service of a release that this
     client does not support."""
-    misunderstanding = other_service(response.headers.get(HEADER))
+    misunderstanding = service_incompatibility(response.headers.get(HEADER))
     if misunderstanding is not None:
         raise ApiError(
             schemas.Problem(code="other_release", title="Other release", status=400, detail=misunderstanding)

@@ -55,14 +55,14 @@ def _demo(console: Console) -> int:
         _cancel_leftovers(client)
         document: dict[str, Any] = read_document(SPEC)
         spec = parse_job_spec(document)
-        document, note = on_slots_where_gpus_are_few(document, spec, client.cluster())
+        document, note = slots_where_gpus_are_scarce(document, spec, client.cluster())
         if note:
             console.print(note, highlight=False)
         job = client.submit(document)
         console.print(f"Submitted {SPEC.relative_to(ROOT)} as {job.id}", highlight=False)
-        saved = last_checkpoint_on_the_way(spec)
+        saved = last_intermediate_checkpoint(spec)
         killer = RankKiller(client, job.id, saved + STEPS_BEFORE_KILL, console)
-        job = follow(client, job.id, console, on_progress=killer.look)
+        job = follow(client, job.id, console, on_progress=killer.poll)
         return 0 if _judge(console, client, document, job, killer, saved) else 1
 
 
@@ -80,7 +80,7 @@ def _judge(
     return job.state == JobState.SUCCEEDED and outcome is not None and same_bits is not None and same_bits.holds
 
 
-def last_checkpoint_on_the_way(spec: JobSpec) -> int:
+def last_intermediate_checkpoint(spec: JobSpec) -> int:
     """Step of the newest checkpoint that the job saves before its last step."""
     every = spec.checkpoint.every_steps
     return every * ((spec.train.steps - 1) // every)
@@ -97,7 +97,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-def on_slots_where_gpus_are_few(
+def slots_where_gpus_are_scarce(
     document: dict[str, Any], spec: JobSpec, cluster: Cluster
 ) -> tuple[dict[str, Any], str | None]:
     """The document to submit, and a sentence for the user if it differs from the given one.

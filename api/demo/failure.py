@@ -65,7 +65,7 @@ class RankKiller:
         self.killed: Killed | None = None
         """None until it is done."""
 
-    def look(self, job: Job) -> None:
+    def poll(self, job: Job) -> None:
         """Kill a rank if the time has come."""
         if self.killed is not None or job.step < self._at_step or job.step >= job.steps:
             return
@@ -121,7 +121,7 @@ def replay(client: Client, document: dict[str, Any], job_id: str, saved: int, la
     """Train the steps from the job's checkpoint of step `saved` to step `last` again, in `folder`, and compare losses
     and gradient norms with the job's. Raises ReplayFailed."""
     shutil.rmtree(folder, ignore_errors=True)
-    checkpoints = [Path(each.path) for each in client.checkpoints(job_id).items if each.step == saved and each.path]
+    checkpoints = [Path(item.path) for item in client.checkpoints(job_id).items if item.step == saved and item.path]
     source = next((path for path in checkpoints if path.is_dir()), None)
     if source is None:
         raise ReplayFailed(f"the checkpoint of step {saved} is not there to start from")

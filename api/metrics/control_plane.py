@@ -93,7 +93,7 @@ def _of_nodes(measurements: Measurements) -> Sequence[Metric]:
     ]
 
 
-def _where_known(value: Callable[[GpuReading], float | None]) -> Read:
+def _if_known(value: Callable[[GpuReading], float | None]) -> Read:
     def samples(gpu: GpuReading) -> Samples:
         known = value(gpu)
         return [] if known is None else [((), known)]
@@ -110,15 +110,15 @@ _OF_GPU: tuple[tuple[Family, Read], ...] = (
     (gauge("manta_gpu_up", "1 where the driver reaches the GPU, else 0", *_GPU), lambda gpu: [((), gpu.answers)]),
     (
         gauge("manta_gpu_utilization_ratio", "Part of the time in which a kernel ran, 0 to 1", *_GPU),
-        _where_known(lambda gpu: gpu.busy_ratio),
+        _if_known(lambda gpu: gpu.busy_ratio),
     ),
-    (gauge("manta_gpu_memory_used_bytes", "Memory in use", *_GPU), _where_known(lambda gpu: gpu.memory_used_bytes)),
-    (gauge("manta_gpu_memory_bytes", "Memory of the GPU", *_GPU), _where_known(lambda gpu: gpu.memory_total_bytes)),
+    (gauge("manta_gpu_memory_used_bytes", "Memory in use", *_GPU), _if_known(lambda gpu: gpu.memory_used_bytes)),
+    (gauge("manta_gpu_memory_bytes", "Memory of the GPU", *_GPU), _if_known(lambda gpu: gpu.memory_total_bytes)),
     (
         gauge("manta_gpu_temperature_celsius", "Temperature of the GPU", *_GPU),
-        _where_known(lambda gpu: gpu.temperature_celsius),
+        _if_known(lambda gpu: gpu.temperature_celsius),
     ),
-    (gauge("manta_gpu_power_watts", "Power that the GPU draws", *_GPU), _where_known(lambda gpu: gpu.power_watts)),
+    (gauge("manta_gpu_power_watts", "Power that the GPU draws", *_GPU), _if_known(lambda gpu: gpu.power_watts)),
     (
         counter("manta_gpu_ecc_errors_total", "Memory errors since the driver was loaded", *_GPU, "kind"),
         _memory_errors,

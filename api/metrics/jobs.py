@@ -23,7 +23,7 @@ def _always(value: Callable[[JobNumbers], float]) -> Read:
     return lambda job, now: [((), value(job))]
 
 
-def _where_known(value: Callable[[JobNumbers, float], float | None]) -> Read:
+def _if_known(value: Callable[[JobNumbers, float], float | None]) -> Read:
     def samples(job: JobNumbers, now: float) -> Samples:
         known = value(job, now)
         return [] if known is None else [((), known)]
@@ -33,7 +33,7 @@ def _where_known(value: Callable[[JobNumbers, float], float | None]) -> Read:
 
 def _latest(key: str) -> Read:
     """The latest value of a metric of the steps."""
-    return _where_known(lambda job, now: job.row.metrics.get(key))
+    return _if_known(lambda job, now: job.row.metrics.get(key))
 
 
 def _not_finite(job: JobNumbers, now: float) -> float | None:
@@ -80,7 +80,7 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
     (gauge("manta_job_steps", "Steps of the whole job", "job"), _always(lambda job: job.row.steps)),
     (
         gauge("manta_job_last_step_timestamp_seconds", "When the last step was committed, Unix seconds", "job"),
-        _where_known(lambda job, now: job.last_step_at),
+        _if_known(lambda job, now: job.last_step_at),
     ),
     (gauge("manta_job_step_seconds", "Duration of the last committed step", "job"), _latest("step_seconds")),
     (
@@ -106,7 +106,7 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
         gauge(
             "manta_job_loss_not_finite", "1 where the loss of the last committed step is NaN or infinite, else 0", "job"
         ),
-        _where_known(_not_finite),
+        _if_known(_not_finite),
     ),
     (
         gauge("manta_job_grad_norm", "Norm of the last committed step's gradient before clipping", "job"),
@@ -115,7 +115,7 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
     (gauge("manta_job_memory_bytes", "Highest memory use of a rank", "job"), _latest("memory_bytes")),
     (
         gauge("manta_job_goodput_ratio", "Compute / (wall - queue - pause), 0 to 1", "job"),
-        _where_known(lambda job, now: job.ledger.goodput),
+        _if_known(lambda job, now: job.ledger.goodput),
     ),
     (
         # A gauge: what a step was is only known once it is committed, so time may still move to another class.
@@ -151,11 +151,11 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
             "Since the newest complete checkpoint began or, where that is later, since the job last left the queue",
             "job",
         ),
-        _where_known(_checkpoint_age),
+        _if_known(_checkpoint_age),
     ),
     (
         gauge("manta_job_checkpoint_duration_seconds", "How long saving the newest complete checkpoint took", "job"),
-        _where_known(_checkpoint_seconds),
+        _if_known(_checkpoint_seconds),
     ),
     (
         gauge("manta_job_recent_events", "Events of the last hour that tell of trouble, by type", "job", "type"),

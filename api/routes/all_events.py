@@ -34,7 +34,7 @@ class _Tail:
     type: str | None
     bound: str | None
 
-    def look(self, after: int) -> Batch:
+    def poll(self, after: int) -> Batch:
         with self.store.read() as session:
             page = events.page_of_all(session, self.job, self.type, after, _STREAM_PAGE, self.bound)
             newest = events.newest(session)  # do not read events again that were filtered out
@@ -75,7 +75,7 @@ async def list_events(
     if wants_stream(request, follow):
         tail = _Tail(control.store, job, type, caller.bound)
         start = after if last_event_id is None else event_number(last_event_id)
-        return stream(request, lambda position: tail.look(cast(int, position)), start, Watched(job))
+        return stream(request, lambda position: tail.poll(cast(int, position)), start, Watched(job))
     page = await threads.run(partial(_page, control.store, job, type, after, limit, caller.bound))
     last = page.items[-1].id if page.items else after
     return schemas.Stream(

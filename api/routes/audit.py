@@ -36,4 +36,4 @@ def list_audit(
     if the caller's key is valid for all projects."""
     with control.store.read() as session:
         page = audit.page(session, caller.bound, key, target, limit, cursor)
-    return schemas.Items(items=[views.audit_view(each) for each in page.items], next_cursor=page.next_cursor)
+    return schemas.Items(items=[views.audit_view(item) for item in page.items], next_cursor=page.next_cursor)

@@ -29,7 +29,7 @@ async def get_cluster(request: Request, control: Control, caller: Caller) -> Res
 def _cluster(control: ControlPlane, bound: str | None) -> str:
     cluster = control.cluster()
     if bound is not None:
-        _leave_out_ranks_of_others(control, cluster["nodes"], bound)
+        _remove_ranks_of_other_projects(control, cluster["nodes"], bound)
     return schemas.Cluster.model_validate(cluster).model_dump_json()
 
 
@@ -40,7 +40,7 @@ async def check_cluster(request: Request, control: Control) -> schemas.ClusterCh
     return schemas.ClusterCheck.model_validate(await read_threads_of(request).slow.run(control.check_cluster))
 
 
-def _leave_out_ranks_of_others(control: ControlPlane, nodes: Collection[dict[str, Any]], project: str) -> None:
+def _remove_ranks_of_other_projects(control: ControlPlane, nodes: Collection[dict[str, Any]], project: str) -> None:
     placed = {rank["job"] for node in nodes for rank in node.get("ranks", ())}
     with control.store.read() as session:
         own = jobs.of_project(session, placed, project)

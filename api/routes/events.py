@@ -68,7 +68,7 @@ async def list_job_events(
     if not streaming:
         return await threads.run(partial(_page, store, job_id, after, limit, wanted))
     start = after if last_event_id is None else event_number(last_event_id)
-    return stream(request, lambda position: _look(store, job_id, cast(int, position), wanted), start, Watched(job_id))
+    return stream(request, lambda position: _poll(store, job_id, cast(int, position), wanted), start, Watched(job_id))
 
 
 def _refuse_unknown(store: Store, job_id: str, rank: int | None) -> None:
@@ -109,7 +109,7 @@ def _page_back(
     )
 
 
-def _look(store: Store, job_id: str, after: int, wanted: EventFilter) -> Batch:
+def _poll(store: Store, job_id: str, after: int, wanted: EventFilter) -> Batch:
     with store.read() as session:  # one state of the database, so that no event between page and job is missed
         job = jobs.get(session, job_id)
         page = events.page(session, job_id, after, _STREAM_PAGE, wanted)

@@ -32,7 +32,7 @@ async def get_health() -> schemas.Health:
 def get_readiness(request: Request, control: Control) -> schemas.Health:
     """Whether database and cluster can be reached; otherwise 503, with the reasons if the request has a key."""
     reasons = _reasons(control)
-    if reasons and request_of_caller(request).who is None:
+    if reasons and request_of_caller(request).identity is None:
         raise NotReady(["the service cannot run jobs; ask again with a key to learn why"])
     if reasons:
         raise NotReady(reasons)

@@ -30,7 +30,7 @@ from manta.api.security.access import Caller, JobId, refuse_priority, request_of
 from manta.api.security.auditing import append_with_change
 from manta.api.threads import FileReads, ReadThreads, read_threads_of
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.planner.request import asks_for_layout, bounds_in, for_job, with_layout, without_layout
+from manta.service.planner.request import bounds_in, for_job, wants_automatic_layout, with_layout, without_layout
 from manta.service.states import STATE_NAMES
 from manta.service.store import edits, jobs, pauses_and_retries
 from manta.service.store.tables import Job
@@ -239,7 +239,7 @@ def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job
 
 async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: ReadThreads) -> JobSpec:
     """The JobSpec in `document`, with a planned layout in place of `parallel: auto`. Raises SpecError."""
-    if not asks_for_layout(document):
+    if not wants_automatic_layout(document):
         return await _checked(document, control, threads.files)
     spec = await _checked(without_layout(document), control, threads.files)
     cluster = await threads.nodes.run(lambda: for_job(spec, current_cluster(control))(None))

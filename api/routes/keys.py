@@ -14,7 +14,7 @@ from manta.api.parameters import Control, Cursor, Limit, body_as
 from manta.api.problem_codes import changes, reads
 from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller, Forbidden, refuse_priority, request_of_caller
-from manta.api.security.permissions import Need
+from manta.api.security.permissions import RequiredPermission
 from manta.service.keys.identity import Identity, digest_of, new_key
 from manta.service.store import ProjectNotFound, keys
 
@@ -40,7 +40,7 @@ def create_key(
     """Create a key. It is only returned in this response. Creating a key for another project, or for all projects,
     requires a key for all projects."""
     project = wanted.project or caller.project
-    _refuse_more_than_own(caller, wanted, project)
+    _refuse_wider_scope(caller, wanted, project)
     secret, expires_at = new_key(), None
     highest = caller.highest_priority if wanted.highest_priority is None else wanted.highest_priority
     refuse_priority(caller, highest)
@@ -64,11 +64,11 @@ def create_key(
     return access_schemas.NewApiKey(**views.key_view(made).model_dump(), key=secret)
 
 
-def _refuse_more_than_own(caller: Identity, wanted: requests.NewKey, project: str) -> None:
+def _refuse_wider_scope(caller: Identity, wanted: requests.NewKey, project: str) -> None:
     if caller.installation:
         return
     if wanted.installation:
-        raise Forbidden(Need(wanted.scope, installation=True), caller)
+        raise Forbidden(RequiredPermission(wanted.scope, installation=True), caller)
     if project != caller.project:
         raise ProjectNotFound(project)
 
@@ -81,7 +81,7 @@ def list_keys(
     and expired ones. The keys themselves are not stored."""
     with control.store.read() as session:
         page = keys.page(session, caller.bound, limit, cursor)
-    return schemas.Items(items=[views.key_view(each) for each in page.items], next_cursor=page.next_cursor)
+    return schemas.Items(items=[views.key_view(item) for item in page.items], next_cursor=page.next_cursor)
 
 
 @router.delete("/{key_id}", responses=changes("key_not_found"))

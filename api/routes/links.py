@@ -26,10 +26,10 @@ from manta.service.store.installation_tables import BrowserToken
 
 router = APIRouter(tags=["access"])
 
-_KEPT_PRIVATE = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+_PRIVATE_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 # A page instead of a redirect: if the link is on another site's page, browsers treat a redirect as cross-site, too, and
 # omit the cookie that was just set. The empty icon is so that browsers do not ask for /favicon.ico, which is a 404.
-_ONWARD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title><link rel="icon" href="data:,">
+_REDIRECT = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title><link rel="icon" href="data:,">
 <meta http-equiv="refresh" content="0; url={address}">
 <p>You are signed in: <a href="{address}">the dashboard</a></p></html>"""
 
@@ -67,8 +67,8 @@ def open_link(request: Request, control: Control, token: Annotated[str, Path(des
     except LinkInvalid:
         if "text/html" not in request.headers.get("accept", ""):
             raise
-        return RedirectResponse(dashboard, HTTPStatus.SEE_OTHER, headers=_KEPT_PRIVATE)
-    answer = HTMLResponse(_ONWARD.format(address=html.escape(dashboard)), headers=_KEPT_PRIVATE)
+        return RedirectResponse(dashboard, HTTPStatus.SEE_OTHER, headers=_PRIVATE_HEADERS)
+    answer = HTMLResponse(_REDIRECT.format(address=html.escape(dashboard)), headers=_PRIVATE_HEADERS)
     answer.set_cookie(
         cookie_name(request.headers.get("host", "")),
         secret,

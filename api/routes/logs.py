@@ -13,14 +13,14 @@ from fastapi.exceptions import RequestValidationError
 
 from manta.api import schemas, views
 from manta.api.openapi import event_stream
-from manta.api.parameters import LONGEST_CURSOR, Control, Cursor, Follow, LastEventId, Limit, RankNumber
+from manta.api.parameters import MAX_CURSOR_CHARACTERS, Control, Cursor, Follow, LastEventId, Limit, RankNumber
 from manta.api.problem_codes import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.streams.changes import Watched
 from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
 from manta.api.threads import Threads
 from manta.service.control.running_ranks import RankNotFound
-from manta.service.logs.filters import MAX_REGEX_CHARACTERS, BadPattern, Level, LineTest, LogFilter, Stream
+from manta.service.logs.filters import MAX_REGEX_CHARACTERS, InvalidPattern, Level, LineTest, LogFilter, Stream
 from manta.service.logs.pages import (
     JobLogs,
     LogCursors,
@@ -70,7 +70,7 @@ Before = Annotated[
     str | None,
     Query(
         min_length=1,
-        max_length=LONGEST_CURSOR,
+        max_length=MAX_CURSOR_CHARACTERS,
         description="With `tail`: the lines before the page with this earlier_cursor",
     ),
 ]
@@ -111,7 +111,7 @@ async def list_logs(
         raise _refused("before", "requires tail, and neither a stream nor a cursor: it returns earlier lines")
     if streaming:
         live = _Live(control.store, control.logs, job_id, rank, cursors, test, begins_at_end)
-        return stream(request, lambda place: live.look(cast(Position, place)), position, Watched(job_id, logs=True))
+        return stream(request, lambda place: live.poll(cast(Position, place)), position, Watched(job_id, logs=True))
     if begins_at_end is not None:
         count, until = begins_at_end, None if before is None else cursors.decode(before)
         last_lines = await threads.run(lambda: read_tail(control.logs.source(job_id), count, rank, test, until))
@@ -129,7 +129,7 @@ def _test_of(wanted: LogFilter) -> LineTest | None:
     """Raises RequestValidationError."""
     try:
         return wanted.test()
-    except BadPattern as error:
+    except InvalidPattern as error:
         raise _refused("regex", str(error)) from error
 
 
@@ -181,12 +181,12 @@ class _Live:
     tail: int | None
     """Number of newest lines to start with."""
 
-    def look(self, position: Position) -> Batch:
+    def poll(self, position: Position) -> Batch:
         with self.store.read() as session:  # read before the logs, so that they contain all output of a final job
             job = jobs.get(session, self.job_id)
         try:
             source = self.logs.source(self.job_id, fresh=False)
-            whole = is_final(job.state) and self._is_whole(job)  # so that the source, there before, has it all
+            whole = is_final(job.state) and self._is_complete(job)  # so that the source, there before, has it all
             position, page = self._read(source, position)
         except LogsUnavailable:  # continue when they can be read again
             return Batch([], position, more=False, final=False, state=job.state)
@@ -200,9 +200,9 @@ class _Live:
         self.tail = None
         return last_lines.begin, LogPage(last_lines.lines, last_lines.end, more=True)
 
-    def _is_whole(self, job: Job) -> bool:
+    def _is_complete(self, job: Job) -> bool:
         over_for_long = time.time() - (job.finished_at or 0.0) > _LATE_SECONDS
-        return job.generation == 0 or over_for_long or self.logs.is_whole(self.job_id)
+        return job.generation == 0 or over_for_long or self.logs.is_complete(self.job_id)
 
     def _entries(self, position: Position, lines: list[LogLine]) -> list[Entry]:
         """The lines, each with the position after it, so that a stream can resume after any line."""

@@ -48,7 +48,7 @@ async def get_metrics(
     rendered = state_of(request.app).rendered_series
     read = partial(rendered.one, control.store, job_id, _names(names), after_step, max_points, until_step, every)
     series = await read_threads_of(request).series.run(control.store, read)
-    if series.behind:
+    if series.is_lagging:
         afterwards.add_task(_catch_up, control.store, job_id)
     return Response(series.body, media_type="application/json", background=afterwards)
 
@@ -56,11 +56,11 @@ async def get_metrics(
 async def _catch_up(store: Store, job_id: str) -> None:
     """Create missing bins, so that the next response is fast; other writers are not blocked."""
     with contextlib.suppress(JobNotFound, SQLAlchemyError):  # the next request tries again
-        while await store.write_async(partial(_catch_up_some, job_id=job_id)):
+        while await store.write_async(partial(_catch_up_batch, job_id=job_id)):
             pass
 
 
-def _catch_up_some(session: Session, job_id: str) -> bool:
+def _catch_up_batch(session: Session, job_id: str) -> bool:
     return metric_bins.catch_up(session, jobs.get(session, job_id, lock=True))
 
 

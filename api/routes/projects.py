@@ -40,4 +40,4 @@ def list_projects(
     """The key's project, or all projects if the key is valid for all projects, sorted by name."""
     with control.store.read() as session:
         page = projects.page(session, caller.bound, limit, cursor)
-    return schemas.Items(items=[views.project_view(each) for each in page.items], next_cursor=page.next_cursor)
+    return schemas.Items(items=[views.project_view(item) for item in page.items], next_cursor=page.next_cursor)

@@ -11,7 +11,7 @@ from manta.api.parameters import AfterStep, Control
 from manta.api.problem_codes import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
-from manta.service.control.running_ranks import SeenWaits
+from manta.service.control.running_ranks import ObservedWaits
 from manta.service.store import jobs, ranks
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])
@@ -59,7 +59,7 @@ async def get_waits(request: Request, control: Control, job_id: JobId) -> Respon
     return Response(body, media_type="application/json")
 
 
-def _waits(seen: SeenWaits) -> schemas.Waits:
+def _waits(seen: ObservedWaits) -> schemas.Waits:
     return schemas.Waits(
         at=views.moment(seen.at),
         ranks=[schemas.WaitingRank(**vars(rank)) for rank in seen.waits.ranks],

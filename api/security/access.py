@@ -15,15 +15,15 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Scope as AsgiScope
 
 from manta.api.app_state import state_of
-from manta.api.security.credentials import KNOWN_SECONDS, Credential
-from manta.api.security.permissions import Need, is_anonymous, needs
+from manta.api.security.credentials import CACHE_SECONDS, Credential
+from manta.api.security.permissions import RequiredPermission, is_anonymous, needs
 from manta.service.ids import is_job_id
 from manta.service.keys.identity import Identity
 from manta.service.store import JobNotFound, Store, jobs
 from manta.workers.errors import MantaError
 
 _REQUEST = "manta.request"
-_MAX_KNOWN = 10_000
+_MAX_CACHED = 10_000
 
 
 class Unauthenticated(MantaError):
@@ -41,33 +41,33 @@ class Unauthenticated(MantaError):
 class Forbidden(MantaError):
     """The key does not permit the operation."""
 
-    def __init__(self, need: Need | None, who: Identity):
+    def __init__(self, need: RequiredPermission | None, identity: Identity):
         self.need = need
-        has = Need(who.scope, who.installation)
-        super().__init__(f"this needs a key with scope {need}; {who.key_name!r} ({who.key_id}) has {has}")
+        has = RequiredPermission(identity.scope, identity.installation)
+        super().__init__(f"this needs a key with scope {need}; {identity.key_name!r} ({identity.key_id}) has {has}")
 
 
 class PriorityTooHigh(MantaError):
     """The key does not permit such a priority for jobs or keys."""
 
-    def __init__(self, who: Identity):
+    def __init__(self, identity: Identity):
         super().__init__(
-            f"{who.key_name!r} ({who.key_id}) gives priorities of {who.highest_priority} at most: ask for that, or "
-            "have a user with such a key (`manta keys list`) do it"
+            f"key {identity.key_name!r} ({identity.key_id}) allows priorities up to {identity.highest_priority}: use "
+            "that, or have a user with a key for higher priorities (`manta keys list`) do it"
         )
 
 
-def refuse_priority(who: Identity, priority: int | None) -> None:
+def refuse_priority(identity: Identity, priority: int | None) -> None:
     """Raise PriorityTooHigh if the key does not permit this priority; None: the default one."""
-    if not who.may_give(priority):
-        raise PriorityTooHigh(who)
+    if not identity.may_give(priority):
+        raise PriorityTooHigh(identity)
 
 
 @dataclass
 class RequestOfCaller:
     """What is known about a request in addition to its path and body."""
 
-    who: Identity | None
+    identity: Identity | None
     """None: an anonymous caller, where that is allowed."""
     address: str | None
     """The caller's network address."""
@@ -91,7 +91,7 @@ def attach(scope: AsgiScope, request: RequestOfCaller) -> None:
 def is_stranger(scope: AsgiScope) -> bool:
     """Whether a request has come without a valid key."""
     about = cast(RequestOfCaller | None, scope.get(_REQUEST))
-    return about is not None and about.who is None
+    return about is not None and about.identity is None
 
 
 def request_of_caller(request: Request) -> RequestOfCaller:
@@ -101,10 +101,10 @@ def request_of_caller(request: Request) -> RequestOfCaller:
 
 def caller_of(request: Request) -> Identity:
     """Who asks. Raises Unauthenticated."""
-    who = request_of_caller(request).who
-    if who is None:
+    identity = request_of_caller(request).identity
+    if identity is None:
         raise Unauthenticated
-    return who
+    return identity
 
 
 def begin_stream(request: Request) -> None:
@@ -128,7 +128,7 @@ async def _refuse_if_ended(request: Request) -> None:
     """Raise Unauthenticated if the key is no longer valid."""
     credential = request_of_caller(request).credential
     if credential is not None and not await is_still_authorized(request):
-        raise Unauthenticated(await state_of(request.app).identities.why_ended(credential))
+        raise Unauthenticated(await state_of(request.app).identities.expiry_reason(credential))
 
 
 async def while_authorized(request: Request, waiting: Coroutine[Any, Any, None]) -> None:
@@ -136,7 +136,7 @@ async def while_authorized(request: Request, waiting: Coroutine[Any, Any, None])
     task = asyncio.create_task(waiting)
     try:
         while not task.done():
-            await asyncio.wait({task}, timeout=KNOWN_SECONDS)
+            await asyncio.wait({task}, timeout=CACHE_SECONDS)
             await _refuse_if_ended(request)
     finally:
         task.cancel()
@@ -148,11 +148,11 @@ async def authorize(request: Request) -> None:
     Forbidden."""
     if is_anonymous(request.scope["path"]):  # `request.url` is built from the Host header, which is not trusted
         return
-    who = caller_of(request)
+    identity = caller_of(request)
     await _refuse_if_ended(request)
     need = needs(request.scope["route"].name)
-    if need is None or not need.is_met_by(who):
-        raise Forbidden(need, who)
+    if need is None or not need.is_met_by(identity):
+        raise Forbidden(need, identity)
 
 
 class JobProjects:
@@ -168,13 +168,13 @@ class JobProjects:
             return
         project = self._known.get(job_id)
         if project is None:
-            project = self._known[job_id] = await run_in_threadpool(self._look, job_id)
-            if len(self._known) > _MAX_KNOWN:
+            project = self._known[job_id] = await run_in_threadpool(self._read_project, job_id)
+            if len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
         if project != bound:
             raise JobNotFound(job_id)
 
-    def _look(self, job_id: str) -> str:
+    def _read_project(self, job_id: str) -> str:
         with self._store().read() as session:
             return jobs.project_of(session, job_id)
 

@@ -20,7 +20,7 @@ from manta.service.store.audit import AuditRecord
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 2.0
+WRITE_SECONDS = 2.0
 """Seconds that an answer waits for its row. Later the row is still written, or logged."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _LONGEST = 200
@@ -36,41 +36,41 @@ class Audit:
 
     def of(self, scope: Scope, about: RequestOfCaller, send: Send) -> Send:
         """`send`, which writes the row before the answer; just `send` if no row is needed."""
-        if about.who is None or not _may_change(scope):
+        if about.identity is None or not _may_change(scope):
             return send
-        who, held = about.who, list[Message]()
+        identity, held = about.identity, list[Message]()
 
-        async def send_noted(message: Message) -> None:
+        async def send_recording_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 held.append(message)
                 return
             if held:
                 start = held.pop()
-                await self._note(who, about, _record(scope, about, start, message.get("body", b"")))
+                await self._note(identity, about, _record(scope, about, start, message.get("body", b"")))
                 await send(start)
             await send(message)
 
-        return send_noted
+        return send_recording_status
 
-    async def note_failure(self, scope: Scope, about: RequestOfCaller) -> None:
+    async def record_failure(self, scope: Scope, about: RequestOfCaller) -> None:
         """Write the row of a request that failed with an internal error; does nothing if no row is needed."""
-        if about.who is not None and _may_change(scope):
+        if about.identity is not None and _may_change(scope):
             failure = AuditRecord(_operation(scope), _target(scope, about), about.address, 500, "internal_error")
-            await self._note(about.who, about, failure)
+            await self._note(about.identity, about, failure)
 
-    async def _note(self, who: Identity, about: RequestOfCaller, record: AuditRecord) -> None:
+    async def _note(self, identity: Identity, about: RequestOfCaller, record: AuditRecord) -> None:
         if about.changes_nothing or about.audited:
             return
-        write = asyncio.create_task(self._write(who, record))
+        write = asyncio.create_task(self._write(identity, record))
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)
-        await asyncio.wait({write}, timeout=PATIENCE_SECONDS)
+        await asyncio.wait({write}, timeout=WRITE_SECONDS)
 
-    async def _write(self, who: Identity, record: AuditRecord) -> None:
+    async def _write(self, identity: Identity, record: AuditRecord) -> None:
         try:
-            await self._store().write_async(lambda session: audit.append(session, who, record))
+            await self._store().write_async(lambda session: audit.append(session, identity, record))
         except Exception:  # the answer is sent even if its row could not be stored
-            log.exception("the audit of %s by %s could not be stored: %s", record.operation, who.key_id, record)
+            log.exception("the audit of %s by %s could not be stored: %s", record.operation, identity.key_id, record)
 
 
 def append_with_change(session: Session, request: Request, target: str, status: int) -> None:

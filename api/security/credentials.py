@@ -13,9 +13,9 @@ from starlette.requests import cookie_parser
 from manta.service.keys.identity import Identity, digest_of
 from manta.service.store import Store, keys
 
-KNOWN_SECONDS = 1.0
+CACHE_SECONDS = 1.0
 """Seconds that an answer of the database is used; a key that another process revoked is refused after that."""
-_MAX_KNOWN = 10_000
+_MAX_CACHED = 10_000
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Credential:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CachedIdentity:
     """The database's answer about a credential."""
 
-    who: Identity
+    identity: Identity
     until: float
     """Unix seconds at which it expires."""
-    looked_at: float
+    checked_at: float
 
 
 def cookie_name(host: str) -> str:
@@ -68,27 +68,27 @@ class Identities:
     ):
         """`store`: the database; `now`: Unix seconds; `clock`: monotonic seconds."""
         self._store, self._now, self._clock = store, now, clock
-        self._known: dict[Credential, _Known] = {}
+        self._known: dict[Credential, _CachedIdentity] = {}
 
     async def of(self, credential: Credential) -> Identity | None:
         """The credential's owner; None: it is not valid, or no longer. Raises the database's errors."""
         known = self._known.get(credential)
-        if known is None or self._clock() - known.looked_at >= KNOWN_SECONDS:
+        if known is None or self._clock() - known.checked_at >= CACHE_SECONDS:
             self._known.pop(credential, None)
-            known = await run_in_threadpool(self._look, credential)
+            known = await run_in_threadpool(self._read, credential)
             if known is None:
                 return None
-            if len(self._known) >= _MAX_KNOWN:
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[credential] = known
-        return known.who if self._now() < known.until else None
+        return known.identity if self._now() < known.until else None
 
-    async def why_ended(self, credential: Credential) -> str | None:
+    async def expiry_reason(self, credential: Credential) -> str | None:
         """For a key that was valid once, for its owner: which key it is, and why it is no longer valid; None for any
         other credential. Raises the database's errors."""
-        return await run_in_threadpool(self._look_why, credential) if credential.is_key else None
+        return await run_in_threadpool(self._read_expiry_reason, credential) if credential.is_key else None
 
-    def _look_why(self, credential: Credential) -> str | None:
+    def _read_expiry_reason(self, credential: Credential) -> str | None:
         with self._store().read() as session:
             key = keys.by_digest(session, credential.digest)
         if key is None:
@@ -99,14 +99,14 @@ class Identities:
         """Query the database about all callers again, since a key was revoked."""
         self._known.clear()
 
-    def _look(self, credential: Credential) -> _Known | None:
-        looked_at = self._clock()
+    def _read(self, credential: Credential) -> _CachedIdentity | None:
+        checked_at = self._clock()
         ends = float("inf")
         with self._store().read() as session:
             if credential.is_key:
                 key = keys.by_digest(session, credential.digest)
             else:
                 key, ends = keys.key_of_session(session, credential.digest) or (None, ends)
-        if key is None or not keys.is_good(key, self._now()):
+        if key is None or not keys.is_valid(key, self._now()):
             return None
-        return _Known(keys.identity_of(key), min(ends, key.expires_at or ends), looked_at)
+        return _CachedIdentity(keys.identity_of(key), min(ends, key.expires_at or ends), checked_at)

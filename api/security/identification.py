@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from manta.api.problems import DATABASE_AWAY, database_unavailable, problem, too_many
+from manta.api.problems import DATABASE_ERRORS, database_unavailable, problem, too_many
 from manta.api.security.access import RequestOfCaller, Unauthenticated, attach
 from manta.api.security.auditing import Audit
 from manta.api.security.credentials import Identities, credential_in
@@ -41,24 +41,24 @@ class Identification:
         address = scope["client"][0] if scope.get("client") else None
         credential = credential_in(Headers(scope=scope))
         try:
-            who = None if credential is None else await self._identities.of(credential)
+            identity = None if credential is None else await self._identities.of(credential)
             ended = None
-            if who is None:
+            if identity is None:
                 self._limits.anonymous(address or "")
                 if credential is not None:
-                    ended = await self._identities.why_ended(credential)
+                    ended = await self._identities.expiry_reason(credential)
             else:
-                self._limits.begin_request(who.key_id)
+                self._limits.begin_request(identity.key_id)
         except TooManyRequests as error:  # before the audit, which it would fill
             await too_many(error)(scope, receive, send)
             return
-        except DATABASE_AWAY as error:
+        except DATABASE_ERRORS as error:
             cause = getattr(error, "orig", None) or error
-            log.warning("who sent a request cannot be looked up: the database does not answer (%s)", cause)
+            log.warning("cannot identify the sender of a request: the database does not respond (%s)", cause)
             await database_unavailable(error)(scope, receive, send)
             return
-        if who is not None:
-            await self._of_a_caller(who, RequestOfCaller(who, address, credential), scope, receive, send)
+        if identity is not None:
+            await self._of_a_caller(identity, RequestOfCaller(identity, address, credential), scope, receive, send)
         elif is_anonymous(scope["path"]):
             attach(scope, RequestOfCaller(None, address))
             await self._app(scope, receive, send)
@@ -66,18 +66,18 @@ class Identification:
             await _unauthenticated(scope["path"], ended)(scope, receive, send)
 
     async def _of_a_caller(
-        self, who: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
+        self, identity: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
     ) -> None:
         attach(scope, about)
         try:
             await self._app(scope, receive, self._audit.of(scope, about, send))
         except Exception:
-            await self._audit.note_failure(scope, about)
+            await self._audit.record_failure(scope, about)
             raise
         finally:
-            self._limits.end_request(who.key_id)
+            self._limits.end_request(identity.key_id)
             if about.streams:
-                self._limits.end_stream(who.key_id)
+                self._limits.end_stream(identity.key_id)
 
 
 def _unauthenticated(path: str, ended: str | None) -> Response:

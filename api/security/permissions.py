@@ -15,7 +15,7 @@ PROBED = frozenset({"/healthz", "/readyz"})
 
 
 @dataclass(frozen=True)
-class Need:
+class RequiredPermission:
     """What a key must permit."""
 
     scope: Scope
@@ -23,18 +23,22 @@ class Need:
     installation: bool = False
     """Whether the key must be for the whole installation."""
 
-    def is_met_by(self, who: Identity) -> bool:
-        """Whether `who` is permitted."""
-        return who.scope.covers(self.scope) and (who.installation or not self.installation)
+    def is_met_by(self, identity: Identity) -> bool:
+        """Whether `identity` is permitted."""
+        return identity.scope.covers(self.scope) and (identity.installation or not self.installation)
 
     def __str__(self) -> str:
         return f"{self.scope}{' for the whole installation' if self.installation else ''}"
 
 
-_READ, _SUBMIT, _ADMIN = Need(Scope.READ), Need(Scope.SUBMIT), Need(Scope.ADMIN)
-_INSTALLATION = Need(Scope.ADMIN, installation=True)
+_READ, _SUBMIT, _ADMIN = (
+    RequiredPermission(Scope.READ),
+    RequiredPermission(Scope.SUBMIT),
+    RequiredPermission(Scope.ADMIN),
+)
+_INSTALLATION = RequiredPermission(Scope.ADMIN, installation=True)
 
-NEEDS: dict[str, Need] = {
+NEEDS: dict[str, RequiredPermission] = {
     "submit_job": _SUBMIT,
     "list_jobs": _READ,
     "count_jobs": _READ,
@@ -94,7 +98,7 @@ DASHBOARD, DESCRIPTION = "to_dashboard", "get_description"
 description of operations."""
 
 
-def needs(operation: str) -> Need | None:
+def needs(operation: str) -> RequiredPermission | None:
     """What an operation requires; None if it is never permitted."""
     return _READ if operation in (DASHBOARD, DESCRIPTION) else NEEDS.get(operation)
 

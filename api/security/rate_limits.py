@@ -70,7 +70,7 @@ class CallerLimits:
         """A request without a valid key came from `address`. Raises TooManyRequests."""
         wait = self._of_addresses.take(address)
         if wait:
-            raise TooManyRequests("too many requests without a good key from this address; wait, and send a key", wait)
+            raise TooManyRequests("too many requests without a valid key from this address; wait, and send a key", wait)
 
     def begin_request(self, key_id: str) -> None:
         """A request with this key begins; `end_request` must follow. If it raises TooManyRequests, the request has not

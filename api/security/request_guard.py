@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manta.api.problem_codes import KINDS
 from manta.api.problems import problem
-from manta.api.rest_version import HEADER, REST, other_client
+from manta.api.rest_version import HEADER, REST, client_incompatibility
 from manta.api.security.access import is_stranger
 from manta.api.security.credentials import credential_in
 from manta.api.security.permissions import LINK_PATH, PROBED
@@ -96,7 +96,7 @@ def refusal(method: str, path: str, headers: Mapping[str, str], ours: OwnAddress
             "unknown_host",
             f"the service is not known as {host[:100]!r}; use its address, or add the name to MANTA_ALLOWED_HOSTS",
         )
-    misunderstanding = other_client(headers.get(HEADER.lower()))
+    misunderstanding = client_incompatibility(headers.get(HEADER.lower()))
     if misunderstanding is not None:
         return Refusal("other_release", misunderstanding)
     if path.startswith(LINK_PATH) and headers.get("sec-fetch-dest", "document") != "document":
@@ -247,7 +247,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-class TellVersion:
+class VersionHeader:
     """ASGI middleware that adds the version of the REST API to every answer."""
 
     def __init__(self, app: ASGIApp):
@@ -256,9 +256,9 @@ class TellVersion:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request pass, and add the header to its answer."""
 
-        async def tell(message: Message) -> None:
+        async def send_with_version(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", []), (HEADER.lower().encode(), b"%d" % REST)]}
             await send(message)
 
-        await self._app(scope, receive, tell)
+        await self._app(scope, receive, send_with_version)

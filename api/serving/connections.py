@@ -32,14 +32,14 @@ MAX_HEADERS = 200
 MAX_PIPELINED = 8
 """Requests that a connection may send before it has the answer to an earlier one. Ordinary clients send none."""
 MAX_CONNECTIONS = 8192
-_OTHER_FILES = 256
+_RESERVED_FILES = 256
 """Files that the service opens in addition to connections: its database, logs, Ray."""
 
 
-def connections_at_once() -> int:
+def max_connections() -> int:
     """Number of connections that the process can hold, given its limit of open files, which is raised as far as needed
     and allowed."""
-    return max(1, raise_limit(MAX_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES)
+    return max(1, raise_limit(MAX_CONNECTIONS + _RESERVED_FILES) - _RESERVED_FILES)
 
 
 class LimitedConnection(HttpToolsProtocol):

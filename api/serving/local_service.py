@@ -54,7 +54,7 @@ class LockedFile:
             new = _locked(self._path)
         except BlockingIOError:
             if not self._is_taken:
-                log.error("%s was removed, and another process has made and locked it: end one of the two", self._path)
+                log.error("%s was removed, then created and locked by another process: stop one of the two", self._path)
             self._is_taken = True
             return
         self._file.close()
@@ -93,7 +93,7 @@ def announce(service_file: Path, url: str, database: str, certificate: Path | No
     if certificate is not None:
         words["certificate"] = str(certificate)
     if _document_in(service_file) != words:
-        write_whole(service_file, json.dumps(words))
+        write_atomically(service_file, json.dumps(words))
 
 
 def sign(lock: LockedFile) -> None:
@@ -106,7 +106,7 @@ def _this_process() -> dict[str, object]:
     return {"pid": me, "started": start_of(me)}
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """Write a file of the home atomically: if the disk is full or the process dies, the old content stays. Raises
     HomeUnusable."""
     with writing_in(file.parent):
@@ -145,7 +145,7 @@ def _living(document: dict[str, object] | None) -> dict[str, object] | None:
     return document if alive else None
 
 
-def leaves_without_an_answer(url: str) -> bool:
+def closes_without_answer(url: str) -> bool:
     """Whether a service at `url` does nothing at all about a request. The kernel accepts connections even for a process
     that is stopped; a refusal, or an end of the connection, is an answer too."""
     address = urlsplit(url)
@@ -177,7 +177,7 @@ def find_key(settings: Settings, url: str) -> str | None:
     return read_key(settings.home) if _runs_here(settings.home, url) is not None else None
 
 
-def trust_in(settings: Settings, url: str) -> ssl.SSLContext | bool:
+def ssl_verification(settings: Settings, url: str) -> ssl.SSLContext | bool:
     """Which certificate the service at `url` must have. If it runs in MANTA_HOME: its own one, for any name; otherwise
     one that the machine trusts, for that name. Without TLS there is none, since loading the machine's certificates
     would take longer than most calls. Raises CertificateUnreadable."""

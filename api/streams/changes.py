@@ -20,8 +20,8 @@ from manta.service.store import Store, events, jobs
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.2
-LONGEST_SECONDS = 60.0
+POLL_SECONDS = 0.2
+MAX_WAIT_SECONDS = 60.0
 """Longer waits are refused; a client that wants to wait longer repeats its request."""
 StatesOf = Callable[[Collection[str]], Mapping[str, str]]
 """Returns the states of those of these jobs that exist. Runs in a thread, so it may block."""
@@ -85,7 +85,7 @@ class Changes:
             except Exception as error:  # it is queried again, and then everything may be new
                 if answers:
                     why, is_ours = getattr(error, "orig", None) or error, not isinstance(error, SQLAlchemyError)
-                    log.warning("what is new for streams cannot be read: %s", why, exc_info=is_ours)
+                    log.warning("cannot read updates for streams: %s", why, exc_info=is_ours)
                 versions, answers = {}, False
             else:
                 answers = True
@@ -94,7 +94,7 @@ class Changes:
                         for changed in self._streams.get(each, ()):
                             changed.set()
             known = versions
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
 
 class StoredVersions:
@@ -176,7 +176,7 @@ class StateWaits:
     async def until_changed(self, job_id: str, known: str | None, seconds: float) -> None:
         """Return when the job's state differs from `known` (None: from the present one), is final, or the job is gone,
         or after `seconds`. Raises the database's errors."""
-        now = (await self._look({job_id})).get(job_id)
+        now = (await self._poll({job_id})).get(job_id)
         wait = _Wait(job_id, known or now or "", asyncio.get_running_loop().create_future())
         wait.see(now)
         if self._is_closed:
@@ -195,12 +195,12 @@ class StateWaits:
     async def _watch(self) -> None:
         """Runs until there are no more waiting requests."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             asked = list(self._waits)
             if not asked:
                 return
             try:
-                states = await self._look({wait.job_id for wait in asked})
+                states = await self._poll({wait.job_id for wait in asked})
             except Exception as error:  # noqa: BLE001 - each request answers with it, like at any other time
                 for wait in asked:
                     wait.end(error)
@@ -208,5 +208,5 @@ class StateWaits:
             for wait in asked:
                 wait.see(states.get(wait.job_id))
 
-    async def _look(self, job_ids: Collection[str]) -> Mapping[str, str]:
+    async def _poll(self, job_ids: Collection[str]) -> Mapping[str, str]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._states_of, job_ids)

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from manta.api.app_state import state_of
-from manta.api.problems import DATABASE_AWAY
+from manta.api.problems import DATABASE_ERRORS
 from manta.api.security.access import begin_stream, is_still_authorized
 from manta.api.streams.changes import Changes, Watched
 from manta.api.threads import LongReads, long_reads_of
@@ -53,7 +53,7 @@ class Batch:
     """The job's state."""
 
 
-Look = Callable[[object], Batch]
+Poll = Callable[[object], Batch]
 """Reads what is new after a position. Runs in a worker thread, so it may block."""
 
 
@@ -62,20 +62,20 @@ def wants_stream(request: Request, follow: bool) -> bool:
     return follow or MEDIA_TYPE in request.headers.get("accept", "")
 
 
-def stream(request: Request, look: Look, position: object, watched: Watched) -> StreamingResponse:
+def stream(request: Request, poll: Poll, position: object, watched: Watched) -> StreamingResponse:
     """A response that sends everything after `position` and queries again whenever there is news about `watched`. It
     sends an `end` event after the job is final, and stops when the client, its key or the job is gone, or the service
     ends. It waits for a database that is away. Raises TooManyRequests."""
     begin_stream(request)
     return StreamingResponse(
-        _events(request, look, position, state_of(request.app).changes, watched, long_reads_of(request)),
+        _events(request, poll, position, state_of(request.app).changes, watched, long_reads_of(request)),
         media_type=MEDIA_TYPE,
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
 async def _events(
-    request: Request, look: Look, position: object, changes: Changes, watched: Watched, threads: LongReads
+    request: Request, poll: Poll, position: object, changes: Changes, watched: Watched, threads: LongReads
 ) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
     spoke_at = loop.time()
@@ -88,10 +88,10 @@ async def _events(
             if changed.is_set():
                 changed.clear()
                 try:
-                    batch = await threads.run(partial(look, position))
+                    batch = await threads.run(partial(poll, position))
                 except JobNotFound:  # the job was deleted meanwhile
                     return
-                except DATABASE_AWAY:  # `changes` notifies when it answers again, if it has noticed
+                except DATABASE_ERRORS:  # `changes` notifies when it answers again, if it has noticed
                     loop.call_later(AWAY_SECONDS, changed.set)
                     continue
                 position = batch.position

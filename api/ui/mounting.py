@@ -40,7 +40,7 @@ _HEADERS = {
 }
 _PAGES = frozenset({"", "jobs", "compare", "queue", "cluster", "submit", "plan", "access"})
 """First parts of the addresses that are pages; `static/main.js` knows what is below them."""
-_FOR_GOOD = {"Cache-Control": "private, max-age=31536000, immutable"}
+_IMMUTABLE = {"Cache-Control": "private, max-age=31536000, immutable"}
 _NEVER = {"Cache-Control": "no-store"}
 
 
@@ -65,7 +65,7 @@ DIGEST = hashlib.sha256(b"\0".join(name.encode() + file.content for name, file i
 """Of all of them, and part of their addresses."""
 
 
-_LOADED_AT_ONCE = ("main.js", *(name for name in FILES if name.startswith("core/")))
+_PRELOADED = ("main.js", *(name for name in FILES if name.startswith("core/")))
 
 
 @lru_cache
@@ -73,7 +73,7 @@ def document_for(base: str) -> str:
     """The document for a service whose addresses begin with `base`."""
     static = f"{html.escape(base)}{DASHBOARD_PATH}/static/{DIGEST}"
     styles = "".join(f'<link rel="stylesheet" href="{static}/{name}.css">\n' for name in _STYLES)
-    preloads = "".join(f'<link rel="modulepreload" href="{static}/{name}">\n' for name in _LOADED_AT_ONCE)
+    preloads = "".join(f'<link rel="modulepreload" href="{static}/{name}">\n' for name in _PRELOADED)
     facts = json.dumps(_facts()).replace("<", "\\u003c")  # no text in it ends the element
     return f"""<!doctype html>
 <html lang="en" data-base="{html.escape(base)}">
@@ -101,7 +101,7 @@ def _facts() -> dict[str, Any]:
     }
 
 
-class Written(BaseModel):
+class EditedDocument(BaseModel):
     """A document that a user has written in the browser."""
 
     model_config = ConfigDict(extra="forbid")
@@ -110,7 +110,9 @@ class Written(BaseModel):
     """YAML."""
 
 
-async def read_written(request: Request, written: Annotated[Written, Depends(body_as(Written))]) -> Response:
+async def read_edited_document(
+    request: Request, written: Annotated[EditedDocument, Depends(body_as(EditedDocument))]
+) -> Response:
     """The document in it, with relative paths as those of the service's root. Raises SpecError."""
     request_of_caller(request).changes_nothing = True
     body = await run_in_threadpool(_as_json, written.text)  # a long text takes a second
@@ -126,7 +128,9 @@ def mount(app: FastAPI) -> None:
     """Serve the dashboard at `/ui`, and lead `/` there."""
     for path in ("/", DASHBOARD_PATH):
         _add(app, path, _to_dashboard)
-    app.add_api_route(f"{DASHBOARD_PATH}/yaml", read_written, methods=["POST"], include_in_schema=False, name=DASHBOARD)
+    app.add_api_route(
+        f"{DASHBOARD_PATH}/yaml", read_edited_document, methods=["POST"], include_in_schema=False, name=DASHBOARD
+    )
     _add(app, f"{DASHBOARD_PATH}/static/{{digest}}/{{name:path}}", _file)
     _add(app, f"{DASHBOARD_PATH}/{{rest:path}}", _document)
 
@@ -149,7 +153,7 @@ def _file(digest: str, name: str) -> Response:
     file = FILES.get(name) if digest == DIGEST else None
     if file is None:
         return problem("not_found", "there is no such file in this release: load the page again")
-    return Response(file.content, HTTPStatus.OK, media_type=file.media_type, headers={**_HEADERS, **_FOR_GOOD})
+    return Response(file.content, HTTPStatus.OK, media_type=file.media_type, headers={**_HEADERS, **_IMMUTABLE})
 
 
 def _base(request: Request) -> str:

@@ -14,7 +14,7 @@ import uvicorn
 
 from manta.api.app import create_app
 from manta.api.control import ControlPlane
-from manta.api.serving.connections import connections_at_once, limited_to
+from manta.api.serving.connections import limited_to, max_connections
 from manta.api.ui import mount
 from manta.service.control.options import NO_MODELS
 from manta.service.monitoring.cluster_view import Measurements
@@ -55,7 +55,7 @@ def main() -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
     config = uvicorn.Config(
-        app, http=limited_to(connections_at_once()), log_level="warning", access_log=False, timeout_graceful_shutdown=1
+        app, http=limited_to(max_connections()), log_level="warning", access_log=False, timeout_graceful_shutdown=1
     )
     uvicorn.Server(config).run(sockets=[listener])
 

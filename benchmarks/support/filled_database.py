@@ -128,7 +128,7 @@ def _padded(number: str, digits: int) -> str:
 def _in_transaction(store: Store, *statements: str) -> None:
     def run(session: Session) -> None:
         connection: Connection = session.connection()
-        store.database.take_time(connection)
+        store.database.disable_time_limit(connection)
         for statement in statements:
             connection.execute(text(statement))
 

@@ -27,7 +27,7 @@ Peers = Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Place:
+class SnapshotLocation:
     """Where a snapshot file is."""
 
     rank: int
@@ -38,41 +38,43 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Whole:
+class CompleteState:
     """The newest step of which files of one layout contain the whole state."""
 
     layout: str
     """Tag of the layout."""
     step: int
-    places: tuple[Place, ...]
+    locations: tuple[SnapshotLocation, ...]
     """One place for each group of ranks with the same state, in order."""
 
     @property
     def paths(self) -> list[str]:
         """Paths of all files; the same on every host once `spread` has copied them there."""
-        return [place.path for place in self.places]
+        return [place.path for place in self.locations]
 
 
-def whole_states(files: FilesByHost, layouts: Mapping[str, Groups]) -> list[Whole]:
+def complete_states(files: FilesByHost, layouts: Mapping[str, Groups]) -> list[CompleteState]:
     """The newest complete state of each layout that has one, newest first. `layouts`: by tag; files of other layouts
     mean nothing to this job."""
-    states = [state for layout, groups in layouts.items() if (state := _whole(files, layout, groups)) is not None]
+    states = [
+        state for layout, groups in layouts.items() if (state := _complete_state(files, layout, groups)) is not None
+    ]
     return sorted(states, key=lambda state: -state.step)
 
 
-def _whole(files: FilesByHost, layout: str, groups: Groups) -> Whole | None:
+def _complete_state(files: FilesByHost, layout: str, groups: Groups) -> CompleteState | None:
     group_of = {rank: group for group, ranks in enumerate(groups) for rank in ranks}
-    places: dict[int, dict[int, Place]] = {}  # by step, by group
+    locations: dict[int, dict[int, SnapshotLocation]] = {}  # by step, by group
     ours = [(host, file) for host in sorted(files) for file in files[host] if file.layout == layout]
     for host, file in sorted(ours, key=lambda each: each[1].is_backup):  # own files first
-        place = Place(file.rank, host, _own_path(file.path))
+        place = SnapshotLocation(file.rank, host, _own_path(file.path))
         for step in file.steps:
-            places.setdefault(step, {}).setdefault(group_of[place.rank], place)
-    steps = [step for step, by_group in places.items() if len(by_group) == len(groups)]
+            locations.setdefault(step, {}).setdefault(group_of[place.rank], place)
+    steps = [step for step, by_group in locations.items() if len(by_group) == len(groups)]
     if not steps:
         return None
     step = max(steps)
-    return Whole(layout, step, tuple(places[step][group] for group in range(len(groups))))
+    return CompleteState(layout, step, tuple(locations[step][group] for group in range(len(groups))))
 
 
 def _own_path(path: str) -> str:
@@ -81,7 +83,7 @@ def _own_path(path: str) -> str:
 
 
 async def spread(
-    state: Whole, agents: Mapping[str, AgentClient], files: FilesByHost, generation: int, hosts: Collection[str]
+    state: CompleteState, agents: Mapping[str, AgentClient], files: FilesByHost, generation: int, hosts: Collection[str]
 ) -> bool:
     """Copy the files of `state` to each of `hosts`, a backup as if it were the rank's own file; False if that fails.
     `agents` has one agent of each host that has or needs any."""
@@ -89,7 +91,7 @@ async def spread(
     for host in sorted(hosts):
         own = [file for file in files[host] if file.layout == state.layout and not file.is_backup]
         here = {file.rank for file in own if state.step in file.steps}
-        wanted += [(host, place.rank, place.host) for place in state.places if place.rank not in here]
+        wanted += [(host, place.rank, place.host) for place in state.locations if place.rank not in here]
     try:
         addresses = {
             source: await address_of(agents[source], token, generation)
@@ -102,7 +104,7 @@ async def spread(
             )
         )
     except Exception as error:  # noqa: BLE001 - whatever it is, there may be an older state that needs no copying
-        log.warning("the state of step %d could not be brought to all nodes: %s", state.step, error)
+        log.warning("the state of step %d could not be copied to all nodes: %s", state.step, error)
         return False
     return all(state.step in steps for steps in fetched)
 
@@ -174,31 +176,31 @@ async def begin(gang: Ranks, nodes: Sequence[str]) -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Brought:
+class FetchedSnapshots:
     """Snapshots in the shared memory of each rank's node, after some were fetched."""
 
     steps: list[list[int]]
     """Steps by rank."""
-    taken: dict[int, str]
+    origins: dict[int, str]
     """By rank, what was fetched for it: its own `snapshot` from another node, that of a `peer`, or a `replica`."""
 
 
-async def bring_back(
+async def fetch_snapshots(
     gang: Ranks,
     steps: Sequence[Sequence[int]],
     needy: Iterable[int],
     holders: Mapping[str, AgentClient],
     files: FilesByHost,
-) -> Brought:
+) -> FetchedSnapshots:
     """Let those of the `needy` ranks that lack it fetch the newest step that all ranks can have, from snapshots of
     their own or of their peers, or from backups, on any host. `steps`: those in each rank's shared memory; `files`: of
     each host, for which `holders` has an agent."""
-    held, token = [list(each) for each in steps], secrets.token_hex()
-    taken: dict[int, str] = {}
+    held, token = [list(rank_steps) for rank_steps in steps], secrets.token_hex()
+    origins: dict[int, str] = {}
     offers = {rank: _offers(gang.peers[rank], rank, gang.layout, files) for rank in needy}
-    state = reachable(held, {rank: itertools.chain(*(each.steps for each in offers[rank])) for rank in offers})
+    state = reachable(held, {rank: itertools.chain(*(offer.steps for offer in offers[rank])) for rank in offers})
     if state is None:
-        return Brought(held, taken)  # a step that only some ranks can have is useless
+        return FetchedSnapshots(held, origins)  # a step that only some ranks can have is useless
 
     async def fetch(rank: int) -> None:
         agent, generation = gang.agents[rank], gang.generation
@@ -211,13 +213,13 @@ async def bring_back(
             except Exception as error:  # noqa: BLE001 - others may offer the same
                 log.warning("the snapshots of rank %d could not be fetched from %s: %s", rank, offer.host, error)
             else:
-                held[rank], taken[rank] = fetched, offer.kind
+                held[rank], origins[rank] = fetched, offer.kind
 
     await asyncio.gather(*(fetch(rank) for rank in state.fetched))
-    return Brought(held, taken)
+    return FetchedSnapshots(held, origins)
 
 
-def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
+def ranks_without_state(steps: Sequence[Sequence[int]]) -> list[int]:
     """The ranks whose `steps` are useless: there are none, or all are older than those of the most advanced rank. A
     rank finds such old snapshots if it comes back to a node on which it once ran."""
     furthest = max(steps, key=lambda each: max(each, default=-1), default=())

@@ -271,7 +271,7 @@ class RayAgent(RayActor):
         node: str | None = None,
     ):
         """`job`, `epoch`: the agent's job, and what calls carry; None: there are no leases. `calls`: how they are made;
-        None: without a look at the nodes. `node`: where it is; None: not known until it has described itself."""
+        None: without checking the nodes. `node`: where it is; None: not known until it has described itself."""
         super().__init__(ray, actor)
         self._job, self._epoch, self._calls, self._node = job, epoch, calls, node
 

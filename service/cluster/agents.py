@@ -27,7 +27,7 @@ CLOSE_SECONDS = 10.0
 AGENT_SECONDS = 20.0
 
 
-async def ask(
+async def query(
     agents: Mapping[int, AgentClient], question: Callable[[int, AgentClient], Awaitable[T]], seconds: float
 ) -> tuple[dict[int, T], dict[int, str]]:
     """Put `question` to each of `agents`, by rank; returns by rank the answers, and for the others one line that says
@@ -36,7 +36,7 @@ async def ask(
     async def put(rank: int, agent: AgentClient) -> T:  # if cancelled before its turn it asks nothing
         return await within(seconds, question(rank, agent))
 
-    results = await asyncio.gather(*(put(*each) for each in agents.items()), return_exceptions=True)
+    results = await asyncio.gather(*(put(*item) for item in agents.items()), return_exceptions=True)
     answers: dict[int, T] = {}
     silent: dict[int, str] = {}
     for rank, result in zip(agents, results, strict=True):
@@ -49,15 +49,15 @@ async def ask(
     return answers, silent
 
 
-async def describe_each(agents: Mapping[int, AgentClient]) -> dict[int, AgentDescription]:
+async def describe_all(agents: Mapping[int, AgentClient]) -> dict[int, AgentDescription]:
     """By rank, the descriptions of those of these agents that answer."""
-    answers, _ = await ask(agents, lambda rank, agent: agent.describe(), AGENT_SECONDS)
+    answers, _ = await query(agents, lambda rank, agent: agent.describe(), AGENT_SECONDS)
     return answers
 
 
 async def describe(agents: Sequence[AgentClient]) -> list[AgentDescription] | None:
     """The descriptions of these agents; None if one of them does not answer."""
-    about = await describe_each(dict(enumerate(agents)))
+    about = await describe_all(dict(enumerate(agents)))
     return list(about.values()) if len(about) == len(agents) else None
 
 
@@ -95,9 +95,11 @@ class Agents:
         """Names of all agents of all jobs."""
         return [name for name in await self._ray.actor_names() if job_of(name) is not None]
 
-    async def jobs_elsewhere(self) -> list[str]:
+    async def jobs_of_other_installations(self) -> list[str]:
         """The jobs of other installations, and of databases that are lost, that have agents in this Ray."""
-        return sorted({job for name in await self._ray.actor_names_elsewhere() if (job := job_of(name)) is not None})
+        return sorted(
+            {job for name in await self._ray.actor_names_in_other_namespaces() if (job := job_of(name)) is not None}
+        )
 
     async def names_on(self, node: str) -> list[str]:
         """Names of the agents on a node."""

@@ -57,7 +57,7 @@ class Cluster:
         self._epoch: OrderEpoch | None = None
         self.identity = ""
         """Identifies the Ray cluster; empty if there is none."""
-        self.is_elsewhere = False
+        self.is_remote = False
         """Whether its nodes may see other files than the control plane does."""
 
     def fence_with(self, epoch: OrderEpoch) -> None:
@@ -65,10 +65,8 @@ class Cluster:
         self._epoch = self.agents.epoch = self.groups.epoch = epoch
 
     @classmethod
-    def connected(
-        cls, ray: Any, paths: Paths, options: NodeOptions = ANY_NODES, *, is_elsewhere: bool = False
-    ) -> Cluster:
-        """The cluster that the module `ray` is connected to. `paths`: of the embedded state; `is_elsewhere`: whether
+    def connected(cls, ray: Any, paths: Paths, options: NodeOptions = ANY_NODES, *, is_remote: bool = False) -> Cluster:
+        """The cluster that the module `ray` is connected to. `paths`: of the embedded state; `is_remote`: whether
         its nodes may see other files than this process does."""
         connection = RayConnection(ray)
         nodes = Nodes(connection, options.shapes)
@@ -76,7 +74,7 @@ class Cluster:
         daemons = NodeDaemons(connection, nodes, paths, options.notices, options.ports)
         requests = NodeRequests(connection)
         cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons, requests)
-        cluster.identity, cluster.is_elsewhere = session_name(ray), is_elsewhere
+        cluster.identity, cluster.is_remote = session_name(ray), is_remote
         return cluster
 
     async def replace_agents(
@@ -124,7 +122,7 @@ class Cluster:
             await self.release(job, keep_snapshots)
             await self.daemons.end_job(job, keep_snapshots)
         except ClusterUnavailable:
-            self.daemons.note_missed_end()
+            self.daemons.record_missed_end()
             raise
 
     async def jobs(self) -> list[str]:

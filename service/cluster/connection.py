@@ -75,7 +75,7 @@ class RayConnection:
         """Names of all named actors."""
         return [str(name) for name in await self.run(self.module.util.list_named_actors)]
 
-    async def actor_names_elsewhere(self) -> list[str]:
+    async def actor_names_in_other_namespaces(self) -> list[str]:
         """Names of all named actors in other namespaces than ours."""
         listed = await self.run(self.module.util.list_named_actors, all_namespaces=True)
         own = self.module.get_runtime_context().namespace
@@ -106,13 +106,13 @@ class RayThreads:
     def __init__(self, count: int):
         self.count = count
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._given_up: set[Future[Any]] = set()
+        self._abandoned: set[Future[Any]] = set()
         self._started: list[threading.Thread] = []
 
     @property
     def all_hang(self) -> bool:
         """Whether every thread is in a call that its caller has given up."""
-        return len(self._given_up) >= self.count
+        return len(self._abandoned) >= self.count
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Have one of the threads call `function`."""
@@ -127,8 +127,8 @@ class RayThreads:
     def give_up(self, call: Future[Any]) -> None:
         """Nobody waits for `call` any more: it is not started, or its thread is left to it until it returns."""
         if not call.cancel():
-            self._given_up.add(call)
-            call.add_done_callback(self._given_up.discard)
+            self._abandoned.add(call)
+            call.add_done_callback(self._abandoned.discard)
 
     def _work(self) -> None:
         while True:

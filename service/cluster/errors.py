@@ -9,7 +9,7 @@ from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import NodeDescription
 from manta.workers.system.ports import address_towards
 
-OPEN_OURS = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
+OPEN_PORTS_ADVICE = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
 OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"
 NAMED = 3
 """How many nodes, or ports, a sentence names before it only counts the rest."""
@@ -78,7 +78,7 @@ def problem_of_port(name: str, host: str, port: int) -> str:
     here = address_towards(host)
     return (
         f"port {port} of node {name} ({host}) cannot be reached from the control plane ({here}), though its Ray can: "
-        f"{OPEN_OURS}"
+        f"{OPEN_PORTS_ADVICE}"
     )
 
 

@@ -27,14 +27,14 @@ from manta.workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
-HEAD_AWAY_SECONDS = "600"
+POLL_SECONDS = 1.0
+HEAD_RECONNECT_SECONDS = "600"
 """How long this process, and a raylet that it starts, wait for a missing head. Ray's default of 60 s is shorter than
 the time that a pod may take to come back; a head that has lost its state ends them at once."""
-HEAD_REMEMBERS = "Ray's head keeps what it knows in a store of its own: jobs keep training while it is restarted"
-HEAD_FORGETS = (
-    "Ray's head keeps what it knows in its memory: when it is lost, all jobs continue from their newest checkpoints; "
-    "with an external Redis they would train on meanwhile (docs/deploy/ray.md)"
+HEAD_IS_PERSISTENT = "Ray's head stores its state externally: jobs keep training while it is restarted"
+HEAD_NOT_PERSISTENT = (
+    "Ray's head stores its state in memory: when it is lost, all jobs continue from their newest checkpoints; "
+    "with an external Redis they would keep training (docs/deploy/ray.md)"
 )
 MARK = "MANTA_RAYLET"
 """Environment variable of such a raylet's processes; its value is the tag of the home. It differs from that of a head
@@ -61,26 +61,26 @@ class ExistingRay:
         address: str,
         home: str | Path,
         ship_code: bool = False,
-        patient: bool = False,
+        wait_for_ray: bool = False,
         ports: PortRange | None = None,
     ):
         """`address`: host:port; `home`: of the service; `ship_code`: give the nodes our own code, instead of using what
-        is installed there; `patient`: wait for a cluster that does not answer, since it did a moment ago; `ports`: on
-        which a raylet that is started here listens, None: any."""
+        is installed there; `wait_for_ray`: wait for a cluster that does not answer, since it did a moment ago; `ports`:
+        on which a raylet that is started here listens, None: any."""
         self._address, self._paths, self._ship_code = address, Paths.of(home), ship_code
-        self._patient, self._ports = patient, ports
+        self._waits_for_ray, self._ports = wait_for_ray, ports
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
         """Connect this process to the cluster and return the ray module; `namespace`: of all names there. If no raylet
         of it runs on this machine, one without resources is started. Raises RayUnavailable."""
-        if self._patient:
+        if self._waits_for_ray:
             self._wait_for_answer()
         if not answers(self._address):
             raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
-        os.environ.setdefault(RECONNECT_SECONDS, HEAD_AWAY_SECONDS)
+        os.environ.setdefault(RECONNECT_SECONDS, HEAD_RECONNECT_SECONDS)
         ensure_raylet(self._address, self._paths, self._ports)
         problem = self.problem_of_head()
-        log.log(logging.INFO if problem is None else logging.WARNING, problem or HEAD_REMEMBERS)
+        log.log(logging.INFO if problem is None else logging.WARNING, problem or HEAD_IS_PERSISTENT)
         return connect(self._address, namespace, self._runtime_environment())
 
     async def until_gone(self) -> str:
@@ -90,15 +90,15 @@ class ExistingRay:
     def problem_of_head(self) -> str | None:
         """A sentence about what would be lost with the head; None: nothing, since its state is stored elsewhere."""
         try:
-            return None if outlives_head(self._address) else HEAD_FORGETS
+            return None if outlives_head(self._address) else HEAD_NOT_PERSISTENT
         except Exception as error:  # noqa: BLE001 - Ray raises its own errors, RuntimeError and what gRPC has
-            return f"Ray does not say where its head keeps what it knows: {' '.join(str(error).split())}"
+            return f"Ray does not report where its head stores its state: {' '.join(str(error).split())}"
 
     def _wait_for_answer(self) -> None:
         if not answers(self._address):
-            log.warning("Ray does not answer at %s: it is waited for", self._address)
+            log.warning("waiting for Ray, which does not respond, at %s", self._address)
         while not answers(self._address):
-            threading.Event().wait(LOOK_SECONDS)
+            threading.Event().wait(POLL_SECONDS)
 
     def _runtime_environment(self) -> dict[str, Any] | None:
         if not self._ship_code:
@@ -111,7 +111,7 @@ def ensure_raylet(address: str, paths: Paths, ports: PortRange | None) -> None:
     this process (`end_raylet`); it and its processes, including this one, listen on `ports`. Raises RayUnavailable."""
     if any(listens for _, listens in _here(address)):
         return
-    log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
+    log.info("starting a raylet without resources for the Ray at %s, since none runs on this machine", address)
     paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(TRIES):
         end_raylet(paths)  # one of a head that is gone, or one that did not start

@@ -36,7 +36,7 @@ CLOSE_SECONDS = 10.0
 # answer there will not answer on a thousand others.
 DATA_SECONDS, DATA_NODES = 60.0, 3
 # Time between two checks whether the daemon of another release can be replaced: a check looks at all agents.
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class NodeDaemons:
         self._class = ray.module.remote(NodeDaemon)
         self.used: dict[str, float] = {}
         """By node, when its daemon was last needed here, in seconds of the monotonic clock."""
-        self._next_look: dict[str, float] = {}
+        self._next_check: dict[str, float] = {}
         """By node, when to check again whether a daemon of another release can be replaced."""
         self._left_out: dict[str, str] = {}
         """By node that has a daemon of another release, what was said about it."""
@@ -90,7 +90,7 @@ class NodeDaemons:
     async def watched(self, node: str) -> NodeClient | None:
         """Like `of`, for a caller that only checks the node: a node that comes and goes, and has neither ranks nor a
         daemon, is at rest: None."""
-        may_rest = node in await self._nodes.that_come_and_go() and node in await self._nodes.unused()
+        may_rest = node in await self._nodes.autoscaled_nodes() and node in await self._nodes.unused()
         return await self._of(node, may_rest=may_rest)
 
     async def rest(self, node: str) -> None:
@@ -101,7 +101,7 @@ class NodeDaemons:
         # The next start finds out again.
         self._with_problem.discard(node)
         self._nodes.problems.pop(node, None)
-        self._nodes.silent.discard(node)
+        self._nodes.unresponsive.discard(node)
 
     async def of(
         self, node: str, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
@@ -121,7 +121,7 @@ class NodeDaemons:
     ) -> NodeClient | None:
         """`may_rest`: if there is no daemon, do not start one."""
         (known,) = await self._ray.find([node_daemon_name(node)])
-        patient = known is None and node not in self._nodes.silent
+        patient = known is None and node not in self._nodes.unresponsive
         for existing in (known, None):
             try:
                 actor = existing
@@ -136,7 +136,7 @@ class NodeDaemons:
                 break  # another attempt would find the same one
             except AgentError as error:
                 if existing is None:
-                    self._note_problem(node, problem_of_start(node, str(error)))
+                    self._record_problem(node, problem_of_start(node, str(error)))
                 continue  # it died since its name was looked up: try once more, with a new handle
             except ProtocolMismatch as error:
                 if existing is None:
@@ -144,15 +144,15 @@ class NodeDaemons:
                 if await self._replace(node, actor, str(error)):
                     continue
                 break
-            self._nodes.silent.discard(node)
+            self._nodes.unresponsive.discard(node)
             self._answered[node] = daemon
             self._nodes.at_rest.discard(node)
             self._left_out.pop(node, None)
             if existing is None and about.code not in ("", own_code()):
                 self._other_code.add(node)
-            self._note_problem(node, problem_of(about, node in self._other_code))
+            self._record_problem(node, problem_of(about, node in self._other_code))
             return daemon
-        self._nodes.silent.add(node)
+        self._nodes.unresponsive.add(node)
         self._nodes.unswept.add(node)
         return None
 
@@ -168,7 +168,7 @@ class NodeDaemons:
             return None
         return daemon
 
-    def _note_problem(self, node: str, problem: str | None) -> None:
+    def _record_problem(self, node: str, problem: str | None) -> None:
         if problem is None:
             if node in self._with_problem:  # otherwise the problem was recorded elsewhere
                 self._with_problem.discard(node)
@@ -176,19 +176,19 @@ class NodeDaemons:
             return
         self._with_problem.add(node)
         if self._nodes.problems.get(node) != problem:
-            log.error("nothing is placed on a node: %s", problem)
+            log.error("a node is excluded from placement: %s", problem)
             self._nodes.problems[node] = problem
 
     async def _replace(self, node: str, actor: Any, problem: str) -> bool:
         """End a daemon of another release, with its zygote; False while that would end trainers, or would not help.
         What is in the node's shared memory stays: waiting jobs resume from it."""
-        self._nodes.silent.add(node)  # nothing is placed there in the meantime
-        if time.monotonic() < self._next_look.get(node, 0.0):
+        self._nodes.unresponsive.add(node)  # nothing is placed there in the meantime
+        if time.monotonic() < self._next_check.get(node, 0.0):
             return False
-        self._next_look[node] = time.monotonic() + LOOK_SECONDS
+        self._next_check[node] = time.monotonic() + POLL_SECONDS
         if node in self._foreign or await self._has_agents(node):
             if self._left_out.get(node) != problem:
-                log.warning("nothing is placed on node %s: %s", node[:12], problem)
+                log.warning("node %s is excluded from placement: %s", node[:12], problem)
             self._left_out[node] = problem
             return False
         log.warning("the daemon of node %s is replaced: %s", node[:12], problem)
@@ -245,7 +245,7 @@ class NodeDaemons:
                 if daemon is not None:
                     return await within(DATA_SECONDS, daemon.check_data(dict(spec), roots))
             except AgentError as error:
-                log.warning("node %s did not say whether it can read the data of a job: %s", node[:12], error)
+                log.warning("node %s did not report whether it can read a job's data: %s", node[:12], error)
         return None
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
@@ -255,7 +255,7 @@ class NodeDaemons:
         daemons = await self.ensure()
         await asyncio.gather(*(self._end_job(node, daemons[node], job, keep_snapshots) for node in daemons))
 
-    def note_missed_end(self) -> None:
+    def record_missed_end(self) -> None:
         """The nodes could not be notified of a job's end, since Ray did not say which nodes exist."""
         self._nodes.unswept |= self._answered.keys() | self._nodes.at_rest
 
@@ -267,7 +267,7 @@ class NodeDaemons:
 
     def keep_only(self, there: Collection[str]) -> None:
         """Forget the daemons of all other nodes, which are gone."""
-        for about in (self.used, self._next_look, self._left_out, self._answered):
+        for about in (self.used, self._next_check, self._left_out, self._answered):
             keep_keys(about, there)
         for some in (self._foreign, self._with_problem, self._other_code):
             some.intersection_update(there)

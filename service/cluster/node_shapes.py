@@ -15,7 +15,7 @@ from manta.workers.errors import MantaError
 _ONE = re.compile(r"\s*(?P<type>[^=,\s]+)\s*=\s*(?P<most>\d+)\s*x\s*(?P<units>\d+)\s*(?P<unit>slots?|gpus?)\s*", re.I)
 
 
-class BadNodeShapes(MantaError):
+class InvalidNodeShapes(MantaError):
     """The text does not declare shapes of nodes."""
 
     def __init__(self, text: str):
@@ -31,7 +31,7 @@ class NodeShape:
 
     type: str
     """The autoscaler's name for it: of a node type, or of a KubeRay worker group."""
-    most: int
+    max_nodes: int
     """The maximum number of such nodes."""
     unit: Unit
     """The unit that ranks take there."""
@@ -39,21 +39,21 @@ class NodeShape:
     """Number of units of each node."""
 
     def __str__(self) -> str:
-        return f"{self.most} {self.type} of {counted(self.units, self.unit)}"
+        return f"{self.max_nodes} {self.type} of {counted(self.units, self.unit)}"
 
 
 def shapes_in(text: str) -> tuple[NodeShape, ...]:
-    """The shapes that `text` declares, such as `workers=4x8 slots, accelerated=2x8 gpus`. Raises BadNodeShapes."""
+    """The shapes that `text` declares, such as `workers=4x8 slots, accelerated=2x8 gpus`. Raises InvalidNodeShapes."""
     shapes = []
     for part in text.split(","):
         match = _ONE.fullmatch(part)
         if match is None or not int(match["units"]):
-            raise BadNodeShapes(part.strip())
+            raise InvalidNodeShapes(part.strip())
         unit: Unit = "GPU" if match["unit"].lower().startswith("gpu") else "manta_slot"
         shapes.append(NodeShape(match["type"], int(match["most"]), unit, int(match["units"])))
     twice = [type for type, count in Counter(shape.type for shape in shapes).items() if count > 1]
     if twice:
-        raise BadNodeShapes(f"{twice[0]} twice")
+        raise InvalidNodeShapes(f"{twice[0]} twice")
     return tuple(shapes)
 
 
@@ -65,14 +65,14 @@ def grown(capacity: Capacity, shapes: Sequence[NodeShape], types: Collection[str
         f"{shape.type}+{number}": (shape.units, shape.units)
         for shape in shapes
         if shape.unit == capacity.unit
-        for number in range(max(0, shape.most - there[shape.type]))
+        for number in range(max(0, shape.max_nodes - there[shape.type]))
     }
     units = sum(total for total, _ in more.values())
     nodes = {**capacity.nodes, **more}
     return replace(capacity, total=capacity.total + units, free=capacity.free + units, nodes=nodes)
 
 
-def with_placed(capacity: Capacity, layout: ParallelConfig) -> Capacity | None:
+def capacity_after_placing(capacity: Capacity, layout: ParallelConfig) -> Capacity | None:
     """What is left of `capacity` with `layout` in it, on the fullest nodes that can hold its tensor-parallel groups;
     None if it does not fit."""
     left = {node: free for node, (_, free) in capacity.nodes.items()}
@@ -93,7 +93,7 @@ class Demand:
     """What the head of the queue needs, and those behind it that would fit as well."""
 
     def __init__(self, most: Mapping[Unit, Capacity]):
-        """`most`: for each unit the largest capacity that the cluster could have free."""
+        """`max_nodes`: for each unit the largest capacity that the cluster could have free."""
         self._left = dict(most)
         self.is_over = False
         """Whether a job did not fit in addition to those before it."""
@@ -106,7 +106,7 @@ class Demand:
 
     def add(self, layout: ParallelConfig, unit: Unit) -> bool:
         """Whether nodes are requested for a job in `layout`; once one job does not fit, none behind it is added."""
-        after = None if self.is_over else with_placed(self._left[unit], layout)
+        after = None if self.is_over else capacity_after_placing(self._left[unit], layout)
         if after is None:
             self.is_over = True
             return False
@@ -116,7 +116,7 @@ class Demand:
         return True
 
 
-def in_words(shapes: Sequence[NodeShape], unit: Unit) -> str:
+def describe_growth(shapes: Sequence[NodeShape], unit: Unit) -> str:
     """How far the cluster can grow, as part of a sentence."""
     ours = [str(shape) for shape in shapes if shape.unit == unit]
     none = f"the autoscaler has no nodes with {plural_of(unit)}"

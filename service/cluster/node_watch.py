@@ -28,11 +28,11 @@ from manta.workers.protocol.messages import Heartbeat
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
-# Silence that is worth a look; together with CONNECT_SECONDS it is how long an unreachable machine goes unnoticed.
-SILENT_SECONDS = 1.5
+# Silence that triggers a check; together with CONNECT_SECONDS it is how long an unreachable machine goes unnoticed.
+HEARTBEAT_TIMEOUT_SECONDS = 1.5
 # Long enough for the kernel's second attempt, one second after a lost first packet.
 CONNECT_SECONDS = 1.2
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 # How many times in a row the daemon's port must refuse while Ray's does not, before it counts as closed: about 15 s.
 REFUSALS = 6
 # How long Ray may take to give up a node whose machine has another one by now: its patience, and some more.
@@ -58,7 +58,7 @@ class NodeWatch:
         how many seconds and why, if that is known, with each of its heartbeats."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self.lag = Lag(LOOK_SECONDS)
+        self.lag = Lag(POLL_SECONDS)
         """How far it is behind with Ray's information about the nodes."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="nodes")
         self._refused: dict[str, int] = {}
@@ -68,15 +68,15 @@ class NodeWatch:
         """Run until cancelled."""
         try:
             while True:
-                await self._look()
-                await asyncio.sleep(LOOK_SECONDS)
+                await self._poll()
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             for watcher in self._watchers.values():
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             self._threads.shutdown(wait=False)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         self.lag.begin()
         try:
             known = await self._cluster.nodes.known()
@@ -88,7 +88,7 @@ class NodeWatch:
             self._watchers[node] = asyncio.create_task(self._watch(living[node]), name=node)
         for node in self._watchers.keys() - living.keys():
             self._watchers.pop(node).cancel()
-            await self._lose(node, "Ray says that it is gone")
+            await self._mark_lost(node, "Ray says that it is gone")
             self._refused.pop(node, None)
         self._cluster.keep_only({node.id for node in known if node.alive})
         self.lag.done()
@@ -102,7 +102,7 @@ class NodeWatch:
             if await self._is_there(node, source):
                 await asyncio.sleep(BEAT_SECONDS)
                 continue
-            await self._lose(node.id, "neither its daemon nor its Ray can be reached")
+            await self._mark_lost(node.id, "neither its daemon nor its Ray can be reached")
             await self._until_back(node)
             log.warning("node %s is back", node.id)
             self._cluster.nodes.lost.discard(node.id)
@@ -117,27 +117,27 @@ class NodeWatch:
                 silent_at = time.monotonic()
             elif await self._cluster.daemons.known(node.id) is not None:
                 return
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _is_there(self, node: RayNode, source: HeartbeatSource | None) -> bool:
         """Whether its daemon or its Ray accepts a connection. If for a while only its Ray does, that is a problem for
         an operator to fix, and not a loss."""
         if source is not None and await self._listens((source.host, source.port)):
-            self._note_reached(node.id)
+            self._record_reachable(node.id)
             return True
         there = await self._listens(node.raylet)
         if there and source is not None:
             self._refused[node.id] = self._refused.get(node.id, 0) + 1
             if self._refused[node.id] == REFUSALS:
                 problem = problem_of_port(node.host or node.id, source.host, source.port)
-                log.error("nothing is placed on a node: %s", problem)
+                log.error("a node is excluded from placement: %s", problem)
                 self._cluster.nodes.problems[node.id] = problem
         return there
 
     async def _listens(self, address: Address) -> bool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, listens, address)
 
-    def _note_reached(self, node: str) -> None:
+    def _record_reachable(self, node: str) -> None:
         if self._refused.pop(node, 0) >= REFUSALS:
             log.warning("the daemon of node %s can be reached again", node)
             self._cluster.nodes.problems.pop(node, None)
@@ -157,7 +157,7 @@ class NodeWatch:
         finally:
             asking.cancel()
         if source is None:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         return source
 
     async def _listen(self, node: str, source: HeartbeatSource) -> None:
@@ -169,11 +169,13 @@ class NodeWatch:
                 reader, writer = await asyncio.open_connection(source.host, source.port)
             requests = asyncio.create_task(_request_heartbeats(writer, source.secret))
             while True:
-                async with asyncio.timeout(SILENT_SECONDS):  # wait_for loses a cancellation that meets an answer
+                async with asyncio.timeout(
+                    HEARTBEAT_TIMEOUT_SECONDS
+                ):  # wait_for loses a cancellation that meets an answer
                     line = await reader.readline()
                 if not line or (heartbeat := from_json(Heartbeat, json.loads(line))).node != node:
                     return
-                self._hear(heartbeat)
+                self._receive(heartbeat)
         except (OSError, TimeoutError, ValueError, MalformedMessage):
             return
         finally:
@@ -182,21 +184,21 @@ class NodeWatch:
             if writer is not None:
                 writer.close()
 
-    def _hear(self, heartbeat: Heartbeat) -> None:
-        self._note_reached(heartbeat.node)
+    def _receive(self, heartbeat: Heartbeat) -> None:
+        self._record_reachable(heartbeat.node)
         if heartbeat.gpus is not None:
             self._cluster.nodes.gpus[heartbeat.node] = GpuReadings(time.monotonic(), heartbeat.gpus)
         if heartbeat.draining and self._draining is not None:
             self._draining(heartbeat.node, heartbeat.drain_seconds, heartbeat.drain_reason)
         elif heartbeat.stays and heartbeat.node in self._cluster.nodes.draining:
-            log.warning("node %s is not being drained any more", heartbeat.node)
-            self._cluster.nodes.drain_no_more(heartbeat.node)
+            log.warning("node %s is no longer being drained", heartbeat.node)
+            self._cluster.nodes.cancel_drain(heartbeat.node)
 
-    async def _lose(self, node: str, why: str) -> None:
+    async def _mark_lost(self, node: str, why: str) -> None:
         if node in self._cluster.nodes.lost:
             return
         if node in self._cluster.nodes.at_rest:
-            log.info("node %s, on which nothing ran, is gone", node)
+            log.info("idle node %s is gone", node)
         else:
             log.error("node %s is lost: %s", node, why)
         self._cluster.nodes.lost.add(node)

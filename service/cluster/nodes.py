@@ -17,7 +17,7 @@ from manta.service.cluster.ray_private import free_resources, node_types
 from manta.workers.protocol.messages import GpuReading
 
 # How long it may take until units that were given back are shown as free, and how often to check.
-SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
+SETTLED_SECONDS, POLL_SECONDS = 2.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class GpuReadings:
     readings: tuple[GpuReading, ...]
 
     @property
-    def smallest_memory(self) -> int | None:
+    def min_gpu_memory(self) -> int | None:
         """Bytes of the GPU with the least memory; None if the driver did not say for any."""
-        return min((each.memory_total_bytes for each in self.readings if each.memory_total_bytes), default=None)
+        return min(
+            (reading.memory_total_bytes for reading in self.readings if reading.memory_total_bytes), default=None
+        )
 
 
 class Nodes:
@@ -68,7 +70,7 @@ class Nodes:
         clock; absent if not known."""
         self.drain_reasons: dict[str, str] = {}
         """The reason, as given by whoever drains the node."""
-        self.silent: set[str] = set()
+        self.unresponsive: set[str] = set()
         """Nodes whose daemon does not answer: nothing more is placed there until it does."""
         self.unswept: set[str] = set()
         """Nodes where finished jobs may have left something, since the daemon could not be notified."""
@@ -89,7 +91,7 @@ class Nodes:
             self.leave_by[node] = time.monotonic() + seconds
         return is_news
 
-    def drain_no_more(self, node: str) -> None:
+    def cancel_drain(self, node: str) -> None:
         """`node` stays after all, or is gone."""
         self.draining.discard(node)
         self.leave_by.pop(node, None)
@@ -97,7 +99,7 @@ class Nodes:
 
     def keep_only(self, there: Collection[str]) -> None:
         """Forget all other nodes, which are gone: ids of nodes are never reused."""
-        for some in (self.at_rest, self.lost, self.draining, self.silent, self.unswept):
+        for some in (self.at_rest, self.lost, self.draining, self.unresponsive, self.unswept):
             some.intersection_update(there)
         for about in (self.leave_by, self.drain_reasons, self.problems, self.gpus):
             keep_keys(about, there)
@@ -105,7 +107,7 @@ class Nodes:
     @property
     def closed(self) -> set[str]:
         """Nodes where nothing more is placed."""
-        return self.lost | self.draining | self.silent | self.problems.keys()
+        return self.lost | self.draining | self.unresponsive | self.problems.keys()
 
     async def known(self) -> list[RayNode]:
         """All nodes that Ray knows, including dead ones and those without room for ranks."""
@@ -129,7 +131,7 @@ class Nodes:
         """Why no rank could be placed on any node, even if all were free; None if one could, or if a node can be
         added. Nodes that are being drained count: whoever drains them knows."""
         living = set(await self.living())
-        if living - self.silent - self.problems.keys() or self.shapes:
+        if living - self.unresponsive - self.problems.keys() or self.shapes:
             return None
         if living:
             return f"no rank can be placed: of {len(living)} nodes none has a daemon that can be reached"
@@ -139,7 +141,7 @@ class Nodes:
         """Units of `unit` of each living node, total and free. Nodes where nothing more is placed are left out unless
         `all_living`; on nodes whose daemon does not answer nothing is free."""
         nodes, free = await self._living(), await self._ray.read(self._free)
-        free = {node: units for node, units in free.items() if node not in self.silent | self.problems.keys()}
+        free = {node: units for node, units in free.items() if node not in self.unresponsive | self.problems.keys()}
         units = {
             node["NodeID"]: (int(node["Resources"].get(unit, 0)), int(free.get(node["NodeID"], {}).get(unit, 0)))
             for node in nodes
@@ -163,7 +165,7 @@ class Nodes:
             if all(free.get(node["NodeID"], {}).get(unit, 0) >= node["Resources"].get(unit, 0) for unit in UNITS)
         }
 
-    async def that_come_and_go(self) -> set[str]:
+    async def autoscaled_nodes(self) -> set[str]:
         """Living nodes of the types that an autoscaler adds, and takes away when they are idle."""
         ours = {shape.type for shape in self.shapes}
         return {node for node, type in (await self._types()).items() if type in ours}
@@ -179,7 +181,7 @@ class Nodes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLED_SECONDS):
                 while (await self.capacity(expected.unit)).free < expected.free:
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(POLL_SECONDS)
 
     async def _living(self) -> list[dict[str, Any]]:
         nodes = await self._ray.read(self._all)

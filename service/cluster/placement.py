@@ -75,12 +75,12 @@ class Shortage:
         together = f" in groups of {self.group} on one node" if self.group > 1 else ""
         typed = f" on nodes with {self.type}" if self.type is not None else ""
         needed = f"needs {counted(self.needed, self.unit)}{typed}{together}"
-        if self.waits_in_vain:
+        if self.can_never_fit:
             return f"{needed}, of which there are {self.possible}"
         return f"{needed}, {self.available} of {self.possible} are free"
 
     @property
-    def waits_in_vain(self) -> bool:
+    def can_never_fit(self) -> bool:
         """Whether it would not fit even if no other job held any."""
         return self.possible < self.needed
 

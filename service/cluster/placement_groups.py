@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 # How long to wait for trusted nodes before nodes to be avoided are used after all.
 AVOIDING_SECONDS = 5.0
 # Between two checks whether places are held, which Ray grants in a moment or after a long time.
-FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.01, 0.5
+INITIAL_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.5
 # Delay after Ray has granted everything, before the same is requested again: otherwise free resources that cannot be
 # used would be taken and given back all the time.
-AGAIN_SECONDS = 10.0
+RETRY_SECONDS = 10.0
 Bundles = Sequence[Mapping[str, float]]
 
 
@@ -121,12 +121,12 @@ class PlacementGroups:
 
     async def _are_created(self, names: Collection[str], timeout: float) -> bool:
         """Whether these groups hold their resources within `timeout` seconds. No thread waits for that."""
-        pause = FIRST_LOOK_SECONDS
+        pause = INITIAL_POLL_SECONDS
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not all(state == "CREATED" for state in await self._states_of(names)):
                     await asyncio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_LOOK_SECONDS)
+                    pause = min(2 * pause, MAX_POLL_SECONDS)
                 return True
         return False
 
@@ -170,30 +170,30 @@ class NodeRequests:
 
     def __init__(self, ray: RayConnection):
         self._ray = ray
-        self._asked: _Request | None = None
+        self._requested: _Request | None = None
         self._granted_at = float("-inf")
 
-    async def ask(self, bundles: Bundles, without: Collection[str]) -> None:
+    async def request(self, bundles: Bundles, without: Collection[str]) -> None:
         """Request nodes that can hold all `bundles` at the same time, other than those in `without`, and nothing else;
         without bundles request nothing. Raises ClusterUnavailable."""
-        wanted, asked = _Request([dict(bundle) for bundle in bundles], anywhere_but(without)), self._asked
+        wanted, asked = _Request([dict(bundle) for bundle in bundles], anywhere_but(without)), self._requested
         same = asked is not None and (asked.bundles, asked.selector) == (wanted.bundles, wanted.selector)
         if not bundles or not same:
             await self.withdraw()
-        if not bundles or same or time.monotonic() < self._granted_at + AGAIN_SECONDS:
+        if not bundles or same or time.monotonic() < self._granted_at + RETRY_SECONDS:
             return
-        log.info("the autoscaler is asked for %d bundles: %s", len(bundles), wanted.bundles[0])
-        self._asked = wanted
+        log.info("requesting %d bundles from the autoscaler: %s", len(bundles), wanted.bundles[0])
+        self._requested = wanted
         await self._ray.run(self._create, wanted)
 
     async def settle(self) -> bool:
         """Give back what Ray has granted by now; returns whether it had granted it. Raises ClusterUnavailable."""
-        if self._asked is None:
+        if self._requested is None:
             return False
-        states = await self._ray.run(placement_group_states, self._ray.module, [self._asked.name])
-        if states.get(self._asked.name) == "PENDING":
+        states = await self._ray.run(placement_group_states, self._ray.module, [self._requested.name])
+        if states.get(self._requested.name) == "PENDING":
             return False
-        granted = states.get(self._asked.name) == "CREATED"
+        granted = states.get(self._requested.name) == "CREATED"
         await self.withdraw()
         if granted:
             self._granted_at = time.monotonic()
@@ -201,11 +201,11 @@ class NodeRequests:
 
     async def withdraw(self) -> None:
         """Request nothing any more. Raises ClusterUnavailable."""
-        if self._asked is not None:
-            self._asked.withdrawn.set()
-            if self._asked.group is not None:
-                await self._ray.run(self._ray.module.util.remove_placement_group, self._asked.group)
-        self._asked = None
+        if self._requested is not None:
+            self._requested.withdrawn.set()
+            if self._requested.group is not None:
+                await self._ray.run(self._ray.module.util.remove_placement_group, self._requested.group)
+        self._requested = None
 
     def _create(self, request: _Request) -> None:
         selectors = [request.selector] * len(request.bundles) if request.selector else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from manta.service.cluster.agent_client import AgentError, NodeClient, within
 from manta.service.cluster.cluster import Cluster
-from manta.service.cluster.errors import OPEN_OURS, OPEN_RAYS, problem_of_ports
+from manta.service.cluster.errors import OPEN_PORTS_ADVICE, OPEN_RAYS, problem_of_ports
 from manta.service.cluster.nodes import RayNode
 from manta.workers.node.host import unreached
 from manta.workers.protocol.messages import Endpoint
@@ -22,7 +22,7 @@ attempts."""
 PORTS = 3
 """How many of its ports each node listens on: a firewall may be configured for another range than ours."""
 LISTEN_SECONDS, CONNECT_SECONDS = 20.0, 3.0
-ASK_SECONDS = 10.0
+REQUEST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ async def _invite(cluster: Cluster, node: RayNode) -> _Party | str:
     if daemon is None:
         return f"node {_named(node)} was not asked: its daemon does not answer"
     try:
-        listening = await within(ASK_SECONDS, daemon.listen_for_a_moment(PORTS, LISTEN_SECONDS))
+        listening = await within(REQUEST_SECONDS, daemon.listen_for_a_moment(PORTS, LISTEN_SECONDS))
     except AgentError as error:
         return f"node {_named(node)} could not take part: {error}"
-    ours = [_Port(Endpoint(listening.host, port), node, OPEN_OURS) for port in listening.ports]
+    ours = [_Port(Endpoint(listening.host, port), node, OPEN_PORTS_ADVICE) for port in listening.ports]
     return _Party(node, daemon, [_of_ray(node), *ours])
 
 
@@ -112,7 +112,7 @@ async def _try_from(party: _Party, ports: Sequence[_Port]) -> list[_Closed] | st
     """What the party cannot reach, or a sentence if it did not say."""
     by_address = {port.at: port for port in ports}
     try:
-        missed = await within(ASK_SECONDS, party.daemon.unreached(list(by_address), CONNECT_SECONDS))
+        missed = await within(REQUEST_SECONDS, party.daemon.unreached(list(by_address), CONNECT_SECONDS))
     except AgentError as error:
         return f"node {_named(party.node)} did not say whom it reaches: {error}"
     return [_Closed(by_address[address], f"node {_named(party.node)}") for address in missed]

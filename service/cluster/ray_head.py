@@ -37,7 +37,7 @@ from manta.service.cluster.ray_private import (
     MEMORY_MONITOR_MILLISECONDS,
     NO_AUTOSCALER,
     START_COMMAND,
-    STARTS_AT_ONCE,
+    STARTUP_CONCURRENCY,
     address_file,
     sockets_of,
 )
@@ -61,9 +61,9 @@ START_SECONDS, ANSWER_SECONDS = 60.0, 2.0
 POLL_SECONDS = 0.05
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """What a client of HTTP/2 sends first: the preface, and settings without any (RFC 9113, section 3.4)."""
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How often to check that the sockets of a head are still there."""
-SILENT_SECONDS = 60.0
+UNRESPONSIVE_SECONDS = 60.0
 """How long a living head that does not answer is waited for; after that it is replaced, as if it were dead."""
 MARK = "MANTA_RAY_HEAD"
 """Environment variable of all processes of a head; its value is the tag of the home."""
@@ -149,11 +149,11 @@ class RayHead:
         record = self.record()
         if record is None:
             return self.start()
-        problem, deadline = self.problem_of(record), time.monotonic() + SILENT_SECONDS
-        while problem is None and (silent := _silent_process(record.pid)) is not None:
+        problem, deadline = self.problem_of(record), time.monotonic() + UNRESPONSIVE_SECONDS
+        while problem is None and (silent := _unresponsive_process(record.pid)) is not None:
             problem = self.problem_of(record)
             if problem is None and time.monotonic() > deadline:
-                problem = f"its {silent} has not answered for {SILENT_SECONDS:g} s"
+                problem = f"its {silent} has not answered for {UNRESPONSIVE_SECONDS:g} s"
         if problem is None and not self._has_token(record):
             problem = f"its token is gone ({self._paths.ray_token})"
         if problem is None:
@@ -180,7 +180,7 @@ class RayHead:
         async with ends_of(processes) as ends:
             problem = self.problem_of(record)
             while problem is None:
-                ended, _ = await asyncio.wait(ends, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait(ends, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 problem = self.problem_of(record) if ended else _problem_of_sockets(record)
         return problem
 
@@ -214,7 +214,7 @@ class RayHead:
         self._token = self._stored_token()
         return connect(record.address, namespace)
 
-    def keep_token(self) -> None:
+    def restore_token(self) -> None:
         """Write the file of the token again if it is not the one by which this process was let in: whatever Ray starts
         reads it. Raises HomeUnusable."""
         if self._token and self._stored_token() != self._token:
@@ -223,7 +223,7 @@ class RayHead:
     def _has_token(self, record: HeadRecord) -> bool:
         """Whether the token of a head is known; its file is written again if it is not the recorded one."""
         self._token = record.token or self._stored_token()
-        self.keep_token()
+        self.restore_token()
         return bool(self._token)
 
     def _stored_token(self) -> str:
@@ -266,7 +266,7 @@ class RayHead:
             # The agents' modules, if the distribution is not installed.
             "PYTHONPATH": os.pathsep.join(filter(None, (str(IMPORTED_FROM), os.environ.get("PYTHONPATH")))),
             "RAY_USAGE_STATS_ENABLED": "0",
-            STARTS_AT_ONCE: str(self._warm),  # otherwise as many at once as there are cores
+            STARTUP_CONCURRENCY: str(self._warm),  # otherwise as many at once as there are cores
             MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents
         }
         with self._paths.ray_log.open("ab") as log:
@@ -354,7 +354,7 @@ def _problem_of_sockets(record: HeadRecord) -> str | None:
     return f"its socket {gone[0]} is gone" if gone else None
 
 
-def _silent_process(head: int) -> str | None:
+def _unresponsive_process(head: int) -> str | None:
     """The name of a process of this head that does not answer, or of one that is gone; None if all answer."""
     running = children_named(head, HEAD_PROCESSES)
     return next((name for name in HEAD_PROCESSES if name not in running or not _answers_grpc(running[name])), None)
@@ -364,7 +364,11 @@ def _answers_grpc(pid: int) -> bool:
     """Whether a process answers the greeting of HTTP/2, which gRPC uses, at each port on which it listens. A connection
     alone proves nothing: the kernel accepts it even for a process that is stopped."""
     try:
-        ports = [each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if each.status == "LISTEN"]
+        ports = [
+            connection.laddr.port
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == "LISTEN"
+        ]
         for port in ports:
             with socket.create_connection(("localhost", port), ANSWER_SECONDS) as connection:
                 connection.settimeout(ANSWER_SECONDS)

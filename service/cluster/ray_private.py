@@ -18,7 +18,7 @@ ANSWER_SECONDS = 10.0
 START_COMMAND = "from ray.scripts.scripts import main; main()"
 """Python program of the `ray` command, for an interpreter whose scripts are not on the path."""
 
-STARTS_AT_ONCE = "RAY_worker_maximum_startup_concurrency"
+STARTUP_CONCURRENCY = "RAY_worker_maximum_startup_concurrency"
 """Environment variable of the head: how many workers it starts at the same time."""
 
 MEMORY_MONITOR_MILLISECONDS = "RAY_memory_monitor_refresh_ms"
@@ -93,7 +93,7 @@ def actors_on(ray: Any, node: str) -> list[str]:
     namespace = ray.get_runtime_context().namespace
     accessor = ray._private.state.state._connect_and_get_accessor()
     actors = (Actor.FromString(each) for each in accessor.get_actor_table(None, "ALIVE"))
-    return [each.name for each in actors if each.ray_namespace == namespace and each.address.node_id.hex() == node]
+    return [actor.name for actor in actors if actor.ray_namespace == namespace and actor.address.node_id.hex() == node]
 
 
 def node_of_actor(ray: Any, actor: Any) -> str | None:

@@ -40,7 +40,7 @@ def sizes_of(spec: JobSpec) -> range:
     return range(spec.elastic.min_data or data, (spec.elastic.max_data or data) + 1)
 
 
-def most_ranks(spec: JobSpec) -> int:
+def max_ranks(spec: JobSpec) -> int:
     """The most ranks that the job may ever have: all replicas that `elastic` permits, since other shapes are
     smaller."""
     return resized(spec, sizes_of(spec).stop - 1).layout.world_size
@@ -105,7 +105,7 @@ def room_for(layout: ParallelConfig, capacity: Capacity) -> int:
     )
 
 
-def size_within(sizes: range, wanted: int, held: int, room: int) -> int | None:
+def largest_fitting_size(sizes: range, wanted: int, held: int, room: int) -> int | None:
     """The number of replicas to run with: as close to `wanted` as `held` ones and `room` for more permit. None if not
     even the smallest size fits."""
     possible = min(wanted, held + room)
@@ -117,13 +117,13 @@ def fitting(shapes: Sequence[JobSpec], wanted: int, capacity: Capacity) -> JobSp
     None if none fits."""
     sizes = sizes_of(shapes[0])
     for shape in shapes:
-        size = size_within(sizes, wanted, 0, room_for(shape.layout, capacity))
+        size = largest_fitting_size(sizes, wanted, 0, room_for(shape.layout, capacity))
         if size is not None:
             return resized(shape, size)
     return None
 
 
-def given_back(capacity: Capacity, nodes: Iterable[str | None]) -> Capacity:
+def with_freed_units(capacity: Capacity, nodes: Iterable[str | None]) -> Capacity:
     """`capacity` once a unit on each of `nodes` is free again; nodes that are not in it are ignored."""
     free = {node: count for node, (_, count) in capacity.nodes.items()}
     for node in nodes:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from manta.service.cluster.existing_ray import ExistingRay
-from manta.service.cluster.node_care import NodeCare
+from manta.service.cluster.node_maintenance import NodeMaintenance
 from manta.service.cluster.node_watch import NodeWatch
 from manta.service.cluster.port_check import check_ports
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
@@ -27,14 +27,14 @@ from manta.service.control.faults import FaultInjector, FaultsNotAllowed
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.control.options import DEFAULTS, ControlPlaneOptions
 from manta.service.control.owners import JobOwners
-from manta.service.control.running_ranks import RankStack, RunningRanks, SeenWaits
-from manta.service.control.takeover import refuse_what_cannot_be_taken_over
+from manta.service.control.running_ranks import ObservedWaits, RankStack, RunningRanks
+from manta.service.control.takeover import refuse_incompatible_agents
 from manta.service.exports import Exports
 from manta.service.file_work import FileWork
 from manta.service.home.home_of_jobs import HomeOfJobs
-from manta.service.kept_logs.keeper import LogKeeper
-from manta.service.leases.decisions import LEASE_SECONDS, OtherRay
+from manta.service.leases.decisions import LEASE_SECONDS, RayMismatch
 from manta.service.leases.held import Leases, new_id
+from manta.service.log_archive.archiver import LogArchiver
 from manta.service.logs.pages import JobLogs, LogsInHome
 from manta.service.monitoring.cluster_view import Measurements, cluster_view, measured
 from manta.service.removal.deletion import Deletion, delete_checkpoint_in_time, delete_job
@@ -76,7 +76,7 @@ class ControlPlane:
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray has
         died, and replaces this process, since a process that has used Ray cannot leave it and join it again. Raises
-        BadDatabaseUrl, StoreUnusable."""
+        InvalidDatabaseUrl, StoreUnusable."""
         self.data_roots, self.model_packages = options.data_roots, options.model_packages
         self._home, self._head, self._options, self._start_over = home, head, options, start_over
         me = new_id()
@@ -87,9 +87,9 @@ class ControlPlane:
         self._traces = None if options.traces is None else Traces(self._store, options.traces)
         logs = options.logs
         self._home_of_jobs = HomeOfJobs(home, options.checkpoints, logs)
-        self._keeper = None if logs is None else LogKeeper(self._store, self._leases, Paths.of(home, logs=logs))
+        self._archiver = None if logs is None else LogArchiver(self._store, self._leases, Paths.of(home, logs=logs))
         first_step = None if self._traces is None else self._traces.first_step
-        self._owners = JobOwners(self._store, self._leases, options.memory_seconds, self._keeper, first_step)
+        self._owners = JobOwners(self._store, self._leases, options.memory_seconds, self._archiver, first_step)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
@@ -120,11 +120,11 @@ class ControlPlane:
     @property
     def logs(self) -> JobLogs:
         """The output of all jobs' ranks."""
-        return LogsInHome(self.home) if self._keeper is None else self._keeper
+        return LogsInHome(self.home) if self._archiver is None else self._archiver
 
     def start(self) -> None:
         """Start the database and a Ray that answers; take over running jobs that no other control plane owns. Raises
-        RayUnavailable, StoreUnusable, CannotTakeOver, OtherRay, JobsElsewhere.
+        RayUnavailable, StoreUnusable, CannotTakeOver, RayMismatch, JobsElsewhere.
 
         Nothing waits for the nodes: each is checked separately from then on.
         """
@@ -137,18 +137,18 @@ class ControlPlane:
         log.info("the namespace of this installation in Ray is %s", namespace)
         if not asks_first and not self._leases.alone:
             self._home_of_jobs.find(self._store)
-        with self._replacing_ray_that_lets_nobody_in(ray_is_new):
+        with self._replacing_ray_that_rejects_connections(ray_is_new):
             cluster = self._connect(namespace)
         self._thread.start()
         if asks_first:
             if not ray_is_new:
-                self._call(refuse_what_cannot_be_taken_over(cluster, self._states))
+                self._call(refuse_incompatible_agents(cluster, self._states))
             self._store.migrate()
         self._join(cluster.identity)
         self._call(self._begin(cluster))
 
     @contextlib.contextmanager
-    def _replacing_ray_that_lets_nobody_in(self, is_new: bool) -> Iterator[None]:
+    def _replacing_ray_that_rejects_connections(self, is_new: bool) -> Iterator[None]:
         """The block joins Ray. If our own one, which ran before, does not let this process in, it is replaced like a
         dead one: its jobs continue from shared memory. This also interrupts a call into Ray that never returns."""
         if is_new or not isinstance(self._head, RayHead) or self._start_over is None:
@@ -171,27 +171,27 @@ class ControlPlane:
         self._head.stop()
         self._start_over()
 
-    def keep_token(self) -> None:
+    def restore_token(self) -> None:
         """Write the token of our own Ray again if it was removed or changed: whatever starts there reads it. Raises
         HomeUnusable."""
         if isinstance(self._head, RayHead):
-            self._head.keep_token()
+            self._head.restore_token()
 
     def _connect(self, namespace: str) -> Cluster:
         self._home_of_jobs.mark(namespace)
-        ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
-        return Cluster.connected(ray, self._home_of_jobs.paths, self._options.nodes, is_elsewhere=is_elsewhere)
+        ray, is_remote = self._head.connect(namespace), isinstance(self._head, ExistingRay)
+        return Cluster.connected(ray, self._home_of_jobs.paths, self._options.nodes, is_remote=is_remote)
 
     def _join(self, ray: str) -> None:
-        """Become one of the control planes of this database. Raises OtherRay, but not at once, since the other one may
-        be dead without this being known yet."""
+        """Become one of the control planes of this database. Raises RayMismatch, but not at once, since the other one
+        may be dead without this being known yet."""
         place = f"{socket.gethostname()}:{Paths.of(self._home).home}"
         deadline = time.monotonic() + LEASE_SECONDS + RETRY_SECONDS
         while True:
             try:
                 self._leases.join(place, ray)
                 return
-            except OtherRay:
+            except RayMismatch:
                 if time.monotonic() > deadline:
                     raise
                 threading.Event().wait(RETRY_SECONDS)
@@ -208,13 +208,13 @@ class ControlPlane:
         self._injector = FaultInjector(self._store, cluster, self._owners.agents_of)
         cluster.fence_with(self._leases.epoch)
         self._leases.begin()
-        kept_days = self._options.kept_days
-        retention = Retention(cluster.paths, kept_days, self._file_work) if kept_days else None
+        retention_days = self._options.retention_days
+        retention = Retention(cluster.paths, retention_days, self._file_work) if retention_days else None
         placed = self._owners.placed
         self._housekeeping = Housekeeping(self._store, cluster, self._leases, placed, self.data_roots, retention)
         self._owners.begin(cluster, self._housekeeping)
-        await self._owners.look()
-        care = NodeCare(cluster, self._housekeeping.over, self._housekeeping.wake)
+        await self._owners.refresh()
+        care = NodeMaintenance(cluster, self._housekeeping.over, self._housekeeping.wake)
         watch = NodeWatch(cluster, self._node_lost, self._node_draining)
         self._lags["nodes"] = watch.lag
         self._tasks = [
@@ -224,8 +224,8 @@ class ControlPlane:
             asyncio.create_task(watch.run(), name="nodes"),
             asyncio.create_task(self._watch_ray(), name="watch over Ray"),
         ]
-        if self._keeper is not None:
-            self._tasks.append(asyncio.create_task(self._keeper.run(), name="logs"))
+        if self._archiver is not None:
+            self._tasks.append(asyncio.create_task(self._archiver.run(), name="logs"))
         for task in self._tasks:
             task.add_done_callback(log_failure)
 
@@ -302,8 +302,8 @@ class ControlPlane:
     def submitted(self, job_id: str) -> None:
         """A job was stored, retried or resumed, or has another priority: wake the scheduler."""
         self._loop.call_soon_threadsafe(self._wake_scheduler)
-        if self._housekeeping is None or not self._housekeeping.is_done_here:
-            self._leases.wake_others()
+        if self._housekeeping is None or not self._housekeeping.is_active:
+            self._leases.wake_control_planes()
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLING or CANCELLED: wake its owner."""
@@ -313,11 +313,11 @@ class ControlPlane:
         """A job was moved to PAUSING or PAUSED: wake its owner."""
         self._pass_on(job_id, self._pause)
 
-    def _pass_on(self, job_id: str, tell: Callable[[str], None]) -> None:
+    def _pass_on(self, job_id: str, send_to_owner: Callable[[str], None]) -> None:
         """Notify the owner of a job on the control plane's thread, or the control plane that owns the job."""
-        self._loop.call_soon_threadsafe(tell, job_id)
+        self._loop.call_soon_threadsafe(send_to_owner, job_id)
         if not self._owners.has(job_id):
-            self._leases.wake_others()
+            self._leases.wake_control_planes()
 
     def _pause(self, job_id: str) -> None:
         if owner := self._owners.of(job_id):  # else it holds nothing, or is being placed, and read again once it is
@@ -327,7 +327,7 @@ class ControlPlane:
         """Delete a final job and everything that belongs to it. Raises JobNotFound, JobNotFinal, JobBeingExported,
         FilesNotRemoved, StillRemoving, ClusterUnavailable."""
         paths, work = self._home_of_jobs.paths, self._file_work
-        return delete_job(self._store, paths, job_id, lambda: self._call(self._let_go(job_id)), work)
+        return delete_job(self._store, paths, job_id, lambda: self._call(self._release_job(job_id)), work)
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         """Delete a checkpoint and its files. Raises JobNotFound, CheckpointNotFound, CheckpointNeeded,
@@ -335,31 +335,31 @@ class ControlPlane:
         paths, work = self._home_of_jobs.paths, self._file_work
         return delete_checkpoint_in_time(self._store, paths, job_id, checkpoint_id, force, work)
 
-    async def _let_go(self, job_id: str) -> None:
+    async def _release_job(self, job_id: str) -> None:
         assert self._housekeeping is not None
-        await self._housekeeping.let_go(job_id)
-        if self._keeper is not None:
-            self._keeper.forget(job_id)
+        await self._housekeeping.release_job(job_id)
+        if self._archiver is not None:
+            self._archiver.forget(job_id)
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Inject `fault` into a running job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible,
         SpecNotUnderstood, ClusterUnavailable."""
         if not self._options.allow_faults:
             raise FaultsNotAllowed()
-        self._call(self._begun(self._injector).inject(job_id, fault))
+        self._call(self._started(self._injector).inject(job_id, fault))
 
-    def waits(self, job_id: str) -> SeenWaits:
+    def waits(self, job_id: str) -> ObservedWaits:
         """Which rank waits for which in a running job. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
-        return self._call(self._begun(self._ranks).waits(job_id))
+        return self._call(self._started(self._ranks).waits(job_id))
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankTimeout,
         ClusterUnavailable."""
-        return self._call(self._begun(self._ranks).stack(job_id, rank))
+        return self._call(self._started(self._ranks).stack(job_id, rank))
 
     @staticmethod
-    def _begun(part: T | None) -> T:
+    def _started(part: T | None) -> T:
         """A part that needs Ray. Raises ClusterUnavailable."""
         if part is None:
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))
@@ -387,9 +387,9 @@ class ControlPlane:
         if owner := self._owners.of(job_id):
             owner.cancel()
         if self._cluster is not None:
-            self._background_tasks.start(self._forget_if_cancelled(job_id), f"end of {job_id}")
+            self._background_tasks.start(self._clean_up_if_cancelled(job_id), f"end of {job_id}")
 
-    async def _forget_if_cancelled(self, job_id: str) -> None:
+    async def _clean_up_if_cancelled(self, job_id: str) -> None:
         """A job that was cancelled in the queue or in a pause may have run before and left its snapshots. Its owner at
         that time may not have left yet."""
         if (await asyncio.to_thread(self._job, job_id)).state == JobState.CANCELLED:
@@ -417,7 +417,7 @@ class ControlPlane:
     def problem_of_data(self, spec: JobSpec) -> str | None:
         """Why a job cannot be trained on its data; None if it can, or if no node says. Raises ClusterUnavailable."""
         cluster = self._started_cluster
-        if not cluster.is_elsewhere:
+        if not cluster.is_remote:
             return self.data_roots.problem_of_data(spec)
         return self._call(cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self.data_roots.names))
 
@@ -425,7 +425,7 @@ class ControlPlane:
         """What is known here about this control plane and the nodes. Raises ClusterUnavailable if the control plane's
         own thread does not answer."""
         lags = {name: lag.seconds for name, lag in self._lags.items()}
-        if self._housekeeping is not None and self._housekeeping.is_done_here:
+        if self._housekeeping is not None and self._housekeeping.is_active:
             lags |= self._housekeeping.lag_seconds
         if not self._thread.is_alive():
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))
@@ -456,8 +456,8 @@ class ControlPlane:
         self._store.close()
 
     async def _leave(self) -> None:
-        if self._keeper is not None:
-            await self._keeper.leave()
+        if self._archiver is not None:
+            await self._archiver.leave()
         tasks = [*self._tasks, *self._background_tasks.running, *(task for _, task in self._owners.by_job.values())]
         for task in tasks:
             task.cancel()

@@ -67,7 +67,7 @@ class FaultInjector:
         with self._store.read() as session:
             job = jobs.get(session, job_id)
             if job.state not in SUPERVISED:  # its agents may not have ended yet
-                raise FaultNotPossible(f"the job is {job.state}, and only one that runs can have a fault")
+                raise FaultNotPossible(f"the job is {job.state}, and faults need a running job")
             return job, [row.actor or "" for row in ranks.of_job(session, job_id)]
 
     async def _find(self, job: Job, spec: JobSpec, names: list[str]) -> Sequence[AgentClient | None]:
@@ -88,6 +88,6 @@ def refuse_impossible(fault: Fault, ranks: int, step: int, steps: int) -> None:
     if fault.rank >= ranks:
         raise FaultNotPossible(no_such_rank("the job", fault.rank, ranks))
     if fault.phase not in BETWEEN_STEPS and (fault.at_step > steps or step >= steps):
-        raise FaultNotPossible(f"step {fault.at_step} is never begun: the job has committed {step} of {steps} steps")
+        raise FaultNotPossible(f"step {fault.at_step} will never start: the job has committed {step} of {steps} steps")
     if fault.kind == "store" and ranks == 1:
         raise FaultNotPossible("a job of one rank has no rendezvous store")

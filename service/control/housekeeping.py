@@ -14,13 +14,13 @@ from sqlalchemy.orm import Session
 from manta.service.backoff import backoff
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable, needs_traceback
-from manta.service.cluster.node_care import IdleNodes, NodeCare
-from manta.service.control.scheduler import Placed, Scheduler
+from manta.service.cluster.node_maintenance import IdleNodes, NodeMaintenance
+from manta.service.control.scheduler import OnPlaced, Scheduler
 from manta.service.job.owner import catch_up
 from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import HOUSEKEEPING
 from manta.service.leases.held import HeldLease, Leases
-from manta.service.removal.retention import Retention, SeenExpired
+from manta.service.removal.retention import ConfirmedExpiry, Retention
 from manta.service.states import SUPERVISED, JobState, is_final
 from manta.service.store import Store, checkpoints, deletion, jobs, pauses_and_retries
 from manta.service.store.database import in_a_line, may_pass
@@ -31,13 +31,13 @@ from manta.workers.protocol.messages import ProtocolMismatch
 log = logging.getLogger(__name__)
 
 # Between two attempts to release what jobs have left.
-RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 # Time between two searches for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
 # How long a clock that cannot be set must have confirmed that, whatever the wall clock, which can be set, says.
 MEMORY_CONFIRMED_SECONDS = 600.0
 # How long the owner of a finished job may take to leave it.
-LET_GO_SECONDS = 30.0
+RELEASE_SECONDS = 30.0
 # Time between two checks whether housekeeping falls to this control plane.
 CLAIM_SECONDS = 1.0
 UNKNOWN_JOB = (
@@ -59,7 +59,7 @@ class Housekeeping:
         store: Store,
         cluster: Cluster,
         leases: Leases,
-        placed: Placed,
+        placed: OnPlaced,
         data_roots: DataRoots = ANYWHERE,
         retention: Retention | None = None,
     ):
@@ -81,7 +81,7 @@ class Housekeeping:
         return self.scheduler is not None and job_id in self.scheduler.placing
 
     @property
-    def is_done_here(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it falls to this control plane."""
         return self._leases.of(HOUSEKEEPING) is not None
 
@@ -92,17 +92,17 @@ class Housekeeping:
 
     def stop_if_lost(self) -> None:
         """Leave housekeeping to the control plane that does it now."""
-        if self._work is not None and not self.is_done_here:
+        if self._work is not None and not self.is_active:
             self._work.cancel()
 
-    async def run(self, care: NodeCare) -> None:
-        """Run until cancelled. `care`: looks after the nodes, on which jobs are placed only once they had time to
-        answer."""
+    async def run(self, maintenance: NodeMaintenance) -> None:
+        """Run until cancelled. `maintenance`: of the nodes, on which jobs are placed only once they had time
+        to answer."""
         try:
             while True:
                 try:
                     if (lease := await self._leases.claim(HOUSEKEEPING)) is not None:
-                        self._work = asyncio.create_task(self._keep(lease, care), name="housekeeping")
+                        self._work = asyncio.create_task(self._keep(lease, maintenance), name="housekeeping")
                         await asyncio.wait({self._work})
                         self._leases.drop(lease)
                         if not self._work.cancelled():
@@ -115,18 +115,18 @@ class Housekeeping:
                 self._work.cancel()
                 await asyncio.gather(self._work, return_exceptions=True)
 
-    async def _keep(self, lease: HeldLease, care: NodeCare) -> None:
+    async def _keep(self, lease: HeldLease, maintenance: NodeMaintenance) -> None:
         store = self._store.fenced(lease)
         self.scheduler = scheduler = Scheduler(store, self._cluster, self._placed, self._data_roots, self._leases)
         await self._have_nodes_swept()
         async with asyncio.TaskGroup() as group:
             listed = asyncio.Event()
             group.create_task(self._release_leftovers(scheduler, listed))
-            group.create_task(self._admit(scheduler, care, listed))
+            group.create_task(self._admit(scheduler, maintenance, listed))
             group.create_task(self._remove_expired_snapshots())
             group.create_task(IdleNodes(self._cluster, self.needing_memory).run())
             if self._retention is not None:
-                group.create_task(self._retention.run(store, self.let_go))
+                group.create_task(self._retention.run(store, self.release_job))
 
     async def _have_nodes_swept(self) -> None:
         """Have all nodes remove leftovers again: the last control plane may have died before they had done so."""
@@ -134,22 +134,22 @@ class Housekeeping:
             try:
                 self._cluster.nodes.unswept.update(await self._cluster.nodes.living())
             except ClusterUnavailable as error:
-                log.warning("nodes are not swept again: %s", error)
+                log.warning("cannot sweep the nodes: %s", error)
 
-    async def _admit(self, scheduler: Scheduler, care: NodeCare, listed: asyncio.Event) -> None:
+    async def _admit(self, scheduler: Scheduler, maintenance: NodeMaintenance, listed: asyncio.Event) -> None:
         """Place queued jobs, once the leftovers of jobs are known and the nodes have had time to answer."""
         await listed.wait()
-        await care.first_answers()
+        await maintenance.first_answers()
         await scheduler.run()
 
     async def _release_leftovers(self, scheduler: Scheduler, listed: asyncio.Event) -> None:
         """Release what finished, paused and queued jobs still hold. `listed`: set once Ray has listed it. Jobs whose
         resources cannot be released are retried; only these jobs wait."""
         remaining: Collection[str] | None = None
-        pauses = backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+        pauses = backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
         while remaining is None or remaining:
             try:
-                remaining = scheduler.not_released = await self._release_those_without_owner(remaining)
+                remaining = scheduler.not_released = await self._release_unowned_jobs(remaining)
                 listed.set()
                 scheduler.wake()
             except Exception as error:  # Ray may not answer for a while
@@ -160,14 +160,14 @@ class Housekeeping:
             elif remaining:
                 await asyncio.sleep(next(pauses))
 
-    async def _release_those_without_owner(self, only: Collection[str] | None) -> set[str]:
+    async def _release_unowned_jobs(self, only: Collection[str] | None) -> set[str]:
         """Returns the jobs whose resources cannot be released. `only`: consider only these jobs; None: all."""
         there = await self._cluster.jobs()
-        if only is None and not self._cluster.is_elsewhere:
-            for job in await self._cluster.agents.jobs_elsewhere():
+        if only is None and not self._cluster.is_remote:
+            for job in await self._cluster.agents.jobs_of_other_installations():
                 log.warning(FOREIGN_JOB, job)
         held = there if only is None else [job for job in there if job in only]
-        states, deleted = await self._fates(held)
+        states, deleted = await self._states_and_deletions(held)
         keeping = await self._store.read_async(partial(pauses_and_retries.holding_memory, job_ids=held))
         remaining = set()
         for job in held:
@@ -175,19 +175,19 @@ class Housekeeping:
                 log.error(UNKNOWN_JOB, job)
             elif job in deleted or states[job] not in SUPERVISED:
                 try:
-                    await self._release_without_owner(job, job in deleted, job in keeping)
+                    await self._release_unowned_job(job, job in deleted, job in keeping)
                 except Exception as error:  # most likely of this job's agents or rows: the others do not wait for it
                     what = f"what is left of {job} could not be released and is tried again"
                     log.error("%s: %s", what, error, exc_info=needs_traceback(error))
                     remaining.add(job)
         return remaining
 
-    async def _release_without_owner(self, job_id: str, is_deleted: bool, keeps: bool) -> None:
+    async def _release_unowned_job(self, job_id: str, is_deleted: bool, keeps: bool) -> None:
         async with self._leases.borrowed(job_id) as lease:
             if lease is not None and (is_deleted or not await self._still_runs(job_id, lease)):
                 # A job that waits, is paused, or may be retried continues from its snapshots.
                 await self._cluster.release(job_id, keep_snapshots=keeps)
-                log.warning("released what was left of %s", job_id)
+                log.warning("released the remaining resources of %s", job_id)
 
     async def _still_runs(self, job_id: str, lease: HeldLease) -> bool:
         """Whether a job that holds nothing according to the database runs nevertheless, and is taken over now: the
@@ -202,12 +202,12 @@ class Housekeeping:
         """Which of these jobs are finished and no longer need their snapshots, if it falls to this control plane to
         remove the snapshots. Jobs that the database does not know do not count as finished: it may be a backup that is
         older than the job."""
-        if not (self.is_done_here or self._leases.alone):
+        if not (self.is_active or self._leases.alone):
             return set()
-        states, deleted = await self._fates(job_ids)
+        states, deleted = await self._states_and_deletions(job_ids)
         keeping = await self._store.read_async(partial(pauses_and_retries.holding_memory, job_ids=job_ids))
         for job in set(job_ids) - states.keys() - deleted:
-            log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
+            log.warning("there are snapshots of %s, which the database does not know; they are left in place", job)
         return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
 
     async def needing_memory(self, job_ids: Collection[str]) -> set[str]:
@@ -215,18 +215,18 @@ class Housekeeping:
         be retried, those between two gangs, and those that wait or are paused with a state that is in no checkpoint."""
         return await self._store.read_async(partial(_needing_memory, job_ids=job_ids))
 
-    async def let_go(self, job_id: str) -> None:
+    async def release_job(self, job_id: str) -> None:
         """Return once nothing of a final job is left on the cluster and no control plane owns it. Raises
         ClusterUnavailable."""
-        async with self._leases.borrowed(job_id, LET_GO_SECONDS) as lease:  # its owner is about to leave
+        async with self._leases.borrowed(job_id, RELEASE_SECONDS) as lease:  # its owner is about to leave
             if lease is None:
-                busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")
+                busy = TimeoutError(f"another control plane has not released {job_id} yet; try again")
                 raise ClusterUnavailable(busy)
             await self._cluster.end_job(job_id)
 
     async def _remove_expired_snapshots(self) -> None:
         """Remove the snapshots of failed jobs that were kept for long enough."""
-        seen = SeenExpired(MEMORY_CONFIRMED_SECONDS)
+        seen = ConfirmedExpiry(MEMORY_CONFIRMED_SECONDS)
         while True:
             try:
                 expired = await self._store.read_async(partial(pauses_and_retries.memory_expired, now=time.time()))
@@ -235,16 +235,16 @@ class Housekeeping:
                         if lease is not None:
                             await self._remove_snapshots_of(job_id, self._store.fenced(lease))
             except Exception as error:  # the rest is found by the next search
-                what = "could not remove snapshots that were kept for long enough"
+                what = "cannot remove expired snapshots"
                 log.error("%s: %s", what, in_a_line(error), exc_info=not may_pass(error))
             await asyncio.sleep(MEMORY_SECONDS)
 
     async def _remove_snapshots_of(self, job_id: str, store: Store) -> None:
         # The row is written first: from then on a retry, which may come at any moment, resumes from a checkpoint.
-        if await store.write_async(partial(pauses_and_retries.let_memory_go, job_id=job_id, now=time.time())):
+        if await store.write_async(partial(pauses_and_retries.release_snapshots, job_id=job_id, now=time.time())):
             await self._cluster.end_job(job_id)
 
-    async def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
+    async def _states_and_deletions(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
         """The states of those of these jobs that the database knows, and which of them were deleted."""
         return await self._store.read_async(
             lambda session: (jobs.states(session, job_ids), deletion.deleted_ones(session, job_ids))

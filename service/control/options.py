@@ -59,7 +59,7 @@ class ControlPlaneOptions:
     """Installed packages from which jobs may use models."""
     memory_seconds: float = DEFAULT_MEMORY_SECONDS
     """How long the snapshots of a failed job are kept for a retry."""
-    kept_days: float = 0.0
+    retention_days: float = 0.0
     """How long jobs are kept after their end; 0: until a user deletes them."""
     allow_faults: bool = False
     """Whether faults are injected into jobs on request."""

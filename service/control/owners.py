@@ -13,10 +13,10 @@ from manta.service.cluster.cluster import Cluster
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.job.owner import JobOwner
 from manta.service.job.report_writer import FirstStep
-from manta.service.kept_logs.keeper import LogKeeper
-from manta.service.kept_logs.spool import Spool
-from manta.service.leases.decisions import JobInBrief, LeaseLost
+from manta.service.leases.decisions import JobSummary, LeaseLost
 from manta.service.leases.held import HeldLease, Leases
+from manta.service.log_archive.archiver import LogArchiver
+from manta.service.log_archive.spool import Spool
 from manta.service.states import SUPERVISED, JobState
 from manta.service.store import Store, step_traces
 from manta.service.store.database import in_a_line, may_pass
@@ -37,19 +37,19 @@ class JobOwners:
         store: Store,
         leases: Leases,
         memory_seconds: float,
-        keeper: LogKeeper | None = None,
+        archiver: LogArchiver | None = None,
         first_step: FirstStep | None = None,
     ):
-        """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `keeper`: stores what ranks
+        """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `archiver`: stores what ranks
         print, if that is also stored elsewhere; `first_step`: called with the first step of each generation of a
         job."""
-        self._store, self.leases, self._memory_seconds, self._keeper = store, leases, memory_seconds, keeper
+        self._store, self.leases, self._memory_seconds, self._archiver = store, leases, memory_seconds, archiver
         self._first_step = first_step
         self.by_job: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         """Each owner, and the task in which it works."""
         self.lag = Lag(CLAIM_SECONDS)
         """How far this is behind in supervising all jobs."""
-        self._seen: dict[str, JobInBrief] = {}
+        self._seen: dict[str, JobSummary] = {}
         self._cluster: Cluster | None = None
         self._housekeeping: Housekeeping | None = None
 
@@ -80,7 +80,7 @@ class JobOwners:
         self._own(job.id, generation)
 
     async def run(self) -> None:
-        """Look after all owners until cancelled: regularly, and whenever another control plane announces a change."""
+        """Supervise all owners until cancelled: regularly, and whenever another control plane announces a change."""
         said = ""
         while True:
             with contextlib.suppress(TimeoutError):
@@ -89,20 +89,20 @@ class JobOwners:
             self.leases.changed.clear()
             self.lag.begin()
             try:
-                await self.look()
+                await self.refresh()
                 self.lag.done()
                 said = ""
             except Exception as error:  # a job without an owner gets one in the next round
                 why = in_a_line(error)
                 if why != said:
-                    log.error("the jobs could not be listed: %s", why, exc_info=not may_pass(error))
+                    log.error("cannot list the jobs: %s", why, exc_info=not may_pass(error))
                 said = why
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Give up jobs that another control plane owns by now; own every job that may hold places and has no owner,
         whatever happened to its previous one; pass on requests to a job that others have written."""
         assert self._housekeeping is not None
-        unfinished, too_many = await self.leases.look(self._is_busy)
+        unfinished, too_many = await self.leases.refresh(self._is_busy)
         for job_id, (_, task) in list(self.by_job.items()):
             if self.leases.of(job_id) is None:
                 task.cancel()
@@ -118,7 +118,7 @@ class JobOwners:
             self._housekeeping.wake()
         for job_id, to in too_many.items():
             await self._hand_over(job_id, to)
-        for job_id in await self._store.read_async(step_traces.jobs_that_want_some):
+        for job_id in await self._store.read_async(step_traces.jobs_with_waiting_traces):
             if owner := self.of(job_id):
                 owner.trace()
 
@@ -127,7 +127,7 @@ class JobOwners:
         placing = self._housekeeping is not None and self._housekeeping.is_placing(job_id)
         return placing or self.leases.is_borrowed(job_id)
 
-    def _pass_on(self, job: JobInBrief, before: JobInBrief | None) -> None:
+    def _pass_on(self, job: JobSummary, before: JobSummary | None) -> None:
         owner, _ = self.by_job[job.id]
         if before is None or before.state != job.state:
             if job.state == JobState.CANCELLING:
@@ -147,33 +147,35 @@ class JobOwners:
         with contextlib.suppress(LeaseLost):
             await self.leases.hand_over(job_id, lease.epoch, to)
 
-    def _own(self, job_id: str, placed_generation: int | None) -> None:
+    def _own(self, job_id: str, scheduled_generation: int | None) -> None:
         lease = self.leases.of(job_id)
         assert lease is not None and self._cluster is not None
-        logs = None if self._keeper is None else self._keeper.open(job_id, lease)
+        logs = None if self._archiver is None else self._archiver.open(job_id, lease)
         owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs, self._first_step)
-        task = asyncio.create_task(self._run(owner, placed_generation, logs, lease), name=f"owner of {job_id}")
+        task = asyncio.create_task(self._run(owner, scheduled_generation, logs, lease), name=f"owner of {job_id}")
         self.by_job[job_id] = (owner, task)
         task.add_done_callback(log_failure)
 
-    async def _run(self, owner: JobOwner, placed_generation: int | None, logs: Spool | None, lease: HeldLease) -> None:
+    async def _run(
+        self, owner: JobOwner, scheduled_generation: int | None, logs: Spool | None, lease: HeldLease
+    ) -> None:
         assert self._housekeeping is not None
         try:
-            await owner.run(placed_generation)
-            if self._keeper is not None and logs is not None:
-                await self._keeper.finish(owner.id, logs)
+            await owner.run(scheduled_generation)
+            if self._archiver is not None and logs is not None:
+                await self._archiver.finish(owner.id, logs)
         except LeaseLost as error:
             log.warning("%s", error)
         else:
             await self.leases.release(owner.id)
         finally:
-            if self._keeper is not None and logs is not None:
-                self._keeper.lose(owner.id, logs)
+            if self._archiver is not None and logs is not None:
+                self._archiver.lose(owner.id, logs)
             self.leases.drop(lease)
             if self.of(owner.id) is owner:
                 del self.by_job[owner.id]
             self._housekeeping.wake()
 
 
-def _queue(unfinished: Iterable[JobInBrief]) -> set[tuple[str, int]]:
+def _queue(unfinished: Iterable[JobSummary]) -> set[tuple[str, int]]:
     return {(job.id, job.priority) for job in unfinished if job.state == JobState.QUEUED}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manta.service.cluster.agent_client import AgentClient, AgentError, within
-from manta.service.cluster.agents import ask
+from manta.service.cluster.agents import query
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.sizes import in_use
 from manta.service.recovery.waits import Waits, waits_now
@@ -20,12 +20,12 @@ from manta.service.words import no_such_rank
 from manta.workers.comm.grid import RankGrid
 from manta.workers.errors import MantaError
 
-ASK_SECONDS = 2.0
+REQUEST_SECONDS = 2.0
 STACK_SECONDS = 5.0
 FRESH_SECONDS = 0.5
 """Requests that come this soon after another one get the same answer, so that thousands of agents are asked once for
 all viewers."""
-_MAX_KEPT = 64
+_MAX_CACHED = 64
 
 
 class NoRanks(MantaError):
@@ -50,7 +50,7 @@ class RankTimeout(MantaError):
 
 
 @dataclass(frozen=True)
-class SeenWaits:
+class ObservedWaits:
     """Which rank waits for which, and when that was."""
 
     at: float
@@ -74,30 +74,30 @@ class RunningRanks:
 
     def __init__(self, store: Store, cluster: Cluster):
         self._store, self._cluster = store, cluster
-        self._looks: dict[str, tuple[float, asyncio.Task[SeenWaits]]] = {}
+        self._polls: dict[str, tuple[float, asyncio.Task[ObservedWaits]]] = {}
 
-    async def waits(self, job_id: str) -> SeenWaits:
+    async def waits(self, job_id: str) -> ObservedWaits:
         """Which rank waits for which in a job. Raises JobNotFound, NoRanks, SpecNotUnderstood, ClusterUnavailable."""
         now = time.monotonic()
-        began, look = self._looks.pop(job_id, (0.0, None))
-        if look is None or (look.done() and now - began > FRESH_SECONDS):
-            began, look = now, asyncio.create_task(self._look(job_id), name=f"waits of {job_id}")
-        self._looks[job_id] = began, look
-        while len(self._looks) > _MAX_KEPT:
-            self._looks.pop(next(iter(self._looks)))
-        return await asyncio.shield(look)  # other callers may wait for it too
+        began, poll = self._polls.pop(job_id, (0.0, None))
+        if poll is None or (poll.done() and now - began > FRESH_SECONDS):
+            began, poll = now, asyncio.create_task(self._poll(job_id), name=f"waits of {job_id}")
+        self._polls[job_id] = began, poll
+        while len(self._polls) > _MAX_CACHED:
+            self._polls.pop(next(iter(self._polls)))
+        return await asyncio.shield(poll)  # other callers may wait for it too
 
-    async def _look(self, job_id: str) -> SeenWaits:
+    async def _poll(self, job_id: str) -> ObservedWaits:
         job, rows = await asyncio.to_thread(self._ranks, job_id)
         agents = await self._agents(rows)
         layout = in_use(stored_spec(job).spec, job).layout
         if layout.world_size != len(rows):
             raise NoRanks(job)
         living = {rank: agent for rank, agent in enumerate(agents) if agent is not None}
-        answers, silent = await ask(living, lambda rank, agent: agent.progress(), ASK_SECONDS)
+        answers, silent = await query(living, lambda rank, agent: agent.progress(), REQUEST_SECONDS)
         gone = {rank for rank in range(len(rows)) if rank not in living}
         statuses = [answers.get(rank) for rank in range(len(rows))]
-        return SeenWaits(time.time(), waits_now(statuses, frozenset({*silent, *gone}), RankGrid(layout).group))
+        return ObservedWaits(time.time(), waits_now(statuses, frozenset({*silent, *gone}), RankGrid(layout).group))
 
     async def stack(self, job_id: str, rank: int) -> RankStack:
         """The stacks of a rank's trainer, which it writes itself wherever it is. Raises JobNotFound, NoRanks,
@@ -109,7 +109,7 @@ class RunningRanks:
         if agent is None:
             raise RankTimeout(rank, "its agent is gone")
         try:
-            status = await within(ASK_SECONDS, agent.progress())
+            status = await within(REQUEST_SECONDS, agent.progress())
             if status is None:
                 raise RankTimeout(rank, "no trainer runs there")
             text = await within(STACK_SECONDS, agent.stacks(status.pid))

@@ -1,4 +1,4 @@
-"""Admission: looks at queued jobs in order, checks their data, and places the ones that fit.
+"""Admission: checks queued jobs in order, and their data, and places the ones that fit.
 
 Strictly first come, first served within a priority: a job that fits the cluster, but not now, holds back those behind
 it that take the same resource (GPUs, or slots), so that small jobs cannot starve large ones. A job that the cluster
@@ -20,11 +20,11 @@ from sqlalchemy.orm import Session
 
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable, needs_traceback
-from manta.service.cluster.node_shapes import Demand, in_words
+from manta.service.cluster.node_shapes import Demand, describe_growth
 from manta.service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import fitting, resized, shapes_of, smallest
-from manta.service.control.data_looks import DataLooks, DataTimeout, problem_here
+from manta.service.control.data_checks import DataChecks, DataTimeout, local_problem
 from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import LeaseLost
 from manta.service.leases.held import Leases
@@ -42,12 +42,12 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 PLACEMENT_SECONDS = 10.0
-AGAIN_SECONDS = 60.0
+RETRY_SECONDS = 60.0
 """How long the finding that the cluster could never hold a job stays valid: there may be thousands of such jobs."""
 
 
-class Look(Enum):
-    """Result of a look at a queued job."""
+class PlacementDecision(Enum):
+    """What the scheduler has decided about a queued job."""
 
     DONE = "it is placed, or no longer queued"
     SKIPS = "it waits, and those behind it do not wait for it"
@@ -55,7 +55,7 @@ class Look(Enum):
     BLOCKS = "it waits, and so do those behind it that take the same"
 
 
-Placed = Callable[[Job, int], None]
+OnPlaced = Callable[[Job, int], None]
 """Called with a job that is STARTING and the generation number that its placement groups carry."""
 
 
@@ -66,18 +66,18 @@ class Scheduler:
         self,
         store: Store,
         cluster: Cluster,
-        placed: Placed,
+        placed: OnPlaced,
         data_roots: DataRoots = ANYWHERE,
         leases: Leases | None = None,
     ):
-        """`placed`: see `Placed`; `data_roots`: folders below which jobs may read; `leases`: the lease of a placed job
-        is held from then on. None: this is the only control plane."""
+        """`placed`: see `OnPlaced`; `data_roots`: folders below which jobs may read; `leases`: the lease of a placed
+        job is held from then on. None: this is the only control plane."""
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
-        self._data_looks = DataLooks(self._look_at_data)
+        self._data_checks = DataChecks(self._check_data)
         self._queue: list[jobs.QueuedJob] = []
-        """The queue as of the last look."""
-        self._good_data: set[str] = set()
+        """The queue as of the last check."""
+        self._valid_data: set[str] = set()
         """Queued jobs whose data was fine when they first had their turn: it is checked again before they are placed,
         and not every second until then."""
         self._never_fitted: dict[str, tuple[float, object]] = {}
@@ -85,9 +85,9 @@ class Scheduler:
         for which job and cluster."""
         self._wake = asyncio.Event()
         self.lag = Lag()
-        """How long something in the queue has waited for a look."""
+        """How long something in the queue has waited for a check."""
         self._demand: Demand | None = None
-        """What the jobs that wait in this look at the queue need; None: no look in progress, or no autoscaler."""
+        """What the jobs that wait in this check of the queue need; None: no check in progress, or no autoscaler."""
         self.not_released: Collection[str] = ()
         """Jobs that held something before they were queued which cannot be released yet."""
         self.placing: set[str] = set()
@@ -99,7 +99,7 @@ class Scheduler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Look at the queue whenever woken, and regularly for capacity that others have given back."""
+        """PlacementDecision at the queue whenever woken, and regularly for capacity that others have given back."""
         try:
             await self._check_repeatedly()
         finally:
@@ -115,7 +115,7 @@ class Scheduler:
                 self.lag.done()
             except LeaseLost:
                 raise
-            except Exception as error:  # the owner of all queued jobs must not end: look again in a moment
+            except Exception as error:  # the owner of all queued jobs must not end: check again in a moment
                 log.error("checking the queue failed: %s", error, exc_info=needs_traceback(error))
                 waiting = True
             with contextlib.suppress(TimeoutError):
@@ -128,7 +128,7 @@ class Scheduler:
         await self._cluster.requests.settle()
         waiting = await self._admit()
         demand: Demand | None = self._demand
-        await self._cluster.requests.ask(demand.bundles if demand is not None else (), self._cluster.nodes.closed)
+        await self._cluster.requests.request(demand.bundles if demand is not None else (), self._cluster.nodes.closed)
         return waiting
 
     async def _admit(self) -> bool:
@@ -149,34 +149,34 @@ class Scheduler:
                 job = await self._store.read_async(partial(_if_queued, job_id=each.id))
                 if job is None:
                     continue
-                outcome = await (self._request_nodes_ahead(job) if unit in behind else self._look_at(job))
+                outcome = await (self._request_nodes_ahead(job) if unit in behind else self._schedule(job))
             except Exception as error:  # one job must not keep those behind it waiting
                 if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
                 log.exception("%s could not be checked", each.id)
                 waiting = True
                 continue
-            waiting = waiting or outcome is not Look.DONE
-            if outcome is Look.NEVER_FITS:
+            waiting = waiting or outcome is not PlacementDecision.DONE
+            if outcome is PlacementDecision.NEVER_FITS:
                 self._never_fitted[each.id] = time.monotonic(), about
-            if outcome is Look.BLOCKS:
+            if outcome is PlacementDecision.BLOCKS:
                 behind.add(unit)
         return waiting
 
     def _never_fits_still(self, job_id: str, about: object) -> bool:
-        since, what = self._never_fitted.get(job_id, (-AGAIN_SECONDS, None))
-        return what == about and time.monotonic() - since < AGAIN_SECONDS
+        since, what = self._never_fitted.get(job_id, (-RETRY_SECONDS, None))
+        return what == about and time.monotonic() - since < RETRY_SECONDS
 
-    async def _look_at(self, job: Job) -> Look:
+    async def _schedule(self, job: Job) -> PlacementDecision:
         spec = await self._read_spec(job)
         if spec is None:
-            return Look.SKIPS
+            return PlacementDecision.SKIPS
         if job.id in self.not_released:
-            why = "what it held before it was in the queue cannot be released, as the service's log says; tried again"
-            await self._say_why(job, None, "not_released", why)
-            return Look.SKIPS
+            why = "resources that it held before it was queued cannot be released (see the service's log); retrying"
+            await self._report_waiting_reason(job, None, "not_released", why)
+            return PlacementDecision.SKIPS
         # Looking at thousands that never fit, such as all while no node answers, would hold up those behind them.
-        needs_no_look = job.id in self._good_data or await self._never_fits(spec)
+        needs_no_look = job.id in self._valid_data or await self._never_fits(spec)
         if needs_no_look or self._cluster.nodes.at_rest:
             shortage = await self._shortage(await self._sized(job, spec))
             if shortage is None:
@@ -185,27 +185,27 @@ class Scheduler:
                 await self._keep_waiting(job, spec, shortage)
                 return await self._waits(spec)
         try:
-            if not await self._data_is_good(job, spec):
-                return Look.DONE
+            if not await self._has_valid_data(job, spec):
+                return PlacementDecision.DONE
         except DataTimeout as error:
             return await self._wait_for_data(job, error)
         self.placing.add(job.id)
         try:
             if await self._try_to_place(job, spec):
-                return Look.DONE
+                return PlacementDecision.DONE
         finally:
             self.placing.discard(job.id)
         return await self._waits(spec)
 
-    async def _waits(self, spec: JobSpec) -> Look:
-        return Look.NEVER_FITS if await self._never_fits(spec) else Look.BLOCKS
+    async def _waits(self, spec: JobSpec) -> PlacementDecision:
+        return PlacementDecision.NEVER_FITS if await self._never_fits(spec) else PlacementDecision.BLOCKS
 
-    async def _request_nodes_ahead(self, job: Job) -> Look:
+    async def _request_nodes_ahead(self, job: Job) -> PlacementDecision:
         """Have nodes requested for a job that will have its turn later."""
         spec = await self._read_spec(job)
         if spec is not None and not await self._never_fits(spec):
             await self._request_nodes(job, spec)
-        return Look.BLOCKS
+        return PlacementDecision.BLOCKS
 
     async def _request_nodes(self, job: Job, spec: JobSpec) -> int | None:
         """For how many ranks of the job nodes are requested: as many as it may have and could get; None if none are
@@ -221,8 +221,8 @@ class Scheduler:
 
     def _keep_only(self, job_ids: set[str]) -> None:
         """Forget what is known about the data of other jobs."""
-        self._data_looks.keep_only(job_ids)
-        self._good_data &= job_ids
+        self._data_checks.keep_only(job_ids)
+        self._valid_data &= job_ids
         self._never_fitted = {job: known for job, known in self._never_fitted.items() if job in job_ids}
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
@@ -231,27 +231,27 @@ class Scheduler:
         try:
             return stored_spec(job).spec
         except SpecNotUnderstood as error:
-            await self._say_why(job, None, "invalid_spec", str(error))
+            await self._report_waiting_reason(job, None, "invalid_spec", str(error))
             return None
 
-    async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
-        problem = await self._data_looks.problem(job.id, spec)
+    async def _has_valid_data(self, job: Job, spec: JobSpec) -> bool:
+        problem = await self._data_checks.problem(job.id, spec)
         if problem is not None:
             await self._transition(job, JobState.FAILED, "bad_data", problem)
             return False
-        self._good_data.add(job.id)
+        self._valid_data.add(job.id)
         return True
 
-    async def _wait_for_data(self, job: Job, error: DataTimeout) -> Look:
+    async def _wait_for_data(self, job: Job, error: DataTimeout) -> PlacementDecision:
         if error.keeps_turn:
-            return Look.BLOCKS
-        await self._say_why(job, None, "data_silent", str(error))
-        return Look.SKIPS
+            return PlacementDecision.BLOCKS
+        await self._report_waiting_reason(job, None, "data_silent", str(error))
+        return PlacementDecision.SKIPS
 
-    async def _look_at_data(self, spec: JobSpec) -> str | None:
+    async def _check_data(self, spec: JobSpec) -> str | None:
         """Why a job cannot be trained on its data. None also if no node can say: the ranks will find out."""
-        if not self._cluster.is_elsewhere:
-            return await problem_here(self._data_roots, spec)
+        if not self._cluster.is_remote:
+            return await local_problem(self._data_roots, spec)
         return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names)
 
     async def _unit(self, spec: JobSpec) -> Unit:
@@ -264,21 +264,21 @@ class Scheduler:
         """Whether even its smallest layout would not fit if no other job held anything, and all nodes that can be added
         were there."""
         shortage = missing(smallest(spec).layout, await self._cluster.nodes.at_most(await self._unit(spec)))
-        return shortage is not None and shortage.waits_in_vain
+        return shortage is not None and shortage.can_never_fit
 
-    async def _growth_in_words(self, job: Job, spec: JobSpec, unit: Unit) -> str:
+    async def _describe_growth(self, job: Job, spec: JobSpec, unit: Unit) -> str:
         """What is requested of an autoscaler for a waiting job, or why nothing is; empty if there is no autoscaler."""
         shapes = self._cluster.nodes.shapes
         if not shapes:
             return ""
         if await self._never_fits(spec):
             if spec.layout.stage_accelerators is not None:
-                return "; which GPUs nodes of the autoscaler have is not known, so none are asked for: start some"
-            return f"; that would be too little even with all that can be added: {in_words(shapes, unit)}"
+                return "; which GPUs nodes of the autoscaler have is not known, so none are requested: start some"
+            return f"; that would be too little even with all that can be added: {describe_growth(shapes, unit)}"
         asked = await self._request_nodes(job, spec)
         if asked is None:
-            return f"; jobs that run take too much of what can be added: {in_words(shapes, unit)}"
-        return f"; nodes for {asked} of them are asked for: {in_words(shapes, unit)}"
+            return f"; jobs that run take too much of what can be added: {describe_growth(shapes, unit)}"
+        return f"; nodes for {asked} of them are requested: {describe_growth(shapes, unit)}"
 
     async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:
         """`spec` with the requested number of replicas, or if `elastic` allows it in the largest layout that there is
@@ -290,25 +290,27 @@ class Scheduler:
     async def _keep_waiting(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
         kind = plural_of(shortage.unit).lower()
         # A job that waits for another cluster is looked at only now and then: it does not report what others hold.
-        available = shortage.possible if shortage.waits_in_vain else shortage.available
+        available = shortage.possible if shortage.can_never_fit else shortage.available
         waiting_for = {"unit": kind, "needed": shortage.needed, "available": available}
-        growth = await self._growth_in_words(job, spec, shortage.unit) or await self._other_unit_in_words(spec)
-        why = _why(f"{shortage}{self._closed_in_words()}{growth}", list(self._cluster.nodes.problems.values()))
+        growth = await self._describe_growth(job, spec, shortage.unit) or await self._describe_other_unit(spec)
+        why = _waiting_reason(
+            f"{shortage}{self._describe_closed_ports()}{growth}", list(self._cluster.nodes.problems.values())
+        )
         reason = insufficient(shortage.unit)
-        await self._say_why(job, waiting_for, reason, why)
+        await self._report_waiting_reason(job, waiting_for, reason, why)
 
-    async def _say_why(self, job: Job, waiting_for: dict[str, Any] | None, reason: str, why: str) -> None:
-        """Have the job say why it waits, unless it says so already: it was read in this look at the queue."""
+    async def _report_waiting_reason(self, job: Job, waiting_for: dict[str, Any] | None, reason: str, why: str) -> None:
+        """Have the job say why it waits, unless it says so already: it was read in this check of the queue."""
         if (job.waiting_for, job.reason, job.message) != (waiting_for, reason, why):
             await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, reason, why))
 
-    async def _other_unit_in_words(self, spec: JobSpec) -> str:
+    async def _describe_other_unit(self, spec: JobSpec) -> str:
         """What a job that waits in vain for GPUs could do instead; empty for any other job."""
         if await self._unit(spec) != "GPU" or not await self._never_fits(spec):
             return ""
         slots = await self._cluster.nodes.at_most("manta_slot")
         shortage = missing(smallest(spec).layout, slots)
-        if shortage is not None and shortage.waits_in_vain:
+        if shortage is not None and shortage.can_never_fit:
             return ""
         return "; with resources.accelerator: cpu it would take slots, of which there are enough"
 
@@ -324,7 +326,7 @@ class Scheduler:
         try:
             if not await self._transition(job, JobState.STARTING, layout=spec.layout, accelerator=accelerator):
                 return True
-        except _StillHeld:
+        except _NotYetReleased:
             return False
         generation = job.generation + 1
         try:
@@ -341,7 +343,7 @@ class Scheduler:
         self._placed(job, generation)
         return True
 
-    def _closed_in_words(self) -> str:
+    def _describe_closed_ports(self) -> str:
         leaving = len(self._cluster.nodes.draining)
         which = "a node that is being drained takes" if leaving == 1 else f"{leaving} nodes that are being drained take"
         return f"; {which} no job" if leaving else ""
@@ -367,7 +369,7 @@ class Scheduler:
                 return None
             epoch = self._leases.claim_within(session, job.id)
             if epoch is None:
-                raise _StillHeld
+                raise _NotYetReleased
             return epoch
 
         try:
@@ -388,7 +390,7 @@ def _if_queued(session: Session, job_id: str) -> Job | None:
     return job if job.state == JobState.QUEUED else None
 
 
-def _why(shortage: str, problems: Sequence[str]) -> str:
+def _waiting_reason(shortage: str, problems: Sequence[str]) -> str:
     """Why a job waits: what it lacks, and what is wrong with nodes."""
     if not problems:
         return shortage
@@ -396,5 +398,5 @@ def _why(shortage: str, problems: Sequence[str]) -> str:
     return f"{shortage}; {problems[0]}{others}"
 
 
-class _StillHeld(MantaError):
+class _NotYetReleased(MantaError):
     """The job's previous owner has not quite left it."""

@@ -13,7 +13,7 @@ from manta.service.states import JobState, is_final
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import SPOKEN, ProtocolMismatch
 
-ASK_SECONDS = 10.0
+REQUEST_SECONDS = 10.0
 MAX_NAMED = 5
 _NOT_RUNNING = (JobState.QUEUED, JobState.CANCELLING)
 
@@ -36,7 +36,7 @@ class CannotTakeOver(MantaError):
         )
 
 
-async def refuse_what_cannot_be_taken_over(
+async def refuse_incompatible_agents(
     cluster: Cluster, states: Callable[[Collection[str]], Mapping[str, JobState]]
 ) -> None:
     """Ask all agents for their protocol. `states`: the states of those of these jobs that the database knows. An agent
@@ -57,7 +57,7 @@ async def _foreign_protocol(agent: AgentClient | None) -> int | None:
     if agent is None:
         return None
     try:
-        await within(ASK_SECONDS, agent.describe())
+        await within(REQUEST_SECONDS, agent.describe())
     except ProtocolMismatch as error:
         return error.theirs
     except AgentError:

@@ -10,10 +10,10 @@ from manta.service.settings import Settings
 from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
 
-Look = Callable[[], Iterable[Finding]]
+Check = Callable[[], Iterable[Finding]]
 
 
-def looks(settings: Settings, job: JobSpec | None) -> dict[str, Look]:
+def checks(settings: Settings, job: JobSpec | None) -> dict[str, Check]:
     """By subject, the checks for a service with these `settings`, and for `job`."""
     paths = Paths.of(settings.home)
     return {
@@ -34,11 +34,11 @@ def looks(settings: Settings, job: JobSpec | None) -> dict[str, Look]:
     }
 
 
-def findings(these: dict[str, Look]) -> Iterator[Finding]:
+def findings(these: dict[str, Check]) -> Iterator[Finding]:
     """The findings of each check, as soon as it has them."""
-    for subject, look in these.items():
+    for subject, check in these.items():
         try:
-            yield from look()
+            yield from check()
         except Exception as error:  # noqa: BLE001 - whatever prevents a check is what its user has to know
             yield Finding(subject, "problem", f"could not be looked at: {type(error).__name__}: {error}")
 

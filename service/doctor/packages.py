@@ -22,7 +22,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def requirements() -> Iterator[Finding]:
     """Whether each package that Manta needs is installed in a suitable version."""
     try:
-        wanted = [Requirement(each) for each in importlib.metadata.requires(DISTRIBUTION) or ()]
+        wanted = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or ()]
     except importlib.metadata.PackageNotFoundError:
         yield Finding("packages", "warning", f"{DISTRIBUTION} is not installed here", "pip install it, or `make setup`")
         return

@@ -15,7 +15,7 @@ from manta.service.store import Store, leases
 from manta.service.store.database import newest_revision
 from manta.service.store.errors import StoreEmpty
 from manta.service.store.health import refuse_none
-from manta.service.store.location import file_of, noted_in, parse_url, shown, url_in
+from manta.service.store.location import file_of, parse_url, recorded_location, shown, url_in
 from manta.workers.errors import MantaError
 from manta.workers.storage.files import files_of
 from manta.workers.storage.places import Place
@@ -27,7 +27,7 @@ SKEW_SECONDS = 5.0
 def database(settings: Settings) -> Iterator[Finding]:
     """Whether the database answers and is of this release; none is created."""
     url = parse_url(url_in(settings.home, settings.database_url))
-    noted = noted_in(settings.home)
+    noted = recorded_location(settings.home)
     if settings.database_url is None and noted not in (None, shown(url)):
         where = f"the jobs of {settings.home} are in {noted}, which was not named"
         yield Finding("database", "problem", where, "name it with --database or MANTA_DATABASE_URL")

@@ -62,4 +62,6 @@ class HomeOfJobs:
                 try:
                     answered_within(MARK_SECONDS, "mark", partial(mark, folder, installation))
                 except OSError as error:  # nodes do without what they do not share
-                    log.warning("%s cannot be marked as ours: %s", folder, str(error) or "no answer")
+                    log.warning(
+                        "%s cannot be marked as belonging to this service: %s", folder, str(error) or "no answer"
+                    )

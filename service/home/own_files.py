@@ -14,7 +14,7 @@ from manta.workers.system.regular_files import open_regular, read_regular
 
 _MAX_BYTES = 2**20
 KEY_FILE = "api.key"
-_LONGEST_KEY = 200
+_MAX_KEY_CHARACTERS = 200
 
 
 class HomeUnusable(MantaError):
@@ -96,7 +96,7 @@ def read_key(home: Path) -> str | None:
         if status.st_mode & 0o077:
             raise KeyFileUnsafe(path, "can be read or written by others")
         try:
-            return file.read(_LONGEST_KEY).decode().strip() or None
+            return file.read(_MAX_KEY_CHARACTERS).decode().strip() or None
         except UnicodeDecodeError as error:
             raise KeyFileUnsafe(path, "is not text") from error
 

@@ -51,7 +51,7 @@ class Grow:
 
 
 @dataclass(frozen=True)
-class PlaceAgain:
+class Relocate:
     """The whole gang gives up its places, and continues in other places and another layout."""
 
     target: JobSpec
@@ -81,7 +81,7 @@ class Stay:
     cause: str
 
 
-Change = Move | Shrink | Grow | PlaceAgain | Stay
+Change = Move | Shrink | Grow | Relocate | Stay
 
 
 def standby_of(change: Change) -> AgentSet | None:
@@ -97,19 +97,19 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
         case Move(replicas, standby):
             agents = zip(gang.ranks_in(replicas), standby.agents, strict=True)
             await hand_over({rank: (gang.by_rank[rank], new) for rank, new in agents}, generation, gang.tag)
-            gang.held_steps = dict(resting)
+            gang.resting_steps = dict(resting)
             job.departing.append(gang.swap(replicas, standby))
         case Shrink(staying):
             job.departing.append(gang.shrink(staying))
         case Grow(target, standby):
             gang.grow(target, standby)
-        case PlaceAgain(target):
-            await _place_again(target, job, generation)
+        case Relocate(target):
+            await _relocate(target, job, generation)
         case Stay():
-            gang.held_steps = dict(resting)
+            gang.resting_steps = dict(resting)
 
 
-async def _place_again(target: JobSpec, job: JobContext, generation: int) -> None:
+async def _relocate(target: JobSpec, job: JobContext, generation: int) -> None:
     gang = job.gang
     before, avoid = gang.spec, await job.record.avoided_nodes()
     job.departing.append(await gang.release())
@@ -144,7 +144,7 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
     return True
 
 
-async def place_all(job: JobContext, generation: int, failures: Sequence[PastFailure]) -> None:
+async def place_gang(job: JobContext, generation: int, failures: Sequence[PastFailure]) -> None:
     """Place the whole gang, which has no places, for `generation`: in the largest layout that there is room for,
     avoiding nodes that keep failing. Raises NotPlaced."""
     gang = job.gang

@@ -14,7 +14,7 @@ from manta.service.job.gang import AgentSet, Gang
 from manta.service.job.incident import Incident
 from manta.service.job.record import JobRecord
 from manta.service.job.report_writer import FirstStep
-from manta.service.kept_logs.spool import Spool
+from manta.service.log_archive.spool import Spool
 from manta.service.recovery.budgets import PastFailure, past_failures
 from manta.service.store import Store
 from manta.service.store.tables import Generation, Job
@@ -24,7 +24,7 @@ from manta.workers.config import JobSpec
 from manta.workers.storage.places import Place
 from manta.workers.system.daemon_threads import in_daemon_thread
 
-LOOK_SECONDS = 20.0
+LISTING_SECONDS = 20.0
 """Seconds after which a file system that is listing a job's checkpoints counts as not answering."""
 DEFAULT_MEMORY_SECONDS = 24 * 3600.0
 
@@ -37,7 +37,7 @@ class FolderReader:
         self._under_way: Future[Listing] | None = None
         self._began = 0.0
 
-    async def list(self, folder: Place, seconds: float = LOOK_SECONDS, job: str | None = None) -> Listing:
+    async def list(self, folder: Place, seconds: float = LISTING_SECONDS, job: str | None = None) -> Listing:
         """The listing of `folder`, begun after this call; without an answer in `seconds` it has that as its `problem`.
         While an earlier listing, which may lack what was saved since, has not ended, calls wait for it only until
         `seconds` after its beginning: a job that recovers again and again does not wait that long each time. `job`: as

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manta.service.cluster.agent_client import AgentClient
-from manta.service.cluster.agents import describe, describe_each
+from manta.service.cluster.agents import describe, describe_all
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.placement import (
     Capacity,
@@ -21,7 +21,7 @@ from manta.service.cluster.placement import (
     unit_of,
 )
 from manta.service.cluster.placement_groups import NotPlaced
-from manta.service.cluster.sizes import given_back, resized
+from manta.service.cluster.sizes import resized, with_freed_units
 from manta.workers.comm.grid import state_groups
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.protocol.messages import AgentDescription
@@ -29,7 +29,7 @@ from manta.workers.snapshot.files import layout_tag
 
 REPLICA_SECONDS = 10.0
 """Seconds that placing a replica may take if there should be room for it."""
-NOWHERE = ""
+NO_PLACEMENT_GROUP = ""
 """Stands for the placement group of a replica that has no agent left."""
 
 
@@ -63,7 +63,7 @@ class Gang:
         """By rank the node that it was last seen on."""
         self._visited: set[str] = set()
         """All nodes that agents of the job were ever seen on: some may hold its state."""
-        self.held_steps: dict[int, int | None] = {}
+        self.resting_steps: dict[int, int | None] = {}
         """By rank the committed step that its resting trainer holds."""
 
     @property
@@ -96,7 +96,7 @@ class Gang:
 
     async def start(self, generation: int, spec: JobSpec) -> None:
         """Start all agents in the groups that were acquired for `generation` of the job with `spec`."""
-        self.spec, self.after, self.nodes, self.held_steps = spec, {}, {}, {}
+        self.spec, self.after, self.nodes, self.resting_steps = spec, {}, {}, {}
         self.groups = [placement_group_name(self._job_id, generation, replica) for replica in range(spec.layout.data)]
         seats = seats_of(spec.layout, self.groups)
         self.agents = [*await self._cluster.agents.start(self._job_id, generation, seats, await self.unit())]
@@ -106,7 +106,7 @@ class Gang:
         """Give up all agents and their places; the snapshots stay. Returns agents that hand these out, to be dismissed
         once they have been fetched: the next agents may be on other nodes."""
         holders = await self.snapshot_holders(self._visited)
-        expected = given_back(await self.capacity(), self.nodes.values())
+        expected = with_freed_units(await self.capacity(), self.nodes.values())
         await self._cluster.release(self._job_id, keep_snapshots=True)
         await self._cluster.nodes.until_free(expected)
         return holders
@@ -135,22 +135,22 @@ class Gang:
         if len(names) != self.layout.world_size:
             return None
         agents = await self._cluster.agents.find(names)
-        about = await describe_each({rank: agent for rank, agent in enumerate(agents) if agent is not None})
+        about = await describe_all({rank: agent for rank, agent in enumerate(agents) if agent is not None})
         self.nodes = {rank: place.node for rank, place in about.items()}
         if not about:
             return None
         self.agents, self.names, self.after = agents, list(names), after
-        self.note_places(about)
+        self.record_placements(about)
         await self._cluster.end_strays(self._job_id, names, self.groups)
         return about
 
-    def note_places(self, about: Mapping[int, AgentDescription]) -> None:
+    def record_placements(self, about: Mapping[int, AgentDescription]) -> None:
         """Remember where the agents are, as they describe themselves, by rank."""
-        self.note_nodes({rank: place.node for rank, place in about.items()})
+        self.record_nodes({rank: place.node for rank, place in about.items()})
         by_replica = {replica_of(self.layout, rank): place.group for rank, place in about.items()}
-        self.groups = [by_replica.get(replica, NOWHERE) for replica in range(self.layout.data)]
+        self.groups = [by_replica.get(replica, NO_PLACEMENT_GROUP) for replica in range(self.layout.data)]
 
-    def note_nodes(self, nodes: Mapping[int, str | None]) -> None:
+    def record_nodes(self, nodes: Mapping[int, str | None]) -> None:
         """Remember the nodes of the agents of these ranks; those of all others are unknown."""
         self.nodes = dict(nodes)
         self._visited.update(node for node in nodes.values() if node is not None)
@@ -159,7 +159,7 @@ class Gang:
         """Start new agents for the ranks `lost`, in their places; False if those are gone too."""
         if any(self.nodes.get(rank) in self._cluster.nodes.lost for rank in lost):
             return False
-        if NOWHERE in self._groups_of(self.replicas_of(lost)):
+        if NO_PLACEMENT_GROUP in self._groups_of(self.replicas_of(lost)):
             return False
         seats = seats_of(self.layout, self.groups)
         wanted = {rank: seats[rank] for rank in lost}
@@ -182,8 +182,8 @@ class Gang:
         """End what is left of these replicas, and free their places. Their snapshots stay. Agents of the ranks `lost`
         among them have not answered: they are killed without being asked, since each question would wait again."""
         ranks = self.ranks_in(replicas)
-        expected = given_back(await self.capacity(), [self.nodes.get(rank) for rank in ranks])
-        places = [group for group in self._groups_of(replicas) if group != NOWHERE]
+        expected = with_freed_units(await self.capacity(), [self.nodes.get(rank) for rank in ranks])
+        places = [group for group in self._groups_of(replicas) if group != NO_PLACEMENT_GROUP]
         await self._cluster.agents.kill([self.agents[rank] for rank in lost])
         for rank in lost:
             self.agents[rank] = None
@@ -230,7 +230,7 @@ class Gang:
         self.agents += standby.agents
         self.names += standby.names
         self.groups += standby.groups
-        self.spec, self.held_steps = spec, {}
+        self.spec, self.resting_steps = spec, {}
 
     def shrink(self, replicas: Sequence[int]) -> AgentSet:
         """Continue with only these replicas, renumbered in order; returns the agents that leave, to be dismissed."""
@@ -242,7 +242,7 @@ class Gang:
         self.agents = [self.agents[rank] for rank in staying]
         self.names = [self.names[rank] for rank in staying]
         self.groups = [self.groups[replica] for replica in replicas]
-        self.spec, self.held_steps = resized(self.spec, len(replicas)), {}
+        self.spec, self.resting_steps = resized(self.spec, len(replicas)), {}
         return departing
 
     async def dismiss(self, agents: AgentSet) -> None:
@@ -264,7 +264,7 @@ class Gang:
     def _set_of(self, ranks: Sequence[int], replicas: Sequence[int]) -> AgentSet:
         """The agents of these ranks that are not lost, with the groups of these replicas."""
         living = self.by_rank
-        places = [group for group in self._groups_of(replicas) if group != NOWHERE]
+        places = [group for group in self._groups_of(replicas) if group != NO_PLACEMENT_GROUP]
         return AgentSet([living[rank] for rank in ranks if rank in living], places)
 
     def _groups_of(self, replicas: Sequence[int]) -> list[str]:
@@ -272,5 +272,5 @@ class Gang:
 
     def _put(self, rank: int, agent: AgentClient | None, name: str) -> None:
         self.agents[rank], self.names[rank] = agent, name
-        for about in (self.after, self.nodes, self.held_steps):
+        for about in (self.after, self.nodes, self.resting_steps):
             about.pop(rank, None)

@@ -30,7 +30,7 @@ ANSWER_SECONDS = 20.0
 CULPRIT_SECONDS = 0.3
 # An agent that takes longer to stop its trainer is given up.
 STOP_SECONDS = 15.0
-LAST_REPORTS_TURN_SECONDS = 0.5
+LAST_REPORTS_POLL_SECONDS = 0.5
 
 Question = Callable[[AgentClient], Awaitable[object]]
 Handler = Callable[[Report], Awaitable[None]]
@@ -86,7 +86,7 @@ class RunningGeneration:
         if self._watchers[rank].done():
             return
         self._watchers[rank].cancel()
-        self._note_death(Death(rank, "agent_lost", message=why))
+        self._record_death(Death(rank, "agent_lost", message=why))
 
     @property
     def all_ended(self) -> bool:
@@ -141,16 +141,16 @@ class RunningGeneration:
         """Kill every trainer, and handle what each of them reported before it ended."""
         await self._end_all(self.agents, lambda agent: agent.stop(), STOP_SECONDS)
 
-    async def _end_all(self, agents: Sequence[AgentClient | None], ask: Question, seconds: float) -> None:
+    async def _end_all(self, agents: Sequence[AgentClient | None], request: Question, seconds: float) -> None:
         self._stopping = True
         for task in self._alongside:
             task.cancel()
-        await asyncio.gather(*(self._ask(ask, agent, seconds) for agent in agents))
+        await asyncio.gather(*(self._query(request, agent, seconds) for agent in agents))
         await self._receive_last_reports(STOP_SECONDS)
         self._raise_errors()
         for rank, watcher in enumerate(self._watchers):
             if not watcher.done():
-                self._note_death(Death(rank, "agent_lost", message="has an agent that does not answer"))
+                self._record_death(Death(rank, "agent_lost", message="has an agent that does not answer"))
         await self.close()
 
     async def _receive_last_reports(self, seconds: float) -> None:
@@ -158,7 +158,7 @@ class RunningGeneration:
         are being stored: the database needs that, not an agent."""
         while seconds > 0 and self._running():
             began, storing = time.monotonic(), bool(self._handling)
-            await asyncio.wait(self._running(), timeout=min(seconds, LAST_REPORTS_TURN_SECONDS))
+            await asyncio.wait(self._running(), timeout=min(seconds, LAST_REPORTS_POLL_SECONDS))
             if not (storing or self._handling):
                 seconds -= time.monotonic() - began
 
@@ -176,22 +176,22 @@ class RunningGeneration:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 task.result()
 
-    async def _ask(self, ask: Question, agent: AgentClient | None, seconds: float) -> None:
+    async def _query(self, request: Question, agent: AgentClient | None, seconds: float) -> None:
         if agent is None:
             return
         with contextlib.suppress(AgentError):
-            await within(seconds, ask(agent))
+            await within(seconds, request(agent))
 
     async def _watch(self, rank: int) -> None:
         agent = self.agents[rank]
         if agent is None:
-            self._note_death(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
+            self._record_death(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
             return
         while True:
             try:
                 reports = await self._next_reports(rank, agent)
             except AgentError as error:
-                self._note_death(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
+                self._record_death(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
                 return
             for report in reports:
                 if isinstance(report.payload, Printed):  # the last lines of a generation may come after its end
@@ -235,7 +235,7 @@ class RunningGeneration:
             self._handling.discard(rank)
         match report.payload:
             case TrainerStatus() as status:
-                self._note_stall(rank, status, report.time)
+                self._record_stall(rank, status, report.time)
             case Finished():
                 self._reported_finished.add(rank)
             case Resting(step, message):
@@ -248,7 +248,7 @@ class RunningGeneration:
                 return True
         return False
 
-    def _note_stall(self, rank: int, status: TrainerStatus, at: float) -> None:
+    def _record_stall(self, rank: int, status: TrainerStatus, at: float) -> None:
         """A rank is overdue, or no longer."""
         if status.overdue:
             self._stalled_since[rank] = at - status.standing_seconds
@@ -270,15 +270,15 @@ class RunningGeneration:
             if failure.kind in SENTENCE_KINDS:
                 message = failure.message
             text = failure.traceback
-            self._note_death(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
+            self._record_death(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
         elif reason is not None:
             since = self._stalled_since.get(rank, at)  # the failure began when it stopped making progress
-            self._note_death(Death(rank, reason.kind, message=reason.message, at=since))
+            self._record_death(Death(rank, reason.kind, message=reason.message, at=since))
         else:
             words = describe_exit(exited.code, exited.signal, exited.memory_kills)
-            self._note_death(Death(rank, "killed", message=words, traceback="\n".join(exited.last_output), at=at))
+            self._record_death(Death(rank, "killed", message=words, traceback="\n".join(exited.last_output), at=at))
 
-    def _note_death(self, death: Death) -> None:
+    def _record_death(self, death: Death) -> None:
         self.deaths.append(death)
         self._changed.set()
 

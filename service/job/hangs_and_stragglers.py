@@ -14,20 +14,20 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from manta.service.cluster.agent_client import AgentClient, AgentError, AgentTimeout, within
-from manta.service.cluster.agents import ask
+from manta.service.cluster.agents import query
 from manta.service.recovery.decisions import NOT_SAVED
 from manta.service.recovery.flight_matching import refined
-from manta.service.recovery.waits import AXES, Group, Look, Verdict, find_culprits, waiting_for
+from manta.service.recovery.waits import AXES, Group, RankView, Verdict, find_culprits, waiting_for
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.protocol.json_codec import JsonObject, to_json
 from manta.workers.protocol.reports import Event, Report, TrainerStatus
 
 T = TypeVar("T")
-ASK_SECONDS = 2.0
+REQUEST_SECONDS = 2.0
 """Seconds after which an agent that does not report its trainer's position counts as silent."""
 CONFIRM_SECONDS = 0.3
 """Seconds between the two queries that must agree before a rank is killed."""
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Seconds between queries while overdue ranks may still continue."""
 EVIDENCE_SECONDS = 5.0
 """Seconds after which an agent that does not describe its trainer counts as silent."""
@@ -67,7 +67,7 @@ class HangWatch:
         """`group`: the ranks that share an axis with a rank; `lose`: called with a rank whose agent is silent, and why;
         `stragglers`: the spec's policy; `replaced`: when each rank was last replaced as a straggler, over all
         generations."""
-        self._agents, self._group, self._write_event, self._lose = list(agents), group, write_event, lose
+        self._agents, self._group, self._write_event, self._mark_lost = list(agents), group, write_event, lose
         self._policy, self._replaced = stragglers, replaced
         self._alarm = asyncio.Event()
         self._slow: asyncio.Queue[int] = asyncio.Queue()
@@ -100,31 +100,31 @@ class HangWatch:
         on."""
         suspects: tuple[Any, ...] | None = None
         while True:
-            answers, looks = await self._ask()
-            if not any(look.overdue for look in looks):
+            answers, views = await self._query()
+            if not any(view.overdue for view in views):
                 return
-            verdict = find_culprits(looks, self._group)
+            verdict = find_culprits(views, self._group)
             if verdict.kind == "nobody":
                 suspects = None
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
                 continue
-            seen = (verdict.kind, verdict.ranks, tuple(looks[rank].heartbeat for rank in verdict.ranks))
+            seen = (verdict.kind, verdict.ranks, tuple(views[rank].heartbeat for rank in verdict.ranks))
             if seen == suspects:
-                if verdict.kind == "gang" and any(look.on_device for look in looks):
+                if verdict.kind == "gang" and any(view.on_device for view in views):
                     verdict = refined(verdict, await self._flight_records(answers), self._group)
-                await self._end(verdict, answers, looks)
+                await self._end(verdict, answers, views)
                 return
             suspects = seen
             await asyncio.sleep(CONFIRM_SECONDS)
 
-    async def _ask(self) -> tuple[Answers, list[Look]]:
+    async def _query(self) -> tuple[Answers, list[RankView]]:
         """The positions of all ranks."""
         answers = await asyncio.gather(*(self._progress(agent) for agent in self._agents))
-        looks = [
-            Look.of(rank, answer) if answered and answer is not None else Look(rank, answered=answered)
+        views = [
+            RankView.of(rank, answer) if answered and answer is not None else RankView(rank, answered=answered)
             for rank, (answered, answer) in enumerate(answers)
         ]
-        return {rank: answer for rank, (_, answer) in enumerate(answers)}, looks
+        return {rank: answer for rank, (_, answer) in enumerate(answers)}, views
 
     async def _progress(self, agent: AgentClient | None) -> tuple[bool, TrainerStatus | None]:
         """Whether the agent answers, and its answer; None if no trainer is running. A lost agent is not a hang but a
@@ -132,13 +132,13 @@ class HangWatch:
         if agent is None:
             return True, None
         try:
-            return True, await within(ASK_SECONDS, agent.progress())
+            return True, await within(REQUEST_SECONDS, agent.progress())
         except AgentTimeout:
             return False, None
         except AgentError:
             return True, None
 
-    async def _end(self, verdict: Verdict, answers: Answers, looks: list[Look]) -> None:
+    async def _end(self, verdict: Verdict, answers: Answers, views: list[RankView]) -> None:
         """Record which rank hangs, with the evidence, and have it killed."""
         running = [rank for rank in verdict.ranks if answers[rank] is not None]
         shown = running[:MAX_NAMED]
@@ -149,20 +149,20 @@ class HangWatch:
                 "gang_hung", f"the whole gang is restarted: {verdict.why}", None, None, {"ranks": evidence}
             )
         for rank in verdict.ranks if verdict.kind == "ranks" else ():
-            waiting = waiting_for(looks, rank, self._group)
+            waiting = waiting_for(views, rank, self._group)
             data = {
                 **_evidence(rank, answers[rank], stacks.get(rank, "")),
                 "why": verdict.why,
                 "waiting_ranks": waiting[:64],
                 "waiting": len(waiting),
             }
-            message = f"rank {rank} {_standing(answers[rank])}"
+            message = f"rank {rank} {_describe_position(answers[rank])}"
             await self._write_event("rank_hung", message, rank, _step(answers[rank]), data)
-        silent = [rank for rank in verdict.ranks if not looks[rank].answered]
+        silent = [rank for rank in verdict.ranks if not views[rank].answered]
         answering = await asyncio.gather(*(self._kill_hung(rank, answers[rank]) for rank in running))
         silent += [rank for rank, answers_still in zip(running, answering, strict=True) if not answers_still]
         for rank in silent:
-            self._lose(rank, "stands still, and its agent does not answer")
+            self._mark_lost(rank, "stands still, and its agent does not answer")
 
     async def _flight_records(self, answers: Answers) -> dict[int, FlightRecord]:
         """NCCL's flight records, of the ranks that have them."""
@@ -176,7 +176,7 @@ class HangWatch:
         silent."""
         pids = {rank: answer.pid for rank in ranks if (answer := answers[rank]) is not None}
         agents = {rank: agent for rank in pids if (agent := self._agents[rank]) is not None}
-        known, _ = await ask(agents, lambda rank, agent: question(agent, pids[rank]), EVIDENCE_SECONDS)
+        known, _ = await query(agents, lambda rank, agent: question(agent, pids[rank]), EVIDENCE_SECONDS)
         return known
 
     async def _kill_hung(self, rank: int, answer: TrainerStatus | None) -> bool:
@@ -191,7 +191,7 @@ class HangWatch:
         agent = self._agents[rank]
         if agent is None or answer is None:
             return False
-        message = "held up the others and was replaced" if kind == "straggler" else _standing(answer)
+        message = "held up the others and was replaced" if kind == "straggler" else _describe_position(answer)
         with contextlib.suppress(AgentError):
             return await agent.kill(answer.pid, kind, message, after_commit)
         return False
@@ -217,7 +217,7 @@ def _kind(answer: TrainerStatus | None) -> str:
     return NOT_SAVED if waits and answer is not None and not answer.stopped else "hung"
 
 
-def _standing(answer: TrainerStatus | None) -> str:
+def _describe_position(answer: TrainerStatus | None) -> str:
     """A rank's position, in words."""
     if answer is None:
         return "stands still, and its agent does not answer"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from manta.service.recovery.budgets import PastFailure
 from manta.service.recovery.decisions import Death
 from manta.service.recovery.timeline import RecoveryTimeline
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Incident:
     wait_seconds: float = 0.0
     """Seconds that the next generation was held back."""
 
-    def beginning(self, source: str, resume_step: int) -> Beginning:
+    def beginning(self, source: str, resume_step: int) -> RecoveryStart:
         """The record of the recovery, which resumes at committed step `resume_step` from `source`."""
-        return Beginning(
+        return RecoveryStart(
             kind=self.culprit.kind,
             rank=self.culprit.rank,
             cause=self.culprit.sentence,

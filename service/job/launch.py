@@ -13,8 +13,8 @@ from typing import Any
 
 from manta.service.backups import rank_backups
 from manta.service.cluster.agent_client import AgentError, AgentFailed, within
-from manta.service.cluster.agents import ask
-from manta.service.cluster.sizes import most_ranks
+from manta.service.cluster.agents import query
+from manta.service.cluster.sizes import max_ranks
 from manta.service.job.actions import Launch
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration
@@ -38,8 +38,8 @@ from manta.workers.system.threads import decided_threads, threads_of, with_threa
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
 _TRACE_SECONDS = 10.0
-FIRST_WAIT_SECONDS = 0.05
-LONGEST_WAIT_SECONDS = 2.0
+INITIAL_WAIT_SECONDS = 0.05
+MAX_WAIT_SECONDS = 2.0
 """Seconds before the first rank is asked again, if it could not pass a trace on: it is still starting, and its steps
 may be short, or its agent is silent. Each wait is twice as long as the one before."""
 
@@ -63,7 +63,7 @@ class LaunchFailed(MantaError):
 
     def __init__(self, silent: Mapping[int, str]):
         """`silent`: by rank why its agent did not answer."""
-        self.silent = dict(silent)
+        self.unresponsive = dict(silent)
         rank, why = next(iter(silent.items()))
         others = f" and {len(silent) - 1} others" if len(silent) > 1 else ""
         super().__init__(f"rank {rank}{others} could not be launched ({why})")
@@ -74,7 +74,7 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     begun raises LaunchFailed; afterwards it is one of the generation's deaths. Also raises AgentError,
     ClusterUnavailable and TimeoutError, and CheckpointsUnreadable if the state to resume from cannot be read now."""
     gang, record = job.gang, job.record
-    where = await _where_all_are(job)
+    where = await _describe_agents(job)
     if job.threads is None:
         job.threads = await job.record.decide_threads(await _threads_for(job, where))
     culprit = None if launch.incident is None else launch.incident.culprit
@@ -96,14 +96,14 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     orders = {rank: order_for(job, rank, place, common) for rank, place in where.items()}
     running = watch_generation(job, generation, resume.step)
     try:
-        await _give_orders(job, running, orders, where)
+        await _send_orders(job, running, orders, where)
     except BaseException:
         await running.close()  # nothing else knows of it yet
         raise
     return running
 
 
-async def _give_orders(
+async def _send_orders(
     job: JobContext,
     running: RunningGeneration,
     orders: Mapping[int, LaunchOrder],
@@ -111,7 +111,7 @@ async def _give_orders(
 ) -> None:
     """Have all agents launch a generation that has begun, and note which of them did."""
     generation, agents = running.generation, job.gang.by_rank
-    answers, silent = await ask(agents, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
+    answers, silent = await query(agents, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
     rows = [
         _row(job, rank, place, generation, answers[rank].pid, RUNNING)
         if rank in answers
@@ -215,15 +215,15 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
     )
 
 
-async def _where_all_are(job: JobContext) -> dict[int, AgentDescription]:
+async def _describe_agents(job: JobContext) -> dict[int, AgentDescription]:
     """By rank the description of its agent."""
     agents = job.gang.by_rank
-    where, silent = await ask(agents, lambda rank, agent: agent.describe(), LAUNCH_SECONDS)
+    where, silent = await query(agents, lambda rank, agent: agent.describe(), LAUNCH_SECONDS)
     if silent:
         places = {rank: await job.cluster.agents.node_of(agents[rank]) for rank in silent}
-        job.gang.note_nodes({**{rank: place.node for rank, place in where.items()}, **places})
+        job.gang.record_nodes({**{rank: place.node for rank, place in where.items()}, **places})
         raise LaunchFailed(silent)
-    job.gang.note_places(where)
+    job.gang.record_placements(where)
     return where
 
 
@@ -233,7 +233,7 @@ async def _threads_for(job: JobContext, where: Mapping[int, AgentDescription]) -
     capacity = await job.cluster.nodes.capacity(await job.gang.unit(), all_living=True)
     units = {node: total for node, (total, _) in capacity.nodes.items()}
     on_cpu = {place.node or place.host: place.cores for place in where.values() if not place.devices}
-    most = most_ranks(spec)
+    most = max_ranks(spec)
     return decided_threads(spec, [(cores, min(most, units.get(node) or most)) for node, cores in on_cpu.items()])
 
 
@@ -272,7 +272,7 @@ def _row(
 async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
     """Have the ranks of `running` record requested traces. Until cancelled."""
     passed: set[int] = set()
-    wait = FIRST_WAIT_SECONDS
+    wait = INITIAL_WAIT_SECONDS
     while True:
         job.trace_wanted.clear()
         waiting = [each for each in await job.record.wanted_traces() if each.number not in passed]
@@ -283,7 +283,7 @@ async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait if again else None):
                 await job.trace_wanted.wait()
-        wait = min(2 * wait, LONGEST_WAIT_SECONDS) if again else FIRST_WAIT_SECONDS
+        wait = min(2 * wait, MAX_WAIT_SECONDS) if again else INITIAL_WAIT_SECONDS
 
 
 async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
 
-from manta.service.cluster.agents import ask
+from manta.service.cluster.agents import query
 from manta.service.job.actions import End
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 SAVE_SECONDS = 300.0
 """Seconds that saving its state may take before a job leaves without it, unless its saves always take longer."""
-PATIENCE = 6
+SAVE_TIME_FACTOR = 6
 """A save may take this many times the expected time if the state is in memory too: one that takes longer most likely
 waits for a store that does not answer."""
-LONGEST_SECONDS = 3600.0
+MAX_SAVE_SECONDS = 3600.0
 """Upper limit of the time that a job is assumed to need: saves that were recorded late are no measure."""
 LATEST = 5
 """The median of this many saves counts."""
@@ -41,11 +41,11 @@ UNKNOWN_SAVE_SECONDS = 30.0
 """Assumed seconds of a save if none of the job's is known."""
 SPARE_SECONDS = 10.0
 """Seconds until it is noticed that time is short, all ranks are asked, and everything is given back."""
-ASK_SECONDS = 10.0
-AGAIN_SECONDS = 2.0
+REQUEST_SECONDS = 10.0
+RETRY_SECONDS = 2.0
 """Seconds before ranks are asked again, if no agent could pass it on: trainers are still starting, or their agents do
 not answer."""
-LOOK_SECONDS = 2.0
+PROGRESS_SECONDS = 2.0
 """Seconds between checks of the saves in progress, and in which rank 0 must report its progress."""
 
 
@@ -61,7 +61,7 @@ def seconds_to_save(saves: Sequence[float], step_seconds: float | str | None) ->
     this one, and a step that has just begun has to end too; each may take twice as long as ever before."""
     save = median(saves) if saves else UNKNOWN_SAVE_SECONDS
     step = step_seconds if isinstance(step_seconds, int | float) else 0.0
-    return min(LONGEST_SECONDS, 2 * save + 2 * step + SPARE_SECONDS)
+    return min(MAX_SAVE_SECONDS, 2 * save + 2 * step + SPARE_SECONDS)
 
 
 def seconds_allowed(needed: float) -> float:
@@ -69,7 +69,7 @@ def seconds_allowed(needed: float) -> float:
     return max(needed, SAVE_SECONDS)
 
 
-async def keep_time(job: JobContext) -> None:
+async def watch_deadline(job: JobContext) -> None:
     """Set that the job is to leave when its time is up, and that it has had long enough to do so. Until cancelled."""
     limit, before = job.submitted.max_duration, await job.record.state_changes()
     if limit is not None:
@@ -88,24 +88,24 @@ async def keep_time(job: JobContext) -> None:
 
 async def _until_a_save_hangs(job: JobContext, seconds: float) -> None:
     """Return when a save has been in progress for several times as long as the job's saves take, or after `seconds`."""
-    patience, since = PATIENCE * await time_to_save(job.record), dict[object, float]()
+    patience, since = SAVE_TIME_FACTOR * await time_to_save(job.record), dict[object, float]()
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end:
-        since = {save: since.get(save, now) for save in await _saves_under_way(job)}
+        since = {save: since.get(save, now) for save in await _unfinished_saves(job)}
         if any(now - began >= patience for began in since.values()):
             return
-        await asyncio.sleep(max(0.0, min(LOOK_SECONDS, end - time.monotonic())))
+        await asyncio.sleep(max(0.0, min(PROGRESS_SECONDS, end - time.monotonic())))
 
 
-async def _saves_under_way(job: JobContext) -> list[object]:
+async def _unfinished_saves(job: JobContext) -> list[object]:
     """What tells each save that is under way from any other: those that were reported, and what rank 0 does between two
     steps, as its agent sees it. It lists the store after a recovery and deletes older checkpoints: the next save waits
     for either, and no report shows it."""
-    reported = await job.record.saves_under_way()
+    reported = await job.record.unfinished_saves()
     first = {rank: agent for rank, agent in job.gang.by_rank.items() if rank == 0}
-    answers, _ = await ask(first, lambda rank, agent: agent.progress(), LOOK_SECONDS)
+    answers, _ = await query(first, lambda rank, agent: agent.progress(), PROGRESS_SECONDS)
     records = [status.record for status in answers.values() if status is not None]
-    return [*reported, *(each.commits for each in records if each is not None and each.phase == "checkpoint")]
+    return [*reported, *(record.commits for record in records if record is not None and record.phase == "checkpoint")]
 
 
 async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> float:
@@ -119,14 +119,14 @@ async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> flo
     return min(allowed, max(changes[-1].at + allowed - time.time(), needed))
 
 
-async def ask_to_save(job: JobContext, running: RunningGeneration) -> None:
+async def request_save(job: JobContext, running: RunningGeneration) -> None:
     """Have the ranks of `running` save and end. Returns when one agent has passed that on, which is enough."""
     while True:
         agents = job.gang.by_rank
-        answers, _ = await ask(agents, lambda rank, agent: agent.save_and_end(running.generation), ASK_SECONDS)
+        answers, _ = await query(agents, lambda rank, agent: agent.save_and_end(running.generation), REQUEST_SECONDS)
         if any(answers.values()):
             return
-        await asyncio.sleep(AGAIN_SECONDS)
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 async def leave(job: JobContext) -> End | None:
@@ -165,7 +165,7 @@ async def _give_back(
     """Give back all places of a job that will be in `state`, for the reason `why`, after `done` has recorded that.
     Returns None, or how it ends if its user has cancelled it meanwhile."""
     # From here on it owns no known places, and the next owner must not acquire others.
-    await job.record.note_outcome(state, None, why)
+    await job.record.record_outcome(state, None, why)
     await job.cluster.end_job(job.id, keep_snapshots=True)
     return None if await done() else End(JobState.CANCELLED)
 

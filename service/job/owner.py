@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from manta.service.backoff import backoff
 from manta.service.cluster.agent_client import AgentClient
-from manta.service.cluster.agents import describe_each
+from manta.service.cluster.agents import describe_all
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import needs_traceback
 from manta.service.cluster.placement import job_of
@@ -24,8 +24,8 @@ from manta.service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from manta.service.job.record import JobRecord
 from manta.service.job.report_writer import FirstStep
 from manta.service.job.supervisor import Supervisor
-from manta.service.kept_logs.spool import Spool
 from manta.service.leases.decisions import LeaseLost, LeaseUncertain
+from manta.service.log_archive.spool import Spool
 from manta.service.states import PAUSABLE, SUPERVISED, JobState
 from manta.service.store import Store, restored
 from manta.service.store.restored import NewerGang
@@ -34,8 +34,8 @@ from manta.service.stored_specs import SpecNotUnderstood, left_out_sentence, sto
 from manta.workers.protocol.messages import AgentDescription, ProtocolMismatch
 
 log = logging.getLogger(__name__)
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 30.0
+INITIAL_BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 30.0
 # A supervisor that fails after living this long has not failed for the same reason as the last one.
 STEADY_SECONDS = 60.0
 
@@ -51,7 +51,7 @@ async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
             await cluster.end_job(job.id, keep_snapshots=True)
             await record.write(lambda s: restored.pause(s, job.id))
         return False
-    described = await describe_each(living)
+    described = await describe_all(living)
     await record.store.exceed(max((about.owner_epoch for about in described.values()), default=0))
     gang = newer_gang(job.generation, {names[number]: about for number, about in described.items()})
     if gang is None:
@@ -101,36 +101,36 @@ class JobOwner:
         self._supervisor: Supervisor | None = None
         self._wake = asyncio.Event()
         self._resize_wanted = False
-        self._said = ""
+        self._reported = ""
 
-    async def run(self, placed_generation: int | None) -> None:
-        """Own the job until its end. `placed_generation`: the number in the names of its placement groups if they were
-        just acquired; None: take over what another control plane left. Raises LeaseLost if another one owns it."""
-        pauses = backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+    async def run(self, scheduled_generation: int | None) -> None:
+        """Own the job until its end. `scheduled_generation`: the number in the names of its placement groups if they
+        were just acquired; None: take over what another control plane left. Raises LeaseLost if another one owns it."""
+        pauses = backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         while True:
             began = time.monotonic()
             try:
-                if await self._supervise(placed_generation):
+                if await self._supervise(scheduled_generation):
                     return
             except LeaseLost:
                 raise
             except LeaseUncertain as error:
-                log.warning("%s is supervised again: %s", self.id, error)
+                log.warning("the supervisor of %s is restarted: %s", self.id, error)
             except Exception as error:
                 log.error("supervisor of %s: %s", self.id, error, exc_info=needs_traceback(error))
                 if time.monotonic() - began > STEADY_SECONDS:
-                    pauses = backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-                await self._say_that_it_failed(error)
-            placed_generation = None
+                    pauses = backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+                await self._report_failure(error)
+            scheduled_generation = None
             await self._pause(next(pauses))
 
-    async def _supervise(self, placed_generation: int | None) -> bool:
+    async def _supervise(self, scheduled_generation: int | None) -> bool:
         """Whether the job is final, paused, or back in the queue."""
         await self._store.until_certain()
         job = await self._record.job()
         if job.state not in SUPERVISED:
             return True
-        if placed_generation is None:
+        if scheduled_generation is None:
             try:
                 await catch_up(self._record, self._cluster, job)
             except ProtocolMismatch as error:
@@ -144,13 +144,13 @@ class JobOwner:
         except SpecNotUnderstood as error:
             return await self._leave_alone(JobState(job.state), str(error))
         if left_out:
-            await self._say("keys_left_out", left_out_sentence(left_out))
+            await self._report("keys_left_out", left_out_sentence(left_out))
         self._supervisor = supervisor = Supervisor(context)
         if self._resize_wanted:
             self._resize_wanted = False
             supervisor.resize()
         try:
-            await supervisor.run(placed_generation)
+            await supervisor.run(scheduled_generation)
             await supervisor.settled()
         except ProtocolMismatch as error:  # agents are asked who they are before anything is changed
             return await self._leave_alone(JobState(job.state), str(error))
@@ -171,17 +171,17 @@ class JobOwner:
             await self._cluster.end_job(self.id)
             await self._record.end(JobState.CANCELLED, None, None)
             return True
-        await self._say("not_understood", f"{problem}; the job is left as it is")
+        await self._report("not_understood", f"{problem}; the job is left unchanged")
         return False
 
-    async def _say_that_it_failed(self, error: Exception) -> None:
+    async def _report_failure(self, error: Exception) -> None:
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        await self._say("supervision_failed", f"the control plane takes the job up again after an error: {what}")
+        await self._report("supervision_failed", f"the control plane takes the job up again after an error: {what}")
 
-    async def _say(self, kind: str, message: str) -> None:
+    async def _report(self, kind: str, message: str) -> None:
         """Say it once, not with every attempt."""
-        if message != self._said:
-            self._said = message
+        if message != self._reported:
+            self._reported = message
             await self._record.event(kind, message)
 
     async def _pause(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from manta.service.kept_logs.parts import Mark, end_of_reports, last_mark
+from manta.service.log_archive.parts import Mark, end_of_reports, last_mark
 from manta.workers.paths import rank_stem
 from manta.workers.protocol.reports import Printed, Report
 from manta.workers.system.regular_files import open_regular, open_to_append
@@ -43,24 +43,24 @@ class ReceivedLines:
     async def take(self, report: Report, printed: Printed) -> None:
         """Append what a rank has printed."""
         if self._overdue:
-            log.warning("%d lines of rank %d are lost: the disk does not answer", len(printed.lines), report.rank)
+            log.warning("%d lines of rank %d are lost: the disk does not respond", len(printed.lines), report.rank)
             return
         appending = asyncio.get_running_loop().run_in_executor(_THREADS, self._append, report, printed)
         await asyncio.wait({appending}, timeout=DISK_SECONDS)
         if not appending.done():
-            log.warning("%d lines of rank %d are written once the disk answers", len(printed.lines), report.rank)
+            log.warning("%d lines of rank %d will be written once the disk responds", len(printed.lines), report.rank)
             self._overdue.add(appending)
-            appending.add_done_callback(self._note_answer)
+            appending.add_done_callback(self._handle_answer)
             return
         try:
             appending.result()
         except OSError as error:
             log.warning("%d lines of rank %d are lost: %s", len(printed.lines), report.rank, error)
 
-    def _note_answer(self, appending: asyncio.Future[None]) -> None:
+    def _handle_answer(self, appending: asyncio.Future[None]) -> None:
         self._overdue.discard(appending)
         if not appending.cancelled() and (error := appending.exception()) is not None:
-            log.warning("lines that were late are lost: %s", error)
+            log.warning("delayed lines are lost: %s", error)
 
     def file(self, rank: int) -> Path:
         """The log file of a rank."""
@@ -68,21 +68,21 @@ class ReceivedLines:
 
     def leave_out(self, rank: int, last: Mark) -> None:
         """Lines of `rank` up to the report `last` are already stored. The `lock` is held."""
-        self._written[rank] = max(last, self._last_written(rank))
+        self._written[rank] = max(last, self._last_mark(rank))
 
     def _append(self, report: Report, printed: Printed) -> None:
         mark = (report.generation, report.sequence)
         about = {"time": report.time, "rank": report.rank, "generation": report.generation, "stream": printed.stream}
         with self.lock:
-            if mark <= self._last_written(report.rank):
+            if mark <= self._last_mark(report.rank):
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
-            _append_whole(self.file(report.rank), _lines({**about, "sequence": report.sequence}, printed.lines))
+            _append_atomically(self.file(report.rank), _lines({**about, "sequence": report.sequence}, printed.lines))
             self._written[report.rank] = mark
 
-    def _last_written(self, rank: int) -> Mark:
+    def _last_mark(self, rank: int) -> Mark:
         if rank not in self._written:
-            self._written[rank] = _mend(self.file(rank))
+            self._written[rank] = _truncate_partial_report(self.file(rank))
         return self._written[rank]
 
 
@@ -95,7 +95,7 @@ def _lines(about: dict[str, object], texts: tuple[str, ...]) -> bytes:
     return "".join(f"{json.dumps(entry)}\n" for entry in entries).encode()
 
 
-def _append_whole(file: Path, content: bytes) -> None:
+def _append_atomically(file: Path, content: bytes) -> None:
     """Append all of `content`, or nothing if possible. Raises OSError."""
     descriptor = open_to_append(file)
     try:
@@ -110,7 +110,7 @@ def _append_whole(file: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def _mend(file: Path) -> Mark:
+def _truncate_partial_report(file: Path) -> Mark:
     """Remove the remains of a report that was being written during a crash; returns the last complete report, or none
     if the file does not exist or cannot be read."""
     try:

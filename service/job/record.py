@@ -92,7 +92,7 @@ class JobRecord:
             lambda s: events.append(s, self.id, kind, message, rank=rank, step=step, data=data, generation=generation)
         )
 
-    async def note_state(self, state: JobState) -> None:
+    async def record_state(self, state: JobState) -> None:
         """Record that the job is in `state`, unless that is impossible from its present one."""
 
         def note(session: Session) -> None:
@@ -129,7 +129,7 @@ class JobRecord:
             step_traces.interrupt(session, self.id, cause)
             number = generations.begin(session, self.id, cause, counts, resume.source, resume.step, data)
             jobs.set_layout(session, self.id, layout)
-            jobs.set_held(session, self.id, None)
+            jobs.set_hold_reason(session, self.id, None)
             if {row.actor for row in ranks.of_job(session, self.id)} != {row["actor"] for row in expected}:
                 ranks.replace(session, self.id, expected)
             if incident is not None:
@@ -150,8 +150,8 @@ class JobRecord:
 
         def note(session: Session) -> None:
             ranks.replace(session, self.id, rows)
-            recoveries.note_latest(session, self.id, generation, launched_at=at)
-            recoveries.note_replaced(session, self.id, generation, forked, len(kept))
+            recoveries.record_latest(session, self.id, generation, launched_at=at)
+            recoveries.record_replaced(session, self.id, generation, forked, len(kept))
             if kept:
                 message = f"generation {generation} continues with {len(kept)} of {len(rows)} processes"
                 data = {"kept": list(kept), "started": forked}
@@ -168,7 +168,7 @@ class JobRecord:
         """Checkpoints that are complete, or may be, as reported; in order of creation."""
         return await self.read(lambda s: checkpoints.saved_or_saving(s, self.id))
 
-    async def saves_under_way(self) -> list[tuple[str, float]]:
+    async def unfinished_saves(self) -> list[tuple[str, float]]:
         """Identifies each save that has begun and whose end was not reported."""
         return await self.read(lambda s: checkpoints.under_way(s, self.id))
 
@@ -180,21 +180,21 @@ class JobRecord:
         """Record that a trace cannot begin."""
         await self.write(lambda s: step_traces.fail(s, self.id, number, why))
 
-    async def note_ended(self, lost: Sequence[int] | None = None) -> None:
+    async def record_end(self, lost: Sequence[int] | None = None) -> None:
         """Record that these ranks (None: all) have no process any more, though they did not report it."""
         await self.write(lambda s: ranks.end_all(s, self.id) if lost is None else ranks.end(s, self.id, lost))
 
-    async def note_held(self, why: str) -> None:
+    async def record_hold(self, why: str) -> None:
         """Record why the next generation is not begun; in an event, once until a step is committed."""
 
         def note(session: Session) -> None:
-            job = jobs.set_held(session, self.id, why)
-            if not events.said_since(session, self.id, HELD, why, since="first_step"):
+            job = jobs.set_hold_reason(session, self.id, why)
+            if not events.has_event_since(session, self.id, HELD, why, since="first_step"):
                 events.append(session, self.id, HELD, why, step=job.step)
 
         await self.write(note)
 
-    async def note_outcome(self, state: JobState, reason: str | None, message: str | None) -> None:
+    async def record_outcome(self, state: JobState, reason: str | None, message: str | None) -> None:
         """Record how the job is about to end."""
         outcome = {"state": state.value, "reason": reason, "message": message}
 
@@ -235,7 +235,7 @@ class JobRecord:
 
         return await self.write(pause)
 
-    async def note_no_room(self, why: str) -> None:
+    async def record_no_room(self, why: str) -> None:
         """Record that the job is about to save its state and to wait in the queue, for the reason `why`; also for the
         next control plane."""
 

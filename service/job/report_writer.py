@@ -79,18 +79,18 @@ class ReportWriter:
         be stored is recorded as such and skipped: no report ends a job.
         """
         try:
-            await self._take(report)
+            await self._store_report(report)
         except LeaseLost:
             raise  # its owner gets the report now
         except Exception as error:
             log.exception("report %d of rank %d of %s cannot be stored", report.sequence, report.rank, self._job_id)
             await self._write_once(self._left_out, report, error)
 
-    async def _take(self, report: Report) -> None:
+    async def _store_report(self, report: Report) -> None:
         match report.payload:
             case Metrics(rows) as payload:
                 await self._write(self._metrics, report, payload)
-                self._note_stepped(rows)
+                self._record_stepped(rows)
             case Event() as event:
                 await self._write_once(self._event, report, event)
             case Printed() as printed:
@@ -109,7 +109,7 @@ class ReportWriter:
             case Exited():
                 await self._write(self._exit, report, None)
 
-    def _note_stepped(self, rows: Sequence[JsonObject]) -> None:
+    def _record_stepped(self, rows: Sequence[JsonObject]) -> None:
         if self._stepped or all(row["step"] <= self._resume_step for row in rows):
             return
         self._stepped = True
@@ -191,7 +191,7 @@ class ReportWriter:
     def _started(self, session: Session, report: Report, started: Started) -> None:
         """`report` comes when the rank has its state."""
         ranks.set_state(session, self._job_id, self._generation, report.rank, "running", pid=started.pid)
-        recoveries.note_latest(
+        recoveries.record_latest(
             session, self._job_id, self._generation, connected_at=started.connected_at, restored_at=report.time
         )
 
@@ -201,15 +201,15 @@ class ReportWriter:
         generations.add_training(session, self._job_id, self._generation, step)
 
     def _trace_began(self, session: Session, report: Report, began: TraceBegan) -> None:
-        trace_requests.note_begun(session, self._job_id, began.number, self._generation, began.first_step)
+        trace_requests.record_beginning(session, self._job_id, began.number, self._generation, began.first_step)
 
     def _traced(self, session: Session, report: Report, traced: Traced) -> None:
         about = (self._job_id, traced.number, self._generation, traced.first_step, report.rank)
-        trace_requests.note_recorded(session, *about, traced.recording)
+        trace_requests.record_recorded(session, *about, traced.recording)
 
     def _profiled(self, session: Session, report: Report, profiled: Profiled) -> None:
         about = (self._job_id, profiled.number, self._generation, profiled.first_step, report.rank)
-        trace_requests.note_profiled(session, *about, base64.b85decode(profiled.content))
+        trace_requests.record_profiled(session, *about, base64.b85decode(profiled.content))
 
     def _exit(self, session: Session, report: Report, _: None) -> None:
         ranks.set_state(session, self._job_id, self._generation, report.rank, ranks.EXITED)

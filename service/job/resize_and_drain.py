@@ -17,15 +17,15 @@ from manta.service.cluster.agents import describe
 from manta.service.cluster.placement import Capacity, missing, replica_of, unit_of
 from manta.service.cluster.sizes import (
     fitting,
-    given_back,
+    largest_fitting_size,
     resized,
     room_for,
     shapes_of,
-    size_within,
     sizes_of,
     smallest,
+    with_freed_units,
 )
-from manta.service.job.changes import Change, Grow, Move, PlaceAgain, Shrink, WaitInQueue
+from manta.service.job.changes import Change, Grow, Move, Relocate, Shrink, WaitInQueue
 from manta.service.job.context import JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.generation import RunningGeneration
@@ -72,14 +72,16 @@ class ElasticityPlanner:
         self._job.change_possible.clear()
         current = await self._job.record.current_generation()
         if current is None or current.first_step_at is None:
-            return None  # ranks may still read the snapshots of others; `look_for_room` asks again
+            return None  # ranks may still read the snapshots of others; `check_for_room` asks again
         if draining := self._draining():
             return await self._leave(running, draining)
-        others_wait = await self._others_wait()
-        larger = None if others_wait else await self._larger_shape()
-        return await self._resize(running, others_wait) if larger is None else PlaceAgain(larger, "there is room again")
+        other_jobs_wait = await self._other_jobs_wait()
+        larger = None if other_jobs_wait else await self._larger_shape()
+        return (
+            await self._resize(running, other_jobs_wait) if larger is None else Relocate(larger, "there is room again")
+        )
 
-    async def look_for_room(self) -> None:
+    async def check_for_room(self) -> None:
         """From time to time, check whether the job could run on the nodes or with the number of replicas that it
         should: no event announces that."""
         while True:
@@ -95,7 +97,7 @@ class ElasticityPlanner:
         if draining := self._draining():
             if not self._reported_waiting or await self._room(self._gang.spec) >= len(draining):
                 return True
-            return await self._elsewhere() is not None or await self._spare_seconds() <= 0
+            return await self._layout_after_relocation() is not None or await self._spare_seconds() <= 0
         if len(self._sizes) == len(self._shapes) == 1:
             return False
         wanted, held = await self._job.wanted_replicas(), self._gang.layout.data
@@ -103,7 +105,7 @@ class ElasticityPlanner:
             return True
         could_grow = wanted > held and await self._room(self._gang.spec) > 0
         # The queue, which may be long, is checked last.
-        return (could_grow or await self._larger_shape() is not None) and not await self._others_wait()
+        return (could_grow or await self._larger_shape() is not None) and not await self._other_jobs_wait()
 
     async def _larger_shape(self) -> JobSpec | None:
         """The submitted, larger tensor and pipeline sizes, if a job that runs with smaller ones could go back to
@@ -113,19 +115,19 @@ class ElasticityPlanner:
         larger = self._shapes[: sizes.index((layout.tensor, layout.pipeline))]
         return await self._fitting(larger) if larger else None
 
-    async def _elsewhere(self) -> JobSpec | None:
+    async def _layout_after_relocation(self) -> JobSpec | None:
         """The layout that the job could have if it were placed again."""
         return await self._fitting(self._shapes)
 
     async def _fitting(self, shapes: Sequence[JobSpec]) -> JobSpec | None:
         """The first of `shapes` that there is room for if this job gives back what it holds."""
-        own_given_back: Capacity = given_back(await self._gang.capacity(), self._gang.nodes.values())
+        own_given_back: Capacity = with_freed_units(await self._gang.capacity(), self._gang.nodes.values())
         return fitting(shapes, await self._job.wanted_replicas(), own_given_back)
 
     async def _room(self, spec: JobSpec) -> int:
         return room_for(spec.layout, await self._gang.capacity())
 
-    async def _others_wait(self) -> bool:
+    async def _other_jobs_wait(self) -> bool:
         """Whether jobs wait in the queue, which have a right to free resources; not counting jobs that need other
         resources, nor jobs that the cluster could never hold."""
         waiting = self._queue = await self._job.record.read(partial(jobs.queued, before=self._queue))
@@ -140,19 +142,19 @@ class ElasticityPlanner:
         known, self._never_fitting = self._never_fitting, {}
         for each in alike:
             about = (each.updated_at, totals)
-            if known.get(each.id) != about and await self._fits_some_time(each.id, capacity):
+            if known.get(each.id) != about and await self._could_ever_fit(each.id, capacity):
                 return True
             self._never_fitting[each.id] = about
         return False
 
-    async def _fits_some_time(self, job_id: str, capacity: Capacity) -> bool:
+    async def _could_ever_fit(self, job_id: str, capacity: Capacity) -> bool:
         """Whether the cluster could hold a job in the queue, if no other job held anything."""
         try:
             spec = stored_spec(await self._job.record.read(partial(jobs.get, job_id=job_id))).spec
         except (JobNotFound, SpecNotUnderstood):  # it is gone, or waits for another release
             return False
         shortage = missing(smallest(spec).layout, capacity)
-        return shortage is None or not shortage.waits_in_vain
+        return shortage is None or not shortage.can_never_fit
 
     def _draining(self) -> tuple[int, ...]:
         """The replicas that have ranks on nodes that are being drained."""
@@ -174,9 +176,9 @@ class ElasticityPlanner:
         time and wait in the queue."""
         seconds = max(await self._spare_seconds(), self._seconds_left() / 2)
         standby = await self._start_standby(self._gang.spec, running, draining, seconds)
-        return Move(draining, standby) if standby is not None else await self._go_on_without(running, draining)
+        return Move(draining, standby) if standby is not None else await self._continue_without(running, draining)
 
-    async def _go_on_without(
+    async def _continue_without(
         self, running: RunningGeneration, draining: tuple[int, ...]
     ) -> Change | WaitInQueue | None:
         if self._is_over(running):
@@ -184,11 +186,11 @@ class ElasticityPlanner:
         staying = tuple(replica for replica in range(self._gang.layout.data) if replica not in draining)
         if len(staying) in self._sizes:
             return Shrink(staying, f"continued without replicas {list(draining)}: their nodes are being drained")
-        elsewhere, spare = await self._elsewhere(), await self._spare_seconds()
+        elsewhere, spare = await self._layout_after_relocation(), await self._spare_seconds()
         if spare <= 0:  # placing it again would leave its newest state on nodes that may be gone at any moment
             return WaitInQueue(NO_ROOM if elsewhere is None else TOO_SOON)
         if elsewhere is not None:
-            return PlaceAgain(elsewhere, "its nodes are being drained")
+            return Relocate(elsewhere, "its nodes are being drained")
         if not self._reported_waiting:
             more = f"for {spare:.0f} s; then it saves its state and waits in the queue"
             how_long = "until the end" if math.isinf(spare) else more
@@ -197,15 +199,15 @@ class ElasticityPlanner:
         self._reported_waiting = True
         return None
 
-    async def _resize(self, running: RunningGeneration, others_wait: bool) -> Change | None:
+    async def _resize(self, running: RunningGeneration, other_jobs_wait: bool) -> Change | None:
         """Continue with as many replicas as are wanted and fit; jobs in the queue come first."""
         gang, wanted = self._gang, await self._job.wanted_replicas()
         held = gang.layout.data
-        size = size_within(self._sizes, wanted, held, 0 if others_wait else await self._room(gang.spec))
+        size = largest_fitting_size(self._sizes, wanted, held, 0 if other_jobs_wait else await self._room(gang.spec))
         if size is None or size == held:
             if wanted > held:
                 message = f"there is no room for more than {held} replicas; it keeps waiting"
-                if others_wait:
+                if other_jobs_wait:
                     message = f"jobs in the queue come first: it stays at {held} replicas, and keeps waiting"
                 if self._reported_size != (wanted, message):
                     self._reported_size = wanted, message

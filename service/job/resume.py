@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from manta.service.backups import rank_backups
-from manta.service.backups.rank_backups import spread, whole_states
+from manta.service.backups.rank_backups import complete_states, spread
 from manta.service.cluster.agent_client import AgentClient, within
 from manta.service.cluster.sizes import resized, shapes_of, sizes_of
-from manta.service.job.context import LOOK_SECONDS, JobContext
+from manta.service.job.context import LISTING_SECONDS, JobContext
 from manta.service.job.gang import Gang
 from manta.service.recovery.decisions import choose_resume, unusable_sources
 from manta.service.recovery.durable_state import DurableState, durable_state
@@ -59,33 +59,35 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
     recorded = [(row.step, row.path) for row in await job.record.saved_checkpoints()]
     is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
     # Otherwise the database may be a backup, older than the folder. A resting rank has reported in this generation.
-    is_heard = job.has_launched or any(step is not None for step in gang.held_steps.values())
-    durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LOOK_SECONDS)
+    is_heard = job.has_launched or any(step is not None for step in gang.resting_steps.values())
+    durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LISTING_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume, job.has_snapshots)
-    taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
-    return StartingPoint(resume, _source(resume, taken, resume.step in gang.held_steps.values()))
+    taken = {kind for rank, kind in brought.origins.items() if resume.step in brought.steps[rank]}
+    return StartingPoint(resume, _source(resume, taken, resume.step in gang.resting_steps.values()))
 
 
-async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Brought, list[tuple[int, list[str]]]]:
+async def _in_memory(
+    job: JobContext, generation: int
+) -> tuple[rank_backups.FetchedSnapshots, list[tuple[int, list[str]]]]:
     """What the gang can reach in shared memory: its own snapshots, including those that were copied to its nodes, and
     (step, files) of what other layouts have left."""
     gang, agents = job.gang, list(job.gang.by_rank.values())
     departing = [agent for people in job.departing for agent in people.agents if agent is not None]
     own = await asyncio.gather(*(agent.snapshot_steps(gang.tag) for agent in agents))
-    brought = rank_backups.Brought([list(steps) for steps in own], {})
+    brought = rank_backups.FetchedSnapshots([list(steps) for steps in own], {})
     others = _other_layouts(job.submitted, gang.tag)
     foreign: list[tuple[int, list[str]]] = []
-    needy = list(range(len(agents))) if departing else rank_backups.without_state(own)
+    needy = list(range(len(agents))) if departing else rank_backups.ranks_without_state(own)
     if generation and (needy or others):
         memory = await _memory_of(agents, departing)
         ranks = rank_backups.Ranks(agents, generation, gang.tag, gang.peers)
-        brought = await rank_backups.bring_back(ranks, own, needy, memory.holders, memory.files)
-        foreign = await _of_other_layouts(memory, others, generation)
+        brought = await rank_backups.fetch_snapshots(ranks, own, needy, memory.holders, memory.files)
+        foreign = await _states_of_other_layouts(memory, others, generation)
     return brought, foreign
 
 
-async def known_checkpoints(job: JobContext, seconds: float = LOOK_SECONDS) -> DurableState:
+async def known_checkpoints(job: JobContext, seconds: float = LISTING_SECONDS) -> DurableState:
     """The job's checkpoints; also updates its rows, unless their folder does not answer within `seconds`. For a job
     whose gang is at rest."""
     listing = await job.folder_reader.list(job.checkpoint_folder, seconds, job.id)
@@ -100,7 +102,7 @@ async def known_checkpoints(job: JobContext, seconds: float = LOOK_SECONDS) -> D
 
 def _in_process(gang: Gang, rank: int) -> list[int]:
     """The step that the rank's resting trainer still holds."""
-    step = gang.held_steps.get(rank)
+    step = gang.resting_steps.get(rank)
     return [] if step is None else [step]
 
 
@@ -149,11 +151,11 @@ async def _answer(answer: Awaitable[T]) -> T | None:
     try:
         return await within(DEPARTING_SECONDS, answer)
     except Exception as error:  # noqa: BLE001 - its snapshots cannot be reached
-        log.warning("a departing agent does not answer: %s", error)
+        log.warning("an agent on a departing node does not respond: %s", error)
         return None
 
 
-async def _of_other_layouts(
+async def _states_of_other_layouts(
     memory: _Memory, layouts: Mapping[str, ParallelConfig], generation: int
 ) -> list[tuple[int, list[str]]]:
     """(Step, files) of the newest state that ranks of other layouts left complete, once it is on every host of the
@@ -161,7 +163,7 @@ async def _of_other_layouts(
     left = {file.layout for files in memory.files.values() for file in files}
     # Only these: the ranks of all layouts that a large job may run in are millions.
     groups = {tag: state_groups(layout) for tag, layout in layouts.items() if tag in left}
-    for state in whole_states(memory.files, groups):
+    for state in complete_states(memory.files, groups):
         if await spread(state, memory.holders, memory.files, generation, memory.hosts):
             return [(state.step, state.paths)]
     return []

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from manta.service.cluster.agent_client import AgentClient, AgentError
-from manta.service.cluster.agents import describe_each
+from manta.service.cluster.agents import describe_all
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import in_use
@@ -32,12 +32,12 @@ from manta.service.job.actions import (
     launch_after,
     while_leaving,
 )
-from manta.service.job.changes import Stay, WaitInQueue, carry_out, place_all, replace_lost, standby_of
+from manta.service.job.changes import Stay, WaitInQueue, carry_out, place_gang, replace_lost, standby_of
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration, time_to_rest
 from manta.service.job.incident import Incident
 from manta.service.job.launch import LaunchFailed, finish_launch, launch_generation, watch_generation
-from manta.service.job.leave import ask_to_save, keep_time, leave
+from manta.service.job.leave import leave, request_save, watch_deadline
 from manta.service.job.planning import plan_generation
 from manta.service.job.record import NODES_TO_BE_LEFT
 from manta.service.job.resize_and_drain import ElasticityPlanner
@@ -64,8 +64,8 @@ from manta.workers.protocol.messages import AgentDescription
 log = logging.getLogger(__name__)
 
 # Seconds that the present step may take before a change of size or place aborts it.
-PATIENCE_SECONDS = 20.0
-_HELD_UNTIL = {
+STEP_GRACE_SECONDS = 20.0
+_HOLD_CONDITIONS = {
     NOT_SAVED: "this is possible",
     UNREADABLE_DATA: "its data can be read",
     NODE_EXHAUSTED: "a node has what its ranks need",
@@ -84,7 +84,7 @@ class Supervisor:
         """The generation that is being watched."""
         self._unlaunched = False
         """Whether the job has got places and nothing was launched there yet."""
-        self._asked_to_save: RunningGeneration | None = None
+        self._save_requested_from: RunningGeneration | None = None
         self._background_tasks = BackgroundTasks()
 
     @property
@@ -135,13 +135,13 @@ class Supervisor:
             self._in_background(self._record.event("node_draining", message, data=data))
             self._planner.reconsider()
 
-    async def run(self, placed_generation: int | None) -> None:
-        """Supervise the job until its end. `placed_generation`: the number in the names of its placement groups if they
-        were just acquired; None: take over what another control plane left."""
-        timekeeper = asyncio.create_task(keep_time(self._job), name=f"time of {self._job.id}")
+    async def run(self, scheduled_generation: int | None) -> None:
+        """Supervise the job until its end. `scheduled_generation`: the number in the names of its placement groups if
+        they were just acquired; None: take over what another control plane left."""
+        timekeeper = asyncio.create_task(watch_deadline(self._job), name=f"time of {self._job.id}")
         timekeeper.add_done_callback(log_failure)
         try:
-            action: Action | None = await self._first(placed_generation)
+            action: Action | None = await self._first(scheduled_generation)
             while action is not None:
                 if self._job.cancelled.is_set() and isinstance(action, Watch | Launch | Reacquire | Leave):
                     action = End(JobState.CANCELLED)
@@ -164,14 +164,14 @@ class Supervisor:
         """Return when all background work for the job is done."""
         await self._background_tasks.settled()
 
-    async def _first(self, placed_generation: int | None) -> Action:
+    async def _first(self, scheduled_generation: int | None) -> Action:
         job, outcome = await self._record.job(), await self._record.outcome()
         if outcome is not None and is_final(outcome["state"]):  # another control plane could not finish
             return End(JobState(outcome["state"]), outcome["reason"], outcome["message"])
         if job.state == JobState.CANCELLING:
             self._job.cancelled.set()
             return End(JobState.CANCELLED)
-        self._unlaunched = placed_generation is not None or job.generation == 0
+        self._unlaunched = scheduled_generation is not None or job.generation == 0
         if job.state == JobState.PAUSING:
             self._job.leaving.set()
             if outcome is not None or self._unlaunched:
@@ -182,7 +182,7 @@ class Supervisor:
             self._job.wait_in_queue(outcome["message"])
         if outcome is not None and self._job.no_room:
             return Leave()
-        return await (self._adopt(job) if placed_generation is None else self._start(job, placed_generation))
+        return await (self._adopt(job) if scheduled_generation is None else self._start(job, scheduled_generation))
 
     async def _perform(self, action: Action) -> Action | None:
         """Carry out one action; returns the next, or None when the job has no owner any more. Raises NotPlaced."""
@@ -205,12 +205,12 @@ class Supervisor:
                 await self._end(action)
         return None
 
-    async def _start(self, job: Job, placed_generation: int) -> Launch:
+    async def _start(self, job: Job, scheduled_generation: int) -> Launch:
         """Start the agents in the places that were acquired for the job."""
         again = job.generation > 0
         if again:
             self._job.departing.append(await self._gang.snapshot_holders())
-        await self._gang.start(placed_generation, in_use(self._job.submitted, job))
+        await self._gang.start(scheduled_generation, in_use(self._job.submitted, job))
         lives = await self._record.generations()
         if lives and lives[-1].started_at <= self._job.retried_at:
             return Launch("tried again by the user", counts=False)
@@ -230,7 +230,7 @@ class Supervisor:
         about = await self._gang.adopt([row.actor or "" for row in rows], after)
         if about is None:
             if job.state == JobState.RUNNING:
-                await self._record.note_state(JobState.RECOVERING)
+                await self._record.record_state(JobState.RECOVERING)
             lost_too = " and its agents were lost" if rows else ""
             return Reacquire(Launch(f"the control plane was restarted{lost_too}", counts=job.generation > 0))
         lost = [rank for rank in range(len(rows)) if rank not in about]
@@ -254,7 +254,7 @@ class Supervisor:
         current = await self._record.current_generation()
         resume_step = current.resume_step if current is not None else 0
         running = watch_generation(self._job, generation, resume_step, taken_over=True)
-        self._attend(running)
+        self._observe(running)
         if not lost:  # the last control plane may not have done it
             running.run_alongside(plan_generation(self._job, generation, where))
         for rank in lost:
@@ -265,11 +265,11 @@ class Supervisor:
         running = self._running
         assert running is not None
         leaving = self._job.leaving.is_set()
-        if leaving and self._asked_to_save is not running:
-            self._asked_to_save = running
+        if leaving and self._save_requested_from is not running:
+            self._save_requested_from = running
             if self._job.no_room:
-                await self._record.note_no_room(self._job.no_room)
-            running.run_alongside(ask_to_save(self._job, running))
+                await self._record.record_no_room(self._job.no_room)
+            running.run_alongside(request_save(self._job, running))
         signals = (self._job.overdue,) if leaving else (self._job.leaving, self._job.change_possible)
         await running.wait(self._job.cancelled, *signals)
         if self._job.cancelled.is_set():
@@ -287,22 +287,26 @@ class Supervisor:
         timeline = RecoveryTimeline(noticed_at=time.time())
         await self._record.store.until_certain()
         await running.wait_for_culprit()
-        await asyncio.gather(self._record.note_state(JobState.RECOVERING), running.rest(time_to_rest(self._gang.spec)))
+        await asyncio.gather(
+            self._record.record_state(JobState.RECOVERING), running.rest(time_to_rest(self._gang.spec))
+        )
         return self._after_deaths(running, timeline)
 
     def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover:
         """The action after a generation has ended with deaths, and all that live are at rest."""
         self._running = None
         timeline.rested_at, timeline.failed_at = time.time(), ended.culprit.at
-        self._gang.held_steps = dict(ended.resting)
+        self._gang.resting_steps = dict(ended.resting)
         agents_lost = tuple(death.rank for death in ended.deaths if death.kind == "agent_lost")
         return Recover(ended.culprit, agents_lost, timeline)
 
     async def _recover(self, action: Recover) -> Action:
         """Start another generation, with other agents for ranks that lost theirs, or give up the job."""
-        await self._record.note_state(JobState.RECOVERING)  # again, since a last report may have been of the first step
+        await self._record.record_state(
+            JobState.RECOVERING
+        )  # again, since a last report may have been of the first step
         if action.agents_lost:  # it may be held back, or held, for long before the next launch records them again
-            await self._record.note_ended(action.agents_lost)
+            await self._record.record_end(action.agents_lost)
         job, lives = await self._record.job(), await self._record.generations()
         culprit, failed = action.culprit, action.failed_launch
         progressed = bool(lives) and lives[-1].first_step_at is not None and failed is None
@@ -319,12 +323,12 @@ class Supervisor:
         if culprit.kind == UNREADABLE and lives:
             older = len((await known_checkpoints(self._job)).checkpoints) > 1
             about = (lives[-1].resume_step, culprit.message, older, self._job.has_snapshots)
-            await self._record.note_held(hold_sentence(job.id, *about))
-        elif culprit.kind in _HELD_UNTIL and decision.wait_seconds:
-            until = f"held until {_HELD_UNTIL[culprit.kind]}: {culprit.message}. `manta cancel {job.id}` ends it"
-            await self._record.note_held(until)
+            await self._record.record_hold(hold_sentence(job.id, *about))
+        elif culprit.kind in _HOLD_CONDITIONS and decision.wait_seconds:
+            until = f"held until {_HOLD_CONDITIONS[culprit.kind]}: {culprit.message}. `manta cancel {job.id}` ends it"
+            await self._record.record_hold(until)
         if decision.wait_seconds:
-            await self._hold_back(decision.wait_seconds, culprit)
+            await self._wait_before_generation(decision.wait_seconds, culprit)
         if self._job.cancelled.is_set():
             return End(JobState.CANCELLED)
         incident = Incident(culprit, failure, action.timeline, decision.wait_seconds)
@@ -334,7 +338,7 @@ class Supervisor:
             return Reacquire(launch)
         return launch
 
-    async def _hold_back(self, seconds: float, culprit: Death) -> None:
+    async def _wait_before_generation(self, seconds: float, culprit: Death) -> None:
         """Wait before the next generation, or until the job is cancelled or is to leave; while it tries to leave, until
         it has tried for long enough."""
         leave = self._job.overdue if self._job.leaving.is_set() else self._job.leaving
@@ -343,10 +347,10 @@ class Supervisor:
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
         await self._wait(seconds, self._job.cancelled, leave)
 
-    async def _hold(self, launch: Launch, why: str) -> Launch:
+    async def _wait_before_retry(self, launch: Launch, why: str) -> Launch:
         """Wait before the next attempt of a launch that failed for no fault of the gang's, or until the job is
         cancelled or is to leave."""
-        await self._record.note_held(why)
+        await self._record.record_hold(why)
         await self._wait(hold_seconds(launch.holds), self._job.cancelled, self._job.leaving)
         return replace(launch, holds=launch.holds + 1)
 
@@ -363,10 +367,10 @@ class Supervisor:
         """Give up all places, keep the snapshots, and place the whole gang again."""
         failures = self._job.failures(await self._record.generations(), launch.incident)
         holders = await self._gang.release()  # on all nodes that it has been on, so that no others are needed
-        await self._record.note_ended()
+        await self._record.record_end()
         self._dismiss_departing()
         self._job.departing.append(holders)
-        await place_all(self._job, (await self._record.job()).generation + 1, failures)
+        await place_gang(self._job, (await self._record.job()).generation + 1, failures)
         return launch
 
     async def _rearrange(self, action: Rearrange) -> Action:
@@ -374,9 +378,9 @@ class Supervisor:
         something happens before that, the change is not made, and the event is handled."""
         running = self._running
         assert running is not None
-        await self._record.note_state(JobState.RESIZING)
+        await self._record.record_state(JobState.RESIZING)
         noticed = time.time()
-        await running.rest(time_to_rest(self._gang.spec), PATIENCE_SECONDS)
+        await running.rest(time_to_rest(self._gang.spec), STEP_GRACE_SECONDS)
         # A trainer that took too long to rest was killed, and its rank resumes from its snapshot.
         failed = any(death.kind != "stopped" for death in running.deaths)
         if failed or running.all_ended or self._job.cancelled.is_set():
@@ -396,16 +400,16 @@ class Supervisor:
             running = await launch_generation(self._job, launch)
         except CheckpointsUnreadable as error:
             self._job.failed_launches = []  # all agents have answered
-            return await self._hold(launch, str(error))
+            return await self._wait_before_retry(launch, str(error))
         except ClusterUnavailable as error:
-            return await self._hold(launch, f"Ray refused a request ({error}); it is tried again")
+            return await self._wait_before_retry(launch, f"Ray refused a request ({error}); it is tried again")
         except (AgentError, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)
             return Recover(death, lost, RecoveryTimeline(time.time()), launch)
         self._job.failed_launches, self._unlaunched = [], False
         self._dismiss_departing()
-        self._attend(running)
+        self._observe(running)
         return Watch()
 
     async def _launch_failure(self, error: Exception) -> tuple[Death, tuple[int, ...]]:
@@ -414,16 +418,16 @@ class Supervisor:
         gang, everybody = self._gang, list(range(len(self._gang.agents)))
         why = (str(error).strip() or type(error).__name__).splitlines()[-1]
         if isinstance(error, LaunchFailed):
-            silent, why = list(error.silent), next(iter(error.silent.values()))
+            silent, why = list(error.unresponsive), next(iter(error.unresponsive.values()))
         else:
-            answering = await describe_each(gang.by_rank)
+            answering = await describe_all(gang.by_rank)
             silent = [rank for rank in everybody if rank not in answering]
         lost = sorted({*silent, *gang.on(self._cluster.nodes.lost)}) or everybody
         return Death(lost[0], "agent_lost", message=f"could not be launched ({why})"), tuple(lost)
 
-    def _attend(self, running: RunningGeneration) -> None:
+    def _observe(self, running: RunningGeneration) -> None:
         """Watch this generation from now on."""
-        running.run_alongside(self._planner.look_for_room())
+        running.run_alongside(self._planner.check_for_room())
         self._running = running
 
     async def _leave(self) -> Action | None:
@@ -438,7 +442,7 @@ class Supervisor:
         snapshots."""
         if end.state == JobState.CANCELLED and self._running is not None:
             await self._running.stop()
-        await self._record.note_outcome(end.state, end.reason, end.message)
+        await self._record.record_outcome(end.state, end.reason, end.message)
         keeps = end.state == JobState.FAILED and (await self._record.job()).step > 0 and self._job.memory_seconds > 0
         await self._cluster.end_job(self._job.id, keep_snapshots=keeps)
         try:

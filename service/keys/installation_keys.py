@@ -34,7 +34,7 @@ def _is_good(session: Session, secret: str) -> bool:
     if key is None:
         add_for_installation(session, secret, "automatic", "the service")
         return True
-    return keys.is_good(key, time.time())
+    return keys.is_valid(key, time.time())
 
 
 def add_for_installation(
@@ -63,7 +63,7 @@ class GivenKeyUnusable(MantaError):
     """The key cannot be made valid; the message says why."""
 
 
-def add_given(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
+def add_existing_key(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
     """Make `secret` valid for all projects; repeating it changes nothing. Raises GivenKeyUnusable for a key that could
     be guessed, that was revoked or has expired, or that exists with another scope."""
     if not may_be_key(secret):
@@ -74,7 +74,7 @@ def add_given(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
     known = keys.by_digest(session, digest_of(secret))
     if known is None:
         return add_for_installation(session, secret, name, user_name(), scope=scope)
-    if not keys.is_good(known, time.time()):
+    if not keys.is_valid(known, time.time()):
         raise GivenKeyUnusable(f"the key {known.id} ({known.name}) was revoked or has expired: draw another one")
     if not known.installation or known.scope != scope:
         raise GivenKeyUnusable(f"the key is known already, as {known.id} ({known.name}): draw another one")

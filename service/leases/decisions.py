@@ -39,7 +39,7 @@ class LeaseUncertain(MantaError):
         super().__init__(f"it is not certain that this control plane still owns {name}: the database does not answer")
 
 
-class OtherRay(MantaError):
+class RayMismatch(MantaError):
     """Control planes of one database must use one Ray."""
 
     def __init__(self, place: str, theirs: str, ours: str):
@@ -52,7 +52,7 @@ class OtherRay(MantaError):
 
 
 @dataclass(frozen=True)
-class JobInBrief:
+class JobSummary:
     """A job that is not final, and which control plane owns it."""
 
     id: str
@@ -71,16 +71,16 @@ def is_over(lease_until: float, now: float) -> bool:
     return lease_until <= now
 
 
-def may_be_given(lease_until: float, now: float) -> bool:
+def is_claimable(lease_until: float, now: float) -> bool:
     """Whether a control plane has renewed its lease recently enough that a job may be handed over to it; both times by
     the database's clock."""
     return lease_until - now > LEASE_SECONDS - 2 * RENEW_SECONDS
 
 
-def may_order(asked_at: float, now: float) -> bool:
-    """Whether a control plane whose last successful renewal was requested at `asked_at` can be sure that no other one
-    has taken over from it; both times by a local clock that continues while the process is suspended."""
-    return now - asked_at < LEASE_SECONDS - MARGIN_SECONDS
+def may_order(requested_at: float, now: float) -> bool:
+    """Whether a control plane whose last successful renewal was requested at `requested_at` can be sure that no other
+    one has taken over from it; both times by a local clock that continues while the process is suspended."""
+    return now - requested_at < LEASE_SECONDS - MARGIN_SECONDS
 
 
 def lost(held: Collection[str], owned: Collection[str]) -> set[str]:
@@ -88,14 +88,14 @@ def lost(held: Collection[str], owned: Collection[str]) -> set[str]:
     return set(held) - set(owned)
 
 
-def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobInBrief]) -> set[str]:
+def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobSummary]) -> set[str]:
     """What is to be given back: according to the database a control plane owns it, but it does not know that, since it
     broke off while giving it back, and no control plane has to own it."""
     supervised = {job.id for job in jobs if job.state in SUPERVISED}
     return {name for name in owned if name not in held and name not in supervised}
 
 
-def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: int) -> list[str]:
+def to_claim(jobs: Sequence[JobSummary], held: Container[str], me: str, living: int) -> list[str]:
     """The jobs that `me`, one of `living` control planes, takes now: its share of those that no control plane owns, so
     that all living ones get some of a dead one's, and those that it owns according to the database without knowing
     it."""
@@ -105,7 +105,7 @@ def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: 
     return own + unowned[:share]
 
 
-def to_hand_over(jobs: Sequence[JobInBrief], me: str, living: Collection[str]) -> dict[str, str]:
+def to_hand_over(jobs: Sequence[JobSummary], me: str, living: Collection[str]) -> dict[str, str]:
     """By job, to which of these control planes, `me` among them, `me` gives it: if it has clearly more than another, to
     that one, until both have the same number. Only jobs that train and have nothing else going on."""
     counts = {plane: sum(job.owner == plane for job in jobs) for plane in living}

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from manta.service.backoff import backoff
 from manta.service.leases import decisions
-from manta.service.leases.decisions import RENEW_SECONDS, JobInBrief, LeaseLost, LeaseUncertain
+from manta.service.leases.decisions import RENEW_SECONDS, JobSummary, LeaseLost, LeaseUncertain
 from manta.service.store import Store, leases
 from manta.service.store.database import until_done
 from manta.service.store.sqlite import SqliteDatabase
@@ -69,9 +69,9 @@ class Leases:
         self.changed = asyncio.Event()
         """Set when another control plane may have written something that should be looked at."""
         self._held: dict[str, HeldLease] = {}
-        self._keeper: Keeper | None = None
-        self._asked_at = 0.0
-        self._removed = self._looked_after_removal = 0
+        self._renewer: LeaseRenewer | None = None
+        self._requested_at = 0.0
+        self._removed = self._checked_after_removal = 0
         self._place = self._ray = ""
         self._waiting: list[asyncio.Future[None]] = []
         self._borrowing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -79,8 +79,8 @@ class Leases:
         self._claiming: set[str] = set()
 
     def join(self, place: str, ray: str) -> None:
-        """Count as living from now on, in `place` and on `ray`; then `begin`. Raises OtherRay."""
-        self._place, self._ray, self._asked_at = place, ray, self._clock()
+        """Count as living from now on, in `place` and on `ray`; then `begin`. Raises RayMismatch."""
+        self._place, self._ray, self._requested_at = place, ray, self._clock()
         self._store.write(lambda session: leases.join(session, self.me, place, ray, self.alone))
 
     def begin(self) -> None:
@@ -88,26 +88,26 @@ class Leases:
         database, loop = self._store.database, asyncio.get_running_loop()
         if isinstance(database, SqliteDatabase):
             return
-        self._keeper = Keeper(
+        self._renewer = LeaseRenewer(
             database,
             self.me,
-            lambda asked_at, in_time: _tell(loop, self._note_renewal, asked_at, in_time),
-            lambda: _tell(loop, self.changed.set),
+            lambda requested_at, in_time: _notify(loop, self._record_renewal, requested_at, in_time),
+            lambda: _notify(loop, self.changed.set),
         )
-        self._keeper.start()
+        self._renewer.start()
 
     async def leave(self) -> None:
         """Give everything back, so that others can take it at once."""
-        if self._keeper is not None:
-            self._keeper.stop()
+        if self._renewer is not None:
+            self._renewer.stop()
         self._held.clear()
         await self._store.write_async(lambda session: leases.leave(session, self.me))
 
-    def _note_renewal(self, asked_at: float, in_time: bool) -> None:
+    def _record_renewal(self, requested_at: float, in_time: bool) -> None:
         if in_time:
-            self._asked_at = asked_at
+            self._requested_at = requested_at
             self._wake_waiting()
-        elif self._removed == self._looked_after_removal:
+        elif self._removed == self._checked_after_removal:
             log.error("this control plane was declared dead; it checks which jobs it still owns")
             self._removed += 1
             self.changed.set()
@@ -123,7 +123,7 @@ class Leases:
         """Whether it is certain that no other control plane has taken over what is held."""
         if self.alone:
             return True
-        return self._removed == self._looked_after_removal and decisions.may_order(self._asked_at, self._clock())
+        return self._removed == self._checked_after_removal and decisions.may_order(self._requested_at, self._clock())
 
     async def until_certain(self, name: str) -> None:
         """Return once `name` is certainly held. Raises LeaseLost."""
@@ -200,7 +200,7 @@ class Leases:
         another, still holds it after `seconds`."""
         lock = self._borrowing.setdefault(job_id, asyncio.Lock())
         async with lock:
-            lease = await self._claim_unheld(job_id, time.monotonic() + seconds)
+            lease = await self._claim_unowned(job_id, time.monotonic() + seconds)
             try:
                 yield lease
             finally:
@@ -208,7 +208,7 @@ class Leases:
                     await self.release(job_id)
                     self.changed.set()
 
-    async def _claim_unheld(self, job_id: str, deadline: float) -> HeldLease | None:
+    async def _claim_unowned(self, job_id: str, deadline: float) -> HeldLease | None:
         for pause in backoff(*PAUSES):
             lease = None if job_id in self._held else await self.claim(job_id)
             if lease is not None or time.monotonic() >= deadline:
@@ -227,23 +227,25 @@ class Leases:
         if self._held.get(lease.name) is lease:
             del self._held[lease.name]
 
-    def wake_others(self) -> None:
-        """Make other control planes look at once at what was written. Any thread may call it; it does not wait, since
-        they look soon anyway."""
+    def wake_control_planes(self) -> None:
+        """Make other control planes check immediately what was written. Any thread may call it; it does not wait, since
+        they check soon anyway."""
         if not self.alone:
-            self._store.write_later(leases.wake_others)
+            self._store.write_later(leases.wake_control_planes)
 
     async def hand_over(self, job_id: str, epoch: int, to: str) -> None:
         """Make `to` own the job after its owner in this process, with `epoch`, has stopped. Raises LeaseLost."""
         self._held.pop(job_id, None)
         await self._store.write_async(lambda session: leases.hand_over(session, job_id, self.me, epoch, to))
 
-    async def look(self, is_busy: Callable[[str], bool] = lambda job: False) -> tuple[list[JobInBrief], dict[str, str]]:
+    async def refresh(
+        self, is_busy: Callable[[str], bool] = lambda job: False
+    ) -> tuple[list[JobSummary], dict[str, str]]:
         """All jobs that are not final, and by job to which control plane it is to be handed over. Leases that are no
         longer held are dropped; of the jobs that no control plane owns, this control plane's share is taken. `is_busy`:
         whether a job's lease is being taken at the moment, so that it will be held shortly; called on any thread."""
         removals, names = self._removed, set(self._held)
-        if removals != self._looked_after_removal:
+        if removals != self._checked_after_removal:
             await self._store.write_async(
                 lambda session: leases.join(session, self.me, self._place, self._ray, alone=False)
             )
@@ -252,28 +254,28 @@ class Leases:
             for name in decisions.lost(names & self._held.keys(), seen.owned):
                 log.warning("%s is owned by another control plane now", name)
                 del self._held[name]
-        self._looked_after_removal = removals
+        self._checked_after_removal = removals
         self._wake_waiting()
-        known = _Known(self._held, self._claiming, is_busy)
+        known = _OwnLeases(self._held, self._claiming, is_busy)
         if decisions.strays(seen.owned, known, seen.jobs):
             await self._store.write_async(lambda session: self._release_strays(session, known))
-        if not seen.somebody_died and not decisions.to_claim(seen.jobs, known, self.me, len(seen.living)):
+        if not seen.has_expired_members and not decisions.to_claim(seen.jobs, known, self.me, len(seen.living)):
             return seen.jobs, decisions.to_hand_over(seen.jobs, self.me, seen.well)
         jobs, taken = await self._store.write_async(lambda session: self._take(session, known))
         for job, epoch in taken.items():
             self.hold(job, epoch)
         return jobs, {}
 
-    def _release_strays(self, session: Session, known: _Known) -> None:
+    def _release_strays(self, session: Session, known: _OwnLeases) -> None:
         strays = decisions.strays(leases.owned(session, self.me), known, leases.overview(session))
         leases.release_all(session, strays, self.me)
 
-    def _look(self, session: Session) -> _Seen:
-        died = not self.alone and leases.somebody_died(session, self.me)
+    def _look(self, session: Session) -> _LeaseView:
+        died = not self.alone and leases.has_expired_members(session, self.me)
         owned = leases.owned(session, self.me)
-        return _Seen(leases.overview(session), owned, leases.living(session), leases.well(session), died)
+        return _LeaseView(leases.overview(session), owned, leases.living(session), leases.well(session), died)
 
-    def _take(self, session: Session, known: _Known) -> tuple[list[JobInBrief], dict[str, int]]:
+    def _take(self, session: Session, known: _OwnLeases) -> tuple[list[JobSummary], dict[str, int]]:
         if not self.alone:
             leases.remove_dead(session)
         jobs = leases.overview(session)
@@ -282,7 +284,7 @@ class Leases:
         return jobs, {job: epoch for job, epoch in claims.items() if epoch is not None}
 
 
-class _Known:
+class _OwnLeases:
     """The names that are held or are being taken, evaluated at the time of each query."""
 
     def __init__(self, held: Mapping[str, HeldLease], claiming: Container[str], is_busy: Callable[[str], bool]):
@@ -293,15 +295,15 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    jobs: list[JobInBrief]
+class _LeaseView:
+    jobs: list[JobSummary]
     owned: set[str]
     living: list[str]
     well: list[str]
-    somebody_died: bool
+    has_expired_members: bool
 
 
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *about: object) -> None:
+def _notify(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *about: object) -> None:
     with contextlib.suppress(RuntimeError):  # the loop may have been closed meanwhile
         loop.call_soon_threadsafe(what, *about)
 
@@ -311,7 +313,7 @@ def new_id() -> str:
     return secrets.token_hex(8)
 
 
-class Keeper:
+class LeaseRenewer:
     """Renews the lease of this control plane until `stop`, on a thread and connection that nothing else delays. If the
     database is unreachable it keeps trying: only the database can say that it is too late."""
 
@@ -356,12 +358,12 @@ class Keeper:
     def _keep(self, connection: Connection) -> None:
         due = 0.0
         while not self._stopped.is_set():
-            if (asked_at := time.monotonic()) >= due:
+            if (requested_at := time.monotonic()) >= due:
                 with Session(bind=connection) as session:
                     in_time = leases.renew(session, self._me)
                 if self._stopped.is_set():
                     return
-                self._renewed(asked_at, in_time)
-                due = asked_at + RENEW_SECONDS
+                self._renewed(requested_at, in_time)
+                due = requested_at + RENEW_SECONDS
             if self._database.wait_for_notification(connection, max(0.0, due - time.monotonic())):
                 self._woken()

@@ -27,7 +27,7 @@ _WORDS: dict[str, Level] = {
 }
 
 
-class BadPattern(MantaError):
+class InvalidPattern(MantaError):
     """The regular expression is invalid, or too large."""
 
 
@@ -58,7 +58,7 @@ class LogFilter:
     """States this level or a more serious one."""
 
     def test(self) -> LineTest | None:
-        """The test that selects these lines; None if all are wanted. Raises BadPattern."""
+        """The test that selects these lines; None if all are wanted. Raises InvalidPattern."""
         return None if self == LogFilter() else LineTest(self)
 
 
@@ -66,7 +66,7 @@ class LineTest:
     """Selects wanted lines. Not safe for use by several threads at once."""
 
     def __init__(self, wanted: LogFilter):
-        """Raises BadPattern."""
+        """Raises InvalidPattern."""
         self._stream = wanted.stream
         self._search = None if wanted.search is None else wanted.search.lower()
         self._regex = None if wanted.regex is None else _compiled(wanted.regex)
@@ -92,18 +92,18 @@ class LineTest:
 
 
 def _compiled(regex: str) -> Any:
-    """Raises BadPattern."""
+    """Raises InvalidPattern."""
     if len(regex) > MAX_REGEX_CHARACTERS:
-        raise BadPattern(f"is longer than {MAX_REGEX_CHARACTERS} characters")
+        raise InvalidPattern(f"is longer than {MAX_REGEX_CHARACTERS} characters")
     options = re2.Options()
     options.log_errors = False
     options.max_mem = _MAX_REGEX_BYTES
     try:
         return re2.compile(regex, options)
     except re2.error as error:
-        raise BadPattern(f"is not a regular expression of RE2: {error.args[0].decode(errors='replace')}") from error
+        raise InvalidPattern(f"is not a regular expression of RE2: {error.args[0].decode(errors='replace')}") from error
     except UnicodeEncodeError as error:
-        raise BadPattern("has a character that is half of one") from error
+        raise InvalidPattern("contains half of a surrogate pair") from error
 
 
 def _as_in_files(search: str | None) -> bytes | None:

@@ -2,7 +2,7 @@
 
 The log of a rank has one JSON object a line: `{"time": Unix seconds, "rank", "generation", "stream": "stdout" |
 "stderr", "text"}`. Agents, or the control plane, append it to `<home>/jobs/<job_id>/logs/rank-00000.jsonl`; if it is
-also stored elsewhere (`service/kept_logs/`) each line has the same position there.
+also stored elsewhere (`service/log_archive/`) each line has the same position there.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class JobLogs(Protocol):
         """A value that changes whenever there may be something new; returned without waiting."""
         ...
 
-    def is_whole(self, job_id: str) -> bool:
+    def is_complete(self, job_id: str) -> bool:
         """Whether everything that a finished job printed can be read. Raises LogsUnavailable."""
         ...
 
@@ -135,7 +135,7 @@ class LogsInHome:
         """See `JobLogs`."""
         return sizes_in(log_folder(self._home, job_id))
 
-    def is_whole(self, job_id: str) -> bool:
+    def is_complete(self, job_id: str) -> bool:
         """See `JobLogs`."""
         return True
 
@@ -335,7 +335,7 @@ def _moment(value: Any) -> float:
     """Unix seconds before the year 10000. Raises ValueError, TypeError."""
     seconds = float(value)
     if not 0 <= seconds < 253402300800:
-        raise ValueError(f"{value} is no moment")
+        raise ValueError(f"{value} is not a time")
     return seconds
 
 

@@ -10,8 +10,8 @@ from manta.service.logs.filters import LineTest
 from manta.service.logs.pages import Chunk, LogLine, LogSource, Position, merge, understood
 
 CHUNK_BYTES = 64 * 1024
-"""Bytes read first of a rank; then twice as many, and so on up to LARGEST_CHUNK_BYTES."""
-LARGEST_CHUNK_BYTES = 4 * 1024 * 1024
+"""Bytes read first of a rank; then twice as many, and so on up to MAX_CHUNK_BYTES."""
+MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_BYTES = 64 * 1024 * 1024
 """Bytes read over all ranks."""
 MAX_SECONDS = 3.0
@@ -63,8 +63,8 @@ def read_tail(
     LogsUnavailable."""
     ranks = source.ranks() if rank is None else [rank]
     if until is None:
-        until = {each: _end_of_lines(source, each) for each in ranks}
-    ends = [_End(each, until.get(each, 0), until.get(each, 0)) for each in ranks]
+        until = {rank: _end_of_lines(source, rank) for rank in ranks}
+    ends = [_End(rank, until.get(rank, 0), until.get(rank, 0)) for rank in ranks]
     stops_at, read = time.monotonic() + MAX_SECONDS, 0
     while True:
         lines, unread = _certain(ends)
@@ -72,10 +72,10 @@ def read_tail(
             break
         read += sum(_read_back(source, each, test) for each in unread)
     newest = lines[len(lines) - count :] if len(lines) > count else lines
-    end = {each.rank: each.end for each in ends}
+    end = {end.rank: end.end for end in ends}
     begin = end | {line.rank: line.start for line in reversed(newest)}
     shown = Counter(line.rank for line in newest)
-    return LogTail(newest, begin, end, {each.rank: _before(each, shown[each.rank]) for each in ends})
+    return LogTail(newest, begin, end, {end.rank: _before(end, shown[end.rank]) for end in ends})
 
 
 def _before(each: _End, shown: int) -> int:
@@ -87,8 +87,8 @@ def _before(each: _End, shown: int) -> int:
 def _certain(ends: list[_End]) -> tuple[list[LogLine], list[_End]]:
     """The lines between which no others can turn up, and the ranks of which more must be read to get more such
     lines."""
-    merged = merge(Chunk(each.rank, each.lines, each.end, full=False) for each in ends)
-    partly = [each for each in ends if each.begin > 0]
+    merged = merge(Chunk(end.rank, end.lines, end.end, full=False) for end in ends)
+    partly = [end for end in ends if end.begin > 0]
     if len(ends) == 1 or not partly:
         return [line for line, _ in merged], partly
     unseen = [each for each in partly if each.since is None]
@@ -113,7 +113,7 @@ def _read_back(source: LogSource, each: _End, test: LineTest | None) -> int:
     """Read the part before what was read; returns its number of bytes."""
     wanted = max(0, each.begin - each.size)
     start, content = _bytes(source, each.rank, wanted, each.begin)
-    each.size = min(2 * each.size, LARGEST_CHUNK_BYTES)
+    each.size = min(2 * each.size, MAX_CHUNK_BYTES)
     is_all = wanted == 0 or start > wanted  # what comes before is lost
     first = 0 if is_all else content.find(b"\n") + 1
     if first == 0 and not is_all:

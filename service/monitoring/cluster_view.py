@@ -56,10 +56,10 @@ class Measurements:
     free."""
 
 
-async def measured(cluster: Cluster | None, asked_at: float, owned: int, lags: Mapping[str, float]) -> Measurements:
-    """To be called on the control plane's loop. `asked_at`: by the monotonic clock; `cluster`: None until there is
+async def measured(cluster: Cluster | None, requested_at: float, owned: int, lags: Mapping[str, float]) -> Measurements:
+    """To be called on the control plane's loop. `requested_at`: by the monotonic clock; `cluster`: None until there is
     one."""
-    delay = time.monotonic() - asked_at
+    delay = time.monotonic() - requested_at
     try:
         if cluster is None:
             raise ClusterUnavailable(LookupError("the cluster is not connected yet"))
@@ -88,7 +88,7 @@ def _state(nodes: Nodes, node: str) -> NodeState:
         return "lost"
     if node in nodes.draining:
         return "draining"
-    if node in nodes.silent:
+    if node in nodes.unresponsive:
         return "silent"
     return "problem" if node in nodes.problems else "ready"
 
@@ -151,7 +151,7 @@ def _gpu(reading: GpuReading) -> dict[str, Any]:
 
 def _gpu_memory(said: GpuReadings | None) -> int | None:
     """Memory of the smallest GPU of a node, if its driver has been asked."""
-    sizes = [each.memory_total_bytes for each in said.readings if each.memory_total_bytes] if said else []
+    sizes = [reading.memory_total_bytes for reading in said.readings if reading.memory_total_bytes] if said else []
     return min(sizes, default=None)
 
 

@@ -95,7 +95,7 @@ def _sizes(request: PlanRequest) -> list[dict[str, Any]]:
         plans = best_by_nodes(job, cluster)
     else:
         plans = best_by_size(job, cluster, engine_on(cluster.machine))
-    return [each.to_json() for each in plans]
+    return [plan.to_json() for plan in plans]
 
 
 def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:

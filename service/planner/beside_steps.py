@@ -152,7 +152,7 @@ def _forwards(model: StepModel) -> float:
         return replace(model.pipeline(), trains=False).seconds(spec.micro_batches)
     passes = replace(model.passes, forward=replace(model.passes.forward, copies=0.0))
     evaluating = StepModel(spec, model.cluster, model.software, passes, model.parameters)
-    if (budgets := evaluating.whole_model()) is not None:
+    if (budgets := evaluating.full_model()) is not None:
         # No backward follows in which the host could get ahead.
         return spec.micro_batches * (budgets[0].device_seconds + host_wait(machine, budgets[0]))
     return replace(evaluating.pipeline(), trains=False).seconds(spec.micro_batches)

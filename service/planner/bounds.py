@@ -13,10 +13,10 @@ from manta.service.planner.frozen import FrozenPasses, FrozenSizes
 from manta.service.planner.hardware import Cluster, Machine, with_threads
 from manta.service.planner.memory import RankMemory, layers_with_room, step_peak_on, usable_bytes, worst_rank
 from manta.service.planner.operations import Passes
-from manta.service.planner.pipeline import StageTimes, least_pipeline, shape_of
+from manta.service.planner.pipeline import StageTimes, min_pipeline_seconds, shape_of
 from manta.service.planner.software import Software
 from manta.service.planner.stage_shares import chunks_of, shared_out
-from manta.service.planner.step_time import StepModel, StepTime, least_backward, slowest_of, threads_in
+from manta.service.planner.step_time import StepModel, StepTime, min_backward_seconds, slowest_of, threads_in
 from manta.workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
 from manta.workers.accounting.flops import rank_parameters
 from manta.workers.accounting.step_peak import StepPeak
@@ -130,7 +130,7 @@ class Bounds:
         ends = ranks[0] * sizes.layer + sizes.first, ranks[-1] * sizes.layer + sizes.last
         return max(*ends, max(ranks) * sizes.layer)
 
-    def least_update(self, candidate: Candidate, stages: int) -> float:
+    def min_update_seconds(self, candidate: Candidate, stages: int) -> float:
         """Lower bound for the seconds of an update and of distributing it to all replicas, if `stages` of the
         pipeline's stages are on this cluster. It holds however layers are shared out: some rank has at least the mean
         number of parameters."""
@@ -143,22 +143,22 @@ class Bounds:
         spec, parts = candidate._replace(pipeline=stages).spec(self.job), self._parts_of(candidate)
         return StepModel(spec, self.cluster, self.software, parts.passes, mean, parts.frozen).optimizer_seconds()
 
-    def least_bytes(self, candidate: Candidate) -> float:
+    def min_bytes(self, candidate: Candidate) -> float:
         """Lower bound for the bytes of the rank that needs most: its state, and activations of the fewest micro-batches
         it has in flight."""
         p, v = candidate.pipeline, candidate.virtual_stages
         if self._frozen is not None:
             more = self._bytes_of_state(candidate) - self._width
-            return self._frozen.least_bytes(candidate, self.counts(candidate), self._width, more)
+            return self._frozen.min_bytes(candidate, self.counts(candidate), self._width, more)
         if candidate.stage_layers:
-            return self._least_bytes_of_list(candidate)
+            return self._min_bytes_of_list(candidate)
         # Under zb-v with few micro-batches, the last chunk's may be released before all of the first chunk's have come.
         layers = self.job.model.layers // (p * v) * (1 if candidate.schedule == "zb-v" else v)
         held = min(candidate.micro_batches(self.job), p) * layers
         return self._state(candidate, self.parameters(candidate)) + held * self._bytes_of_layer(candidate)
 
-    def _least_bytes_of_list(self, candidate: Candidate) -> float:
-        """`least_bytes` for unequal stages: the larger of what the first rank needs, which holds most micro-batches,
+    def _min_bytes_of_list(self, candidate: Candidate) -> float:
+        """`min_bytes` for unequal stages: the larger of what the first rank needs, which holds most micro-batches,
         and the state of the rank with the most parameters."""
         counts, sizes = candidate.stage_layers, self._sizes_of(candidate.tensor)
         ends = sizes.both if candidate.schedule == "zb-v" else sizes.first
@@ -224,12 +224,14 @@ class Bounds:
     def model(self, candidate: Candidate) -> StepModel:
         """The candidate's step."""
         parts, spec = self._parts_of(candidate), candidate.spec(self.job)
-        return StepModel(spec, self.cluster, self.software, parts.passes, self._most_trained(candidate), parts.frozen)
+        return StepModel(
+            spec, self.cluster, self.software, parts.passes, self._max_trained_parameters(candidate), parts.frozen
+        )
 
-    def _most_trained(self, candidate: Candidate) -> int:
+    def _max_trained_parameters(self, candidate: Candidate) -> int:
         """Most parameters of a rank that have gradients."""
         if self._frozen is not None:
-            return self._frozen.most_trained(candidate, self.counts(candidate))
+            return self._frozen.max_trained_parameters(candidate, self.counts(candidate))
         return self.parameters(candidate)
 
     def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
@@ -241,18 +243,18 @@ class Bounds:
         parts = self._parts_of(candidate)
         return parts.frozen.times(layers, first, last) if parts.frozen else parts.stage(len(layers), first, last)
 
-    def least_seconds(self, candidate: Candidate) -> float:
+    def min_seconds(self, candidate: Candidate) -> float:
         """Lower bound for the step: of its pipeline, and of what follows it."""
         if candidate not in self._least:
-            self._least[candidate] = self._least_seconds(candidate)
+            self._least[candidate] = self._min_seconds(candidate)
         return self._least[candidate]
 
-    def _least_seconds(self, candidate: Candidate) -> float:
+    def _min_seconds(self, candidate: Candidate) -> float:
         end, on_cores = self._end_of(candidate), self.cluster.machine.core is not None
         if self._frozen is not None:
-            pipeline, backward = self._least_in_part(candidate)
+            pipeline, backward = self._min_seconds_in_part(candidate)
         else:
-            pipeline, backward = self._least_pipeline(candidate, end.model)
+            pipeline, backward = self._min_pipeline(candidate, end.model)
         if on_cores:  # where ranks share cores these may have more to do than any rank
             pipeline = max(pipeline, end.model.pipeline().work(candidate.micro_batches(self.job)))
         rest = end.model.gradient_seconds(backward) + end.tied + end.optimizer
@@ -263,7 +265,7 @@ class Bounds:
         depends on passes."""
         if self._ends_differ:
             return self._end(candidate)
-        c, trained = candidate, self._most_trained(candidate)
+        c, trained = candidate, self._max_trained_parameters(candidate)
         key = c.tensor, c.pipeline, c.data, c.virtual_stages, c.schedule, trained
         if key not in self._ends:
             self._ends[key] = self._end(candidate)
@@ -273,14 +275,14 @@ class Bounds:
         model = self.model(candidate)
         return _End(model, model.tied_seconds(), model.optimizer_seconds())
 
-    def _least_in_part(self, candidate: Candidate) -> tuple[float, float]:
-        """`_least_pipeline` where layers differ in what of them is frozen."""
+    def _min_seconds_in_part(self, candidate: Candidate) -> tuple[float, float]:
+        """`_min_pipeline` where layers differ in what of them is frozen."""
         built, m = self.model(candidate).pipeline(), candidate.micro_batches(self.job)
         chunks = chunks_of(built.kind, built.stages, built.virtual_stages)
-        least = least_pipeline(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)
-        return least, least_backward(built)
+        least = min_pipeline_seconds(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)
+        return least, min_backward_seconds(built)
 
-    def _least_message(self, candidate: Candidate, model: StepModel) -> float:
+    def _min_message_seconds(self, candidate: Candidate, model: StepModel) -> float:
         """Seconds of a message between two stages, where all that follow one another are on two nodes."""
         if model.groups.stages_share_node(0, 1) or candidate.pipeline * candidate.tensor < 16:
             return 0.0
@@ -289,7 +291,7 @@ class Bounds:
             self._messages[key] = self.model(candidate).message_to(same_node=False)
         return self._messages[key]
 
-    def _least_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
+    def _min_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
         """Lower bound for the seconds of the pipeline, and the shortest backward of a virtual stage.
 
         The first rank computes all of its passes. The last one begins when the first micro-batch has gone through all
@@ -307,7 +309,7 @@ class Bounds:
         backward = min(first.backward, last.backward)
         if p * v > 2:
             backward = min(backward, parts.stage(shape.fewest).backward)
-        message = self._least_message(candidate, model)
+        message = self._min_message_seconds(candidate, model)
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
         late = 0.0
@@ -352,24 +354,26 @@ class Bounds:
         """Number of layers of one pipeline rank."""
         return self._totals(candidate)[rank]
 
-    def least_seconds_with_more(self, candidate: Candidate) -> float:
+    def min_seconds_uneven(self, candidate: Candidate) -> float:
         """Lower bound for a step in which some rank has more layers than the mean."""
         more = self.job.model.layers // candidate.pipeline + 1
         work = candidate.micro_batches(self.job) * self.stage(candidate, more).seconds
-        return (work + self.least_update(candidate, candidate.pipeline)) * slowest_of(candidate.data, self.cluster)
+        return (work + self.min_update_seconds(candidate, candidate.pipeline)) * slowest_of(
+            candidate.data, self.cluster
+        )
 
     def work_seconds(self, candidate: Candidate) -> float:
-        """A bound no higher than `least_seconds` however layers are shared out, from parts that are already known: the
+        """A bound no higher than `min_seconds` however layers are shared out, from parts that are already known: the
         work of all micro-batches, spread evenly over all ranks."""
         whole = self.stage_of(candidate, range(self.job.model.layers), first=True, last=True).seconds
         work = candidate.micro_batches(self.job) * whole / candidate.pipeline
         return SLACK * work * slowest_of(candidate.data, self.cluster)
 
-    def with_least_seconds(self, candidate: Candidate) -> list[tuple[float, Candidate]]:
+    def with_min_seconds(self, candidate: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with even stages, and with balanced ones if these differ, each with its lower bound."""
         balanced = self.balanced(candidate)
         both = [candidate] if balanced is None else [candidate, balanced]
-        return [(self.least_seconds(each), each) for each in both]
+        return [(self.min_seconds(each), each) for each in both]
 
     def _can_be_balanced(self, candidate: Candidate) -> bool:
         """Whether another number of layers on some rank leaves the busiest one less to do."""

@@ -16,7 +16,7 @@ from manta.workers.config import JobSpec
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import broken_keys
 
-WORTH_SAYING = 0.04
+MIN_REPORTED_SHARE = 0.04
 """Smallest part of a step that gets a sentence."""
 
 
@@ -155,7 +155,7 @@ def _bubble(model: StepModel, ways: str) -> tuple[str, str]:
         chunks = "more virtual stages" if _breaks_nothing(model.spec, "parallel", **more) else ""
         helps += f"; {_either('a zero-bubble schedule', chunks)}"
     most = max(work) * len(work) / sum(work) - 1
-    if most < WORTH_SAYING:
+    if most < MIN_REPORTED_SHARE:
         return f"{what})", helps
     what += f", of which rank {work.index(max(work))} has {most:.0%} more to do than the mean)"
     return what, f"{helps}; fewer layers there (parallel.stage_layers)"
@@ -175,7 +175,7 @@ def _words_of_update(model: StepModel, replicas: str) -> tuple[str, str]:
 
 def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:
     """Where the step's time goes, as sentences, the largest loss first."""
-    step = sum(each.seconds for each in shares)
-    losses = sorted((each for each in shares if each.help), key=lambda each: -each.seconds)
-    spoken = [each for each in losses if each.seconds >= WORTH_SAYING * step][:3]
+    step = sum(share.seconds for share in shares)
+    losses = sorted((share for share in shares if share.help), key=lambda each: -each.seconds)
+    spoken = [loss for loss in losses if loss.seconds >= MIN_REPORTED_SHARE * step][:3]
     return tuple(f"{each.seconds / step:.0%} of the step: {each.what}. Less with {each.help}." for each in spoken)

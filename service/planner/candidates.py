@@ -122,7 +122,7 @@ def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
     for tensor in _tensor_sizes(job, cluster.gpus_per_node):
         groups = cluster.nodes * (cluster.gpus_per_node // tensor)
         for pipeline in range(1, layers + 1) if complete else _pipeline_sizes(layers):
-            if pipeline > min(groups, most_stages(job)):
+            if pipeline > min(groups, max_stages(job)):
                 break
             most = min(groups // pipeline, allowed)
             for data in range(fewest, most + 1) if complete else _data_sizes(fewest, most, batch, pipeline):
@@ -135,7 +135,7 @@ def _tensor_sizes(job: JobSpec, most: int) -> list[int]:
     return [size for size, keys in broken.items() if keys <= broken[1]]
 
 
-def most_stages(job: JobSpec) -> int:
+def max_stages(job: JobSpec) -> int:
     """Most pipeline stages that are looked at."""
     return 1 if job.train.cuda_graphs else MAX_STAGES
 

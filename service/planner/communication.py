@@ -79,7 +79,7 @@ def bus_bandwidth(group: Group, cluster: Cluster) -> float:
         return inside
     # A node's groups share its adapters; each group's ring leaves the node once over each of the group's adapters.
     # Groups that fill whole nodes use neighbouring nodes; groups with a part of each node are spread over the cluster.
-    adapters = machine.adapters_each * group.per_node
+    adapters = machine.adapters_per_accelerator * group.per_node
     reached = constants.message if group.per_node == cluster.gpus_per_node else constants.collective
     outside = adapters * machine.adapter_bandwidth * reached
     if group.through_hosts:
@@ -135,5 +135,5 @@ def message_seconds(cluster: Cluster, size: float, same_node: bool) -> float:
     machine, constants = cluster.machine, cluster.machine.constants
     if same_node:
         return size / (machine.accelerator.link_bandwidth * constants.inside) + machine.hop_seconds
-    bandwidth = min(1.0, machine.adapters_each) * machine.adapter_bandwidth * constants.message
+    bandwidth = min(1.0, machine.adapters_per_accelerator) * machine.adapter_bandwidth * constants.message
     return size / bandwidth + BETWEEN_LATENCY

@@ -112,7 +112,7 @@ def compared(planned: Mapping[str, Any], measured: Measured) -> tuple[Compared, 
         return ()
     of_plan = {part["name"]: part["seconds"] for part in planned["parts"]}
     return tuple(
-        Compared(name, sum(of_plan.get(each, 0.0) for each in ours), sum(measured.parts[each] for each in theirs))
+        Compared(name, sum(of_plan.get(our, 0.0) for our in ours), sum(measured.parts[their] for their in theirs))
         for name, (ours, theirs) in GROUPS.items()
     )
 
@@ -163,9 +163,9 @@ def _largest_difference(groups: Sequence[Compared], step: float, slower: bool) -
     """The group that differs most; None where the steps measured in parts do not differ from the planned `step` as most
     steps do."""
     sign = 1 if slower else -1
-    if sign * (sum(each.measured for each in groups) / step - 1) <= TOLERANCE / 2:
+    if sign * (sum(group.measured for group in groups) / step - 1) <= TOLERANCE / 2:
         return None
-    return max(groups, key=lambda each: sign * (each.measured - each.planned), default=None)
+    return max(groups, key=lambda group: sign * (group.measured - group.planned), default=None)
 
 
 def _tail(planned: Mapping[str, Any]) -> str:

@@ -307,7 +307,7 @@ class EnginePasses(LayerTime):
         self._product(budget, self.tokens, self.hidden, self._vocabulary)
         weights = self._output_weights()
         budget.products += weights
-        self._communicate_beside(budget, 1, weights)
+        self._communicate_overlapped(budget, 1, weights)
         budget.operations *= parts
         self._norm_backward(budget, self.outside * self.hidden)
         if weights:

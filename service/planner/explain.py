@@ -11,10 +11,10 @@ from manta.service.cluster.sizes import sizes_of
 from manta.service.planner.beside_steps import BesideSteps, beside_steps
 from manta.service.planner.budget import Share, sentences, step_shares
 from manta.service.planner.hardware import Cluster
-from manta.service.planner.long_run import Advice, NeverDone, Run, advise
+from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import RankMemory, by_stage, fits
 from manta.service.planner.pipeline import PASS_NAMES, Bar
-from manta.service.planner.search import Plan, no_place
+from manta.service.planner.search import Plan, placement_problem
 from manta.service.planner.step_time import step_model
 from manta.workers.config import JobSpec
 from manta.workers.parallel.pipeline.schedules import KINDS
@@ -46,7 +46,7 @@ class Explanation:
     """The passes of one step on each pipeline rank; None if there are too many."""
     beside: BesideSteps
     """What the training does in addition to its steps."""
-    run: Advice | NeverDone | None
+    run: Advice | NeverFinishes | None
     """The whole training with failures; None if it takes less than a day or uses no accelerators."""
 
 
@@ -64,11 +64,11 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
         usable_bytes=tuple(usable for _, usable in memory),
         bars=tuple(model.pipeline().bars(spec.micro_batches)) if few else None,
         beside=beside,
-        run=_whole_run(plan, cluster, beside),
+        run=_full_run(plan, cluster, beside),
     )
 
 
-def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | NeverDone | None:
+def _full_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | NeverFinishes | None:
     spec, step = plan.spec, plan.time.seconds
     if cluster.machine.core is not None or spec.train.steps * step < LONG_SECONDS:
         return None
@@ -85,7 +85,7 @@ def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | Ne
     )
     try:
         return advise(run)
-    except NeverDone as error:
+    except NeverFinishes as error:
         return error
 
 
@@ -108,22 +108,22 @@ def _run_to_json(advice: Advice) -> dict[str, Any]:
 def to_json(explanation: Explanation) -> dict[str, Any]:
     """As JSON, in the form of `manta.api.schemas.PlanExplanation`."""
     run, said = explanation.run, [*sentences(explanation.shares), *explanation.beside.sentences()]
-    if isinstance(run, NeverDone):
+    if isinstance(run, NeverFinishes):
         run, said = None, [*said, f"Of the whole training: {run}."]
     return {
         "sentences": said,
         "shares": [
-            {"name": each.name, "seconds": each.seconds, "what": each.what, "help": each.help}
-            for each in explanation.shares
+            {"name": share.name, "seconds": share.seconds, "what": share.what, "help": share.help}
+            for share in explanation.shares
         ],
         "changes": [
             {
-                "change": each.change,
-                "step_seconds": each.seconds,
-                "memory_bytes": round(each.memory),
-                "fits": each.fits,
+                "change": change.change,
+                "step_seconds": change.seconds,
+                "memory_bytes": round(change.memory),
+                "fits": change.fits,
             }
-            for each in explanation.changes
+            for change in explanation.changes
         ],
         "memory_by_stage": [each.parts() for each in explanation.memory],
         "usable_bytes": round(max(explanation.usable_bytes)),
@@ -164,7 +164,7 @@ def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
     answers = []
     for change, document in _changes(spec):
         other = JobSpec.model_validate(document)
-        if find_problems(other) or no_place(other, cluster) is not None:
+        if find_problems(other) or placement_problem(other, cluster) is not None:
             continue
         seconds = step_model(other, cluster).time().seconds
         fit = fits(other, cluster)

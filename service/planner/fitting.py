@@ -62,8 +62,8 @@ the most that one round corrects."""
 
 def fit_core(measurements: Measurements) -> Core:
     """The constants of a core. Raises ValueError if rows are missing."""
-    wide = statistics.median(each.rate for each in measurements.products if each.precision == "float32")
-    narrow = statistics.median(each.rate for each in measurements.products if each.precision == "bfloat16")
+    wide = statistics.median(product.rate for product in measurements.products if product.precision == "float32")
+    narrow = statistics.median(product.rate for product in measurements.products if product.precision == "bfloat16")
     width = statistics.median(_attention_width(each, wide) for each in measurements.attention)
     known = replace(FREE, product_fp32=wide, product_16bit=narrow, attention_width=width)
     operation, byte = _fit_steps(measurements.steps, known)
@@ -168,14 +168,14 @@ def fit_gpu(measurements: Measurements, machine: Machine) -> Gpu:
     known = Gpu(1.0, 1.0, 1.0, memory, update, kernel, 0.0, copy, measurements.adds_wider)
     narrow, wide = (
         statistics.median(
-            _product_rate(each, known, machine) for each in measurements.products if each.precision == name
+            _product_rate(product, known, machine) for product in measurements.products if product.precision == name
         )
         for name in ("bfloat16", "float32")
     )
     known = replace(known, product_16bit=narrow, product_fp32=wide)
     rates = [rate for each in measurements.attention for rate in _attention_rates(each, known, machine)]
     known = replace(known, attention=statistics.median(rates))
-    small = [each for each in measurements.steps if step_job(each).model.hidden_size <= SMALL]
+    small = [step for step in measurements.steps if step_job(step).model.hidden_size <= SMALL]
     return replace(known, host_seconds=statistics.median(_host_seconds(each, known, machine) for each in small))
 
 

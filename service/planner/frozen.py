@@ -44,7 +44,7 @@ class FrozenPasses:
         """Times of a virtual stage with these `layers` of the model, at one end of it or both."""
         key = len(layers), frozenset(self._kinds(layers).items()), first, last
         if key not in self._times:
-            self._times[key] = StageTimes(*(each.seconds for each in self.budgets(layers, first, last)))
+            self._times[key] = StageTimes(*(budget.seconds for budget in self.budgets(layers, first, last)))
         return self._times[key]
 
     def budgets(self, layers: range, first: bool, last: bool) -> Budgets:
@@ -105,12 +105,12 @@ class FrozenSizes:
         _, trained = self._parameters(tensor)
         return trained.before[-1] + trained.both
 
-    def most_trained(self, candidate: Candidate, counts: Counts) -> int:
+    def max_trained_parameters(self, candidate: Candidate, counts: Counts) -> int:
         """Parameters with gradients of the rank that has most; at least one. `counts`: layers of each virtual stage."""
         _, trained = self._parameters(candidate.tensor)
         return max(1, *_of_ranks(candidate, counts, trained))
 
-    def least_bytes(self, candidate: Candidate, counts: Counts, frozen: float, trained: float) -> float:
+    def min_bytes(self, candidate: Candidate, counts: Counts, frozen: float, trained: float) -> float:
         """Lower bound for the bytes of the rank that needs most, with `frozen` and `trained` bytes per parameter: its
         state, and activations of the fewest micro-batches in flight. The first rank has as many micro-batches in flight
         as there are ranks, each later one has one less. For schedules with several chunks only the first rank is looked

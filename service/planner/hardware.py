@@ -176,10 +176,10 @@ class Machine:
     refined: Refined | None = None
     """Set if jobs have moved some of its constants."""
     measured_on: str | None = None
-    """The GPU that was measured, as its driver calls it, if it has another form than `accelerator` (`other_form`)."""
+    """The GPU that was measured, as its driver calls it, if it has another form than `accelerator` (`form_factor`)."""
 
     @property
-    def adapters_each(self) -> float:
+    def adapters_per_accelerator(self) -> float:
         """Adapters per accelerator."""
         return self.adapters / self.devices
 
@@ -344,7 +344,7 @@ def machine_of(name: str) -> Machine:
     wanted = name.lower()
     fitting = [known for known in MACHINES if known == wanted or known.split("-")[0] == wanted]
     if not fitting:
-        raise UnknownMachine(f"no accelerator {name!r} is known; known are {', '.join(MACHINES)}")
+        raise UnknownMachine(f"unknown accelerator {name!r}; known are {', '.join(MACHINES)}")
     return MACHINES[max(fitting, key=lambda known: MACHINES[known].accelerator.memory_bytes)]
 
 
@@ -367,10 +367,10 @@ def named_by_driver(device: str, memory_bytes: float) -> str | None:
     """The name in MACHINES of a GPU that its driver calls `device`; None if there is none."""
     words, kinds = _words(device), {name.split("-")[0] for name in MACHINES}
     kind = next((word for word in words if word in kinds), None)
-    return None if kind is None or "mig" in words else known_as(kind, memory_bytes)
+    return None if kind is None or "mig" in words else machine_name(kind, memory_bytes)
 
 
-def other_form(device: str) -> str | None:
+def form_factor(device: str) -> str | None:
     """PCIe or NVL, where a driver calls its GPU so: one with other rates, memory and links than MACHINES has under that
     name, where GPUs with NVLink (SXM) are meant."""
     return next((form for form in ("PCIe", "NVL") if form.lower() in _words(device)), None)
@@ -385,7 +385,7 @@ def ray_type(name: str) -> str:
     return name.split("-")[0].upper()
 
 
-def known_as(ray_type: str, memory_bytes: float | None) -> str | None:
+def machine_name(ray_type: str, memory_bytes: float | None) -> str | None:
     """The name in MACHINES of the type that Ray calls `ray_type`, such as H100 or A100-40G. Of several variants it is
     the one with that much memory, or with most if that is unknown. None if there is none."""
     exact = f"{ray_type.lower()}b"
@@ -414,7 +414,7 @@ def parts_of(spec: JobSpec, cluster: Cluster) -> tuple[Cluster, ...]:
 def _has(part: Cluster, type: str) -> bool:
     """Whether these nodes have GPUs that Ray calls `type`."""
     device = part.machine.accelerator
-    return type == part.type if part.type is not None else known_as(type, device.memory_bytes) == device.name
+    return type == part.type if part.type is not None else machine_name(type, device.memory_bytes) == device.name
 
 
 def _peak(part: Cluster) -> float:

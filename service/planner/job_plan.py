@@ -20,7 +20,7 @@ from manta.service.planner.hardware import (
     Refined,
     UnknownMachine,
     cpu_machine,
-    known_as,
+    machine_name,
     measured,
 )
 from manta.service.planner.pictures import picture
@@ -40,7 +40,7 @@ class NotPlanned(MantaError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankNode:
     """A node on which ranks of a job run."""
 
     ranks: int
@@ -52,22 +52,22 @@ class Place:
     gpu_memory_bytes: int | None = None
 
 
-def cluster_of(places: Sequence[Place], node: CpuNode, known: Machines = NONE_MEASURED) -> Cluster:
+def cluster_of(rank_nodes: Sequence[RankNode], node: CpuNode, known: Machines = NONE_MEASURED) -> Cluster:
     """The nodes of a job, as far as they are alike. `node`: what one without GPUs is; `known`: those whose GPUs were
     measured.
     Raises SpecError where the type of the GPUs is not known."""
-    most = max(place.ranks for place in places)
-    if not places[0].has_gpus:
-        cores = min((place.cores for place in places if place.cores), default=node.cores)
-        return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(places), most)
-    unknown = {each.gpu_type for each in places if each.gpu_type and known_as(each.gpu_type, None) is None}
-    if unknown and len({each.gpu_type for each in places}) > 1:
+    most = max(rank_node.ranks for rank_node in rank_nodes)
+    if not rank_nodes[0].has_gpus:
+        cores = min((rank_node.cores for rank_node in rank_nodes if rank_node.cores), default=node.cores)
+        return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(rank_nodes), most)
+    unknown = {node.gpu_type for node in rank_nodes if node.gpu_type and machine_name(node.gpu_type, None) is None}
+    if unknown and len({node.gpu_type for node in rank_nodes}) > 1:
         problem = f"some of its ranks are on GPUs of type {min(unknown)}, for which no plans can be made"
         raise SpecError([Problem("cluster.accelerator", problem)])
     nodes = [
-        {"alive": True, "accelerator": "gpu", "total": most, "gpu_type": each.gpu_type}
-        | {"gpu_memory_bytes": each.gpu_memory_bytes}
-        for each in places
+        {"alive": True, "accelerator": "gpu", "total": most, "gpu_type": node.gpu_type}
+        | {"gpu_memory_bytes": node.gpu_memory_bytes}
+        for node in rank_nodes
     ]
     return cluster_of_nodes(nodes, None, node, known)
 
@@ -113,7 +113,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
         spec = with_threads(spec, kept["planned"]["threads"])
         spec = spec.model_copy(update={"parallel": ParallelConfig.model_validate(kept["parallel"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise NotPlanned("another release has planned this job, without what a picture needs") from error
+        raise NotPlanned("this job was planned by another release, without the data for a picture") from error
     plan = plan_of(spec, cluster)
     return picture(title, explain.to_json(explain.explain(plan, cluster)))
 
@@ -121,7 +121,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
 def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
     """The layouts that the job continues in as it loses GPUs; empty if its size is fixed."""
     plans = elastic_sizes(spec, cluster)
-    return [each.to_json() for each in plans] if len(plans) > 1 else []
+    return [plan.to_json() for plan in plans] if len(plans) > 1 else []
 
 
 def _part(share: Share, step: float) -> dict[str, Any]:

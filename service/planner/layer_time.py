@@ -147,7 +147,7 @@ class LayerTime:
         """How many of `times` collectives wait for late ranks: a gather that directly follows a scatter does not."""
         return times / 2 if self.spec.layout.sequence_parallel_on else times
 
-    def _communicate_beside(self, budget: Budget, times: int, work: float) -> None:
+    def _communicate_overlapped(self, budget: Budget, times: int, work: float) -> None:
         """`times` collectives that overlap with `work` seconds of products, as far as the engine does that."""
         hidden = self.software.overlaps_tensor
         if not hidden:
@@ -307,9 +307,9 @@ class LayerTime:
         if self.spec.layout.sequence_parallel_on:
             again = bool(self.trained_projections) + any(map(self._is_trained, MLP_INPUTS[: self.up_matrices]))
             self._communicate(budget, 2)
-            self._communicate_beside(budget, 2 + again, 2 * weights)
+            self._communicate_overlapped(budget, 2 + again, 2 * weights)
         else:
-            self._communicate_beside(budget, 2, weights)
+            self._communicate_overlapped(budget, 2, weights)
 
     def _is_trained(self, name: str) -> bool:
         return f"{name}.weight" not in self.frozen
@@ -438,7 +438,7 @@ class LayerTime:
         self._product(budget, self.tokens, self.hidden, self._vocabulary)
         weights = self._output_weights()
         budget.products += weights
-        self._communicate_beside(budget, 1, weights)
+        self._communicate_overlapped(budget, 1, weights)
         self._elements(budget, 8 * self.width * self.outside * self.hidden)
         if weights:
             moved = self.software.accumulation_bytes * self._vocabulary * self.hidden

@@ -28,7 +28,7 @@ ROUNDING = 1e-9
 """Part of an interval between checkpoints by which sums may miss its end."""
 
 
-class NeverDone(MantaError):
+class NeverFinishes(MantaError):
     """Failures come faster than steps are completed."""
 
 
@@ -133,11 +133,13 @@ class Outcome:
 
 
 def simulate(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3, seeds: int = SEEDS) -> Outcome:
-    """The mean of `seeds` runs. Raises NeverDone."""
+    """The mean of `seeds` runs. Raises NeverFinishes."""
     part = _part(run, recovery, reliability)
     outcomes = [_simulated(part, recovery, reliability, random.Random(seed)) for seed in range(seeds)]
     times, fields = run.steps / part.steps, Outcome.__dataclass_fields__
-    return Outcome(**{name: times * statistics.fmean(getattr(each, name) for each in outcomes) for name in fields})
+    return Outcome(
+        **{name: times * statistics.fmean(getattr(outcome, name) for outcome in outcomes) for name in fields}
+    )
 
 
 def _part(run: Run, recovery: Recovery, reliability: Reliability) -> Run:
@@ -241,7 +243,7 @@ def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: ran
         if clock.failures == 10 * MAX_FAILURES:
             between = 1 / sum(clock.rates())
             pace = f"one of {run.gpus} GPUs fails every {between:.0f} s, and a step takes {run.step_seconds:.0f} s"
-            raise NeverDone(f"it would never end: {pace}")
+            raise NeverFinishes(f"it would never finish: {pace}")
         clock.fail()
     beside = run.steps * run.beside_seconds
     hours = clock.now / 3600 * (run.nodes + run.spares) * run.gpus_per_node
@@ -277,7 +279,7 @@ def best_spares(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3
     for spares in (most * part // FEW_SPARES for part in range(FEW_SPARES, -1, -1)):
         try:
             hours = simulate(replace(run, spares=spares), recovery, reliability).gpu_hours
-        except NeverDone:  # nor with fewer
+        except NeverFinishes:  # nor with fewer
             break
         if hours <= least:
             best, least = spares, hours
@@ -299,7 +301,7 @@ class Advice:
 
 
 def advise(run: Run) -> Advice:
-    """Choose spares and checkpoint interval of `run`, and simulate it. Raises NeverDone."""
+    """Choose spares and checkpoint interval of `run`, and simulate it. Raises NeverFinishes."""
 
     def chosen(recovery: Recovery) -> Run:
         return replace(run, checkpoint_seconds=daly(recovery.checkpoint, seconds_between_restores(run, recovery)))

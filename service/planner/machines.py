@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manta.service.planner.fitting import fit_core, fit_gpu, fit_links, machine_measured, planned_as
-from manta.service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, measured, other_form
+from manta.service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, form_factor, measured
 from manta.service.torch_facts import TorchFailed, torch_facts
 from manta.workers.calibration.measurements import Measurements
 from manta.workers.errors import MantaError
@@ -37,11 +37,11 @@ class CalibrationFailed(MantaError):
     """This machine could not be measured."""
 
 
-class NotKept(MantaError):
+class CalibrationNotStored(MantaError):
     """Nothing can be written where calibrations are stored; the message says where and why."""
 
 
-class BadCalibration(MantaError):
+class InvalidCalibration(MantaError):
     """A calibration file is invalid."""
 
 
@@ -72,7 +72,7 @@ class Calibrated:
         """Why these constants may be wrong; None if nothing suggests that."""
         disturbances = []
         if self.other_cores is not None and self.other_cores > OTHER_CORES:
-            disturbances.append(f"others kept {self.other_cores:.1f} of its cores busy meanwhile")
+            disturbances.append(f"other processes kept {self.other_cores:.1f} of its cores busy")
         if self.spread is not None and self.spread > SPREAD:
             disturbances.append(f"half of the repetitions were {self.spread:.0%} apart or more")
         return f"{' and '.join(disturbances)}: calibrate again while nothing else runs" if disturbances else None
@@ -100,7 +100,7 @@ class Calibrated:
         """`machine` with what was measured of its GPUs; unchanged if none were measured."""
         if self.gpu is None:
             return machine
-        other = self.device if other_form(self.device) else None
+        other = self.device if form_factor(self.device) else None
         return dataclasses.replace(measured(machine, self.gpu, self.links), measured_on=other)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,22 +141,24 @@ def _number_or_none(value: Any) -> float | None:
 
 
 def load(folder: Path, name: str) -> Calibrated | None:
-    """The calibration of nodes of type `name`; None if there is none. Raises BadCalibration."""
+    """The calibration of nodes of type `name`; None if there is none. Raises InvalidCalibration."""
     path = folder / f"{safe_name(name)}.json"
     try:
         document = json.loads(read_regular(path, MAX_SETTINGS_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise BadCalibration(f"{path} cannot be read ({error}): calibrate again, or remove it") from error
+        raise InvalidCalibration(f"{path} cannot be read ({error}): calibrate again, or remove it") from error
     try:
         return Calibrated.from_json(document)
     except (KeyError, TypeError, ValueError) as error:
-        raise BadCalibration(f"{path} is not a calibration of this release: calibrate again, or remove it") from error
+        raise InvalidCalibration(
+            f"{path} is not a calibration of this release: calibrate again, or remove it"
+        ) from error
 
 
 @dataclass(frozen=True)
-class KeptCalibration:
+class StoredCalibration:
     """A calibration file."""
 
     name: str
@@ -168,17 +170,17 @@ class KeptCalibration:
     """Why it cannot be used."""
 
 
-def kept(folder: Path) -> list[KeptCalibration]:
+def kept(folder: Path) -> list[StoredCalibration]:
     """All stored calibrations, by name."""
     calibrations = []
     for path in sorted(folder.glob("*.json")):
         try:
             calibrated, problem = load(folder, path.stem), None
-        except BadCalibration as error:
+        except InvalidCalibration as error:
             calibrated, problem = None, str(error)
         with contextlib.suppress(FileNotFoundError):
             name = path.stem if calibrated is None else calibrated.name
-            calibrations.append(KeptCalibration(name, path.stat().st_mtime, calibrated, problem))
+            calibrations.append(StoredCalibration(name, path.stat().st_mtime, calibrated, problem))
     return calibrations
 
 
@@ -188,11 +190,13 @@ def _keeping(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise NotKept(f"{path} cannot be written ({error}): calibrations are kept in MANTA_HOME") from error
+        raise CalibrationNotStored(
+            f"{path} cannot be written ({error}): calibrations are kept in MANTA_HOME"
+        ) from error
 
 
 def save(folder: Path, calibrated: Calibrated) -> Path:
-    """Store it atomically; returns the file. Raises NotKept."""
+    """Store it atomically; returns the file. Raises CalibrationNotStored."""
     path = folder / f"{safe_name(calibrated.name)}.json"
     new = path.with_name(f".{path.name}.{os.getpid()}")
     with _keeping(path):
@@ -206,7 +210,7 @@ def save(folder: Path, calibrated: Calibrated) -> Path:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """To be called before spending a minute on results that could not be stored. Raises NotKept."""
+    """To be called before spending a minute on results that could not be stored. Raises CalibrationNotStored."""
     path = folder / f".{os.getpid()}"
     with _keeping(path):
         path.touch()
@@ -218,15 +222,15 @@ def with_links_of_before(folder: Path, calibrated: Calibrated) -> Calibrated:
     another node of this type may have more GPUs. GPUs of another form (PCIe, SXM) have other links."""
     if calibrated.links_problem is None:
         return calibrated
-    with contextlib.suppress(BadCalibration):
+    with contextlib.suppress(InvalidCalibration):
         before = load(folder, calibrated.name)
-        if before is not None and other_form(before.device) == other_form(calibrated.device):
+        if before is not None and form_factor(before.device) == form_factor(calibrated.device):
             return dataclasses.replace(calibrated, links=before.links)
     return calibrated
 
 
 def this_node(folder: Path) -> CpuNode:
-    """This machine without GPUs, as calibrated if it was. Raises BadCalibration."""
+    """This machine without GPUs, as calibrated if it was. Raises InvalidCalibration."""
     known = load(folder, node_type())
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     core = None if known is None else known.core
@@ -234,14 +238,14 @@ def this_node(folder: Path) -> CpuNode:
 
 
 def measured_machines(folder: Path) -> dict[str, Machine]:
-    """The machines whose GPUs were calibrated, by their name in the planner's MACHINES. Raises BadCalibration."""
+    """The machines whose GPUs were calibrated, by their name in the planner's MACHINES. Raises InvalidCalibration."""
     calibrations = {name: load(folder, name) for name in MACHINES}
     return {name: each.applied(MACHINES[name]) for name, each in calibrations.items() if each is not None}
 
 
 def machine_of_type(folder: Path, name: str) -> Machine | None:
     """A machine of that type, as calibrated if it was; None if it is neither a known GPU nor a GPU-less machine like
-    this one. Raises BadCalibration."""
+    this one. Raises InvalidCalibration."""
     if name in MACHINES:
         known = load(folder, name)
         return MACHINES[name] if known is None else known.applied(MACHINES[name])
@@ -253,9 +257,9 @@ def type_of(machine: Machine) -> str:
     return machine.accelerator.name if machine.has_gpus else node_type()
 
 
-def forget_jobs_before_now(folder: Path) -> Path:
+def ignore_earlier_jobs(folder: Path) -> Path:
     """From now on, what jobs that began earlier say about machines does not count; returns the file whose modification
-    time records this. Without the file all jobs count. Raises NotKept."""
+    time records this. Without the file all jobs count. Raises CalibrationNotStored."""
     path = folder / _JOBS_SINCE
     with _keeping(path):
         path.touch()
@@ -317,4 +321,4 @@ def _measurements(device: str, say: Callable[[str], None]) -> Any:
     try:
         return json.loads(printed[-1])  # libraries print too: NCCL prints its version
     except (IndexError, ValueError) as error:
-        raise CalibrationFailed("this machine could not be measured: what was printed is no measurement") from error
+        raise CalibrationFailed("this machine could not be measured: its output is not a measurement") from error

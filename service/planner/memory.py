@@ -85,7 +85,7 @@ def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
         memories = [(worst_rank(spec, parts[0].machine), usable_bytes(parts[0]))]
     else:
         memories = by_kind(spec, parts)
-    return least_to_spare(memories)
+    return rank_with_least_room(memories)
 
 
 def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[RankMemory, float]]:
@@ -95,12 +95,12 @@ def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[RankMemory, float]]:
     if spec.layout.stage_accelerators is None:
         parts = [cluster.parts] * spec.layout.pipeline
     return [
-        least_to_spare([(memory_of(spec, rank, each.machine), usable_bytes(each)) for each in own])
+        rank_with_least_room([(memory_of(spec, rank, each.machine), usable_bytes(each)) for each in own])
         for rank, own in enumerate(parts)
     ]
 
 
-def least_to_spare(memories: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
+def rank_with_least_room(memories: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
     """The rank with the fewest bytes left; each comes with the bytes that it may use."""
     return max(memories, key=lambda each: each[0].total - each[1])
 

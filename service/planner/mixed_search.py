@@ -19,15 +19,15 @@ from manta.service.planner.candidates import (
     COMPLETE,
     RECOMPUTE,
     Candidate,
+    max_stages,
     micro_batch_sizes,
-    most_stages,
     rank_totals,
     replicas_allowed,
     schedules,
 )
 from manta.service.planner.hardware import Cluster
-from manta.service.planner.memory import RankMemory, by_kind, least_to_spare
-from manta.service.planner.pipeline import StageTimes, least_pipeline
+from manta.service.planner.memory import RankMemory, by_kind, rank_with_least_room
+from manta.service.planner.pipeline import StageTimes, min_pipeline_seconds
 from manta.service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
 from manta.service.planner.software import engine_on
 from manta.service.planner.stage_shares import Counts, chunks_of, shared_out
@@ -114,7 +114,7 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
     enough: set[_Mixed] = set()
     number = count()  # of equal bounds the first one added comes first
     waiting: list[tuple[float, int, _Frame | _Mixed | _Stages | _Step]] = [
-        (rates.least_of_frame(frame), next(number), frame)
+        (rates.min_seconds_of_frame(frame), next(number), frame)
         for frame in _frames(job, cluster.parts)
         if all(no_products(job, cluster.parts[part]) is None for part in frame.order)
     ]
@@ -132,13 +132,13 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
         elif isinstance(at, _Mixed):
             stages = _Stages(job, at, rates)
             if stages.counts is not None:
-                heapq.heappush(waiting, (stages.least_seconds, next(number), stages))
+                heapq.heappush(waiting, (stages.min_seconds, next(number), stages))
         elif at.mixed.recomputing_nothing in enough:
             continue  # the same layout with less recomputation fits
         elif isinstance(at, _Stages):
             step = at.step(cluster)
             if step is not None:
-                heapq.heappush(waiting, (step.least_seconds, next(number), step))
+                heapq.heappush(waiting, (step.min_seconds, next(number), step))
         else:
             plan = _fitted(cluster, at, worst)
             in_vain = in_vain + 1 if plan is None else 0
@@ -172,10 +172,10 @@ class _Rates:
         """Lower bound for the update, with `stages` stages on that part."""
         key = part, shape.tensor, shape.pipeline, shape.data, stages
         if key not in self._updates:
-            self._updates[key] = self.timed[part].least_update(shape, stages)
+            self._updates[key] = self.timed[part].min_update_seconds(shape, stages)
         return self._updates[key]
 
-    def least_of_frame(self, frame: _Frame) -> float:
+    def min_seconds_of_frame(self, frame: _Frame) -> float:
         """Lower bound for all layouts of the frame."""
         return min(self.balanced_seconds(_Mixed(frame, shape)) for shape in _shapes(self._job, frame))
 
@@ -212,7 +212,7 @@ def _is_complete(job: JobSpec, parts: Sequence[Cluster]) -> bool:
 def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
     """Every order of two or three parts, with every size of the axes that there is room for."""
     complete, (fewest, allowed) = _is_complete(job, parts), replicas_allowed(job)
-    batch, longest = job.train.global_batch_size, min(job.model.layers, most_stages(job))
+    batch, longest = job.train.global_batch_size, min(job.model.layers, max_stages(job))
     for kinds in range(2, min(MAX_IN_A_PIPELINE, len(parts)) + 1):
         for order in permutations(range(len(parts)), kinds):
             chosen = [parts[part] for part in order]
@@ -280,15 +280,15 @@ class _Stages:
         return rank_totals(self.counts or (), self.mixed.shape.pipeline, self.mixed.shape.schedule)
 
     @property
-    def least_seconds(self) -> float:
+    def min_seconds(self) -> float:
         """Lower bound for a step: of its pipeline, times the wait for the slowest replica."""
         timed, frame = self._rates.timed, self.mixed.frame
-        return self.least_pipeline() * min(slowest_of(frame.data, timed[part].cluster) for part in frame.order)
+        return self.min_pipeline_seconds() * min(slowest_of(frame.data, timed[part].cluster) for part in frame.order)
 
-    def least_pipeline(self) -> float:
+    def min_pipeline_seconds(self) -> float:
         """Lower bound for the pipeline."""
         shape = self.mixed.shape
-        return least_pipeline(
+        return min_pipeline_seconds(
             shape.schedule, self._chunks, list(self._times()), self._messages, shape.micro_batches(self._job)
         )
 
@@ -325,9 +325,9 @@ class _Step:
         return self.stages.mixed
 
     @property
-    def least_seconds(self) -> float:
+    def min_seconds(self) -> float:
         """Lower bound for the whole step."""
-        return self.model.seconds_with(self.stages.least_pipeline())
+        return self.model.seconds_with(self.stages.min_pipeline_seconds())
 
     @property
     def memory(self) -> list[tuple[RankMemory, float]]:
@@ -343,7 +343,7 @@ def _fitted(cluster: Cluster, step: _Step, worst: float) -> Plan | None:
         held = step.memory
         full = [memory.rank for memory, usable in held if memory.total > usable]
         if not full:
-            return plan_of(step.model.spec, cluster, time=step.model.time(), memory=least_to_spare(held)[0])
+            return plan_of(step.model.spec, cluster, time=step.model.time(), memory=rank_with_least_room(held)[0])
         for rank in full:
             most[rank] = step.stages.ranks[rank] - 1
         stages = step.stages.with_room(most)

@@ -180,8 +180,8 @@ class Budget:
 def host_wait(machine: Machine, *passes: Budget) -> float:
     """Seconds that a device waits for its host in these passes together, with more of them to follow: the host queues
     ahead as long as it is the faster one."""
-    host = sum(each.operations for each in passes) * machine.constants.host_seconds
-    return max(0.0, host - sum(each.device_seconds for each in passes))
+    host = sum(pass_.operations for pass_ in passes) * machine.constants.host_seconds
+    return max(0.0, host - sum(pass_.device_seconds for pass_ in passes))
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ def _pipeline(bars: Sequence[Mapping[str, Any]] | None) -> _Part:
 
 def _step(shares: Sequence[Mapping[str, Any]]) -> _Part:
     """One bar for the whole step, and a line for each part."""
-    total, at, lines = sum(each["seconds"] for each in shares), 0.0, []
-    whole = sum(max(0.0, each["seconds"]) for each in shares)
+    total, at, lines = sum(share["seconds"] for share in shares), 0.0, []
+    whole = sum(max(0.0, share["seconds"]) for share in shares)
     for row, (each, colour) in enumerate(zip(shares, cycle(_COLOURS), strict=False)):
         seconds, label = each["seconds"], f"{each['name']}: {_seconds(each['seconds'])}"
         x, width = _across(at, at + max(0.0, seconds), whole)
@@ -80,7 +80,7 @@ def _step(shares: Sequence[Mapping[str, Any]]) -> _Part:
 
 
 def _memory(stages: Sequence[Mapping[str, Any]], usable: Sequence[float]) -> _Part:
-    most, lines = max(*usable, *(each["total"] for each in stages)), []
+    most, lines = max(*usable, *(stage["total"] for stage in stages)), []
     for lane, (each, own) in enumerate(zip(stages, usable, strict=True)):
         lines.append(_text(8, lane * LANE + 15, f"stage {lane}"))
         at = 0.0

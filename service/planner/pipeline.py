@@ -116,7 +116,7 @@ class Pipeline:
     def _busy(self) -> float:
         """Seconds that each micro-batch occupies the busiest rank, or all cores, including messages that take its
         time."""
-        seconds = [each.seconds if self.trains else each.forward for each in self.times]
+        seconds = [time.seconds if self.trains else time.forward for time in self.times]
         if self.blocking:
             ways = 2 if self.trains else 1
             (before, behind), _ = self._occupied()
@@ -237,16 +237,16 @@ class Pipeline:
             return seconds + arriving[way][index] + leaving[way][index], needed, (key(way, index, micro_batch),)
 
         ranks = self._orders(micro_batches)
-        each_rank = [[of(held, each) for each in passes] for held, passes in zip(self._held(), ranks, strict=True)]
+        each_rank = [[of(held, pass_) for pass_ in passes] for held, passes in zip(self._held(), ranks, strict=True)]
         return simulate_sharing(each_rank, 2 * count * micro_batches, cores, spans)
 
     def work(self, micro_batches: int) -> float:
         """Most seconds that any rank computes in the step, or that all cores do, without messages that block."""
-        return self._most([each.seconds for each in self.times]) * micro_batches
+        return self._most([time.seconds for time in self.times]) * micro_batches
 
     def rank_work(self) -> list[float]:
         """Seconds that each rank computes for one micro-batch."""
-        return self._by_rank([each.seconds for each in self.times])
+        return self._by_rank([time.seconds for time in self.times])
 
     def _most(self, seconds: Sequence[float]) -> float:
         """The most seconds of any rank, or of all cores, if virtual stages take `seconds`."""
@@ -320,10 +320,10 @@ def _orders(kind: str, stages: int, virtual_stages: int, micro_batches: int, tra
     if trains:
         return tuple(compute_of_rank(kind, rank, stages, virtual_stages, micro_batches) for rank in range(stages))
     evaluated = forward_only(kind, stages, virtual_stages, micro_batches)
-    return tuple([each for each in actions if each.kind in _PASSES] for actions in evaluated)
+    return tuple([action for action in actions if action.kind in _PASSES] for actions in evaluated)
 
 
-def least_pipeline(
+def min_pipeline_seconds(
     schedule: str,
     chunks: Sequence[Sequence[int]],
     times: Sequence[StageTimes],

@@ -97,7 +97,7 @@ def dependence_of(model: StepModel, cluster: Cluster) -> dict[str, Any]:
     whole = _group_seconds(model)
     seconds: dict[str, dict[str, float]] = {group: {} for group in GROUPS}
     for name, value in used.items():
-        slower = with_constants(cluster.machine, {name: value * _SLOWER if _takes_time(name) else value / _SLOWER})
+        slower = with_constants(cluster.machine, {name: value * _SLOWER if _is_duration(name) else value / _SLOWER})
         changed = _group_seconds(StepModel(model.spec, replace(cluster, machine=slower), model.software))
         for group in GROUPS:
             if (more := (changed[group] - whole[group]) / (_SLOWER - 1)) > max(1e-9, 1e-3 * whole[group]):
@@ -108,13 +108,13 @@ def dependence_of(model: StepModel, cluster: Cluster) -> dict[str, Any]:
     return {"before": before, "used": used, "seconds": seconds}
 
 
-def _takes_time(name: str) -> bool:
+def _is_duration(name: str) -> bool:
     """Whether a larger value of the constant is slower."""
     return name == "spread" or name.endswith("_seconds")
 
 
 def _group_seconds(model: StepModel) -> dict[str, float]:
-    shares = {each.name: each.seconds for each in step_shares(model, model.time(), 1.0)}
+    shares = {share.name: share.seconds for share in step_shares(model, model.time(), 1.0)}
     return {group: sum(shares.get(name, 0.0) for name in names) for group, (names, _) in GROUPS.items()}
 
 
@@ -156,7 +156,7 @@ class Observation:
     measured: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(("gpu", "links")))
     """The calibration (`measured_of`) that it was planned with."""
 
-    def tells_of(self, name: str) -> bool:
+    def depends_on(self, name: str) -> bool:
         """Whether a good part of one of its groups depends on a constant."""
         return any(row.by_constant.get(name, 0.0) >= TELLING * row.planned for row in self.rows)
 
@@ -195,7 +195,7 @@ def _row(took: float, whole: float, used: Mapping[str, float], slower: Mapping[s
 
 def _slower(name: str, before: float, after: float) -> float:
     """The logarithm by which time that depends on a constant grows if it moves from `before` to `after`."""
-    return math.log(after / before) if _takes_time(name) else math.log(before / after)
+    return math.log(after / before) if _is_duration(name) else math.log(before / after)
 
 
 def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
@@ -210,7 +210,7 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
         return machine
     slower = _fitted([row for each in usable for row in _rows(each)], names)
     values = {name: _moved(name, before[name], slower[name]) for name in names}
-    observations = [each for each in usable if any(each.tells_of(name) for name in names)]
+    observations = [each for each in usable if any(each.depends_on(name) for name in names)]
     return replace(with_constants(machine, values), refined=Refined(len(observations), tuple(before.items())))
 
 
@@ -222,11 +222,11 @@ def _rows(seen: Observation) -> tuple[Row, ...]:
 
 
 def _is_observed(name: str, seen: Sequence[Observation]) -> bool:
-    return sum(each.tells_of(name) for each in seen) >= MIN_JOBS
+    return sum(each.depends_on(name) for each in seen) >= MIN_JOBS
 
 
 def _moved(name: str, value: float, slower: float) -> float:
-    factor = math.exp(slower if _takes_time(name) else -slower)
+    factor = math.exp(slower if _is_duration(name) else -slower)
     is_part = name in RATIOS and value <= 1  # of a core, `memory` is in bytes/s
     return min(1.0, value * factor) if is_part else value * factor
 

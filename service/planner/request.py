@@ -18,7 +18,7 @@ from manta.service.planner.hardware import (
     CpuNode,
     Machine,
     UnknownMachine,
-    known_as,
+    machine_name,
     machine_of,
     ray_type,
 )
@@ -38,7 +38,7 @@ SECTIONS = ("model", "train", "data", "parallel", "cluster")
 Machines = Mapping[str, Machine]
 """Machines whose GPUs were measured, by their name in MACHINES."""
 NONE_MEASURED: Machines = MappingProxyType({})
-WISHES = ("explain", "sizes")
+OPTIONAL_PARTS = ("explain", "sizes")
 """Optional parts of an answer, in addition to plans."""
 MAX_LAYERS, MAX_NODES, MAX_MICRO_BATCHES = 1000, 100_000, 100_000
 _KEYS = {"accelerator", "nodes", "gpus_per_node"}
@@ -78,15 +78,15 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode, known: M
     """Check `document`. `node`: the one that accelerator `cpu` means. `known`: machines whose GPUs were measured.
     Raises SpecError with everything that is wrong with it."""
     if not isinstance(document, dict):
-        raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
-    wishes = {name: document.get(name, False) for name in WISHES}
+        raise SpecError([Problem("", f"a plan request is a mapping, not {kind_of(document)}", "model: {...}")])
+    wishes = {name: document.get(name, False) for name in OPTIONAL_PARTS}
     if problems := [
         Problem(name, f"must be true or false, not {kind_of(value)}", "true")
         for name, value in wishes.items()
         if not isinstance(value, bool)
     ]:
         raise SpecError(problems)
-    job = _job_in({key: value for key, value in document.items() if key not in WISHES})
+    job = _job_in({key: value for key, value in document.items() if key not in OPTIONAL_PARTS})
     cluster = read_cluster(document.get("cluster"), for_job(job, current), node, known)
     problems = [*_misplaced(job, cluster), *too_large(job)]
     if problems:
@@ -288,7 +288,7 @@ def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
         raise SpecError([Problem("cluster.accelerator", problem, "h100-80gb")])
     called = min(types, key=lambda each: (-types[each], each))
     memory = min((node["gpu_memory_bytes"] for node in nodes if node.get("gpu_memory_bytes")), default=None)
-    name = known_as(called, memory)
+    name = machine_name(called, memory)
     if name is None:
         problem = f"no plans can be made for this cluster's GPUs of type {called}; known are {', '.join(MACHINES)}"
         raise SpecError([Problem("cluster.accelerator", problem, "the one that is most like it")])
@@ -305,12 +305,12 @@ def cluster_of_nodes(
     alive = [node for node in nodes if node.get("alive")]
     usable = [node for node in alive if not node.get("draining") and node.get("problem") is None]
     if accelerator == CPU or (accelerator is None and not any(map(_has_gpus, alive))):
-        count, size = _most_alike([node["slots_total" if _has_gpus(node) else "total"] for node in usable], "slots")
+        count, size = _most_frequent([node["slots_total" if _has_gpus(node) else "total"] for node in usable], "slots")
         return Cluster(cpu_node.machine(size), count, size)
     with_gpus = [node for node in usable if _has_gpus(node)]
     if accelerator is None and len(parts := _by_type(with_gpus, known)) > 1:
         return together(parts)
-    count, size = _most_alike([node["total"] for node in with_gpus], "GPUs")
+    count, size = _most_frequent([node["total"] for node in with_gpus], "GPUs")
     name = _type_of(with_gpus) if accelerator is None else accelerator
     return _named_cluster(name, {"nodes": count, "gpus_per_node": size}, known)
 
@@ -325,23 +325,23 @@ def _by_type(nodes: Sequence[Mapping[str, Any]], known: Machines) -> list[Cluste
     for type in sorted({node["gpu_type"] for node in nodes if node.get("gpu_type") and node["total"] >= 1}):
         alike = [node for node in nodes if node.get("gpu_type") == type]
         memory = min((node["gpu_memory_bytes"] for node in alike if node.get("gpu_memory_bytes")), default=None)
-        if (name := known_as(type, memory)) is not None:
-            count, size = _most_alike([node["total"] for node in alike], "GPUs")
+        if (name := machine_name(type, memory)) is not None:
+            count, size = _most_frequent([node["total"] for node in alike], "GPUs")
             parts.append(replace(_named_cluster(name, {"nodes": count, "gpus_per_node": size}, known), type=type))
     return parts
 
 
-def _most_alike(places: Sequence[float], of: str) -> tuple[int, int]:
+def _most_frequent(places: Sequence[float], of: str) -> tuple[int, int]:
     """How many nodes have at least the most frequent size, and that size. `places`: the size of each node; `of`: what
     it counts. Raises SpecError."""
-    sizes = Counter(int(each) for each in places if int(each) > 0)
+    sizes = Counter(int(place) for place in places if int(place) > 0)
     if not sizes:
         raise SpecError([Problem("cluster.current", f"this cluster has no node whose {of} jobs may have", "false")])
     size = max(sizes, key=lambda each: (sizes[each] * each, each))
     return sum(number for each, number in sizes.items() if each >= size), size
 
 
-def asks_for_layout(document: Any) -> bool:
+def wants_automatic_layout(document: Any) -> bool:
     """Whether a job's document says `parallel: auto`."""
     return isinstance(document, dict) and document.get("parallel") == "auto"
 
@@ -357,7 +357,9 @@ def bounds_in(document: dict[str, Any]) -> ElasticConfig:
         return ElasticConfig.model_validate(document.get("elastic", {}))
     except ValidationError as error:
         problems = problems_of(error)
-        raise SpecError([replace(each, path=f"elastic.{each.path}".rstrip(".")) for each in problems]) from error
+        raise SpecError(
+            [replace(problem, path=f"elastic.{problem.path}".rstrip(".")) for problem in problems]
+        ) from error
 
 
 def with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster) -> JobSpec:

@@ -29,7 +29,7 @@ MAX_REJECTED = 20
 MIN_REFINED = 5
 """Fewest layouts whose layers are then moved between stages. With a fixed minimum, the best layout does not depend on
 how many are asked for; a few more are kept, since one of them may become faster than these by moving layers."""
-MORE, MORE_BY_LAYERS = 2, 100
+MIN_EXTRA_CANDIDATES, EXTRA_CANDIDATES_BY_LAYERS = 2, 100
 """How many more are kept: at least 2, and 100 over the model's layers, since with fewer layers one is a larger part of
 a stage."""
 
@@ -99,7 +99,7 @@ def peak_of_rank(spec: JobSpec, part: Cluster) -> float:
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> Answer:
     """The plan of a job whose layout is given, or why it has none."""
-    problem = no_place(spec, cluster)
+    problem = placement_problem(spec, cluster)
     if problem is None:
         fit = fits(spec, cluster)
         problem = None if fit.fits else f"does not fit: {fit}"
@@ -108,7 +108,7 @@ def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) 
     return Answer((plan_of(spec, cluster, software),), ())
 
 
-def no_place(spec: JobSpec, cluster: Cluster) -> str | None:
+def placement_problem(spec: JobSpec, cluster: Cluster) -> str | None:
     """Why a layout cannot be placed on these nodes, regardless of memory; None if it can."""
     try:
         parts = Counter(parts_of(spec, cluster))
@@ -119,7 +119,7 @@ def no_place(spec: JobSpec, cluster: Cluster) -> str | None:
         problems.append(_no_room(spec, cluster.parts, spec.layout.pipeline))
     else:
         problems = [no_products(spec, part) or _no_room(spec, (part,), stages) for part, stages in parts.items()]
-    return next((each for each in problems if each is not None), None)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def no_products(spec: JobSpec, cluster: Cluster) -> str | None:
@@ -169,16 +169,16 @@ def search(
     for candidate in candidates(job, cluster):
         if ranks is not None and candidate.ranks != ranks:
             continue
-        least = bounds.least_bytes(candidate)
+        least = bounds.min_bytes(candidate)
         if least <= usable:
             left.append(candidate)
-        elif _is_less(no_state, candidate, least) and not find_problems(candidate.spec(job)):
-            _keep_least(no_state, candidate, least)
+        elif _is_better(no_state, candidate, least) and not find_problems(candidate.spec(job)):
+            _keep_best(no_state, candidate, least)
     best = fastest(left, bounds, limit)
     for least, candidate in no_state.values():
-        _keep_least(best.too_large, candidate, least)
+        _keep_best(best.too_large, candidate, least)
     plans = best.plans()
-    _note_slower(best, bounds, {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans})
+    _exclude_slower(best, bounds, {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans})
     rejected = tuple(_rejected(job, cluster, plans, best.slower, best.too_large))
     return Answer(plans, rejected if plans or rejected else _without_layout(job, cluster))
 
@@ -188,7 +188,7 @@ def _without_layout(job: JobSpec, cluster: Cluster) -> tuple[Rejected, ...]:
     least = min(micro_batch_sizes(job, 1))
     spec = Candidate(1, 1, job.elastic.min_data or 1, 1, "1f1b", least, "full").spec(job)
     broken = [f"{problem.path}: {problem.rule}" for problem in find_problems(spec) if problem.path != "data"]
-    problem = no_place(spec, cluster) or next(iter(broken), None)
+    problem = placement_problem(spec, cluster) or next(iter(broken), None)
     return () if problem is None else (Rejected(spec, problem),)
 
 
@@ -197,14 +197,14 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
     less than `most` seconds. `bounds`: may come from a search on more or fewer of the same nodes, to reuse its
     results."""
     job, usable = bounds.job, usable_bytes(bounds.cluster)
-    best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
+    best = Best(limit, most, max(MIN_EXTRA_CANDIDATES, EXTRA_CANDIDATES_BY_LAYERS // job.model.layers))
     no_room = []
     waiting = [_waiting(bounds.work_seconds(each), each, False) for each in left]
     heapq.heapify(waiting)
     while waiting and SLACK * waiting[0][0] <= best.most:
         *_, candidate, is_least = heapq.heappop(waiting)
         if not is_least:
-            for least, each in bounds.with_least_seconds(candidate):
+            for least, each in bounds.with_min_seconds(candidate):
                 heapq.heappush(waiting, _waiting(least, each, True))
             continue
         if candidate.recomputing_nothing in best.enough:
@@ -216,9 +216,9 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
         if memory.total <= usable:
             best.add(candidate, _planned(candidate, bounds))
         else:
-            _keep_least(best.too_large, candidate, memory.total)
+            _keep_best(best.too_large, candidate, memory.total)
             no_room.append((candidate, memory.total))
-    best.waiting, best.enough_by_then = waiting, frozenset(best.enough)
+    best.waiting, best.sufficient_by_then = waiting, frozenset(best.enough)
     for candidate, needed in no_room:
         other = fitted(candidate, needed, bounds, usable, best.most)
         if other is not None:
@@ -246,7 +246,7 @@ def _planned(candidate: Candidate, bounds: Bounds) -> Plan:
     return plan_of(spec, bounds.cluster, bounds.software, time=time, memory=memory)
 
 
-def _note_slower(best: Best, bounds: Bounds, chosen: Collection[tuple[int, int]]) -> None:
+def _exclude_slower(best: Best, bounds: Bounds, chosen: Collection[tuple[int, int]]) -> None:
     """Of layouts that are not among the best, which may have the least of their tensor and pipeline sizes: its least is
     noted, until as many sizes have theirs as are reported. `chosen`: sizes that have a plan."""
     settled: set[tuple[int, int]] = set()
@@ -260,10 +260,10 @@ def _note_slower(best: Best, bounds: Bounds, chosen: Collection[tuple[int, int]]
             if len(settled) == MAX_REJECTED:
                 return
             continue
-        for least, each in [(seconds, candidate)] if is_least else bounds.with_least_seconds(candidate):
-            is_least = _is_less(best.slower, each, least) and each.recomputing_nothing not in best.enough_by_then
+        for least, each in [(seconds, candidate)] if is_least else bounds.with_min_seconds(candidate):
+            is_least = _is_better(best.slower, each, least) and each.recomputing_nothing not in best.sufficient_by_then
             if is_least and not find_problems(each.spec(bounds.job)):
-                _keep_least(best.slower, each, least)
+                _keep_best(best.slower, each, least)
 
 
 class Best:
@@ -278,8 +278,8 @@ class Best:
         self.enough: set[tuple[Candidate, bool]] = set()
         """Layouts that fit, as they are without recomputation."""
         self.waiting: list[_Waiting] = []
-        """Layouts that were not looked at, as others are faster; `enough_by_then`: what was enough at that time."""
-        self.enough_by_then: frozenset[tuple[Candidate, bool]] = frozenset()
+        """Layouts that were not looked at, as others are faster; `sufficient_by_then`: what was enough at that time."""
+        self.sufficient_by_then: frozenset[tuple[Candidate, bool]] = frozenset()
         self.slower: dict[tuple[int, int], tuple[float, Candidate]] = {}
         self.too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}
         """For each tensor and pipeline size, the layout that came nearest to fitting."""
@@ -294,7 +294,7 @@ class Best:
         ordered = self._ordered()
         for slow, worse, _ in ordered[self._kept :]:
             del self._found[worse.even]
-            _keep_least(self.slower, worse, slow)
+            _keep_best(self.slower, worse, slow)
         if len(ordered) >= self._kept:
             self.most = ordered[self._kept - 1][0]
 
@@ -309,7 +309,7 @@ class Best:
     def plans(self) -> tuple[Plan, ...]:
         """The fastest layouts; the others are noted as slower."""
         for slow, worse, _ in self._ordered()[self.limit :]:
-            _keep_least(self.slower, worse, slow)
+            _keep_best(self.slower, worse, slow)
         return tuple(plan for *_, plan in self._ordered()[: self.limit])
 
 
@@ -317,14 +317,14 @@ _Least = dict[tuple[int, int], tuple[float, Candidate]]
 """For each tensor and pipeline size, the lowest value so far and its layout."""
 
 
-def _is_less(of: _Least, candidate: Candidate, value: float) -> bool:
+def _is_better(of: _Least, candidate: Candidate, value: float) -> bool:
     key = candidate.tensor, candidate.pipeline
     return key not in of or (value, candidate) < of[key]
 
 
-def _keep_least(of: _Least, candidate: Candidate, value: float) -> None:
+def _keep_best(of: _Least, candidate: Candidate, value: float) -> None:
     """Store `candidate` if its value is the lowest of its tensor and pipeline size."""
-    if _is_less(of, candidate, value):
+    if _is_better(of, candidate, value):
         of[candidate.tensor, candidate.pipeline] = value, candidate
 
 
@@ -363,7 +363,7 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
         for tensor, pipeline, data in axes(job, larger):
             least = min(micro_batch_sizes(job, 1))
             candidate = Candidate(pipeline, tensor, data, 1, "1f1b", least, "full")
-            if bounds.least_bytes(candidate) > usable or find_problems(spec := candidate.spec(job)):
+            if bounds.min_bytes(candidate) > usable or find_problems(spec := candidate.spec(job)):
                 continue
             if worst_rank(spec, larger.machine).total <= usable:
                 return f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB a rank) would do"

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manta.service.cluster.sizes import most_ranks, resized, shapes_of, sizes_of
+from manta.service.cluster.sizes import max_ranks, resized, shapes_of, sizes_of
 from manta.service.planner.bounds import Bounds
 from manta.service.planner.candidates import Candidate, candidates, is_complete
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.memory import Fit, tightest, usable_bytes
 from manta.service.planner.mixed_search import best_layouts
-from manta.service.planner.search import Plan, fastest, no_place, plan_of
+from manta.service.planner.search import Plan, fastest, placement_problem, plan_of
 from manta.service.planner.software import Software
 from manta.workers.config import JobSpec
 
@@ -64,7 +64,7 @@ def best_by_size(job: JobSpec, cluster: Cluster, software: Software) -> tuple[Si
     if not is_complete(job, cluster):
         return tuple(_by_nodes(job, cluster, software))
     plans = list(_by_gpus(job, cluster, software))
-    ends = [*(each.spec.layout.world_size - 1 for each in plans[1:]), cluster.gpus]
+    ends = [*(plan.spec.layout.world_size - 1 for plan in plans[1:]), cluster.gpus]
     return tuple(reversed([SizedPlan(end, plan, cluster) for plan, end in zip(plans, ends, strict=True)]))
 
 
@@ -89,7 +89,9 @@ def _best_of(job: JobSpec, parts: Sequence[Cluster], known: Sequence[Plan]) -> I
     room is the best here too."""
     first, *others = parts
     cluster = replace(first, others=tuple(others))
-    plans = [plan for plan in known if no_place(plan.spec, cluster) is None] or best_layouts(job, cluster, 1).plans
+    plans = [plan for plan in known if placement_problem(plan.spec, cluster) is None] or best_layouts(
+        job, cluster, 1
+    ).plans
     for plan in plans[:1]:
         nodes = {part.type or "": part.nodes for part in parts}
         yield SizedPlan(sum(part.gpus for part in parts), plan, cluster, nodes)
@@ -100,7 +102,7 @@ def elastic_sizes(spec: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
     most ranks first, at most `MAX_SIZES`. They need not fit."""
     shapes, sizes = shapes_of(spec), sizes_of(spec)
     plans: list[SizedPlan] = []
-    left = most_ranks(spec)
+    left = max_ranks(spec)
     while left > 0 and len(plans) < MAX_SIZES:
         widths = (shape.layout.world_size // shape.layout.data for shape in shapes)
         replicas = [min(sizes.stop - 1, left // width) for width in widths]
@@ -129,7 +131,7 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
 
 def _with_room(job: JobSpec, cluster: Cluster, bounds: Bounds, usable: float) -> Iterator[Candidate]:
     """Layouts that may fit into `usable` bytes of a device."""
-    return (each for each in candidates(job, cluster) if bounds.least_bytes(each) <= usable)
+    return (candidate for candidate in candidates(job, cluster) if bounds.min_bytes(candidate) <= usable)
 
 
 def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[SizedPlan]:

@@ -114,7 +114,7 @@ def _looked_at(counts: Counts) -> list[int]:
     return sorted(places)
 
 
-def in_words(each_stage: Sequence[int] | Sequence[str]) -> str:
+def format_counts(each_stage: Sequence[int] | Sequence[str]) -> str:
     """A short description of each stage's value: `3 x 4, 5, 2`."""
     runs = [(what, len(list(same))) for what, same in groupby(each_stage)]
     return ", ".join(f"{times} x {what}" if times > 1 else f"{what}" for what, times in runs)

@@ -68,14 +68,14 @@ def threads_in(spec: JobSpec, cluster: Cluster) -> int:
     return decided_threads(spec, [(machine.cores, min(most, cluster.gpus_per_node))])
 
 
-def most_trained(spec: JobSpec) -> int:
+def max_trained_parameters(spec: JobSpec) -> int:
     """Parameters with gradients of the rank that has most; at least one."""
     return max(1, *trained_parameters(spec))
 
 
-def least_backward(pipeline: Pipeline) -> float:
+def min_backward_seconds(pipeline: Pipeline) -> float:
     """Seconds of the shortest backward of a virtual stage."""
-    return min(each.backward for each in pipeline.times if each.backward > 0)
+    return min(time.backward for time in pipeline.times if time.backward > 0)
 
 
 class StepModel:
@@ -96,7 +96,7 @@ class StepModel:
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or self.layer.passes()
-        self.parameters = parameters or most_trained(spec)
+        self.parameters = parameters or max_trained_parameters(spec)
         self._frozen = frozen or (FrozenPasses(self.layer, self.passes) if spec.train.frozen else None)
 
     def pipeline(self) -> Pipeline:
@@ -176,7 +176,7 @@ class StepModel:
         layout, m = self.spec.layout, self.spec.micro_batches
         pipeline = self.pipeline()
         seconds, work = pipeline.seconds(m) + self.first_wait() + self.cast_seconds(), pipeline.work(m)
-        last = least_backward(pipeline)
+        last = min_backward_seconds(pipeline)
         gradients, optimizer = self.gradient_seconds(last), self.optimizer_seconds()
         tied = self.tied_seconds()
         total = seconds + gradients + optimizer + tied
@@ -185,7 +185,7 @@ class StepModel:
 
     def seconds_with(self, pipeline: float) -> float:
         """Seconds of the whole step, if its pipeline took `pipeline` seconds."""
-        last = least_backward(self.pipeline())
+        last = min_backward_seconds(self.pipeline())
         rest = self.gradient_seconds(last) + self.tied_seconds() + self.optimizer_seconds()
         return (pipeline + rest) * slowest_of(self.spec.layout.data, self.cluster)
 
@@ -193,7 +193,7 @@ class StepModel:
         """How much longer a calibrated GPU that has the whole model waits for its host in the step's first forward than
         in others, since nothing was queued before it. If the device is the slower one from then on, that is the only
         wait."""
-        budgets = self.whole_model()
+        budgets = self.full_model()
         if budgets is None:
             return 0.0
         return max(0.0, host_wait(self.cluster.machine, budgets[0]) - budgets[0].host)
@@ -207,7 +207,7 @@ class StepModel:
         elements = model.layers * sum(layer_matrices(model, layout.tensor).values())
         return memory_seconds(self.cluster.machine, CAST_BOTH * elements)
 
-    def whole_model(self) -> tuple[Budget, Budget, Budget] | None:
+    def full_model(self) -> tuple[Budget, Budget, Budget] | None:
         """One micro-batch's passes on a calibrated GPU that has the whole model; None otherwise."""
         machine, layout = self.cluster.machine, self.spec.layout
         if machine.gpu is None or layout.pipeline * layout.virtual_stages > 1:
@@ -217,12 +217,12 @@ class StepModel:
     def _update_wait(self) -> float:
         """How long the device waits for its host before an update, for norm, agreement and clipping, as far as the host
         was not ahead; plus the kernels for these."""
-        budgets, machine = self.whole_model(), self.cluster.machine
+        budgets, machine = self.full_model(), self.cluster.machine
         if budgets is None or machine.gpu is None:
             return 0.0
         operations, constants = self.software.update_operations, machine.constants
-        host = sum(each.operations for each in budgets) * constants.host_seconds
-        ahead = self.spec.micro_batches * (sum(each.device_seconds for each in budgets) - host)
+        host = sum(budget.operations for budget in budgets) * constants.host_seconds
+        ahead = self.spec.micro_batches * (sum(budget.device_seconds for budget in budgets) - host)
         wait = max(0.0, operations * constants.host_seconds - max(0.0, ahead))
         return wait + operations * machine.gpu.kernel_seconds
 
@@ -269,10 +269,10 @@ class StepModel:
         # others.
         width = self.layer.width if layout.zero else self.software.gradient_bytes
         gather = gather_seconds(self.groups.data, self.cluster, self.parameters * width)
-        return self._alike(update + gather - (min(gather, self._forward()) if self._gathers_beside_forward else 0.0))
+        return self._alike(update + gather - (min(gather, self._forward()) if self._gather_overlaps_forward else 0.0))
 
     @property
-    def _gathers_beside_forward(self) -> bool:
+    def _gather_overlaps_forward(self) -> bool:
         """Whether the gathering of updated parameters overlaps with the next step's forward."""
         layout, train = self.spec.layout, self.spec.train
         has_masters = self.layer.width < WIDE or train.optimizer.offload
@@ -281,7 +281,7 @@ class StepModel:
 
     def _forward(self) -> float:
         """Seconds of the first micro-batch's forward, through the fastest of all stages."""
-        return min(each.forward for each in self.pipeline().times) * self.spec.layout.virtual_stages
+        return min(time.forward for time in self.pipeline().times) * self.spec.layout.virtual_stages
 
     def tied_seconds(self) -> float:
         """Summing the gradients of an embedding that two stages hold."""
@@ -296,7 +296,7 @@ class StepModel:
 class _Part(StepModel):
     """The stages on nodes of one kind."""
 
-    def whole_model(self) -> tuple[Budget, Budget, Budget] | None:
+    def full_model(self) -> tuple[Budget, Budget, Budget] | None:
         """None: another part has the other stages."""
         return None
 
@@ -335,7 +335,7 @@ class MixedStepModel(StepModel):
             return max(self._stages[each].message_to(same_node=False) for each in (here, there))
         if abs(here - there) != 1:
             return part.message_to(same_node=False)
-        return part.message(sum(each is part for each in self._stages[: min(here, there)]))
+        return part.message(sum(stage is part for stage in self._stages[: min(here, there)]))
 
     def first_wait(self) -> float:
         """None: the first rank waits for the others anyway."""
@@ -343,11 +343,11 @@ class MixedStepModel(StepModel):
 
     def gradient_seconds(self, backward: float) -> float:
         """The part of the reduction over replicas that nothing hides, where that takes longest."""
-        return max(each.gradient_seconds(backward) for each in self._parts)
+        return max(part.gradient_seconds(backward) for part in self._parts)
 
     def optimizer_seconds(self) -> float:
         """The update and its distribution to all replicas, where that takes longest."""
-        return max(each.optimizer_seconds() for each in self._parts)
+        return max(part.optimizer_seconds() for part in self._parts)
 
     def tied_seconds(self) -> float:
         """Summing the gradients of an embedding that two stages on different nodes share."""
@@ -356,7 +356,7 @@ class MixedStepModel(StepModel):
             return 0.0
         elements = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size
         ends = self._stages[0], self._stages[-1]
-        return max(reduce_seconds(Group(2, 1), each.cluster, elements * each.software.gradient_bytes) for each in ends)
+        return max(reduce_seconds(Group(2, 1), end.cluster, elements * end.software.gradient_bytes) for end in ends)
 
 
 def step_model(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> StepModel:
@@ -366,6 +366,6 @@ def step_model(spec: JobSpec, cluster: Cluster, software: Software | None = None
     if any(other is not part for other in others):
         return MixedStepModel(spec, cluster)
     if cluster.others and spec.layout.stage_accelerators is None:  # it may run on any of them
-        models = (StepModel(spec, each, software or engine_on(each.machine)) for each in cluster.parts)
+        models = (StepModel(spec, part, software or engine_on(part.machine)) for part in cluster.parts)
         return max(models, key=lambda model: model.time().seconds)
     return StepModel(spec, part, software or engine_on(part.machine))

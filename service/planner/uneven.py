@@ -21,13 +21,13 @@ needed."""
 
 
 def fitted(
-    candidate: Candidate, needed: float, bounds: Bounds, usable: float, most_seconds: float = math.inf
+    candidate: Candidate, needed: float, bounds: Bounds, usable: float, max_seconds: float = math.inf
 ) -> Candidate | None:
     """`candidate`, a rank of which needs `needed` bytes with only `usable` available, with fewer layers where there is
-    too little room; None if that does not help, or if its lower bound is above `most_seconds`."""
+    too little room; None if that does not help, or if its lower bound is above `max_seconds`."""
     if candidate.pipeline == 1 or needed > (1 + MAX_MISSING) * usable:
         return None
-    if SLACK * bounds.least_seconds_with_more(candidate) > most_seconds:
+    if SLACK * bounds.min_seconds_uneven(candidate) > max_seconds:
         return None
     machine, room = bounds.cluster.machine, list(bounds.room(candidate, usable))
     if sum(room) < bounds.job.model.layers:  # it is an estimate, which may be one layer too small
@@ -37,7 +37,7 @@ def fitted(
         if counts is None:
             return None
         other = candidate._replace(stage_layers=counts)
-        if SLACK * bounds.least_seconds(other) > most_seconds:
+        if SLACK * bounds.min_seconds(other) > max_seconds:
             return None
         worst = worst_rank(other.spec(bounds.job), machine)
         if worst.total <= usable:
@@ -62,11 +62,11 @@ def refined(candidate: Candidate, seconds: float, bounds: Bounds, usable: float)
 def _best_move(candidate: Candidate, seconds: float, bounds: Bounds, usable: float) -> tuple[Candidate, float] | None:
     now, even = bounds.counts(candidate), bounds.counts(candidate.even)
     # If simulations take long, only those that must be faster by their bound are simulated.
-    most = seconds if len(now) <= FEW_STAGES else bounds.least_seconds(candidate)
+    most = seconds if len(now) <= FEW_STAGES else bounds.min_seconds(candidate)
     faster = []
     for counts in moves(now):
         other = candidate._replace(stage_layers=() if counts == even else counts)
-        if bounds.least_seconds(other) < SLACK * most:
+        if bounds.min_seconds(other) < SLACK * most:
             moved_seconds = bounds.time(other).seconds
             if moved_seconds < SLACK * seconds:
                 faster.append((moved_seconds, other))

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from manta.service.backoff import backoff_after
 
-FIRST_WAIT_SECONDS = 0.25
-LONGEST_WAIT_SECONDS = 60.0
+INITIAL_WAIT_SECONDS = 0.25
+MAX_WAIT_SECONDS = 60.0
 AVOID_FAILURES = 3
 """A node with this many machine failures is avoided."""
 AVOID_SECONDS = 3600.0
@@ -113,7 +113,7 @@ def wait_seconds(history: Sequence[PastFailure], failure: PastFailure) -> float:
         if later.progressed or earlier.kind != failure.kind:
             break
         repeats, later = repeats + 1, earlier
-    return backoff_after(repeats - 1, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS) if repeats else 0.0
+    return backoff_after(repeats - 1, INITIAL_WAIT_SECONDS, MAX_WAIT_SECONDS) if repeats else 0.0
 
 
 def avoided_nodes(history: Iterable[PastFailure], now: float) -> set[str]:
@@ -122,7 +122,7 @@ def avoided_nodes(history: Iterable[PastFailure], now: float) -> set[str]:
     return {node for node, count in Counter(recent).items() if count >= AVOID_FAILURES}
 
 
-def comes_again(history: Sequence[PastFailure], failure: PastFailure) -> bool:
+def recurs(history: Sequence[PastFailure], failure: PastFailure) -> bool:
     """Whether an exception was raised at the same step before, however many other failures happened in between. It was
     in another process then, since every exception ends its process. Not if the job got past that step in the meantime:
     then the exception is not certain to come again."""

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from manta.service.recovery.budgets import GenerationRow, PastFailure, comes_again, count_by_kind, wait_seconds, within
+from manta.service.recovery.budgets import GenerationRow, PastFailure, count_by_kind, recurs, wait_seconds, within
 from manta.workers.protocol.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
@@ -124,7 +124,7 @@ def decide(
         return GiveUp("restarts_exhausted", message)
     if culprit.kind in HOPELESS:
         return GiveUp(HOPELESS[culprit.kind], culprit.message)
-    if comes_again(history, failure):
+    if recurs(history, failure):
         return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
     if _is_waited_out(failure):
         return Restart(culprit.sentence, wait_seconds(history, failure))
@@ -182,8 +182,8 @@ def choose_resume(
     in_doubt = not bad.isdisjoint({"snapshot", SUSPECTED})
     common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and not in_doubt else set()
     common = {step for step in common if snapshot_source(step) not in bad}
-    foreign = [each for each in others if not in_doubt and snapshot_source(each[0]) not in bad]
-    left = max(foreign, key=lambda each: each[0], default=None)
+    foreign = [other for other in others if not in_doubt and snapshot_source(other[0]) not in bad]
+    left = max(foreign, key=lambda other: other[0], default=None)
     in_memory = max([*common, *([left[0]] if left else [])], default=None)
     if in_memory is not None and (newest is None or in_memory >= newest[0]):
         if in_memory in common or left is None:

@@ -15,8 +15,8 @@ from manta.workers.checkpoint.catalog import Condition, Listing, generation_of
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import Resume
 
-FIRST_HOLD_SECONDS = 1.0
-LONGEST_HOLD_SECONDS = 30.0
+INITIAL_HOLD_SECONDS = 1.0
+MAX_HOLD_SECONDS = 30.0
 
 
 class CheckpointsUnreadable(MantaError):
@@ -64,7 +64,7 @@ def durable_state(
 ) -> DurableState:
     """The combined information of the disk (`listing`) and the database: checkpoints that are `complete`, and those
     whose save has `begun` and ended unheard."""
-    listed = [each for each in listing.checkpoints if each.condition is Condition.WHOLE]
+    listed = [checkpoint for checkpoint in listing.checkpoints if checkpoint.condition is Condition.WHOLE]
     whole = {str(each.path): (each.generation, each.step) for each in listed}
     reported = {row.path: (row.generation, row.step) for row in (*complete, *begun)}
     saved = {row.path for row in complete}
@@ -92,8 +92,8 @@ def hold_sentence(job_id: str, step: int, problem: str, older: bool, has_snapsho
 
 
 def hold_seconds(holds: int) -> float:
-    """How long to wait before looking again after `holds` unsuccessful looks."""
-    return backoff_after(holds, FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS)
+    """How long to wait before the next check after `holds` unsuccessful ones."""
+    return backoff_after(holds, INITIAL_HOLD_SECONDS, MAX_HOLD_SECONDS)
 
 
 def beginning_of(resume: Resume, generations: Sequence[GenerationOrigin]) -> int:

@@ -29,7 +29,7 @@ Group = Callable[[Any, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Look:
+class RankView:
     """One rank as its agent sees it."""
 
     rank: int
@@ -53,14 +53,14 @@ class Look:
     """Axis and number of the collective that its device waits for."""
 
     @classmethod
-    def of(cls, rank: int, status: TrainerStatus | None) -> Look:
+    def of(cls, rank: int, status: TrainerStatus | None) -> RankView:
         """From an agent's answer to `progress`; None: it did not answer."""
         if status is None:
             return cls(rank, answered=False)
         record = status.record
         if record is None:
             return cls(rank, overdue=status.overdue, stopped=status.stopped)
-        look = cls(
+        view = cls(
             rank,
             overdue=status.overdue,
             stopped=status.stopped,
@@ -69,12 +69,12 @@ class Look:
             counts=record.counts,
             heartbeat=record.heartbeat,
         )
-        return look if record.device is None else look._with_device(record.device)
+        return view if record.device is None else view._with_device(record.device)
 
-    def _with_device(self, device: DeviceRecord) -> Look:
+    def _with_device(self, device: DeviceRecord) -> RankView:
         known = replace(self, on_device=True, counts=device.counts, waits_for=None)
         if not device.fresh or device.channel is None:
-            return known  # the wait seen at the last look may be over
+            return known  # the wait seen in the last view may be over
         if device.waits_for is not None:
             return replace(known, waits_for=device.waits_for)
         return replace(known, waits_in=(AXES[device.channel], device.number))
@@ -93,59 +93,63 @@ class Verdict:
     """For people."""
 
 
-def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
-    """Which ranks block the job, according to one look at all of them, in the order of ranks."""
-    overdue = [look for look in looks if look.overdue]
+def find_culprits(views: Sequence[RankView], group: Group) -> Verdict:
+    """Which ranks block the job, according to one view of each rank, in the order of ranks."""
+    overdue = [view for view in views if view.overdue]
     if not overdue:
         return Verdict("nobody")
-    edges = waits_of(looks, group)
+    edges = waits_of(views, group)
     roots: set[int] = set()
     cycles: list[list[int]] = []
-    for look in overdue:
-        path = path_from(look.rank, edges)
+    for view in overdue:
+        path = path_from(view.rank, edges)
         if path[-1] in path[:-1]:
             cycles.append(path[path.index(path[-1]) : -1])
         else:
             roots.add(path[-1])
-    stuck = {root for root in roots if looks[root].waits_in is not None and not looks[root].stopped}
-    guilty = sorted(root for root in roots - stuck if looks[root].overdue or not looks[root].answered)
+    stuck = {root for root in roots if views[root].waits_in is not None and not views[root].stopped}
+    guilty = sorted(root for root in roots - stuck if views[root].overdue or not views[root].answered)
     if guilty:
-        return _among_roots(looks, guilty, set(edges.values()))
-    if able := sorted(root for root in roots if not looks[root].overdue):
+        return _culprit_among_roots(views, guilty, set(edges.values()))
+    if able := sorted(root for root in roots if not views[root].overdue):
         return Verdict("nobody", why=f"{_names(able)} may still continue")
     if stuck:
-        return Verdict("gang", tuple(look.rank for look in looks), _unended(looks, min(stuck)))
-    return _least(looks, sorted({rank for cycle in cycles for rank in cycle}), "they wait for each other")
+        return Verdict("gang", tuple(view.rank for view in views), _unended(views, min(stuck)))
+    return _least_advanced(views, sorted({rank for cycle in cycles for rank in cycle}), "they wait for each other")
 
 
-def waiting_for(looks: Sequence[Look], culprit: int, group: Group) -> list[int]:
+def waiting_for(views: Sequence[RankView], culprit: int, group: Group) -> list[int]:
     """Ranks that cannot continue without `culprit`, directly or through others."""
-    edges = waits_of(looks, group)
-    return [look.rank for look in looks if look.rank != culprit and culprit in path_from(look.rank, edges)]
+    edges = waits_of(views, group)
+    return [view.rank for view in views if view.rank != culprit and culprit in path_from(view.rank, edges)]
 
 
-def waits_of(looks: Sequence[Look], group: Group) -> dict[int, int]:
+def waits_of(views: Sequence[RankView], group: Group) -> dict[int, int]:
     """From each rank that waits to the one that it waits for, as far as known."""
-    known = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
-    known |= _edges_of_devices(looks, group)
-    if known or any(look.on_device for look in looks):
+    known = {view.rank: view.waits_for for view in views if view.waits_for is not None and not view.stopped}
+    known |= _edges_of_devices(views, group)
+    if known or any(view.on_device for view in views):
         return known
-    last = {axis: _last_of_groups(axis, looks, group) for axis in AXES}
-    return {look.rank: to for look in looks if look.overdue and (to := _behind(look, looks, last)) is not None}
+    last = {axis: _last_of_groups(axis, views, group) for axis in AXES}
+    return {
+        view.rank: to
+        for view in views
+        if view.overdue and (to := _furthest_lagging_peer(view, views, last)) is not None
+    }
 
 
-def _edges_of_devices(looks: Sequence[Look], group: Group) -> dict[int, int]:
+def _edges_of_devices(views: Sequence[RankView], group: Group) -> dict[int, int]:
     """From each rank whose device waits in a collective to the peer that is furthest behind, if one has not reached the
     collective; otherwise to a peer whose agent does not answer."""
-    waiting = {look.rank: look.waits_in for look in looks if look.waits_in is not None and not look.stopped}
+    waiting = {view.rank: view.waits_in for view in views if view.waits_in is not None and not view.stopped}
     axes = {axis for axis, _ in waiting.values()}
-    last = {axis: _last_of_groups(axis, looks, group) for axis in axes}
-    silent = [look.rank for look in looks if not look.answered]
+    last = {axis: _last_of_groups(axis, views, group) for axis in axes}
+    silent = [view.rank for view in views if not view.answered]
     neighbours = {axis: {peer: rank for rank in silent for peer in group(axis, rank)} for axis in axes}
     edges = {}
     for rank, (axis, number) in waiting.items():
         peer = last[axis][rank]
-        counts = looks[peer].counts
+        counts = views[peer].counts
         if peer != rank and counts is not None and counts[axis] < number:
             edges[rank] = peer
         elif rank in neighbours[axis]:
@@ -153,28 +157,30 @@ def _edges_of_devices(looks: Sequence[Look], group: Group) -> dict[int, int]:
     return edges
 
 
-def _last_of_groups(axis: Axis, looks: Sequence[Look], group: Group) -> dict[int, int]:
+def _last_of_groups(axis: Axis, views: Sequence[RankView], group: Group) -> dict[int, int]:
     """By rank, which member of its group along `axis` has entered the fewest collectives there; each group is visited
     once, since `world` has as many members as there are ranks."""
     last: dict[int, int] = {}
-    for look in looks:
-        if look.rank not in last:
-            members = group(axis, look.rank)
-            counted = [(counts[axis], peer) for peer in members if (counts := looks[peer].counts) is not None]
-            last |= dict.fromkeys([look.rank, *members], min(counted)[1] if counted else look.rank)
+    for view in views:
+        if view.rank not in last:
+            members = group(axis, view.rank)
+            counted = [(counts[axis], peer) for peer in members if (counts := views[peer].counts) is not None]
+            last |= dict.fromkeys([view.rank, *members], min(counted)[1] if counted else view.rank)
     return last
 
 
-def _behind(look: Look, looks: Sequence[Look], last: Mapping[Axis, Mapping[int, int]]) -> int | None:
-    """The peer that is furthest behind `look` in the collectives that they share."""
-    if look.counts is None or look.stopped:
+def _furthest_lagging_peer(
+    view: RankView, views: Sequence[RankView], last: Mapping[Axis, Mapping[int, int]]
+) -> int | None:
+    """The peer that is furthest behind `view` in the collectives that they share."""
+    if view.counts is None or view.stopped:
         return None
     lags = []
     for axis in AXES:
-        peer = last[axis][look.rank]
-        its = looks[peer].counts
-        if peer != look.rank and its is not None and its[axis] < look.counts[axis]:
-            lags.append((look.counts[axis] - its[axis], -peer))
+        peer = last[axis][view.rank]
+        its = views[peer].counts
+        if peer != view.rank and its is not None and its[axis] < view.counts[axis]:
+            lags.append((view.counts[axis] - its[axis], -peer))
     return -max(lags)[1] if lags else None
 
 
@@ -187,37 +193,37 @@ def path_from(start: int, edges: Mapping[int, int]) -> list[int]:
     return path
 
 
-def _among_roots(looks: Sequence[Look], guilty: list[int], awaited: set[int]) -> Verdict:
-    sure = [rank for rank in guilty if looks[rank].stopped or rank in awaited]
+def _culprit_among_roots(views: Sequence[RankView], guilty: list[int], awaited: set[int]) -> Verdict:
+    sure = [rank for rank in guilty if views[rank].stopped or rank in awaited]
     if sure or len(guilty) == 1:
         ranks = tuple(sure or guilty)
-        return Verdict("ranks", ranks, _reason(looks[ranks[0]], bool(sure)))
-    return _least(looks, guilty, "none of them waits for another")
+        return Verdict("ranks", ranks, _reason(views[ranks[0]], bool(sure)))
+    return _least_advanced(views, guilty, "none of them waits for another")
 
 
-def _unended(looks: Sequence[Look], rank: int) -> str:
-    axis, number = looks[rank].waits_in or ("world", 0)
+def _unended(views: Sequence[RankView], rank: int) -> str:
+    axis, number = views[rank].waits_in or ("world", 0)
     return (
         f"all that share collective {number} along {axis} with rank {rank} have come to it, and it does not end: "
         "the network or NCCL is at fault, and no rank"
     )
 
 
-def _reason(look: Look, awaited: bool) -> str:
-    if not look.answered:
+def _reason(view: RankView, awaited: bool) -> str:
+    if not view.answered:
         return "others wait for it, and its agent does not answer"
-    if look.stopped:
+    if view.stopped:
         return "its process is stopped"
     return "others wait for it, and it waits for no rank" if awaited else "it stands still and waits for no rank"
 
 
-def _least(looks: Sequence[Look], ranks: list[int], why: str) -> Verdict:
+def _least_advanced(views: Sequence[RankView], ranks: list[int], why: str) -> Verdict:
     """The single rank of `ranks` with the least progress; the whole gang if there is no single one."""
-    progress = {rank: (looks[rank].step, (looks[rank].counts or {}).get("world", 0)) for rank in ranks}
+    progress = {rank: (views[rank].step, (views[rank].counts or {}).get("world", 0)) for rank in ranks}
     last = [rank for rank in ranks if progress[rank] == min(progress.values())]
     if len(last) == 1:
         return Verdict("ranks", tuple(last), f"of {_names(ranks)} it got least far, and {why}")
-    everybody = tuple(look.rank for look in looks)
+    everybody = tuple(view.rank for view in views)
     return Verdict("gang", everybody, f"{_names(last)} stand still and {why}; which of them is at fault is not known")
 
 
@@ -257,13 +263,13 @@ class Waits:
 def waits_now(answers: Sequence[TrainerStatus | None], silent: frozenset[int], group: Group) -> Waits:
     """From the answers of all ranks' agents, in the order of ranks; None: no trainer runs there. `silent`: ranks whose
     agents do not answer; `group`: ranks that share an axis with a rank."""
-    looks = [
-        Look(rank, answered=rank not in silent) if answer is None else Look.of(rank, answer)
+    views = [
+        RankView(rank, answered=rank not in silent) if answer is None else RankView.of(rank, answer)
         for rank, answer in enumerate(answers)
     ]
-    edges = waits_of(looks, group)
+    edges = waits_of(views, group)
     ranks = tuple(_rank(rank, answer, rank in silent, edges.get(rank)) for rank, answer in enumerate(answers))
-    verdict = find_culprits(looks, group)
+    verdict = find_culprits(views, group)
     culprits = verdict.ranks if verdict.kind == "ranks" else ()
     if verdict.kind != "nobody":
         who = _names(culprits) if culprits else "no rank in particular"
@@ -294,14 +300,14 @@ def _rank(rank: int, answer: TrainerStatus | None, silent: bool, waits_for: int 
     record = answer.record
     place = record.device if record is not None and record.device is not None and record.device.pending else record
     phase = "starting" if place is None else place.phase
-    doing = phase if place is None else _doing(place)
+    doing = phase if place is None else _describe_activity(place)
     if answer.stopped:
         doing += ", stopped by a signal"
     step = None if record is None else record.step
     return WaitingRank(rank, phase, doing, answer.standing_seconds, peers, step)
 
 
-def _doing(place: Position | DeviceRecord) -> str:
+def _describe_activity(place: Position | DeviceRecord) -> str:
     """Phase, micro-batch and communication, in words."""
     words: str = place.phase
     if place.micro_batch is not None:

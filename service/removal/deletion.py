@@ -76,14 +76,15 @@ class Deletion:
     """Files."""
 
 
-def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], None], work: FileWork) -> Deletion:
-    """Delete a final job. `let_go` returns when nothing of it is left on the cluster, including its snapshots in
+def delete_job(store: Store, paths: Paths, job_id: str, release_job: Callable[[], None], work: FileWork) -> Deletion:
+    """Delete a final job. `release_job` returns when nothing of it is left on the cluster, including its snapshots in
     memory; `work`: what its files are removed by.
 
-    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, StillRemoving, and whatever `let_go` raises.
+    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, StillRemoving, and whatever `release_job`
+    raises.
     """
     store.write(lambda session: deletion.begin(session, job_id))
-    let_go()
+    release_job()
     return delete_rest_in_time(store, paths, job_id, work)
 
 
@@ -97,7 +98,7 @@ def delete_rest_in_time(store: Store, paths: Paths, job_id: str, work: FileWork)
     except NotFinished as error:
         late = StillRemoving(job_id, error)
         with contextlib.suppress(JobNotFound):  # it is done after all
-            store.write(lambda session: deletion.note_obstacle(session, job_id, str(late)))
+            store.write(lambda session: deletion.record_obstacle(session, job_id, str(late)))
         raise late from error
 
 
@@ -110,11 +111,11 @@ def delete_rest(store: Store, paths: Paths, job_id: str) -> Deletion:
         files = remove_files(paths, job_id)
     except FilesNotRemoved as error:
         why = str(error)
-        store.write(lambda session: deletion.note_obstacle(session, job_id, why))
+        store.write(lambda session: deletion.record_obstacle(session, job_id, why))
         raise
     some = {
-        "metrics": _all(store, lambda session: deletion.delete_some_metrics(session, job_id)),
-        "metric_bins": _all(store, lambda session: deletion.delete_some_bins(session, job_id)),
+        "metrics": _all(store, lambda session: deletion.delete_metrics_batch(session, job_id)),
+        "metric_bins": _all(store, lambda session: deletion.delete_bins_batch(session, job_id)),
     }
     rows = store.write(lambda session: deletion.end(session, job_id))
     return Deletion({name: count + some.get(name, 0) for name, count in rows.items()}, files)
@@ -131,8 +132,8 @@ def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
 def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     """Remove the folders of a job: checkpoints, logs and everything else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
-    checkpoints, kept_logs = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
-    elsewhere = _remove_elsewhere(paths, job_id, folder, checkpoints, kept_logs)
+    checkpoints, log_archive = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
+    elsewhere = _remove_external_folders(paths, job_id, folder, checkpoints, log_archive)
     if not os.path.lexists(folder):
         return elsewhere
     try:
@@ -147,7 +148,9 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     return removed
 
 
-def _remove_elsewhere(paths: Paths, job_id: str, folder: Path, checkpoints: Place, logs: Place | None) -> RemovedFiles:
+def _remove_external_folders(
+    paths: Paths, job_id: str, folder: Path, checkpoints: Place, logs: Place | None
+) -> RemovedFiles:
     """Remove the job's folders that are not in its own, which contain nothing but its checkpoints and logs."""
     root = paths.checkpoint_root
     if isinstance(root, Path) and checkpoints.parent != folder and not shares(root, paths.installation):
@@ -157,7 +160,7 @@ def _remove_elsewhere(paths: Paths, job_id: str, folder: Path, checkpoints: Plac
         logs=0 if logs is None else _count(job_id, logs),
     )
     others = {checkpoints.parent, *(() if logs is None else (logs.parent,))} - {folder}
-    return replace(removed, bytes=sum(_remove(job_id, each) for each in others))
+    return replace(removed, bytes=sum(_remove(job_id, other) for other in others))
 
 
 def _count(job_id: str, folder: Place) -> int:
@@ -174,7 +177,7 @@ def _remove(job_id: str, folder: Place) -> int:
         count = files.bytes_in(folder)
         files.remove_folder(folder)
         if files.is_there(folder):
-            raise OSError("something in it stays")
+            raise OSError("some files could not be removed")
     except OSError as error:
         raise FilesNotRemoved(job_id, folder, error) from error
     return count

@@ -74,16 +74,16 @@ class Part:
 
 def of_trace(trace: StepTrace, spec: JobSpec) -> tuple[Part, ...]:
     """The budget of the traced steps. `spec`: in the layout of the trace. Empty if no step was recorded."""
-    ranks = [each for each in trace.ranks if each.steps]
-    steps = sum(len(each.steps) for each in ranks)
+    ranks = [rank for rank in trace.ranks if rank.steps]
+    steps = sum(len(rank.steps) for rank in ranks)
     if not steps:
         return ()
     sums: defaultdict[str, float] = defaultdict(float)
     for rank in ranks:
         for name, value in _of_rank(trace, rank).items():
             sums[name] += value
-    whole = sum(each.seconds for each in ranks) / steps
-    peaks = [each.peak_flops for each in ranks if each.peak_flops]
+    whole = sum(rank.seconds for rank in ranks) / steps
+    peaks = [rank.peak_flops for rank in ranks if rank.peak_flops]
     peak = sum(peaks) / len(peaks) if peaks else None
     sizes = BatchPlan(spec.train)
     sequences = [sizes.size(step.step) for step in ranks[0].steps]
@@ -207,14 +207,14 @@ def of_plan(shares: Sequence[Share]) -> tuple[Part, ...]:
 
 def to_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """In the form of `manta.api.schemas.traces.BudgetPart`."""
-    whole = sum(each.seconds for each in parts) or 1.0
+    whole = sum(part.seconds for part in parts) or 1.0
     return [
         {
-            "name": each.name,
-            "seconds": each.seconds,
-            "fraction": each.seconds / whole,
-            "how": each.how,
-            "help": each.help,
+            "name": part.name,
+            "seconds": part.seconds,
+            "fraction": part.seconds / whole,
+            "how": part.how,
+            "help": part.help,
         }
-        for each in parts
+        for part in parts
     ]

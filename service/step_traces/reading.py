@@ -33,7 +33,7 @@ from manta.workers.step_traces.document import analysis_document, rank_documents
 from manta.workers.step_traces.perfetto import perfetto
 from manta.workers.timing.recording import Slice, SliceKind
 
-MAX_KEPT = 128
+MAX_CACHED = 128
 """Number of traces whose analysis is cached."""
 MEASURED_STEPS = 10
 """A budget by phases is the mean of this many of the newest steps."""
@@ -153,7 +153,7 @@ class TraceReader:
         if read.row.finished_at is not None:
             with self._lock:
                 self._analyses[read.row.job_id, read.row.number, read.row.finished_at] = made
-                while len(self._analyses) > MAX_KEPT:
+                while len(self._analyses) > MAX_CACHED:
                     self._analyses.popitem(last=False)
         return made
 
@@ -199,7 +199,7 @@ class TraceReader:
 def budget_document(parts: Any, planned: PlannedStep | None, measured_from: str) -> dict[str, Any]:
     """In the form of `manta.api.schemas.traces.StepBudget`."""
     return {
-        "step_seconds": sum(each.seconds for each in parts),
+        "step_seconds": sum(part.seconds for part in parts),
         "parts": budget.to_json(parts),
         "planned": None if planned is None else budget.to_json(planned.parts),
         "measured_from": measured_from,
@@ -294,7 +294,7 @@ def _rank(grid: RankGrid, stage: int, bars: list[Bar], time: StepTime) -> dict[s
         "context": 0,
         "node": None,
         "steps": [{"step": 1, "start": 0.0, "end": time.seconds}],
-        "slices": [slice_document(each) for each in slices],
+        "slices": [slice_document(slice_) for slice_ in slices],
     }
 
 

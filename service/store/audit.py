@@ -31,9 +31,16 @@ class AuditRecord:
     """Code of the problem document, if it was refused."""
 
 
-def append(session: Session, who: Identity, record: AuditRecord) -> None:
+def append(session: Session, identity: Identity, record: AuditRecord) -> None:
     """Record a request with a key."""
-    _append(session, record, project=who.project, key_id=who.key_id, key_name=who.key_name, user=who.user)
+    _append(
+        session,
+        record,
+        project=identity.project,
+        key_id=identity.key_id,
+        key_name=identity.key_name,
+        user=identity.user,
+    )
 
 
 def append_local(session: Session, user: str, project: str, record: AuditRecord) -> None:
@@ -49,8 +56,8 @@ def append_of_service(session: Session, project: str, record: AuditRecord) -> No
 def _append(
     session: Session, record: AuditRecord, *, project: str, key_id: str | None, key_name: str, user: str | None
 ) -> None:
-    who = {"project": project, "key_id": key_id, "key_name": key_name, "user_name": user}
-    session.connection().execute(_INSERT, {"time": time.time(), **who, **asdict(record)})
+    identity = {"project": project, "key_id": key_id, "key_name": key_name, "user_name": user}
+    session.connection().execute(_INSERT, {"time": time.time(), **identity, **asdict(record)})
 
 
 def page(

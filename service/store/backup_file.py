@@ -29,8 +29,8 @@ from manta.service.store.sqlite import SqliteDatabase, copy_to
 from manta.service.store.tables import Base, Event, Job
 from manta.workers.errors import MantaError
 
-ROWS_AT_ONCE = 5_000
-CLOSING_SECONDS, LOOK_SECONDS = 2.0, 0.05
+BATCH_ROWS = 5_000
+CLOSING_SECONDS, POLL_SECONDS = 2.0, 0.05
 """Seconds that a closed connection may still be shown as open, and between checks of that."""
 EVENT_IDS_SKIPPED = 10**9
 """Clients that follow the events have seen ids that the backup does not have: this many are skipped, so that none is
@@ -122,7 +122,7 @@ def _copy_rows(source: Connection, target: Connection) -> None:
     for table in reversed(Base.metadata.sorted_tables):
         target.execute(delete(table))
     for table in Base.metadata.sorted_tables:
-        rows = source.execution_options(yield_per=ROWS_AT_ONCE).execute(select(table)).mappings()
+        rows = source.execution_options(yield_per=BATCH_ROWS).execute(select(table)).mappings()
         for some in rows.partitions():
             target.execute(insert(table), [dict(row) for row in some])
 
@@ -152,7 +152,7 @@ def _mark(session: Session, made: str, now: float) -> int:
     if last is not None:
         skipped = text("UPDATE sqlite_sequence SET seq = :next WHERE name = 'events'")
         session.execute(skipped, {"next": int(last) + EVENT_IDS_SKIPPED})
-    leases.forget_owners(session)
+    leases.clear_owners(session)
     unfinished = jobs.unfinished(session)
     for job in unfinished:
         message = f"the database was restored from a backup of {made}; what became of the job since is not known in it"
@@ -226,15 +226,15 @@ def _refuse_others(database: PostgresDatabase, connection: Connection) -> None:
     """Raise DatabaseInUse if there are other connections that do not disappear: a connection that was just closed is
     shown for a moment."""
     until = time.monotonic() + CLOSING_SECONDS
-    while others := _others(connection):
+    while others := _other_connections(connection):
         if time.monotonic() >= until:
             raise DatabaseInUse(
                 f"{database.location} is in use: {others} other connections are open; stop all services first"
             )
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
-def _others(connection: Connection) -> int:
+def _other_connections(connection: Connection) -> int:
     """Number of other connections according to the server."""
     connection.exec_driver_sql("SELECT pg_stat_clear_snapshot()")  # otherwise it is constant within a transaction
     count: int = connection.exec_driver_sql(

@@ -160,11 +160,11 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
         elif condition is Condition.NOT_WHOLE and row.state in (SAVING, COMPLETE):
             row.state = FAILED if row.state == SAVING else DELETED
     known, now = {row.id for row in rows}, time.time()  # when they were saved is not known
-    for each in listing.checkpoints:
-        checkpoint_id = _id(job_id, each.step, each.generation)
-        if each.manifest is not None and checkpoint_id not in known and _is_named_by_a_save(listing, each):
-            about = {"generation": each.generation, "step": each.step, "path": str(each.path)}
-            done = {"state": COMPLETE, "bytes": each.manifest.bytes, "created_at": now}
+    for checkpoint in listing.checkpoints:
+        checkpoint_id = _id(job_id, checkpoint.step, checkpoint.generation)
+        if checkpoint.manifest is not None and checkpoint_id not in known and _is_named_by_a_save(listing, checkpoint):
+            about = {"generation": checkpoint.generation, "step": checkpoint.step, "path": str(checkpoint.path)}
+            done = {"state": COMPLETE, "bytes": checkpoint.manifest.bytes, "created_at": now}
             session.add(Checkpoint(id=checkpoint_id, job_id=job_id, **about, **done))
 
 

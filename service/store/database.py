@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
+INITIAL_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 5.0
 _REFUSALS = (DataError, IntegrityError, NotSupportedError, ProgrammingError)
 FIRST_RELEASED = "0006"
 """Revision of the first release. Earlier databases belong to no release."""
@@ -55,7 +55,7 @@ def may_pass(error: BaseException) -> bool:
 async def until_done(operation: Callable[[], Awaitable[T]]) -> T:
     """The result of `operation`, which reads or writes the database; retried until the database accepts it. Raises
     permanent errors."""
-    for pause in backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
+    for pause in backoff(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS):
         try:
             return await operation()
         except Exception as error:
@@ -107,7 +107,7 @@ class Store:
         """Open the database at `url`: `sqlite:////home/me/.manta/manta.db`, or `postgresql://me:secret@host/manta`.
         `name`: of the connections to a server, by which others identify them.
 
-        The folder of an SQLite file is created. Call `migrate` before anything else. Raises BadDatabaseUrl, and
+        The folder of an SQLite file is created. Call `migrate` before anything else. Raises InvalidDatabaseUrl, and
         StoreUnusable if the folder cannot be created.
         """
         self._database = open_database(url, name)
@@ -170,7 +170,7 @@ class Store:
                 return
             if current not in _revisions():
                 raise StoreUnusable(self.location, MantaError(f"its revision {current} is that of no release"), _ADVICE)
-            self._database.keep_copy(current, newest_revision())
+            self._database.back_up(current, newest_revision())
         from alembic import command
         from alembic.config import Config
         from alembic.util import CommandError
@@ -338,7 +338,7 @@ def _revisions() -> list[str]:
 
 
 def open_database(url: str, name: str = "manta") -> SqliteDatabase | PostgresDatabase:
-    """The database at `url`; `name`: of the connections to a server. Raises BadDatabaseUrl, StoreUnusable."""
+    """The database at `url`; `name`: of the connections to a server. Raises InvalidDatabaseUrl, StoreUnusable."""
     location = parse_url(url)
     if file_of(location) is not None:
         return SqliteDatabase(location)
@@ -352,30 +352,30 @@ class WriteQueue:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()
-        self._asked_at: dict[Future[Any], float] = {}  # the oldest first
+        self._requested_at: dict[Future[Any], float] = {}  # the oldest first
         self._done, self._seconds = 0, 0.0
 
     def add(self, write: Future[Any]) -> None:
         """A write was requested just now."""
         with self._lock:
-            self._asked_at[write] = self._clock()
+            self._requested_at[write] = self._clock()
         write.add_done_callback(self._remove)
 
     def _remove(self, write: Future[Any]) -> None:
         with self._lock:
-            self._seconds += self._clock() - self._asked_at.pop(write)
+            self._seconds += self._clock() - self._requested_at.pop(write)
             self._done += 1
 
     @property
     def length(self) -> int:
         """Number of writes that wait or are being executed."""
-        return len(self._asked_at)
+        return len(self._requested_at)
 
     @property
     def oldest_seconds(self) -> float:
         """Seconds that the oldest of them has waited; 0 if there is none."""
         with self._lock:
-            return self._clock() - next(iter(self._asked_at.values())) if self._asked_at else 0.0
+            return self._clock() - next(iter(self._requested_at.values())) if self._requested_at else 0.0
 
     @property
     def done(self) -> tuple[int, float]:

@@ -33,7 +33,7 @@ from manta.service.store.tables import (
     StateChange,
 )
 
-METRICS_AT_ONCE = 10_000
+METRICS_BATCH_ROWS = 10_000
 """Rows of metrics deleted per transaction, so that reports of other jobs do not wait long."""
 _OF_A_JOB: tuple[type[Base], ...] = (
     *(Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange, StepTracePart, StepTrace),
@@ -54,7 +54,7 @@ def begin(session: Session, job_id: str, why: str = "the user deletes the job") 
         raise JobNotFinal(job_id, JobState(job.state))
     if exports.any_runs(session, job_id, leases.now(session)):
         raise JobBeingExported(job_id)
-    pauses_and_retries.let_memory_go(session, job_id, math.inf)
+    pauses_and_retries.release_snapshots(session, job_id, math.inf)
     if job.deletion_began_at is None:
         job.deletion_began_at = job.updated_at = time.time()
         events.append(session, job_id, "deletion_began", why)
@@ -80,23 +80,23 @@ def begin_if_expired(session: Session, job_id: str, before: float, why: str) -> 
     return True
 
 
-def note_obstacle(session: Session, job_id: str, why: str) -> None:
+def record_obstacle(session: Session, job_id: str, why: str) -> None:
     """Record why a job that is being deleted still exists. Raises JobNotFound."""
     jobs.get(session, job_id, lock=True)
-    if not events.said_since(session, job_id, "deletion_failed", why, since="deletion_began"):
+    if not events.has_event_since(session, job_id, "deletion_failed", why, since="deletion_began"):
         events.append(session, job_id, "deletion_failed", why)
 
 
-def delete_some_metrics(session: Session, job_id: str) -> int:
-    """Delete the first METRICS_AT_ONCE rows of a job's metrics; returns how many there were."""
-    first = select(Metric.step).where(Metric.job_id == job_id).order_by(Metric.step).limit(METRICS_AT_ONCE)
+def delete_metrics_batch(session: Session, job_id: str) -> int:
+    """Delete the first METRICS_BATCH_ROWS rows of a job's metrics; returns how many there were."""
+    first = select(Metric.step).where(Metric.job_id == job_id).order_by(Metric.step).limit(METRICS_BATCH_ROWS)
     return _deleted(session, delete(Metric).where(Metric.job_id == job_id, Metric.step.in_(first)))
 
 
-def delete_some_bins(session: Session, job_id: str) -> int:
-    """Delete at most METRICS_AT_ONCE bins of a job's metrics; returns how many there were."""
+def delete_bins_batch(session: Session, job_id: str) -> int:
+    """Delete at most METRICS_BATCH_ROWS bins of a job's metrics; returns how many there were."""
     key = tuple_(MetricBin.level, MetricBin.bin)
-    first = select(MetricBin.level, MetricBin.bin).where(MetricBin.job_id == job_id).limit(METRICS_AT_ONCE)
+    first = select(MetricBin.level, MetricBin.bin).where(MetricBin.job_id == job_id).limit(METRICS_BATCH_ROWS)
     return _deleted(session, delete(MetricBin).where(MetricBin.job_id == job_id, key.in_(first)))
 
 

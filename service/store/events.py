@@ -10,12 +10,12 @@ from sqlalchemy import ColumnElement, Select, func, insert, select
 from sqlalchemy.orm import Session
 
 from manta.service.store.locks import EVENTS_LOCK
-from manta.service.store.paging import LARGEST_INTEGER, Cursors, Page
+from manta.service.store.paging import MAX_INTEGER, Cursors, Page
 from manta.service.store.tables import Event, Job
 
 _INSERT = insert(Event)
 _LOCK = select(func.pg_advisory_xact_lock(EVENTS_LOCK))
-_LOOKED_AT = 2_000
+_SCANNED_EVENTS = 2_000
 """For up to this many events, the project of each is looked up one by one."""
 _IN_ORDER = "manta_events_in_order"
 """Key in a session's info for the transaction in which it holds the lock."""
@@ -82,7 +82,7 @@ def newest_of_jobs(session: Session, after_id: int) -> dict[str, int]:
     return by_job
 
 
-def said_since(session: Session, job_id: str, type: str, message: str, since: str) -> bool:
+def has_event_since(session: Session, job_id: str, type: str, message: str, since: str) -> bool:
     """Whether the job has an event of `type` with this `message`, newer than its newest event of type `since`."""
     last = select(func.max(Event.id)).where(Event.job_id == job_id, Event.type == since)
     newer = Event.id > func.coalesce(last.scalar_subquery(), 0)
@@ -167,7 +167,7 @@ def _page_of_project(
 ) -> Page[Event]:
     """The events of `query` whose job is of `project`. First each event's job is looked up: to query the events of all
     jobs of a project, SQLite takes time in proportion to the number of jobs, even if there is hardly anything new."""
-    end = min(after_id + _LOOKED_AT, LARGEST_INTEGER)
+    end = min(after_id + _SCANNED_EVENTS, MAX_INTEGER)
     rows = list(session.scalars(query.where(Event.id <= end, _is_of(project))))
     if len(rows) <= limit and newest(session) > end:
         of_project = select(Job.id).where(Job.project == project)

@@ -12,7 +12,7 @@ from manta.service.store.errors import ExportNotFound, JobBeingDeleted
 from manta.service.store.tables import Export
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
-SILENT_SECONDS = 30.0
+ABANDONED_SECONDS = 30.0
 """A running export is updated more often than this; one without updates has ended with its service."""
 
 
@@ -70,7 +70,7 @@ def of_job(session: Session, job_id: str, limit: int = 100) -> list[Export]:
 
 def is_running(row: Export, now: float) -> bool:
     """Whether it is being written at `now`, by the database's clock, since the caller may be on another machine."""
-    return row.state == RUNNING and now - row.updated_at < SILENT_SECONDS
+    return row.state == RUNNING and now - row.updated_at < ABANDONED_SECONDS
 
 
 def any_runs(session: Session, job_id: str, now: float, checkpoint_id: str | None = None) -> bool:

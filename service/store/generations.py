@@ -107,7 +107,7 @@ def began_at(session: Session, job_id: str, generation: int) -> float:
     return 0.0 if row is None else row.started_at
 
 
-def forget_outcome(session: Session, job_id: str, generation: int, **noted: Any) -> None:
+def clear_outcome(session: Session, job_id: str, generation: int, **noted: Any) -> None:
     """The job does not end with its outcome in `generation`, since it is retried. `noted`: added to the generation's
     data."""
     row = session.get(Generation, (job_id, generation))

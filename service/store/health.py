@@ -25,7 +25,7 @@ def problems(store: Store) -> list[str]:
         return [f"its revision is {revision}, and that of this release {newest_revision()}: `manta db upgrade`"]
     try:
         with store.database.readers.connect() as connection:
-            store.database.take_time(connection)
+            store.database.disable_time_limit(connection)
             return [*_schema(connection), *_content(connection)]
     except SQLAlchemyError as error:
         raise StoreUnusable(store.location, error) from error

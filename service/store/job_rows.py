@@ -45,7 +45,7 @@ from manta.service.store.types import Document, Numbers, storable
 Sort = Literal["created", "name", "state", "step", "loss", "priority", "finished"]
 _COLUMNS = Job.__table__.columns
 _LABELS = JobLabel.__table__.columns
-_LARGEST_INTEGER = 2**63 - 1
+_MAX_INTEGER = 2**63 - 1
 _MAY_BE_UNKNOWN: frozenset[Sort] = frozenset({"finished", "loss"})
 _TYPES: dict[Sort, Any] = {
     **dict.fromkeys(("name", "state"), String()),
@@ -245,7 +245,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(kind, String):
         return isinstance(value, str)
     if isinstance(kind, BigInteger):
-        return type(value) is int and abs(value) <= _LARGEST_INTEGER
+        return type(value) is int and abs(value) <= _MAX_INTEGER
     return type(value) in (int, float) and math.isfinite(value)
 
 

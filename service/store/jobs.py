@@ -40,13 +40,13 @@ _AHEAD = select(
     _QUEUED.where(_COLUMNS.priority > bindparam("priority")).scalar_subquery()
     + _QUEUED.where(_COLUMNS.priority == bindparam("priority"), _COLUMNS.id < bindparam("id")).scalar_subquery()
 )
-_JOBS_AT_ONCE = 1000
+_BATCH_JOBS = 1000
 _ACCELERATORS = select(_COLUMNS.id, type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()).where(
     _COLUMNS.id.in_(bindparam("ids", expanding=True))
 )
 
 
-def note_state(session: Session, job_id: str, state: JobState, at: float) -> None:
+def record_state(session: Session, job_id: str, state: JobState, at: float) -> None:
     """Record that a job entered `state` at Unix time `at`."""
     session.connection().execute(_INSERT_STATE, {"job_id": job_id, "time": at, "state": state.value})
 
@@ -77,7 +77,7 @@ def create(
     job = _inserted(session, {**_new_job(session, spec, bound, digest, project), "owner": owner})
     if spec.labels:
         set_labels(session, job.id, spec.labels)
-    note_state(session, job.id, JobState.QUEUED, job.created_at)
+    record_state(session, job.id, JobState.QUEUED, job.created_at)
     events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
     return job, True
 
@@ -154,13 +154,13 @@ def queued(session: Session, before: Iterable[QueuedJob] = ()) -> list[QueuedJob
     known = {(each.id, each.updated_at): each for each in before}
     new = [job_id for job_id, updated_at in rows if (job_id, updated_at) not in known]
     said: dict[str, Accelerator] = {}
-    for first in range(0, len(new), _JOBS_AT_ONCE):
-        some = session.execute(_ACCELERATORS, {"ids": new[first : first + _JOBS_AT_ONCE]})
+    for first in range(0, len(new), _BATCH_JOBS):
+        some = session.execute(_ACCELERATORS, {"ids": new[first : first + _BATCH_JOBS]})
         said |= {row[0]: row[1] for row in some}
     return [known.get((job, at)) or QueuedJob(job, said.get(job) or "auto", at) for job, at in rows]
 
 
-def unfinished_in_brief(session: Session) -> list[Job]:
+def unfinished_summaries(session: Session) -> list[Job]:
     """All unfinished jobs in the order of their turn, with only id, name, state, step and steps, which the databases of
     all releases have."""
     brief = load_only(Job.id, Job.name, Job.state, Job.step, Job.steps, raiseload=True)
@@ -194,7 +194,7 @@ def transition(
         job.started_at = now
     if is_final(to):
         job.finished_at = now
-    note_state(session, job_id, to, now)
+    record_state(session, job_id, to, now)
     text = f"{state} -> {to}" + (f": {message}" if message else "")
     data = {"from": state.value, "to": to.value, "reason": reason}
     events.append(session, job_id, "state_changed", text, generation=job.generation, step=job.step, data=data, at=now)
@@ -258,7 +258,7 @@ def set_waiting(
     return job
 
 
-def set_held(session: Session, job_id: str, why: str | None) -> Job:
+def set_hold_reason(session: Session, job_id: str, why: str | None) -> Job:
     """Say why the next generation of a job is not begun, until its state changes; None: it is begun. A job that has
     another reason to be in its state keeps that. Raises JobNotFound."""
     job = get(session, job_id, lock=True)

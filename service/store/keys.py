@@ -56,7 +56,7 @@ def create(
     return key
 
 
-def is_good(key: ApiKey, now: float) -> bool:
+def is_valid(key: ApiKey, now: float) -> bool:
     """Whether the key is neither revoked nor expired at `now`, Unix seconds."""
     return key.revoked_at is None and (key.expires_at is None or now < key.expires_at)
 
@@ -75,7 +75,7 @@ def by_digest(session: Session, digest: str) -> ApiKey | None:
 def may_administrate(session: Session, now: float) -> bool:
     """Whether there is a valid key for administering the installation."""
     query = select(ApiKey).where(ApiKey.installation, ApiKey.scope == Scope.ADMIN.value, ApiKey.revoked_at.is_(None))
-    return any(is_good(key, now) for key in session.scalars(query))
+    return any(is_valid(key, now) for key in session.scalars(query))
 
 
 def revoke(session: Session, bound: str | None, key_id: str) -> ApiKey:
@@ -115,7 +115,7 @@ def open_link(session: Session, link_digest: str, session_digest: str) -> tuple[
     now = time.time()
     link = session.get(BrowserToken, link_digest, with_for_update=True)
     key = None if link is None else session.get(ApiKey, link.key_id)
-    if link is None or key is None or link.kind != "link" or now >= link.expires_at or not is_good(key, now):
+    if link is None or key is None or link.kind != "link" or now >= link.expires_at or not is_valid(key, now):
         raise LinkInvalid
     session.delete(link)
     until = min(now + SESSION_SECONDS, key.expires_at or now + SESSION_SECONDS)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, bindparam, delete, select, text, update
 from sqlalchemy.orm import Session
 
-from manta.service.leases.decisions import LEASE_SECONDS, JobInBrief, LeaseLost, OtherRay, is_over, may_be_given
+from manta.service.leases.decisions import LEASE_SECONDS, JobSummary, LeaseLost, RayMismatch, is_claimable, is_over
 from manta.service.states import UNFINISHED, JobState
 from manta.service.store.installation_tables import ControlPlaneRow, Lease
 from manta.service.store.locks import MEMBERS_LOCK
@@ -28,13 +28,13 @@ def now(session: Session) -> float:
 
 def join(session: Session, me: str, place: str, ray: str, alone: bool) -> None:
     """From now on `me` counts as alive, and earlier ones at its `place` as dead, or with `alone` all others. Raises
-    OtherRay if a living one does not use this `ray`."""
+    RayMismatch if a living one does not use this `ray`."""
     others = select(ControlPlaneRow.id).where(ControlPlaneRow.id != me)
     _remove(session, list(session.scalars(others if alone else others.where(ControlPlaneRow.place == place))))
     remove_dead(session)
     other = session.scalars(select(ControlPlaneRow).where(ControlPlaneRow.ray != ray, ControlPlaneRow.id != me)).first()
     if other is not None:
-        raise OtherRay(other.place, other.ray, ray)
+        raise RayMismatch(other.place, other.ray, ray)
     session.merge(ControlPlaneRow(id=me, place=place, ray=ray, lease_until=now(session) + LEASE_SECONDS))
 
 
@@ -44,7 +44,7 @@ def renew(session: Session, me: str) -> bool:
     return _count(session, update(ControlPlaneRow).where(ControlPlaneRow.id == me).values(lease_until=until)) == 1
 
 
-def somebody_died(session: Session, me: str) -> bool:
+def has_expired_members(session: Session, me: str) -> bool:
     """Whether the time of a control plane other than `me` is over."""
     return bool(set(_dead(session)) - {me})
 
@@ -58,7 +58,7 @@ def leave(session: Session, me: str) -> None:
     """`me` no longer owns anything; notifies the others."""
     session.execute(delete(ControlPlaneRow).where(ControlPlaneRow.id == me))
     session.execute(update(Lease).where(Lease.owner == me).values(owner=None))
-    wake_others(session)
+    wake_control_planes(session)
 
 
 def living(session: Session) -> list[str]:
@@ -70,14 +70,14 @@ def well(session: Session) -> list[str]:
     """The ids of those that have recently renewed."""
     rows = session.execute(select(ControlPlaneRow.id, ControlPlaneRow.lease_until)).all()
     at = now(session)
-    return [each for each, until in rows if may_be_given(until, at)]
+    return [each for each, until in rows if is_claimable(until, at)]
 
 
 def hand_over(session: Session, name: str, me: str, epoch: int, to: str) -> None:
     """Make `to` the owner of `name`; it will find that out. Raises LeaseLost."""
     check(session, name, me, epoch)
     session.execute(update(Lease).where(Lease.name == name).values(owner=to))
-    wake_others(session)
+    wake_control_planes(session)
 
 
 def claim(session: Session, name: str, me: str) -> int | None:
@@ -114,16 +114,16 @@ def release(session: Session, name: str, me: str, epoch: int) -> None:
     """Stop owning `name`, unless another one already owns it."""
     held = (Lease.name == name, Lease.owner == me, Lease.epoch == epoch)
     session.execute(update(Lease).where(*held).values(owner=None))
-    wake_others(session)
+    wake_control_planes(session)
 
 
-def wake_others(session: Session) -> None:
+def wake_control_planes(session: Session) -> None:
     """Make all control planes check immediately."""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(text("SELECT pg_notify(:channel, '')"), {"channel": CHANNEL})
 
 
-def overview(session: Session) -> list[JobInBrief]:
+def overview(session: Session) -> list[JobSummary]:
     """All unfinished jobs, in the order of their turn."""
     query = (
         select(Job.id, Job.state, Job.wanted_replicas, Job.priority, ControlPlaneRow.id, Lease.epoch)
@@ -133,7 +133,7 @@ def overview(session: Session) -> list[JobInBrief]:
         .order_by(Job.priority.desc(), Job.id)
     )
     return [
-        JobInBrief(job, JobState(state), replicas, priority, owner, epoch or 0)
+        JobSummary(job, JobState(state), replicas, priority, owner, epoch or 0)
         for job, state, replicas, priority, owner, epoch in session.execute(query)
     ]
 
@@ -146,7 +146,7 @@ def owned(session: Session, me: str) -> set[str]:
 def release_all(session: Session, names: Collection[str], me: str) -> None:
     """Stop owning these, unless others already do."""
     session.execute(update(Lease).where(Lease.name.in_(names), Lease.owner == me).values(owner=None))
-    wake_others(session)
+    wake_control_planes(session)
 
 
 def forget(session: Session, name: str) -> None:
@@ -154,7 +154,7 @@ def forget(session: Session, name: str) -> None:
     session.execute(delete(Lease).where(Lease.name == name))
 
 
-def forget_owners(session: Session) -> None:
+def clear_owners(session: Session) -> None:
     """After a restore no control plane owns anything; epochs stay."""
     session.execute(delete(ControlPlaneRow))
     session.execute(update(Lease).values(owner=None))

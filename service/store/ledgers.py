@@ -24,7 +24,7 @@ def _of_jobs(table: type[Base], order: str) -> Select[Any]:
 
 
 _ENTERED, _RECOVERED = _of_jobs(StateChange, "id"), _of_jobs(Recovery, "generation")
-_BEGUN = _of_jobs(Generation, "generation")
+_STARTED = _of_jobs(Generation, "generation")
 
 
 def of_job(session: Session, job_id: str, now: float) -> Ledger:
@@ -34,7 +34,7 @@ def of_job(session: Session, job_id: str, now: float) -> Ledger:
 
 def of_jobs(reader: Reader, some: Sequence[Job | Row[Any]], now: float) -> dict[str, Ledger]:
     """The ledgers of some jobs, by id, with as many queries as for one."""
-    entered, recovered, begun = (_by_job(reader, rows, some) for rows in (_ENTERED, _RECOVERED, _BEGUN))
+    entered, recovered, begun = (_by_job(reader, rows, some) for rows in (_ENTERED, _RECOVERED, _STARTED))
     books = {}
     for job in some:
         changes = [StateEntry(row.time, row.state) for row in entered[job.id]]

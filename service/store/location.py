@@ -17,7 +17,7 @@ RECORD = "database"
 """In the home: where its jobs are."""
 
 
-class BadDatabaseUrl(MantaError):
+class InvalidDatabaseUrl(MantaError):
     """An invalid URL of the job database. The message says what a valid one looks like, and repeats nothing of the
     given one but the kind of database, since there may be a password in it."""
 
@@ -36,25 +36,25 @@ def url_in(home: Path, wanted: str | None) -> str:
 
 
 def parse_url(text: str) -> URL:
-    """The URL of a job database: SQLite in a file, or PostgreSQL by way of psycopg. Raises BadDatabaseUrl."""
+    """The URL of a job database: SQLite in a file, or PostgreSQL by way of psycopg. Raises InvalidDatabaseUrl."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
-        raise BadDatabaseUrl("cannot be read") from None  # the error repeats the URL
+        raise InvalidDatabaseUrl("cannot be read") from None  # the error repeats the URL
     if url.drivername in _POSTGRESQL:
         if not url.database:
-            raise BadDatabaseUrl("names no database")
+            raise InvalidDatabaseUrl("names no database")
         return url.set(drivername="postgresql+psycopg")
     if url.drivername in _SQLITE:
         if not url.database or url.database == ":memory:":
-            raise BadDatabaseUrl("names no file")
+            raise InvalidDatabaseUrl("names no file")
         if not Path(url.database).is_absolute():
-            raise BadDatabaseUrl("names a file by a relative path")
+            raise InvalidDatabaseUrl("names a file by a relative path")
         return url.set(drivername="sqlite")
-    raise BadDatabaseUrl(f"begins with {url.drivername[:30]!r}, a kind of database that Manta does not work with")
+    raise InvalidDatabaseUrl(f"begins with {url.drivername[:30]!r}, a kind of database that Manta does not work with")
 
 
-def noted_in(home: Path) -> str | None:
+def recorded_location(home: Path) -> str | None:
     """The database, as `shown`, that the jobs of `home` were in when a service last started there; None before that."""
     return read_own(home / RECORD) or None
 

@@ -21,7 +21,7 @@ from manta.service.store.tables import Generation, Job, Metric, MetricBin
 SMALLEST = 8
 """Steps in a bin of level 1."""
 FANOUT = 4
-STEPS_AT_ONCE = 8192
+BATCH_STEPS = 8192
 """Most steps whose bins one transaction makes, if many are missing: other writes must not wait long."""
 _INFINITY = float("inf")
 
@@ -101,12 +101,12 @@ def update(session: Session, job: Job, changed: Iterable[int]) -> None:
 
 
 def catch_up(session: Session, job: Job) -> bool:
-    """Make the bins of the next STEPS_AT_ONCE steps without any; returns whether there are more of them."""
+    """Make the bins of the next BATCH_STEPS steps without any; returns whether there are more of them."""
     if job.binned_generation < job.generation:
-        _distrust(session, job)
+        _invalidate_bins(session, job)
     newest = session.scalar(select(func.max(Metric.step)).where(Metric.job_id == job.id)) or 0
     complete = (newest + 1) // SMALLEST * SMALLEST
-    until = min(complete, job.binned_until + STEPS_AT_ONCE)
+    until = min(complete, job.binned_until + BATCH_STEPS)
     level = 1
     while until // width(level) > job.binned_until // width(level):
         _make(session, job.id, Segment(level, job.binned_until // width(level), until // width(level)))
@@ -115,13 +115,13 @@ def catch_up(session: Session, job: Job) -> bool:
     return until < complete
 
 
-def is_behind(newest: int, job: Job | Row[Any]) -> bool:
+def bins_lag(newest: int, job: Job | Row[Any]) -> bool:
     """Whether many rows of the job, whose newest step is `newest`, are in no bin: another release has stored them, or
     they were restored."""
-    return job.binned_generation < job.generation or newest - job.binned_until > STEPS_AT_ONCE
+    return job.binned_generation < job.generation or newest - job.binned_until > BATCH_STEPS
 
 
-def _distrust(session: Session, job: Job) -> None:
+def _invalidate_bins(session: Session, job: Job) -> None:
     """Steps that later generations repeated may have been stored by a release without bins."""
     since = select(func.min(Generation.resume_step)).where(
         Generation.job_id == job.id, Generation.generation > job.binned_generation

@@ -77,8 +77,8 @@ class Points:
 
     rows: Sequence[Any]
     """For each its step, and then its columns as the database has them; ascending."""
-    behind: bool
-    """Whether many of the job's rows are in no bin, see `metric_bins.is_behind`."""
+    is_lagging: bool
+    """Whether many of the job's rows are in no bin, see `metric_bins.bins_lag`."""
 
 
 def points(
@@ -95,18 +95,18 @@ def points(
     about = {"job": job_id, "after": after_step, "until": until_step}
     known = extent(reader, job_id, after_step, max_points, until_step)
     first, last = known.first or 0, known.last or 0
-    behind = metric_bins.is_behind(known.newest or 0, known)
+    is_lagging = metric_bins.bins_lag(known.newest or 0, known)
     if every > 1:
         steps = _multiples(every, first, last, max_points)
-        return Points(reader.execute(_some(columns), {"job": job_id, "steps": steps}).all(), behind)
+        return Points(reader.execute(_some(columns), {"job": job_id, "steps": steps}).all(), is_lagging)
     if known.counted <= max_points:
-        return Points(reader.execute(_all(columns), about).all(), behind)
+        return Points(reader.execute(_all(columns), about).all(), is_lagging)
     ends = {"job": job_id, "first": last if max_points == 1 else first, "last": last}
     if max_points <= 2:
-        return Points(reader.execute(_thinned(columns, ()), ends).all(), behind)
+        return Points(reader.execute(_thinned(columns, ()), ends).all(), is_lagging)
     ranges = _Ranges.between(first, last, max_points - 2, known.binned_until)
     query = _thinned(columns, tuple(segment.level == 0 for segment in ranges.segments))
-    return Points(reader.execute(query, {**ends, **ranges.values()}).all(), behind)
+    return Points(reader.execute(query, {**ends, **ranges.values()}).all(), is_lagging)
 
 
 def _multiples(every: int, first: int, last: int, most: int) -> list[int]:

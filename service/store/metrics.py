@@ -31,7 +31,7 @@ class Series:
     """The committed steps, ascending."""
     series: dict[str, list[float | None]]
     """For each name one value per step; None if unknown."""
-    behind: bool = False
+    is_lagging: bool = False
     """Whether many rows are in no bin; `metric_bins.catch_up` makes the next reading quicker."""
 
 
@@ -85,7 +85,7 @@ def series(
     steps, *numbers = map(list, zip(*points.rows, strict=True)) if points.rows else [[] for _ in (None, *columns)]
     values = {name: _numbers_in(column) for name, column in zip(known, numbers, strict=False)}
     values |= {name: [extra.get(name) for extra in numbers[-1]] for name in others}
-    return Series(steps, {name: values[name] for name in names}, points.behind)
+    return Series(steps, {name: values[name] for name in names}, points.is_lagging)
 
 
 def names_of(reader: Reader, job_id: str) -> tuple[str, ...]:

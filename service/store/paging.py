@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from manta.service.store.errors import ForeignCursor, InvalidCursor
 
 T = TypeVar("T")
-LARGEST_INTEGER = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 _TAG_DIGITS = 8
 _TAGGED = re.compile(rf"([0-9a-f]{{{_TAG_DIGITS}}})\.(.*)", re.DOTALL)
 
@@ -49,7 +49,7 @@ class Cursors:
     def decode_number(self, cursor: str) -> int:
         """The non-negative integer in `cursor`. Raises InvalidCursor, ForeignCursor."""
         text = self.decode(cursor)
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= LARGEST_INTEGER):
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= MAX_INTEGER):
             raise InvalidCursor
         return int(text)
 

@@ -39,7 +39,7 @@ def request_resume(session: Session, job_id: str) -> Job:
     """
     job, target = _asked(session, job_id, "resume")
     # It was about to be PAUSED. Clocks may differ, so they cannot say whether what follows is the resumption.
-    generations.forget_outcome(session, job_id, job.generation, **{RESUMED: True})
+    generations.clear_outcome(session, job_id, job.generation, **{RESUMED: True})
     return jobs.transition(session, job_id, target, "resumed_by_user", "resumed by the user")
 
 
@@ -61,7 +61,7 @@ def request_retry(session: Session, job_id: str) -> Job:
     Raises JobNotFound, JobBeingDeleted, and IllegalTransition if the job's state does not allow it.
     """
     job, target = _asked(session, job_id, "retry")
-    generations.forget_outcome(session, job_id, job.generation)
+    generations.clear_outcome(session, job_id, job.generation)
     message = f"tried again by the user; it had failed: {job.message}"
     jobs.transition(session, job_id, target, "retried_by_user", message)
     # Not before the failed generation began, whose failures would still count: that may be by another clock.
@@ -82,7 +82,7 @@ def memory_expired(session: Session, now: float) -> list[str]:
     return list(session.scalars(select(Job.id).where(Job.memory_kept_until < now)))
 
 
-def let_memory_go(session: Session, job_id: str, now: float) -> bool:
+def release_snapshots(session: Session, job_id: str, now: float) -> bool:
     """Record that the job's snapshots in shared memory are no longer kept; False if they must be, since it is being
     retried, or their time is not over. Raises JobNotFound."""
     job = jobs.get(session, job_id, lock=True)

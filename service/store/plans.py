@@ -17,12 +17,12 @@ from manta.service.store.tables import METRIC_NAMES, Generation, Job, Metric, Ra
 PLAN, MEASURED = "plan", "measured"
 DRIFT = "plan_drift"
 """Type of the event."""
-LOOKED_AT, EACH = 200, 5
+SEARCHED_JOBS, GENERATIONS_PER_JOB = 200, 5
 """Number of jobs, and of last generations of each, that are searched for observations of machines."""
 
 
 @dataclass(frozen=True)
-class KeptPlan:
+class StoredPlan:
     """The stored plan of the newest generation that has one."""
 
     generation: int
@@ -34,14 +34,14 @@ class KeptPlan:
     """`ratio`, `part` and `message`, if the measurement is far from the plan."""
 
 
-def keep(session: Session, job_id: str, generation: int, plan: dict[str, Any]) -> None:
+def store(session: Session, job_id: str, generation: int, plan: dict[str, Any]) -> None:
     """Store the plan of a generation."""
     row = session.get(Generation, (job_id, generation))
     if row is not None:
         row.data = {**row.data, PLAN: plan}
 
 
-def is_kept(session: Session, job_id: str, generation: int) -> bool:
+def is_stored(session: Session, job_id: str, generation: int) -> bool:
     """Whether there is a stored plan of a generation."""
     row = session.get(Generation, (job_id, generation))
     return row is not None and PLAN in row.data
@@ -54,19 +54,19 @@ def of_layout(session: Session, job_id: str, parallel: dict[str, Any], on: list[
     return next((plan for plan in alike if plan["planned"] is not None), None)
 
 
-def newest(session: Session, job_id: str) -> KeptPlan | None:
+def newest(session: Session, job_id: str) -> StoredPlan | None:
     """The plan of the newest generation that has one, with its measured steps; None if none has. Raises
     JobNotFound."""
     job = jobs.get(session, job_id)
-    row = next((each for each in _generations(session, job_id) if each.data.get(PLAN)), None)
+    row = next((generation for generation in _generations(session, job_id) if generation.data.get(PLAN)), None)
     if row is None:
         return None
     kept = row.data.get(MEASURED) or {}
     try:
-        return KeptPlan(row.generation, row.data[PLAN], Measured(**kept["steps"]), kept["drift"])
+        return StoredPlan(row.generation, row.data[PLAN], Measured(**kept["steps"]), kept["drift"])
     except (KeyError, TypeError):  # not yet, or another release has written it
         measured = measured_of(_rows(session, row), full_tokens(job.spec))
-        return KeptPlan(row.generation, row.data[PLAN], measured, None)
+        return StoredPlan(row.generation, row.data[PLAN], measured, None)
 
 
 def settle(session: Session, job_id: str, generation: int, step: int) -> bool:
@@ -123,13 +123,17 @@ def _disturbed(session: Session, generation: Generation) -> str | None:
 
 def observed(session: Session, since: float = 0.0) -> dict[str, list[Observation]]:
     """Observations of machines from jobs: the newest generation of each that began after `since` (Unix seconds), and
-    was measured and not disturbed, newest first. Searches the last EACH generations of LOOKED_AT jobs."""
+    was measured and not disturbed, newest first. Searches the last GENERATIONS_PER_JOB generations of SEARCHED_JOBS
+    jobs."""
     last = func.max(Generation.generation).label("last")
     newest_jobs = select(Generation.job_id, last).group_by(Generation.job_id).order_by(Generation.job_id.desc())
-    recent = newest_jobs.limit(LOOKED_AT).subquery()
+    recent = newest_jobs.limit(SEARCHED_JOBS).subquery()
     newest = (
         select(Generation)
-        .join(recent, and_(Generation.job_id == recent.c.job_id, Generation.generation > recent.c.last - EACH))
+        .join(
+            recent,
+            and_(Generation.job_id == recent.c.job_id, Generation.generation > recent.c.last - GENERATIONS_PER_JOB),
+        )
         .order_by(Generation.job_id.desc(), Generation.generation.desc())
     )
     by_machine: dict[str, list[Observation]] = {}

@@ -34,12 +34,12 @@ IDLE_SECONDS = 30
 """A control plane that stops within a transaction blocks the writes of others for this long."""
 OUTCOME_SECONDS = 30.0
 """Seconds to find out what became of a commit without an answer."""
-TRUSTED_SECONDS = 1.0
+FRESH_CONNECTION_SECONDS = 1.0
 """Seconds for which an unused connection is trusted to be usable."""
-KEPT_READERS, MAX_EXTRA_READERS = 5, 25
-KEPT_WRITERS, MAX_EXTRA_WRITERS = 1, 1
+POOLED_READERS, MAX_EXTRA_READERS = 5, 25
+POOLED_WRITERS, MAX_EXTRA_WRITERS = 1, 1
 """Connections that stay open, and how many more may be opened."""
-READS_AT_ONCE = 8
+MAX_CONCURRENT_READS = 8
 """The server does the work."""
 _CONFLICTS = ("40001", "40P01")
 _NO_SUCH_TABLE = "42P01"
@@ -72,10 +72,10 @@ _ADVICE = (
 class PostgresDatabase:
     """Connections to a server, and everything that only PostgreSQL needs or can do."""
 
-    reads_at_once = READS_AT_ONCE
+    reads_at_once = MAX_CONCURRENT_READS
     """Number of reads that do not slow each other down."""
-    most_readers = KEPT_READERS + MAX_EXTRA_READERS
-    most_writers = KEPT_WRITERS + MAX_EXTRA_WRITERS
+    most_readers = POOLED_READERS + MAX_EXTRA_READERS
+    most_writers = POOLED_WRITERS + MAX_EXTRA_WRITERS
 
     def __init__(self, url: URL, name: str = USUAL_NAME):
         """`name`: of its connections, as shown by the server; a name other than the default identifies them to others,
@@ -86,12 +86,12 @@ class PostgresDatabase:
         self.url = url.render_as_string(hide_password=False)
         # Reads must see one consistent state, which needs more than READ COMMITTED. Writes do not: they lock the rows
         # that they depend on.
-        readers = {"pool_size": KEPT_READERS, "max_overflow": MAX_EXTRA_READERS}
-        writers = {"pool_size": KEPT_WRITERS, "max_overflow": MAX_EXTRA_WRITERS}
+        readers = {"pool_size": POOLED_READERS, "max_overflow": MAX_EXTRA_READERS}
+        writers = {"pool_size": POOLED_WRITERS, "max_overflow": MAX_EXTRA_WRITERS}
         self.readers = _engine(url, "REPEATABLE READ", read_only=True, **readers)
         self.single_readers = self.readers.execution_options(isolation_level="AUTOCOMMIT")
         self.writer = _engine(url, "READ COMMITTED", read_only=False, **writers)
-        self._keeper = _engine(url, "AUTOCOMMIT", read_only=False, pool_size=1, max_overflow=0)
+        self._lease_engine = _engine(url, "AUTOCOMMIT", read_only=False, pool_size=1, max_overflow=0)
         self._closed = threading.Event()
 
     def refuse_unsuitable(self) -> None:
@@ -116,16 +116,16 @@ class PostgresDatabase:
     def begin_migration(self, connection: Connection) -> None:
         """Of control planes that start at the same time one migrates, and the others find it done. Waits as long as
         necessary."""
-        self.take_time(connection)
+        self.disable_time_limit(connection)
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
 
-    def take_time(self, connection: Connection) -> None:
+    def disable_time_limit(self, connection: Connection) -> None:
         """Until the end of its transaction, statements of `connection` have no time limit."""
         for name in ("statement_timeout", "lock_timeout"):
             connection.exec_driver_sql(f"SET LOCAL {name} = 0")
         _driver(connection).answer_seconds = None
 
-    def keep_copy(self, current: str, newest: str) -> None:
+    def back_up(self, current: str, newest: str) -> None:
         """Makes no copy: the migration is one transaction, and copies of a server are its owner's concern."""
         log.warning(
             "the database is brought from revision %s to %s; only a backup goes back behind that", current, newest
@@ -159,7 +159,7 @@ class PostgresDatabase:
     @contextmanager
     def keeping(self, seconds: float) -> Iterator[Connection]:
         """A connection for renewals, which do not wait for other work here. An answer may take `seconds`."""
-        with self._keeper.connect() as connection:
+        with self._lease_engine.connect() as connection:
             _driver(connection).answer_seconds = seconds
             yield connection
 
@@ -184,7 +184,7 @@ class PostgresDatabase:
         self._closed.set()
         self.readers.dispose()
         self.writer.dispose()
-        self._keeper.dispose()
+        self._lease_engine.dispose()
 
 
 def unsuitable(version: int, encoding: str) -> str | None:
@@ -220,14 +220,14 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
 
     @event.listens_for(engine, "connect")
     @event.listens_for(engine, "checkin")
-    def note_use(_connection: _BoundedConnection | None, record: Any) -> None:
+    def record_use(_connection: _BoundedConnection | None, record: Any) -> None:
         record.info["used_at"] = time.monotonic()
 
     @event.listens_for(engine, "checkout")
     def begin(connection: _BoundedConnection, record: Any, _proxy: Any) -> None:
         connection.answer_seconds = ANSWER_SECONDS
         # A restarted server must not cost a request. A server that has closed a connection has announced that on it.
-        if time.monotonic() - record.info["used_at"] > TRUSTED_SECONDS or connection.has_unread:
+        if time.monotonic() - record.info["used_at"] > FRESH_CONNECTION_SECONDS or connection.has_unread:
             _ping(engine, connection)
 
     event.listen(engine, "handle_error", _explain_missing_table)

@@ -16,7 +16,7 @@ _TIMES = ("failed_at", "noticed_at", "rested_at", "launched_at", "connected_at",
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RecoveryStart:
     """What is known about a recovery when the generation that it leads to begins."""
 
     kind: str
@@ -41,7 +41,7 @@ class Beginning:
     """Seconds that it was held back."""
 
 
-def begin(session: Session, job_id: str, generation: int, known: Beginning) -> None:
+def begin(session: Session, job_id: str, generation: int, known: RecoveryStart) -> None:
     """Record that `generation` starts to recover from a failure; within the transaction that starts it."""
     row = Recovery(
         job_id=job_id,
@@ -61,7 +61,7 @@ def begin(session: Session, job_id: str, generation: int, known: Beginning) -> N
     session.flush()
 
 
-def note_latest(session: Session, job_id: str, generation: int, **times: float | None) -> None:
+def record_latest(session: Session, job_id: str, generation: int, **times: float | None) -> None:
     """Record when ranks reached a point of the recovery, such as `connected_at`, in Unix seconds: the latest of all
     ranks counts. Has no effect if the generation was not begun by a failure, or has committed a step."""
     row = session.get(Recovery, (job_id, generation))
@@ -73,7 +73,7 @@ def note_latest(session: Session, job_id: str, generation: int, **times: float |
             setattr(row, name, at)
 
 
-def note_replaced(session: Session, job_id: str, generation: int, forked: Sequence[int], kept: int) -> None:
+def record_replaced(session: Session, job_id: str, generation: int, forked: Sequence[int], kept: int) -> None:
     """Record which ranks got a new process and how many kept theirs, once the agents have answered."""
     row = session.get(Recovery, (job_id, generation))
     if row is not None:

@@ -22,14 +22,14 @@ from manta.service.store.location import file_of, shown, sqlite_url
 log = logging.getLogger(__name__)
 
 BUSY_MILLISECONDS = 10_000
-READS_AT_ONCE = 2
+MAX_CONCURRENT_READS = 2
 """A read is work of this process, and releases the interpreter's lock for each row: threads that take turns make each
 other slower (1,000 points of a series for eight clients at once: 57 ms with 2 threads, 75 ms with 8)."""
 _CACHE_KIBIBYTES = 16_000
 """Size of the page cache of each connection: 1,000 points of a long series are on 2,000 pages of 4 KiB."""
 _ONE_STATEMENT = "manta_one_statement"
-_KEPT_READERS, _MAX_EXTRA_READERS = 5, 60
-_KEPT_WRITERS, _MAX_EXTRA_WRITERS = 1, 1
+_POOLED_READERS, _MAX_EXTRA_READERS = 5, 60
+_POOLED_WRITERS, _MAX_EXTRA_WRITERS = 1, 1
 _SHARED_LOCK = 0x40000002, 510
 """First byte and number of the bytes of its file that SQLite has locked while a connection is open."""
 _EMPTIED = "was emptied"
@@ -39,10 +39,10 @@ _END = "you end the service (`kill`, after which jobs still train on)"
 class SqliteDatabase:
     """Connections to a file, and everything that only SQLite needs or can do."""
 
-    reads_at_once = READS_AT_ONCE
+    reads_at_once = MAX_CONCURRENT_READS
     """Number of reads that do not slow each other down."""
-    most_readers = _KEPT_READERS + _MAX_EXTRA_READERS
-    most_writers = _KEPT_WRITERS + _MAX_EXTRA_WRITERS
+    most_readers = _POOLED_READERS + _MAX_EXTRA_READERS
+    most_writers = _POOLED_WRITERS + _MAX_EXTRA_WRITERS
 
     def __init__(self, url: URL):
         """Creates the file's folder. Raises StoreUnusable if that fails."""
@@ -54,10 +54,10 @@ class SqliteDatabase:
         except OSError as error:
             raise StoreUnusable(self.location, error) from error
         self._files = OpenedFiles(self.file)
-        self.readers = self._engine(url, "BEGIN", pool_size=_KEPT_READERS, max_overflow=_MAX_EXTRA_READERS)
+        self.readers = self._engine(url, "BEGIN", pool_size=_POOLED_READERS, max_overflow=_MAX_EXTRA_READERS)
         self.single_readers = self.readers.execution_options(**{_ONE_STATEMENT: True})
         # Writers take the lock at once: SQLite refuses to let a read wait for becoming a write.
-        self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=_KEPT_WRITERS, max_overflow=_MAX_EXTRA_WRITERS)
+        self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=_POOLED_WRITERS, max_overflow=_MAX_EXTRA_WRITERS)
 
     @classmethod
     def of_file(cls, file: Path) -> SqliteDatabase:
@@ -86,10 +86,10 @@ class SqliteDatabase:
     def begin_migration(self, connection: Connection) -> None:
         """The transaction already holds the writer's lock."""
 
-    def take_time(self, connection: Connection) -> None:
+    def disable_time_limit(self, connection: Connection) -> None:
         """Statements have no time limit here."""
 
-    def keep_copy(self, current: str, newest: str) -> None:
+    def back_up(self, current: str, newest: str) -> None:
         """Copy the database, which is at revision `current`, to a file next to it, for users who want to go back.
         Raises StoreUnusable."""
         copy = self.file.with_name(f"{self.file.name}.{current}")
@@ -116,7 +116,7 @@ class SqliteDatabase:
 
     def close(self) -> None:
         """Close all connections."""
-        self._files.keep_log()
+        self._files.preserve_log()
         self.readers.dispose()
         self.writer.dispose()
 
@@ -198,7 +198,7 @@ class OpenedFiles:
         if problem is not None:
             raise DatabaseLost(problem)
 
-    def keep_log(self) -> None:
+    def preserve_log(self) -> None:
         """Before the connections are closed: if the file was emptied, keep SQLite from writing its log into it then. It
         does not where others use the file, and a lock of another open file counts as that."""
         if self._emptied:
@@ -213,13 +213,13 @@ class OpenedFiles:
 
     def _problem(self) -> tuple[str, str] | None:
         """What is wrong with the files, and until when; None if nothing is."""
-        wrong = {file: what for file in (*self._logs, self._file) if (what := self._wrong_with(file)) is not None}
+        wrong = {file: what for file in (*self._logs, self._file) if (what := self._problem_of_file(file)) is not None}
         if not wrong:
             return None
         file, what = wrong.popitem()  # if all were moved, the database, which was looked at last
         return f"the database's file {file} {what}", self._advice(file, what)
 
-    def _wrong_with(self, file: Path) -> str | None:
+    def _problem_of_file(self, file: Path) -> str | None:
         """What cannot be looked at is unknown."""
         known = self._known.get(file)
         if known is None:

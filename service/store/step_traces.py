@@ -119,7 +119,7 @@ def wanted(session: Session, job_id: str) -> list[StepTrace]:
     return [row for row in of_job(session, job_id) if row.state == REQUESTED]
 
 
-def jobs_that_want_some(session: Session) -> set[str]:
+def jobs_with_waiting_traces(session: Session) -> set[str]:
     """Jobs with traces that have not begun."""
     return set(session.scalars(select(StepTrace.job_id).where(StepTrace.state == REQUESTED).distinct()))
 

@@ -18,7 +18,7 @@ from manta.service.words import no_such_rank
 from manta.workers.config import ParallelConfig
 from manta.workers.timing.recording import PackedRecording
 
-KEPT = 10
+MAX_TRACES = 10
 """Most traces kept per job: the next one replaces the oldest."""
 MAX_WAITING = 5
 """Most unfinished traces of a job."""
@@ -35,7 +35,7 @@ def request(
     known = step_traces.of_job(session, job_id)
     _refuse_impossible(job, steps, first_step, profiler_ranks, [row for row in known if row.state in UNFINISHED])
     over = [row for row in known if row.state not in UNFINISHED]
-    for row in over[: max(0, len(known) + 1 - KEPT)]:
+    for row in over[: max(0, len(known) + 1 - MAX_TRACES)]:
         step_traces.delete_one(session, job_id, row.number)
     number = max((row.number for row in known), default=0) + 1
     made = StepTrace(
@@ -58,7 +58,7 @@ def _refuse_impossible(
 ) -> None:
     world = _layout(job).world_size
     if is_final(job.state):
-        raise TraceNotPossible(f"job {job.id} is {job.state}, and only one that still trains can be traced")
+        raise TraceNotPossible(f"job {job.id} is {job.state}: only a job that still trains can be traced")
     if first_step > job.steps or job.step >= job.steps:
         raise TraceNotPossible(f"job {job.id} ends with step {job.steps}, and has committed {job.step}")
     if steps * world > MAX_RANK_STEPS:
@@ -66,7 +66,7 @@ def _refuse_impossible(
         advice = f"trace {most} at most" if most else "such a job cannot be traced"
         raise TraceNotPossible(f"{steps} steps of {world} ranks are too many for one trace: {advice}")
     if len(unfinished) >= MAX_WAITING:
-        raise TraceNotPossible(f"{len(unfinished)} traces of job {job.id} are not over yet: wait for one of them")
+        raise TraceNotPossible(f"{len(unfinished)} traces of job {job.id} are unfinished: wait for one of them")
     if foreign := [rank for rank in profiler_ranks if rank >= world]:
         raise TraceNotPossible(no_such_rank(f"job {job.id}", foreign[0], world))
 
@@ -76,7 +76,7 @@ def _layout(job: Job) -> ParallelConfig:
     return layout_in_use(stored_spec(job).spec.layout, job)
 
 
-def note_begun(session: Session, job_id: str, number: int, generation: int, first_step: int) -> None:
+def record_beginning(session: Session, job_id: str, number: int, generation: int, first_step: int) -> None:
     """Ranks of `generation` record from `first_step` on, or have done so; only the first call has an effect. Raises
     JobNotFound."""
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
@@ -85,21 +85,21 @@ def note_begun(session: Session, job_id: str, number: int, generation: int, firs
         step_traces.begin(session, row, generation, first_step, _layout(jobs.get(session, job_id)), nodes)
 
 
-def note_profiled(
+def record_profiled(
     session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, profile: bytes
 ) -> None:
     """The profile of `rank` by torch's profiler; ignored if empty. Raises JobNotFound."""
-    note_begun(session, job_id, number, generation, first_step)
+    record_beginning(session, job_id, number, generation, first_step)
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
     if profile and row is not None and row.state == RECORDING and row.generation == generation:
         step_traces.part_of(session, row, rank).profile = profile
 
 
-def note_recorded(
+def record_recorded(
     session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, recording: PackedRecording
 ) -> None:
     """The recording of `rank` of `generation` from `first_step` on. Raises JobNotFound."""
-    note_begun(session, job_id, number, generation, first_step)
+    record_beginning(session, job_id, number, generation, first_step)
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
     if row is not None and row.state == RECORDING and row.generation == generation:
         step_traces.add(session, row, rank, recording)

@@ -22,7 +22,7 @@ MAX_WAITING = 8192
 """Number of spans that may wait; further ones are dropped."""
 BATCH = 512
 DELAY_SECONDS = 1.0
-QUIET_SECONDS = 300.0
+LOG_INTERVAL_SECONDS = 300.0
 """Seconds within which identical messages are logged only once."""
 _LIBRARY = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
@@ -33,7 +33,7 @@ class SpanSender:
     def __init__(self, endpoint: str, lost: Callable[[int], None]):
         """`endpoint`: the collector's base address, or the full address for traces; `lost`: called with the number of
         starts and recoveries that were not delivered, on any thread."""
-        self._lost, self._quiet = lost, _NowAndThen()
+        self._lost, self._quiet = lost, _ThrottleFilter()
         logging.getLogger(_LIBRARY).addFilter(self._quiet)
         self._exporter = _Counting(OTLPSpanExporter(traces_endpoint(endpoint)), lost)
         self._ids, self._handed_in = _GivenIds(), 0
@@ -47,13 +47,13 @@ class SpanSender:
     def send(self, spans: Sequence[Span]) -> None:
         """Queue these spans for sending; they are dropped if too many already wait."""
         if self._handed_in - self._exporter.taken + len(spans) > MAX_WAITING:
-            self._lost(_whole(spans))
+            self._lost(_encoded_size(spans))
             return
         self._handed_in += len(spans)
         for span in spans:
-            self._give(span)
+            self._enqueue(span)
 
-    def _give(self, span: Span) -> None:
+    def _enqueue(self, span: Span) -> None:
         self._ids.trace_id, self._ids.span_id = span.trace_id, span.span_id
         context = None
         if span.parent_id is not None:
@@ -67,11 +67,11 @@ class SpanSender:
         begun.end(_nanoseconds(span.ended_at))
 
     def close(self) -> None:
-        """Send what waits, until `give_up` or the SDK's own limit of half a minute."""
+        """Send what waits, until `interrupt` or the SDK's own limit of half a minute."""
         self._provider.shutdown()
         logging.getLogger(_LIBRARY).removeFilter(self._quiet)
 
-    def give_up(self) -> None:
+    def interrupt(self) -> None:
         """Interrupt `close`, from another thread."""
         self._exporter.shutdown()
 
@@ -114,22 +114,22 @@ class _Counting(SpanExporter):
             self._exporter.shutdown()
 
 
-class _NowAndThen(logging.Filter):
+class _ThrottleFilter(logging.Filter):
     """Lets identical messages of the library through only occasionally: a collector may be unreachable for days."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said_at: dict[object, float] = {}
+        self._logged_at: dict[object, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
-        if now - self._said_at.get(record.msg, -QUIET_SECONDS) < QUIET_SECONDS:
+        if now - self._logged_at.get(record.msg, -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
             return False
-        self._said_at[record.msg] = now
+        self._logged_at[record.msg] = now
         return True
 
 
-def _whole(spans: Sequence[Span]) -> int:
+def _encoded_size(spans: Sequence[Span]) -> int:
     return sum(span.parent_id is None for span in spans)
 
 

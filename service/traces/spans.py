@@ -128,7 +128,7 @@ def spans_of(history: JobHistory, generation: int) -> list[Span]:
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _QueueVisit:
     """Unix seconds."""
 
     queued_at: float
@@ -138,10 +138,10 @@ class _Turn:
 def start_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
     """The spans of the start that completed with the first step of the generation `committed`; none if its job did not
     leave the queue since the previous step."""
-    turn = _last_turn(history, committed.began_at)
+    turn = _last_queue_visit(history, committed.began_at)
     if turn is None or committed.first_step_at is None:
         return []
-    since = [each for each in history.generations if each.began_at >= turn.queued_at]
+    since = [generation for generation in history.generations if generation.began_at >= turn.queued_at]
     if next(each for each in since if each.first_step_at is not None) != committed:
         return []
     placed = next(each for each in since if each.began_at >= turn.left_at)
@@ -156,7 +156,7 @@ def start_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
     return _with_phases(history, committed.number, START, committed.first_step_at, phases, attributes)
 
 
-def _last_turn(history: JobHistory, until: float) -> _Turn | None:
+def _last_queue_visit(history: JobHistory, until: float) -> _QueueVisit | None:
     """When the job last entered the queue before `until`, and left it. A job that goes back because it could not be
     placed has waited all the time."""
     queued_at = left_at = None
@@ -169,7 +169,7 @@ def _last_turn(history: JobHistory, until: float) -> _Turn | None:
         elif entry.state == JobState.STARTING:
             left_at = entry.at
         before = entry.state
-    return None if queued_at is None or left_at is None else _Turn(queued_at, left_at)
+    return None if queued_at is None or left_at is None else _QueueVisit(queued_at, left_at)
 
 
 def _layout(history: JobHistory, committed: PastGeneration) -> dict[str, Value]:
@@ -187,7 +187,7 @@ def _layout(history: JobHistory, committed: PastGeneration) -> dict[str, Value]:
 def recovery_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
     """The spans of the recovery that completed with the first step of the generation `committed`, and of those directly
     before it that did not, because something else failed."""
-    stepped = [each.number for each in history.generations if each.first_step_at is not None]
+    stepped = [generation.number for generation in history.generations if generation.first_step_at is not None]
     last = max((number for number in stepped if number < committed.number), default=0)
     return [
         span

@@ -31,7 +31,7 @@ MAX_TO_READ = 1024
 """Number of starts and recoveries that may wait to be read from the database; further ones are dropped."""
 FLUSH_SECONDS = 2.0
 """The longest that the end of the service waits for the collector."""
-QUIET_SECONDS = 300.0
+LOG_INTERVAL_SECONDS = 300.0
 """Losses are logged at most once in this time."""
 
 
@@ -61,7 +61,7 @@ class Traces:
         self._to_read: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
         self._sender: SpanSender | None = None
         self._lock = threading.Lock()
-        self._said_at = -QUIET_SECONDS
+        self._logged_at = -LOG_INTERVAL_SECONDS
         self.lost = 0
         """Number of starts and recoveries that did not reach the collector."""
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -72,19 +72,19 @@ class Traces:
         if self._to_read.qsize() < MAX_TO_READ:
             self._to_read.put((job_id, generation))
         else:
-            self._lose(1)
+            self._count_lost(1)
 
     def close(self) -> None:
         """Send what waits, within at most FLUSH_SECONDS."""
         self._to_read.put(None)
         self._thread.join(FLUSH_SECONDS)
         if self._thread.is_alive() and self._sender is not None:
-            self._sender.give_up()
+            self._sender.interrupt()
 
     def _run(self) -> None:
         from manta.service.traces.exporter import SpanSender
 
-        self._sender = SpanSender(self._endpoint, self._lose)
+        self._sender = SpanSender(self._endpoint, self._count_lost)
         while (request := self._to_read.get()) is not None:
             self._read_and_send(self._sender, *request)
         self._sender.close()
@@ -98,16 +98,16 @@ class Traces:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is, the next ones may succeed
             log.warning("no spans of generation %d of %s: %r", generation, job_id, error)
-            self._lose(1)
+            self._count_lost(1)
 
-    def _lose(self, count: int) -> None:
+    def _count_lost(self, count: int) -> None:
         with self._lock:
             self.lost += count
             now = time.monotonic()
-            if not count or now - self._said_at < QUIET_SECONDS:
+            if not count or now - self._logged_at < LOG_INTERVAL_SECONDS:
                 return
-            self._said_at = now
-            log.warning("traces: %d starts and recoveries so far did not get to %s", self.lost, self._endpoint)
+            self._logged_at = now
+            log.warning("traces: %d starts and recoveries so far did not reach %s", self.lost, self._endpoint)
 
 
 def _history_of(session: Session, job_id: str) -> JobHistory:

@@ -21,7 +21,7 @@ from manta.api.serving.connections import MAX_CONNECTIONS, HttpServer, limited_t
 from manta.service.cluster.errors import NodeNotFound
 from manta.service.control.faults import FaultsNotAllowed, refuse_impossible
 from manta.service.control.options import ModelPackages
-from manta.service.control.running_ranks import RankNotFound, RankStack, SeenWaits
+from manta.service.control.running_ranks import ObservedWaits, RankNotFound, RankStack
 from manta.service.exports import Exports
 from manta.service.file_work import FileWork
 from manta.service.logs.pages import LogsInHome
@@ -55,7 +55,7 @@ class NotedExports(Exports):
 
     def begin(self, job_id, checkpoint_id, to, format, dtype):
         target = self._target(to)
-        return self._store.write(lambda s: self._begun(s, job_id, checkpoint_id, target, format, dtype))[0]
+        return self._store.write(lambda s: self._start(s, job_id, checkpoint_id, target, format, dtype))[0]
 
 
 @dataclass
@@ -109,17 +109,17 @@ class FakeControl:
 
     def delete(self, job_id: str) -> Deletion:
         return delete_job(
-            self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("let_go", job_id)), FileWork()
+            self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("release_job", job_id)), FileWork()
         )
 
-    def waits(self, job_id: str) -> SeenWaits:
+    def waits(self, job_id: str) -> ObservedWaits:
         with self.store.read() as session:
             jobs.get(session, job_id)
         ranks = (
             WaitingRank(0, "forward", "forward of micro-batch 3", 2.5, (), 7),
             WaitingRank(1, "backward", "backward, waiting for rank 0 to send a message", 2.0, (0,), 7),
         )
-        return SeenWaits(100.0, Waits(ranks, (0,), "the job stands still because of rank 0: it waits for nobody"))
+        return ObservedWaits(100.0, Waits(ranks, (0,), "the job stands still because of rank 0: it waits for nobody"))
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         if rank > 1:

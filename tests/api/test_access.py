@@ -111,9 +111,9 @@ class Theirs:
         for write in (
             lambda session: generations.begin(session, self.job, "test", False),
             lambda session: trace_requests.request(session, self.job, 1),
-            lambda session: trace_requests.note_profiled(session, self.job, 1, 1, 5, 0, b"a profile"),
+            lambda session: trace_requests.record_profiled(session, self.job, 1, 1, 5, 0, b"a profile"),
             *(
-                lambda session, rank=rank: trace_requests.note_recorded(session, self.job, 1, 1, 5, rank, recording)
+                lambda session, rank=rank: trace_requests.record_recorded(session, self.job, 1, 1, 5, rank, recording)
                 for rank in range(4)
             ),
         ):
@@ -125,7 +125,7 @@ class Theirs:
         of_step = planned(spec, Cluster(CpuNode(4, 2.0**33).machine(4), 1, 4))
         kept = {"parallel": spec.layout.model_dump(mode="json"), "planned": of_step, "problem": None}
         self.service.store.write(lambda session: generations.begin(session, self.job, "test", False))
-        self.service.store.write(lambda session: plans.keep(session, self.job, 1, kept))
+        self.service.store.write(lambda session: plans.store(session, self.job, 1, kept))
 
     def _submit(self):
         store = self.service.store
@@ -394,7 +394,7 @@ def test_key_gives_no_higher_priority_than_it_may_and_makes_none_that_does(their
     for refused in (submit(0), submit(0, "/v1/jobs?dry_run=true"), higher, more):
         (error,) = refused.json()["errors"]
         assert (refused.status_code, error["path"]) == (422, "priority")
-        assert "gives priorities of -1 at most" in error["rule"]
+        assert "allows priorities up to -1" in error["rule"]
     for allowed in ({"name": "mine"}, {"priority": -2}):
         assert service.http.patch(f"/v1/jobs/{job}", json=allowed, headers=of_student).status_code == 200
     another = {"name": "another", "scope": "submit"}
@@ -512,7 +512,7 @@ def test_project_of_a_job_is_asked_once_and_who_may_see_all_needs_no_answer(stor
     asked = []
 
     class Looked(access.JobProjects):
-        def _look(self, job_id):
+        def _read_project(self, job_id):
             asked.append(job_id)
             return {"a": "ours", "b": "theirs", "c": "ours"}[job_id]
 
@@ -528,7 +528,7 @@ def test_project_of_a_job_is_asked_once_and_who_may_see_all_needs_no_answer(stor
     assert is_seen("a", None) and asked == []
     assert is_seen("a", "ours") and is_seen("a", "ours") and not is_seen("a", "theirs")
     assert asked == ["a"], "also where it is refused"
-    monkeypatch.setattr(access, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(access, "_MAX_CACHED", 2)
     assert is_seen("b", "theirs") and is_seen("c", "ours") and is_seen("c", "ours") and is_seen("b", "theirs")
     assert asked == ["a", "b", "c"], "the two newest are known"
     assert is_seen("a", "ours")

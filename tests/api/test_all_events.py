@@ -96,7 +96,7 @@ def test_stream_goes_on_behind_the_last_event(service, two):
 def test_stream_on_which_nothing_comes_for_a_while_tells_nothing_twice(service, two, monkeypatch):
     page_of_all, looks = events.page_of_all, []
 
-    def look(*arguments):
+    def poll(*arguments):
         page = page_of_all(*arguments)
         looks.append(page.items)
         if looks == [[]]:  # the first one, so that nothing is told after the test
@@ -104,7 +104,7 @@ def test_stream_on_which_nothing_comes_for_a_while_tells_nothing_twice(service, 
         return page
 
     last = service.http.get("/v1/events").json()["items"][-1]["id"]
-    monkeypatch.setattr(events, "page_of_all", look)
+    monkeypatch.setattr(events, "page_of_all", poll)
     entries, _ = read_stream(service, "/v1/events", headers={"Last-Event-ID": last}, until=lambda event: True)
     assert [event["message"] for _, event in entries] == ["later"]
 
@@ -112,19 +112,19 @@ def test_stream_on_which_nothing_comes_for_a_while_tells_nothing_twice(service, 
 def test_stream_does_not_look_again_at_what_is_not_wanted(service, two):
     newest = int(service.http.get("/v1/events").json()["items"][-1]["id"])
     tail = all_events._Tail(service.store, None, "told", None)
-    assert tail.look(0).position == newest
+    assert tail.poll(0).position == newest
     tell(service, two[0], "told", "a")
     tell(service, two[1], "kind_0", "b")
-    batch = tail.look(newest)
+    batch = tail.poll(newest)
     assert [json.loads(entry.data)["message"] for entry in batch.entries] == ["a"]
-    assert batch.position == newest + 2 == tail.look(newest + 2).position
-    assert tail.look(10**9).position == 10**9, "of a database that is older than the reader"
+    assert batch.position == newest + 2 == tail.poll(newest + 2).position
+    assert tail.poll(10**9).position == 10**9, "of a database that is older than the reader"
 
 
 def test_stream_that_is_far_behind_leaves_nothing_out(service, two, monkeypatch):
     monkeypatch.setattr(all_events, "_STREAM_PAGE", 3)
     tail, position, seen = all_events._Tail(service.store, None, None, None), 0, []
-    while (batch := tail.look(position)).entries:
+    while (batch := tail.poll(position)).entries:
         seen += [entry.id for entry in batch.entries]
         position = batch.position
     assert seen == [event["id"] for event in service.http.get("/v1/events").json()["items"]]

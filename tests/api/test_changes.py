@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from manta.api.streams.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
+from manta.api.streams.changes import POLL_SECONDS, Changes, StoredVersions, Watched
 from manta.service.logs.pages import LogsInHome, log_folder
 from manta.service.states import JobState
 from manta.service.store import Store, deletion, events, jobs
@@ -43,18 +43,18 @@ def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
     async def main():
         changes = Changes(versions)
         with changes.of(ONE) as first, changes.of(ONE) as second, changes.of(OTHER) as third:
-            await asyncio.sleep(LOOK_SECONDS / 2)
+            await asyncio.sleep(POLL_SECONDS / 2)
             for each in (first, second, third):
                 each.clear()
             versions.looks.clear()
             versions.now[ONE] = 2
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             assert [each.is_set() for each in (first, second, third)] == [True, True, False]
             assert versions.looks == [["one", "other"]]
-            await asyncio.sleep(LOOK_SECONDS)
-        await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
         versions.looks.clear()
-        await asyncio.sleep(100 * LOOK_SECONDS)
+        await asyncio.sleep(100 * POLL_SECONDS)
         assert versions.looks == []
 
     run_with_answers_at_once(main())
@@ -64,14 +64,14 @@ def test_who_comes_later_is_told_once(versions):
     async def main():
         changes = Changes(versions)
         with changes.of(ONE):
-            await asyncio.sleep(LOOK_SECONDS / 2)
+            await asyncio.sleep(POLL_SECONDS / 2)
             with changes.of(OTHER) as late:
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
                 assert late.is_set()
                 late.clear()
-                await asyncio.sleep(5 * LOOK_SECONDS)
+                await asyncio.sleep(5 * POLL_SECONDS)
                 assert not late.is_set()
-        await asyncio.sleep(2 * LOOK_SECONDS)
+        await asyncio.sleep(2 * POLL_SECONDS)
 
     run_with_answers_at_once(main())
 
@@ -80,13 +80,13 @@ def test_all_are_told_once_a_database_answers_again_and_its_absence_is_said_once
     async def main():
         changes = Changes(versions)
         with changes.of(ONE) as first, changes.of(OTHER) as second:
-            await asyncio.sleep(LOOK_SECONDS / 2)
+            await asyncio.sleep(POLL_SECONDS / 2)
             for versions.broken, notified in ((True, False), (False, True), (True, False), (False, True)):
                 for each in (first, second):
                     each.clear()
-                await asyncio.sleep(5 * LOOK_SECONDS)
+                await asyncio.sleep(5 * POLL_SECONDS)
                 assert [each.is_set() for each in (first, second)] == [notified, notified]
-        await asyncio.sleep(2 * LOOK_SECONDS)
+        await asyncio.sleep(2 * POLL_SECONDS)
 
     run_with_answers_at_once(main())
     assert len(caplog.records) == 2

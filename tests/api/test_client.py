@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from manta.api.client import ApiError, AsyncClient, Client, ServiceUnreachable, calls, find_url
-from manta.api.client.patience import EventParser, ServerEvent
-from manta.api.streams.changes import LONGEST_SECONDS
+from manta.api.client.retries import EventParser, ServerEvent
+from manta.api.streams.changes import MAX_WAIT_SECONDS
 from manta.api.streams.sse_server import KEEPALIVE_SECONDS
 from manta.service.settings import Settings
 from tests.api.support.silent_service import SilentService
@@ -221,7 +221,7 @@ def test_client_is_more_patient_than_the_answer_may_take():
 
     assert patience(lambda client: next(client.follow_logs(JOB))) > 2 * KEEPALIVE_SECONDS
     assert patience(lambda client: next(client.follow_all_events())) > 2 * KEEPALIVE_SECONDS
-    assert patience(lambda client: client.job(JOB, wait=LONGEST_SECONDS)) > LONGEST_SECONDS
+    assert patience(lambda client: client.job(JOB, wait=MAX_WAIT_SECONDS)) > MAX_WAIT_SECONDS
     assert patience(lambda client: client.delete(JOB)) > 60 > patience(lambda client: client.job(JOB))
 
 

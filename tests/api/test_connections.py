@@ -15,7 +15,7 @@ from manta.api.rest_version import HEADER, REST
 from manta.api.security import request_guard
 from manta.api.security.rate_limits import CallerLimits
 from manta.api.serving import connections
-from manta.api.serving.connections import MAX_CONNECTIONS, LimitedConnection, connections_at_once
+from manta.api.serving.connections import MAX_CONNECTIONS, LimitedConnection, max_connections
 from manta.service.store import events
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN
@@ -287,5 +287,5 @@ def test_as_many_as_files_may_be_opened_for_and_others_need_none_of(monkeypatch,
     asked = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
-    assert connections_at_once() == most
+    assert max_connections() == most
     assert asked == ([] if raised is None else [(raised, hard)])

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from manta.api.app_state import attach_state
 from manta.api.security import access, credentials
-from manta.api.security.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
+from manta.api.security.credentials import CACHE_SECONDS, Credential, Identities, cookie_name, credential_in
 from manta.service.keys.identity import Identity, Scope, digest_of
 from manta.service.store import keys
 from tests.api.support.keys import add_key
@@ -56,7 +56,7 @@ def test_key_that_another_process_revoked_is_good_for_a_second_at_most(world):
     key = add_key(world.store, "read")
     assert world.who(key) is not None
     world.revoke(key)
-    world.ticks += KNOWN_SECONDS
+    world.ticks += CACHE_SECONDS
     assert world.who(key) is None
 
 
@@ -115,15 +115,15 @@ def test_answer_of_the_database_is_good_for_a_second_and_not_for_one_of_the_cloc
     key = add_key(world.store, "read")
     assert world.who(key) is not None
     world.revoke(key)
-    world.ticks += KNOWN_SECONDS * 0.99
+    world.ticks += CACHE_SECONDS * 0.99
     world.unix += 1000.0
     assert world.who(key) is not None, "nobody has asked the database again"
-    world.ticks += KNOWN_SECONDS * 0.01
+    world.ticks += CACHE_SECONDS * 0.01
     assert world.who(key) is None
 
 
 def test_callers_without_end_take_no_memory_without_end(world, monkeypatch):
-    monkeypatch.setattr(credentials, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(credentials, "_MAX_CACHED", 2)
     made = [add_key(world.store, "read", name=name) for name in "abc"]
     assert [world.who(key).key_name for key in made] == ["a", "b", "c"]
     for key in made:
@@ -141,7 +141,7 @@ def test_stream_goes_on_while_its_key_is_good_or_nobody_can_say(world, monkeypat
         def refuse(credential):
             raise OperationalError("SELECT", {}, Exception("the server went away"))
 
-        monkeypatch.setattr(world.identities, "_look", refuse)
+        monkeypatch.setattr(world.identities, "_read", refuse)
     app = SimpleNamespace(state=SimpleNamespace())
     attach_state(app, SimpleNamespace(identities=world.identities))
     scope = {"type": "http", "app": app}

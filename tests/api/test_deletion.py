@@ -27,7 +27,7 @@ def test_deleted_job_is_gone_and_the_answer_says_what_went(service, job):
     answer = response.json()
     assert (answer["id"], answer["checkpoints"], answer["logs"], answer["bytes"]) == (job["id"], 0, 1, 3)
     assert (answer["rows"]["jobs"], answer["rows"]["metrics"], answer["rows"]["generations"]) == (1, 1, 1)
-    assert ("let_go", job["id"]) in service.control.asked
+    assert ("release_job", job["id"]) in service.control.asked
     assert service.http.get(f"/v1/jobs/{job['id']}").status_code == 404
     assert service.http.delete(f"/v1/jobs/{job['id']}").json()["code"] == "job_not_found"
     assert [each["id"] for each in service.http.get("/v1/jobs").json()["items"]] == [other["id"]]
@@ -50,7 +50,7 @@ def test_job_that_is_not_over_has_to_be_cancelled_first(service, states):
     response = service.http.delete(f"/v1/jobs/{job['id']}")
     assert (response.status_code, response.json()["code"]) == (409, "job_not_final")
     assert f"manta cancel {job['id']}" in response.json()["detail"]
-    assert ("let_go", job["id"]) not in service.control.asked
+    assert ("release_job", job["id"]) not in service.control.asked
 
 
 def test_what_cannot_be_removed_is_named_and_the_job_says_that_its_deletion_has_begun(service, job):

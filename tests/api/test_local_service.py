@@ -14,12 +14,12 @@ from manta.api.serving.local_service import (
     find_key,
     find_url,
     running_service,
-    trust_in,
+    ssl_verification,
 )
 from manta.service.cluster.ray_head import RayHead
 from manta.service.home.own_files import HomeUnusable, OwnFileUnusable
 from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
-from manta.service.store.location import RECORD, noted_in
+from manta.service.store.location import RECORD, recorded_location
 from manta.workers.paths import Paths
 
 URL = "http://127.0.0.1:1234"
@@ -64,7 +64,7 @@ def test_own_files_that_are_none_are_a_sentence_or_nothing_and_nobody_waits(tmp_
     with pytest.raises(
         OwnFileUnusable, match=rf"{tmp_path / RECORD} cannot be read \(.*\): move it away, and put back"
     ):
-        noted_in(tmp_path)
+        recorded_location(tmp_path)
     if make is Path.mkdir:
         with pytest.raises(HomeUnusable, match=rf"{paths.ray_token}: Is a directory"):
             RayHead(tmp_path)._prepare()
@@ -110,17 +110,17 @@ Ou0=
 
 
 def test_service_of_the_home_is_known_by_its_certificate_and_others_by_what_the_machine_trusts(tmp_path):
-    assert trust_in(Settings(tmp_path), "https://manta.example.org") is True
-    assert trust_in(Settings(tmp_path), "http://127.0.0.1:8400") is False, "there is none"
+    assert ssl_verification(Settings(tmp_path), "https://manta.example.org") is True
+    assert ssl_verification(Settings(tmp_path), "http://127.0.0.1:8400") is False, "there is none"
     certificate = tmp_path / "cert.pem"
     certificate.write_text(CERTIFICATE)
     announce(Settings(tmp_path).service_file, "https://0.0.0.0:1", "sqlite:///there", certificate)
-    trust = trust_in(Settings(tmp_path), "https://0.0.0.0:1")
+    trust = ssl_verification(Settings(tmp_path), "https://0.0.0.0:1")
     assert (trust.verify_mode, trust.check_hostname) == (ssl.CERT_REQUIRED, False)
     assert trust.cert_store_stats()["x509"] == 1, "it and no other"
-    assert trust_in(Settings(tmp_path), "https://0.0.0.0:2") is True
+    assert ssl_verification(Settings(tmp_path), "https://0.0.0.0:2") is True
     other = r"cert\.pem, the certificate of the service at .* cannot be read"
     for make in (Path.unlink, os.mkfifo, lambda path: (path.unlink(), path.touch()), lambda path: path.write_text("a")):
         make(certificate)
         with pytest.raises(CertificateUnreadable, match=other):
-            trust_in(Settings(tmp_path), "https://0.0.0.0:1")
+            ssl_verification(Settings(tmp_path), "https://0.0.0.0:1")

@@ -121,7 +121,7 @@ def test_stream_waits_for_the_last_lines_of_a_job_that_is_over_but_not_for_long(
     with service.store.read() as session:
         now = [jobs.get(session, job).finished_at + logs._LATE_SECONDS - 1.0]
     monkeypatch.setattr(logs, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
-    monkeypatch.setattr(LogsInHome, "is_whole", lambda self, job_id: False)
+    monkeypatch.setattr(LogsInHome, "is_complete", lambda self, job_id: False)
     monkeypatch.setattr(LogsInHome, "version", lambda self, job_id: time.monotonic())
 
     def late(line):

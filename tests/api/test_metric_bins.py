@@ -7,7 +7,7 @@ from manta.service.store import jobs, metric_bins
 
 
 def test_first_look_at_the_series_of_another_release_has_its_bins_made(service, monkeypatch):
-    job, made, some = service.submit()["id"], threading.Event(), route._catch_up_some
+    job, made, some = service.submit()["id"], threading.Event(), route._catch_up_batch
 
     def noted(session, job_id):
         more = some(session, job_id)
@@ -15,8 +15,8 @@ def test_first_look_at_the_series_of_another_release_has_its_bins_made(service, 
             made.set()
         return more
 
-    monkeypatch.setattr(route, "_catch_up_some", noted)
-    monkeypatch.setattr(metric_bins, "STEPS_AT_ONCE", 64)
+    monkeypatch.setattr(route, "_catch_up_batch", noted)
+    monkeypatch.setattr(metric_bins, "BATCH_STEPS", 64)
     with monkeypatch.context() as patch:
         patch.setattr(metric_bins, "update", lambda *arguments: None)
         service.report(job, [{"step": step, "loss": float(step == 99)} for step in range(1, 200)])

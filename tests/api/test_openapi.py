@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from manta.api.app import create_app
-from manta.api.client.patience import EventParser
+from manta.api.client.retries import EventParser
 from manta.api.problem_codes import KINDS, MEDIA_TYPE
 from manta.service.logs.pages import log_file, log_folder
 from tests.api.support.described_api import PROBLEM, DescribedApi

@@ -106,7 +106,7 @@ def test_a_calibration_that_was_disturbed_says_so(service):
     path = save(Paths.of(service.control.home).machines, calibration)
     try:
         (machine,) = service.http.get("/v1/machines").json()["items"]
-        assert machine["warning"].startswith("others kept 3.2 of its cores busy") and machine["refined"] == {}
+        assert machine["warning"].startswith("other processes kept 3.2 of its cores busy") and machine["refined"] == {}
     finally:
         path.unlink()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import InternalError, OperationalError
 
-from manta.api.problems import AnswerFailures
+from manta.api.problems import FailureResponses
 from manta.api.rest_version import HEADER, REST
 from manta.service.store import OutcomeUnknown
 
@@ -203,7 +203,7 @@ def test_what_fails_behind_the_beginning_of_its_answer_is_broken_off(begun):
 
     scope = {"type": "http", "method": "GET", "path": "/v1/jobs"}
     with pytest.raises(RuntimeError) if begun else contextlib.nullcontext():
-        asyncio.run(AnswerFailures(app)(scope, None, send))
+        asyncio.run(FailureResponses(app)(scope, None, send))
     assert [message["status"] for message in sent if "status" in message] == [200 if begun else 500]
 
 

@@ -130,7 +130,7 @@ def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_f
     over()
     first, second = (EVERY_JOB, NEWEST_FIRST, 1), (EVERY_JOB, NEWEST_FIRST, 2)
     made = RenderedPages(RenderedJobs(clock), clock).page(store, *first)
-    pages = RenderedPages(RenderedJobs(clock), clock, most_bytes=2 * len(made))
+    pages = RenderedPages(RenderedJobs(clock), clock, max_bytes=2 * len(made))
     body = pages.page(store, *first)
     assert pages.page(store, *first) is body
     pages.page(store, *second)

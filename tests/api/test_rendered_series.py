@@ -95,13 +95,13 @@ def test_each_part_is_kept_for_itself(report, ask):
 
 
 def test_series_without_bins_says_so_until_they_are_made(store, job, ask, monkeypatch):
-    steps = metric_bins.STEPS_AT_ONCE + metric_bins.SMALLEST + 1
+    steps = metric_bins.BATCH_STEPS + metric_bins.SMALLEST + 1
     rows = [{"job_id": job, "step": step, "generation": 1, "time": 0.0, "extra": {}} for step in range(1, steps + 1)]
     store.write(lambda session: session.execute(insert(Metric), rows))
-    assert ask().behind
+    assert ask().is_lagging
     while store.write(lambda session: metric_bins.catch_up(session, jobs.get(session, job, lock=True))):
         pass
-    assert not ask().behind
+    assert not ask().is_lagging
 
 
 def test_series_of_no_job_is_not_found(store, rendered):

@@ -201,7 +201,7 @@ def test_request_whose_key_is_revoked_while_its_body_arrives_changes_nothing(ser
         service.store.write(lambda s: keys.revoke(s, None, keys.by_digest(s, digest_of(key)).id))
         return body
 
-    monkeypatch.setattr(credentials, "KNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(credentials, "CACHE_SECONDS", 0.0)
     monkeypatch.setattr(request_guard, "_arrived", after_revocation)
     response = service.http.post("/v1/jobs", json=document, headers=bearer(key))
     assert (response.status_code, response.json()["code"]) == (401, "unauthenticated")

@@ -10,7 +10,7 @@ from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import planned
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import checkpoints, events, exports, generations, jobs, plans, ranks, recoveries
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Generation
 from manta.workers.checkpoint.catalog import checkpoint_path
 from manta.workers.liveness.rank_samples import RankSample, packed
@@ -308,7 +308,7 @@ def test_a_plan_stands_beside_what_steps_take(service):
         for step in range(1, 8)
     ]
     service.report(job["id"], rows)
-    service.control.store.write(lambda s: plans.keep(s, job["id"], 1, kept))
+    service.control.store.write(lambda s: plans.store(s, job["id"], 1, kept))
     shown = service.http.get(path).json()
     assert (shown["generation"], shown["parallel"], shown["problem"], shown["drift"]) == (1, parallel, None, None)
     assert sum(part["fraction"] for part in shown["planned"]["parts"]) == pytest.approx(1)
@@ -331,17 +331,17 @@ def test_a_plan_is_drawn_as_it_was_made(service):
 
     def keep(plan):
         kept = {"parallel": layout, "planned": plan, "problem": None}
-        service.control.store.write(lambda s: plans.keep(s, job["id"], 1, kept))
+        service.control.store.write(lambda s: plans.store(s, job["id"], 1, kept))
 
     keep(of_step)
     drawn = service.http.get(path)
     assert drawn.headers["content-type"].startswith("image/svg+xml") and drawn.text.startswith("<svg ")
     assert job["id"] in drawn.text and "stage 1" in drawn.text and "<script" not in drawn.text
     keep({name: value for name, value in of_step.items() if name != "cluster"})
-    assert "another release has planned" in service.http.get(path).json()["detail"]
+    assert "planned by another release" in service.http.get(path).json()["detail"]
     layout["folds"] = 2
     keep(of_step)
-    assert "another release has planned" in service.http.get(path).json()["detail"]
+    assert "planned by another release" in service.http.get(path).json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def fail_once(service, job_id):
         generations.begin(session, job_id, "submitted", False)
         number = generations.begin(session, job_id, "rank 3 was killed", True)
         timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
-        known = Beginning("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 40)
+        known = RecoveryStart("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 40)
         recoveries.begin(session, job_id, number, known)
 
     service.store.write(operation)
@@ -401,7 +401,7 @@ def test_lists_come_in_pages_of_the_size_that_was_asked_for(service, resource, n
     def prepare(session):
         for step in (10, 20, 30):
             begun = generations.begin(session, job["id"], "rank 3 was killed", True)
-            known = Beginning("killed", 3, "rank 3 was killed", RecoveryTimeline(101.0))
+            known = RecoveryStart("killed", 3, "rank 3 was killed", RecoveryTimeline(101.0))
             recoveries.begin(session, job["id"], begun, known)
             checkpoints.begin(session, job["id"], begun, step, f"/somewhere/{step}")
 

@@ -7,26 +7,26 @@ import pytest
 
 from manta.api import rest_version
 from manta.api.client import ApiError, AsyncClient, Client, calls
-from manta.api.rest_version import HEADER, REST, SPOKEN, other_client, other_service
+from manta.api.rest_version import HEADER, REST, SUPPORTED_VERSIONS, client_incompatibility, service_incompatibility
 
 
 def test_own_version_and_silence_are_understood():
-    assert REST in SPOKEN
+    assert REST in SUPPORTED_VERSIONS
     for version in (None, str(REST)):
-        assert other_client(version) is None and other_service(version) is None
+        assert client_incompatibility(version) is None and service_incompatibility(version) is None
 
 
 @pytest.mark.parametrize("version", ["0", "99", "", "nonsense", "1.0", " 1"])
 def test_any_other_version_is_a_sentence_with_both(version):
-    for said in (other_client(version), other_service(version)):
+    for said in (client_incompatibility(version), service_incompatibility(version)):
         assert f"speaks version {version} of Manta's REST API" in said and f" {REST}: use a client of the" in said
         assert len(said) < 300
 
 
 def test_several_versions_can_be_spoken(monkeypatch):
-    monkeypatch.setattr(rest_version, "SPOKEN", (1, 2))
-    assert other_client("2") is None
-    assert "this service 1 and 2: " in other_client("3")
+    monkeypatch.setattr(rest_version, "SUPPORTED_VERSIONS", (1, 2))
+    assert client_incompatibility("2") is None
+    assert "this service 1 and 2: " in client_incompatibility("3")
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs", "/healthz", "/readyz"])

@@ -78,7 +78,7 @@ class FakeControl:
     def start(self):
         pass
 
-    def keep_token(self):
+    def restore_token(self):
         pass
 
     def stop(self):
@@ -134,7 +134,7 @@ class NotedControl:
     def start(self):
         pass
 
-    def keep_token(self):
+    def restore_token(self):
         NotedControl.kept.set()
 
     def stop(self):
@@ -145,7 +145,7 @@ class NotedControl:
 def test_service_whose_announcement_is_lost_announces_itself_again(tmp_path, monkeypatch, damage):
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    monkeypatch.setattr(server, "KEEP_SECONDS", 0.001)
+    monkeypatch.setattr(server, "RESTORE_SECONDS", 0.001)
     file, seen = Settings(tmp_path).service_file, []
 
     def run(*arguments, **options):
@@ -193,7 +193,7 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     assert mounted == (["dashboard"] if dashboard else [])
     options = made.options
     assert (options.allow_faults, options.memory_seconds) == (True, seconds)
-    assert options.kept_days == 30
+    assert options.retention_days == 30
     assert (options.checkpoints, options.nodes.notices, options.traces) == (BUCKET, "aws", "http://there")
     assert options.data_roots.folders == (tmp_path / "data",)
     assert (options.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
@@ -211,7 +211,9 @@ def test_home_whose_jobs_are_elsewhere_does_not_begin_with_an_empty_database(tmp
     server.serve(Settings(tmp_path, database_url="postgresql://me:secret@there/manta"), "127.0.0.1", 0, None, None)
     assert "secret" not in (tmp_path / "database").read_text()
     monkeypatch.setattr(NotedControl, "store", SimpleNamespace(location="sqlite:///in/the/home"))
-    with pytest.raises(server.OtherDatabase, match=r"are in the database postgresql://me:\*\*\*@there/manta: name it"):
+    with pytest.raises(
+        server.DatabaseMismatch, match=r"are in the database postgresql://me:\*\*\*@there/manta: name it"
+    ):
         server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     (tmp_path / "database").unlink()
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
@@ -358,7 +360,7 @@ def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatc
     )
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     assert homes_with_keys == [tmp_path]
-    monkeypatch.setattr(server, "_somebody_has_a_key", lambda settings: True)
+    monkeypatch.setattr(server, "_has_any_key", lambda settings: True)
     server.serve(Settings(tmp_path, tls=Tls(terminated=True)), "0.0.0.0", 0, None, None)
     assert homes_with_keys == [tmp_path], "one that others reach makes none"
     assert announced[1]["url"].startswith("http://127.0.0.1:"), "no browser opens 0.0.0.0"
@@ -380,9 +382,9 @@ def test_certificate_that_cannot_be_used_is_said_before_anything_is_started(tmp_
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.7.3", "trainer7", "::"])
 def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anything(tmp_path, host):
     home = tmp_path / "home"
-    with pytest.raises(server.NotForOthers, match=r"--tls-cert and --tls-key, or use --tls-terminated"):
+    with pytest.raises(server.UnprotectedService, match=r"--tls-cert and --tls-key, or use --tls-terminated"):
         server.serve(Settings(home), host, 0, None, None)
-    with pytest.raises(server.NotForOthers, match="make one with `manta keys create --admin`"):
+    with pytest.raises(server.UnprotectedService, match="make one with `manta keys create --admin`"):
         server.serve(Settings(home, tls=Tls(terminated=True)), host, 0, None, None)
     assert not home.exists()
 
@@ -411,14 +413,14 @@ def test_key_with_which_a_shared_service_starts_is_good_for_everything(tmp_path,
     if enough:
         server.refuse_without_protection(settings, "0.0.0.0")
     else:
-        with pytest.raises(server.NotForOthers):
+        with pytest.raises(server.UnprotectedService):
             server.refuse_without_protection(settings, "0.0.0.0")
 
 
 def test_database_of_a_release_without_keys_holds_none(tmp_path, store):
     store.write(lambda session: session.execute(text("DROP TABLE browser_tokens")))
     store.write(lambda session: session.execute(text("DROP TABLE api_keys")))
-    with pytest.raises(server.NotForOthers, match="keys create"):
+    with pytest.raises(server.UnprotectedService, match="keys create"):
         server.refuse_without_protection(Settings(tmp_path, tls=Tls(terminated=True)), "0.0.0.0")
 
 

@@ -31,7 +31,7 @@ def test_answer_comes_when_the_state_changes(service):
     job = service.submit()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask, service, job, wait=LONG, state="QUEUED")
-        time.sleep(2 * changes.LOOK_SECONDS)
+        time.sleep(2 * changes.POLL_SECONDS)
         assert not waiting.done()
         service.move(job["id"], "STARTING")
         response, seconds = waiting.result()
@@ -50,7 +50,7 @@ def test_state_that_shall_change_is_the_one_of_now_where_none_is_given():
     async def main():
         wait = asyncio.create_task(StateWaits(states_of).until_changed("job", None, LONG))
         await asyncio.to_thread(looked.wait)
-        await asyncio.sleep(2 * changes.LOOK_SECONDS)
+        await asyncio.sleep(2 * changes.POLL_SECONDS)
         assert not wait.done()
         states["job"] = "RUNNING"
         async with asyncio.timeout(LONG / 2):
@@ -114,11 +114,11 @@ def test_all_that_wait_share_one_look():
         return dict.fromkeys(job_ids, "QUEUED")
 
     async def main():
-        waits, seconds = StateWaits(states_of), 2.5 * changes.LOOK_SECONDS
+        waits, seconds = StateWaits(states_of), 2.5 * changes.POLL_SECONDS
         await asyncio.gather(*(waits.until_changed(f"job {n}", None, seconds) for n in range(20)))
-        await asyncio.sleep(2 * changes.LOOK_SECONDS)
+        await asyncio.sleep(2 * changes.POLL_SECONDS)
         before = len(looks)
-        await asyncio.sleep(2 * changes.LOOK_SECONDS)
+        await asyncio.sleep(2 * changes.POLL_SECONDS)
         assert len(looks) == before, "nobody waits, and it still looks"
 
     run_with_answers_at_once(main())

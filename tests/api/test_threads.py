@@ -79,7 +79,7 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
     job = service.submit()
     monkeypatch.setattr(CallerLimits, "begin_request", begin)
     generation = service.store.write(lambda s: generations.begin(s, job["id"], "submitted", False))
-    service.store.write(lambda s: store_plans.keep(s, job["id"], generation, {"planned": {}}))
+    service.store.write(lambda s: store_plans.store(s, job["id"], generation, {"planned": {}}))
     method, path, body = {
         "DELETE job": ("DELETE", f"/v1/jobs/{job['id']}", None),
         "DELETE checkpoint": ("DELETE", f"/v1/jobs/{job['id']}/checkpoints/c", None),

@@ -51,7 +51,7 @@ def record(service, job, number=1, of=(0, 1), timeline=TIMELINE):
     for rank in of:
         packed = recordings[rank].pack()
         service.store.write(
-            lambda s, rank=rank, packed=packed: trace_requests.note_recorded(s, job, number, 1, STEP, rank, packed)
+            lambda s, rank=rank, packed=packed: trace_requests.record_recorded(s, job, number, 1, STEP, rank, packed)
         )
 
 
@@ -250,7 +250,7 @@ def test_the_command_writes_profiles_beside_the_trace(service, job, tmp_path, mo
     follow = Client.follow_events
 
     def recorded_meanwhile(self, job_id):
-        service.store.write(lambda s: trace_requests.note_profiled(s, job, 1, 1, STEP, 1, b"zipped"))
+        service.store.write(lambda s: trace_requests.record_profiled(s, job, 1, 1, STEP, 1, b"zipped"))
         record(service, job)
         return follow(self, job_id)
 

@@ -14,10 +14,10 @@ from manta.service.cluster.placement_groups import NodeRequests, PlacementGroups
 NOT_SIMULATED = {
     "names_on",
     "drain",
-    "drain_no_more",
+    "cancel_drain",
     "undrain",
     "unused",
-    "that_come_and_go",
+    "autoscaled_nodes",
     "rest",
     "problem_of_data",
     "end_all",

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from manta.api.security.request_guard import OwnAddresses, refusal
-from manta.api.streams.changes import LONGEST_SECONDS
+from manta.api.streams.changes import MAX_WAIT_SECONDS
 from manta.api.streams.sse_server import KEEPALIVE_SECONDS
 from manta.api.threads import FILE_SECONDS
 from tests.deploy import compose_file
@@ -112,7 +112,7 @@ def until(seen, wanted):
 
 def test_gateway_waits_for_longer_than_the_service_takes_or_is_silent():
     (seconds,) = re.findall(r"^ *timeout server (\d+)s$", CONFIGURATION.read_text(encoding="utf-8"), re.MULTILINE)
-    assert int(seconds) > max(LONGEST_SECONDS, FILE_SECONDS, KEEPALIVE_SECONDS)
+    assert int(seconds) > max(MAX_WAIT_SECONDS, FILE_SECONDS, KEEPALIVE_SECONDS)
 
 
 def test_who_is_ready_is_asked_and_where_nobody_is_whoever_lives(planes, ask):

@@ -19,7 +19,7 @@ from manta.workers.paths import Paths
 from tests.e2e.machines import Machine
 from tests.e2e.manta import LONG_HOLD_SECONDS, SECONDS, Manta
 from tests.e2e.network import Network
-from tests.e2e.other_ray import OtherRay
+from tests.e2e.other_ray import RayMismatch
 from tests.e2e.redis_server import RedisServer
 
 SLOTS = 2
@@ -49,7 +49,7 @@ class ApartCluster:
         corpus: Path,
         nodes: int,
         without: Sequence[Path] = (),
-        ray: OtherRay | None = None,
+        ray: RayMismatch | None = None,
     ):
         """`without`: what of the installation the nodes do not have; `ray`: the one of all machines, None: ours."""
         self.ray = ray
@@ -197,7 +197,7 @@ class ApartService(Manta):
         lost.power_off()
         *_, third = self.until("the third recovery", lambda: self.events(job, "recovered")[2:])
         assert third.data["steps_redone"] <= 2, "what the node had came from another node's memory"
-        self.let_go(job, 0)  # it still has the process that it had
+        self.release_job(job, 0)  # it still has the process that it had
         self.until_state(job, "SUCCEEDED")
         sources = {event.data["source"] for event in self.events(job, "recovered")}
         assert not sources & {"start", "checkpoint"}, (sources, self.story(job))

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.network import Network
-from tests.e2e.other_ray import OtherRay
+from tests.e2e.other_ray import RayMismatch
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY_MEGABYTES = 300
@@ -52,7 +52,7 @@ class Machine:
         name: str,
         folder: Path,
         hidden: Sequence[Path] = (),
-        other: OtherRay | None = None,
+        other: RayMismatch | None = None,
     ):
         """`folder`: on the real machine, where this one's disk is; `hidden`: folders and files of the installation that
         this machine does not have; `other`: its Ray,

@@ -199,7 +199,7 @@ class Manta:
         then is replaced."""
         self.inject(job, "slow", rank, phase="recovery", seconds=seconds)
 
-    def let_go(self, job: str, rank: int) -> None:
+    def release_job(self, job: str, rank: int) -> None:
         """The opposite of `hold`: steps take as long as they do."""
         self.inject(job, "slow", rank, seconds=NO_SECONDS)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 VERSION = "import importlib.metadata as installed; print(installed.version('ray'))"
 
 
-class OtherRay:
+class RayMismatch:
     """A virtual environment that has a Ray of its own, and all else from this one."""
 
     def __init__(self, folder: Path, wanted: str):

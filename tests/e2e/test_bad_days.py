@@ -94,7 +94,7 @@ def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill)
     assert (service.agents(), service.zygote()) == processes, "those of before are known again"
     kill(service.pids(job)[1])
     service.until_generation(job, 4)
-    service.let_go(job, 0)
+    service.release_job(job, 0)
     ended = service.until_state(job, "SUCCEEDED")
     assert service.curve(job) == pair_undisturbed
     assert (ended.restarts, ended.generation) == (3, 4)
@@ -160,7 +160,7 @@ def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(manta, dis
     assert manta.pids(job)[0] == kept
     kill(manta.pids(job)[1])
     manta.until_generation(job, 3)
-    manta.let_go(job, 0)
+    manta.release_job(job, 0)
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == manta.curve(undisturbed)
     assert (ended.restarts, ended.generation) == (2, 3)

@@ -7,7 +7,7 @@ import pytest
 from s3_server import environment_of
 
 from manta.api.client import ServiceUnreachable
-from manta.service.cluster.existing_ray import HEAD_FORGETS
+from manta.service.cluster.existing_ray import HEAD_NOT_PERSISTENT
 from tests.e2e.cluster_apart import MANTA_PORTS, OPEN, SLOTS, ApartCluster, ApartService
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.machines import ROOT
@@ -100,7 +100,7 @@ def test_what_ranks_print_is_in_the_logs(apart, cluster):
 def test_doctor_names_closed_ports_before_a_job_needs_them(apart, cluster):
     healthy = apart.doctor()
     assert f"ok    ports: {NODES} nodes reach each other" in healthy, healthy
-    assert f"WARN  cluster: {HEAD_FORGETS}" in healthy and HEAD_FORGETS in apart.log.read_text()
+    assert f"WARN  cluster: {HEAD_NOT_PERSISTENT}" in healthy and HEAD_NOT_PERSISTENT in apart.log.read_text()
     closed, other, *_ = cluster.nodes
     closed.let_in([ports for ports in OPEN if ports != MANTA_PORTS])  # what was connected before stays so
     try:

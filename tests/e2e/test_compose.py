@@ -17,7 +17,7 @@ import pytest
 
 from manta.api.client import Client
 from manta.api.rest_version import HEADER, REST
-from manta.service.cluster.existing_ray import HEAD_FORGETS
+from manta.service.cluster.existing_ray import HEAD_NOT_PERSISTENT
 from tests.deploy import compose_file
 from tests.e2e.cluster_apart import MANTA_PORTS
 from tests.e2e.containers import Containers
@@ -136,7 +136,7 @@ def test_doctor_names_closed_ports_with_both_ends(engine):
     assert found and found.groups() == (closed, engine.address(closed)), said
     assert f"node {other} ({engine.address(other)})" in said and said.count("FAIL  ports") == 1
     assert "-> open the ports of MANTA_PORTS between all machines" in said
-    assert f"WARN  cluster: {HEAD_FORGETS}" in said
+    assert f"WARN  cluster: {HEAD_NOT_PERSISTENT}" in said
 
 
 def test_each_container_has_the_rights_that_the_file_gives_it_and_no_others(engine):

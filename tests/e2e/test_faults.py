@@ -116,6 +116,6 @@ def test_what_cannot_strike_is_refused(manta):
     assert refused.value.problem.code == "fault_not_possible"
     manta.client.cancel(job)
     manta.until("the end", lambda: is_final(manta.client.job(job).state))
-    with pytest.raises(ApiError, match="only one that runs"):
+    with pytest.raises(ApiError, match="faults need a running job"):
         manta.client.inject(job, "kill", 0)
     assert manta.events(job, "fault_injected") == []

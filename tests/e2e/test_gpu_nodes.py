@@ -68,11 +68,11 @@ def some_with_ranks(manta, job, nodes):
 def until_given_back(manta, node):
     """Wait until nobody has a GPU of a node, as Ray shows with some delay."""
 
-    def given_back():
+    def with_freed_units():
         (seen,) = [each for each in manta.client.cluster().nodes if each.id == node.id]
         return seen.accelerator == "gpu" and seen.free == seen.total
 
-    manta.until(f"all GPUs of {node.id} being free", given_back)
+    manta.until(f"all GPUs of {node.id} being free", with_freed_units)
 
 
 def test_tensor_groups_stay_on_a_node_and_what_an_odd_one_has_left_is_for_others(manta, nodes):
@@ -117,7 +117,7 @@ def test_node_that_is_to_be_left_gives_its_gpus_back_and_no_process_elsewhere_is
         rank for rank in range(4) if rank not in moved
     ]
     if 0 not in moved:
-        manta.let_go(job, 0)
+        manta.release_job(job, 0)
     ended = manta.until_state(job, "SUCCEEDED")
     assert (manta.curve(job), ended.generation, ended.restarts) == (clean, 2, 0)
     assert manta.events(job, "rank_lost") == []

@@ -169,7 +169,7 @@ def test_rank_whose_agent_is_lost_gets_a_gpu_again_and_no_second_one(manta, clea
     manta.until("two being held", lambda: manta.client.cluster().totals["free"] == GPUS - 2)
     newest = [[device] for device in held]
     manta.until("both having said so", lambda: [gpus[-1:] for gpus in seen(manta, job).values()] == newest)
-    manta.let_go(job, 0)
+    manta.release_job(job, 0)
     manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == clean
 

@@ -3,7 +3,7 @@
 import pytest
 from s3_server import environment_of
 
-from manta.service.cluster.existing_ray import HEAD_REMEMBERS
+from manta.service.cluster.existing_ray import HEAD_IS_PERSISTENT
 from manta.service.cluster.ray_private import RECONNECT_SECONDS
 from tests.e2e.cluster_apart import ApartCluster, ApartService
 from tests.e2e.forwarder import Forwarder
@@ -54,7 +54,7 @@ def spec(apart):
 
 def starts(apart):
     """How often the service has been started."""
-    return apart.log.read_text().count(HEAD_REMEMBERS)
+    return apart.log.read_text().count(HEAD_IS_PERSISTENT)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_from_submit_to_success(manta):
     assert {rank.state for rank in ranks} == {"running"}
     assert open_to_others(manta.paths.snapshot_root) == []
     manta.until("its plan, with which the steps to come are compared", lambda: manta.client.job_plan(job).planned)
-    manta.let_go(job, 3)
+    manta.release_job(job, 3)
     ended = manta.until_state(job, "SUCCEEDED")
     assert (ended.step, ended.restarts, ended.generation) == (40, 0, 1)
     assert [step for step, _, _ in manta.curve(job)] == list(range(1, 41))

@@ -112,7 +112,7 @@ def test_drained_node_is_left_between_two_steps_by_its_own_ranks_alone(manta, cl
     kept = [rank for rank, pid in enumerate(manta.pids(job)) if pid == before[rank]]
     assert kept == [rank for rank in range(4) if rank not in moved]
     if 0 in kept:
-        manta.let_go(job, 0)
+        manta.release_job(job, 0)
     ended = manta.until_state(job, "SUCCEEDED")
     assert (ended.generation, ended.restarts) == (2, 0)
     assert manta.curve(job) == clean

@@ -10,7 +10,7 @@ from manta.service.doctor.packages import DISTRIBUTION
 from tests.e2e.cluster_apart import ApartCluster, ApartService
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.manta import EVERY_STEP
-from tests.e2e.other_ray import OtherRay
+from tests.e2e.other_ray import RayMismatch
 
 NODES = 3
 STEPS = 40
@@ -37,7 +37,7 @@ def test_ranks_agents_nodes_and_the_control_plane_are_lost_under_it(
     folder = tmp_path_factory.mktemp("machines")
     for each in (folder, *folder.parents[:2]):
         each.chmod(0o755)
-    ray = OtherRay(folder / "environment", wanted)
+    ray = RayMismatch(folder / "environment", wanted)
     if ray.unavailable is not None:
         pytest.skip(f"{wanted} cannot be installed: {ray.unavailable}")
     way = Forwarder(network.address, ("127.0.0.1", int(object_store.url.rpartition(":")[2])))

@@ -103,7 +103,7 @@ def test_killed_again_and_again_it_loses_nothing(manta, undisturbed, kill):
     kill(manta.pids(job)[2])
     manta.until_generation(job, 4)
     kill(manta.until("a trainer of generation 4", lambda: trainer_of_generation(manta, job, 4), every=OFTEN_SECONDS))
-    manta.let_go(job, 0)
+    manta.release_job(job, 0)
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == undisturbed
     assert ended.restarts == 4, "several that are killed together are one recovery"

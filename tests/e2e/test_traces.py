@@ -94,7 +94,7 @@ def test_a_fault_a_pause_and_the_end_break_recordings_off_with_a_sentence(manta,
     assert over.message == f"the recording was broken off: the job is SUCCEEDED, at step {STEPS}"
     assert [step.step for step in manta.client.trace(job, third.id).ranks[1].steps] == [STEPS - 2, STEPS - 1, STEPS]
     assert manta.curve(job) == pair_undisturbed
-    with pytest.raises(ApiError, match="SUCCEEDED, and only one that still trains"):
+    with pytest.raises(ApiError, match="SUCCEEDED: only a job that still trains"):
         manta.client.request_trace(job)
     with pytest.raises(ApiError, match="no such trace"):
         manta.client.send(calls.trace(job, "trace_9"))

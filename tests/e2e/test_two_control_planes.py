@@ -117,7 +117,7 @@ def prints_something(manta, job, times):
     manta.until("the recovery", lambda: len(manta.events(job, "recovered")) == times)
 
 
-@pytest.mark.soak  # what is kept and read: tests/service/kept_logs
+@pytest.mark.soak  # what is kept and read: tests/service/log_archive
 def test_both_control_planes_serve_logs_of_all_jobs_and_a_killed_one_loses_no_line(planes, object_store):
     first, second = planes
     job = first.submit(first.spec(steps=20_000, layout=PAIR, checkpoint=EVERY_STEP))

@@ -162,7 +162,7 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
     monkeypatch.setattr(deletion, "remove", lambda place: answers.wait(20) and remove(place))
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
     with pytest.raises(
-        CheckpointStillRemoving, match=r"is not removed yet .* 0.01 s\); what has begun goes on by itself"
+        CheckpointStillRemoving, match=r"is not removed yet .* 0.01 s\); the work continues in the background"
     ):
         delete_checkpoint_in_time(*about, work)
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 20.0)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from manta.service.cluster import node_care
+from manta.service.cluster import node_maintenance
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
 from manta.service.control import control_plane, housekeeping, owners, scheduler
@@ -17,7 +17,7 @@ from manta.service.control.options import ControlPlaneOptions
 from manta.service.control.takeover import CannotTakeOver
 from manta.service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
 from manta.service.job.supervisor import Supervisor
-from manta.service.leases.decisions import OtherRay
+from manta.service.leases.decisions import RayMismatch
 from manta.service.leases.held import Leases
 from manta.service.states import JobState
 from manta.service.store import jobs
@@ -86,7 +86,7 @@ def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_ov
 
 def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, cluster, submit, monkeypatch):
     running, agents = left_running(start, cluster, submit)
-    monkeypatch.setattr(node_care, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 0.2)
     held, sick = asyncio.Event(), cluster.daemons._daemon("node_b")
     cluster.daemons.hang["node_b"] = lambda _: held.wait()
     behave(cluster, train_to_the_end)
@@ -96,7 +96,7 @@ def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, clu
     for job in (nowhere, fits):
         plane.submitted(job.id)
     plane._call(reached(lambda: plane._job(fits.id).state == "SUCCEEDED"))
-    assert plane._job(nowhere.id).state == "QUEUED" and cluster.nodes.silent == {"node_b"}
+    assert plane._job(nowhere.id).state == "QUEUED" and cluster.nodes.unresponsive == {"node_b"}
     sick.left = [fits.id]  # it could not be notified that the job is over
     plane._loop.call_soon_threadsafe(held.set)
     plane._call(reached(lambda: plane._job(nowhere.id).state == "SUCCEEDED"))
@@ -162,7 +162,7 @@ def test_job_that_ends_while_its_database_is_moved_away_has_ended_when_it_is_bac
     for file in reversed(files):
         (tmp_path / "away" / file.name).rename(file)
     assert until(plane, job, "SUCCEEDED").step == 2
-    assert caplog.text.count("the jobs could not be listed") == caplog.text.count("is gone: jobs train on") == 1
+    assert caplog.text.count("cannot list the jobs") == caplog.text.count("is gone: jobs train on") == 1
 
 
 def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
@@ -170,14 +170,14 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
 ):
     monkeypatch.setattr(owners, "CLAIM_SECONDS", 0.001)
     plane, looks, acquire = start(), [], cluster.groups.acquire
-    first = plane._leases.look
+    first = plane._leases.refresh
 
-    async def look(is_busy):
+    async def refresh(is_busy):
         looks.append(plane._housekeeping.scheduler.placing)
         return await first(is_busy)
 
     async def slow(*arguments, **options):
-        monkeypatch.setattr(plane._leases, "look", look)
+        monkeypatch.setattr(plane._leases, "refresh", refresh)
         await reached(lambda: len(looks) >= 5)
         assert plane._owners.by_job == {}
         await acquire(*arguments, **options)
@@ -277,7 +277,7 @@ def test_ray_that_hangs_is_said_to_and_nothing_waits_for_it_without_end(start, c
 
 
 def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypatch):
-    monkeypatch.setattr(node_care, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(node_maintenance, "POLL_SECONDS", 0.0)
     daemon = cluster.daemons._daemon("node_b")
     daemon.peak_flops = None
     plane = start()
@@ -394,14 +394,14 @@ def test_control_plane_that_uses_another_ray_may_be_dead_and_is_waited_for(tmp_p
     def join(place, ray):
         asked.append((place, ray))
         if len(asked) < 3:
-            raise OtherRay("there", "its Ray", ray)
+            raise RayMismatch("there", "its Ray", ray)
 
     monkeypatch.setattr(plane._leases, "join", join)
     plane._join("our Ray")
     assert asked == [(f"{socket.gethostname()}:{Paths.of(tmp_path).home}", "our Ray")] * 3
     asked.clear()
     monkeypatch.setattr(control_plane, "LEASE_SECONDS", -1.0)
-    with pytest.raises(OtherRay, match="its Ray, here our Ray"):
+    with pytest.raises(RayMismatch, match="its Ray, here our Ray"):
         plane._join("our Ray")
     plane.stop()
 

@@ -211,7 +211,7 @@ def test_fault_of_a_job_that_is_over_is_refused_also_before_its_owner_has_left(s
     job = submit(parallel={"tensor": 2})
     plane.submitted(job.id)
     plane._call(reached(lambda: plane._job(job.id).state == "SUCCEEDED"))
-    with pytest.raises(FaultNotPossible, match="the job is SUCCEEDED, and only one that runs can have a fault"):
+    with pytest.raises(FaultNotPossible, match="the job is SUCCEEDED, and faults need a running job"):
         plane.inject(job.id, FAULT)
     plane._loop.call_soon_threadsafe(leaves.set)
 
@@ -251,7 +251,7 @@ def test_data_is_looked_for_where_jobs_would_read_it(start, cluster, make_spec):
     async def problem(spec, folders):
         return f"{spec['data']['paths'][0]} is empty"
 
-    cluster.is_elsewhere, cluster.daemons.problem_of_data = True, problem
+    cluster.is_remote, cluster.daemons.problem_of_data = True, problem
     assert control.problem_of_data(spec) == "/on/the/nodes/only is empty"
 
 
@@ -291,7 +291,7 @@ def test_what_is_kept_in_mind_of_the_log_of_a_deleted_job_is_forgotten(start, su
     plane, job, forgotten = start(), submit(), []
     store.write(lambda s: jobs.request_cancel(s, job.id))
     with monkeypatch.context() as patched:
-        patched.setattr(plane, "_keeper", SimpleNamespace(forget=forgotten.append))
+        patched.setattr(plane, "_archiver", SimpleNamespace(forget=forgotten.append))
         plane.delete(job.id)
     assert forgotten == [job.id]
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from manta.service import file_work
-from manta.service.file_work import FileWork, TakesLong
+from manta.service.file_work import FileWork, StillRunning
 from manta.service.removal import deletion
 from manta.service.removal.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
 from manta.service.states import JobState
@@ -45,11 +45,11 @@ def types_of(store, job_id):
 def test_files_and_rows_go_once_the_cluster_holds_nothing(store, paths, job):
     seen = []
 
-    def let_go():
+    def release_job():
         with store.read() as session:
             seen.append((jobs.get(session, job).deletion_began_at is not None, paths.job_folder(job).exists()))
 
-    deleted = delete_job(store, paths, job, let_go, FileWork())
+    deleted = delete_job(store, paths, job, release_job, FileWork())
     assert seen == [(True, True)], "marked, and nothing removed yet"
     assert deleted.files == RemovedFiles(checkpoints=2, logs=1, bytes=210)
     assert (deleted.rows["jobs"], deleted.rows["events"], deleted.rows["metrics"]) == (1, 4, 0)
@@ -75,7 +75,9 @@ def test_checkpoints_elsewhere_that_stay_are_named(tmp_path, monkeypatch):
     paths = Paths.of(tmp_path / "home", tmp_path / "shared")
     paths.checkpoint_folder("job-1").mkdir(parents=True)
     monkeypatch.setattr(LocalFiles, "remove_folder", lambda self, folder: None)
-    with pytest.raises(FilesNotRemoved, match=rf"{tmp_path}/shared/job-1 cannot be removed \(something in it stays\)"):
+    with pytest.raises(
+        FilesNotRemoved, match=rf"{tmp_path}/shared/job-1 cannot be removed \(some files could not be removed\)"
+    ):
         remove_files(paths, "job-1")
 
 
@@ -107,7 +109,7 @@ def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, 
     assert delete_job(store, paths, job, lambda: None, FileWork()).rows["jobs"] == 1
 
 
-@pytest.mark.parametrize("moment", ["let_go", "rmtree", "delete_some_metrics", "end"])
+@pytest.mark.parametrize("moment", ["release_job", "rmtree", "delete_metrics_batch", "end"])
 def test_whoever_is_killed_in_between_leaves_a_job_that_can_be_deleted_again(store, paths, job, monkeypatch, moment):
     class Killed(BaseException):
         pass
@@ -116,10 +118,10 @@ def test_whoever_is_killed_in_between_leaves_a_job_that_can_be_deleted_again(sto
         raise Killed
 
     with monkeypatch.context() as patch:
-        if moment != "let_go":
+        if moment != "release_job":
             patch.setattr(deletion.shutil if moment == "rmtree" else deletion.deletion, moment, killed)
         with pytest.raises(Killed):
-            delete_job(store, paths, job, killed if moment == "let_go" else lambda: None, FileWork())
+            delete_job(store, paths, job, killed if moment == "release_job" else lambda: None, FileWork())
     with store.read() as session:
         assert jobs.get(session, job).deletion_began_at is not None, "it says so"
     delete_job(store, paths, job, lambda: None, FileWork())
@@ -164,8 +166,8 @@ def test_what_is_in_the_way_of_a_deletion_is_said(store, paths, job, monkeypatch
 
 def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store, paths, job, monkeypatch):
     metrics, bins = iter([3, 2, 0]), iter([4, 4, 4, 0])
-    monkeypatch.setattr(deletion.deletion, "delete_some_metrics", lambda session, job_id: next(metrics))
-    monkeypatch.setattr(deletion.deletion, "delete_some_bins", lambda session, job_id: next(bins))
+    monkeypatch.setattr(deletion.deletion, "delete_metrics_batch", lambda session, job_id: next(metrics))
+    monkeypatch.setattr(deletion.deletion, "delete_bins_batch", lambda session, job_id: next(bins))
     rows = delete_job(store, paths, job, lambda: None, FileWork()).rows
     assert (rows["metrics"], rows["metric_bins"]) == (5, 12)
 
@@ -176,7 +178,7 @@ def test_link_that_leads_nowhere_does_not_keep_a_job(store, paths, job):
 
 
 def test_rows_that_go_in_several_transactions_are_all_counted_and_all_gone(store, paths, job, monkeypatch):
-    monkeypatch.setattr(deletion.deletion, "METRICS_AT_ONCE", 2)
+    monkeypatch.setattr(deletion.deletion, "METRICS_BATCH_ROWS", 2)
 
     def fill(session):
         session.add_all(Metric(job_id=job, step=step, generation=1, time=1.0, extra={}) for step in range(1, 6))
@@ -222,7 +224,7 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
     for _ in range(2):
         with pytest.raises(
-            StillRemoving, match=f"{job} are not all removed yet .*goes on by itself: see .*delete {job}"
+            StillRemoving, match=f"{job} are not all removed yet .*continues in the background: check .*delete {job}"
         ):
             delete_job(store, paths, job, lambda: None, work)
     assert types_of(store, job)[-2:] == ["deletion_began", "deletion_failed"], "said once"
@@ -237,11 +239,11 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
 
 def test_deletion_that_has_not_begun_says_so(store, paths, job, monkeypatch):
     answers, work = threading.Event(), FileWork()
-    monkeypatch.setattr(file_work, "AT_ONCE", 1)
+    monkeypatch.setattr(file_work, "MAX_THREADS", 1)
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
-    with pytest.raises(TakesLong):
+    with pytest.raises(StillRunning):
         work.run("another", 0.01, lambda: answers.wait(20))
-    with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing of it has begun: see "):
+    with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing was started: see "):
         delete_job(store, paths, job, lambda: None, work)
     answers.set()
     work.close()

@@ -33,7 +33,7 @@ JOBS = 3
 STEPS = 60
 TROUBLE_SECONDS = 50.0
 """How long things go wrong; a job alone would need about 30 s."""
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 PATIENCE_SECONDS = 1800.0
 TAKEN_OVER_AFTER = {"ray_does_not_answer", "database_is_away", "supervisor_errs", "kill_control_plane"}
 """Jobs keep their owners if nothing of this happens."""
@@ -66,8 +66,8 @@ class LeasesInVirtualTime(Leases):
     async def _renew(self):
         while True:
             with contextlib.suppress(OperationalError):
-                asked_at = self._clock()
-                self._note_renewal(asked_at, self._store.write(lambda session: leases.renew(session, self.me)))
+                requested_at = self._clock()
+                self._record_renewal(requested_at, self._store.write(lambda session: leases.renew(session, self.me)))
             await asyncio.sleep(RENEW_SECONDS)
 
 
@@ -304,7 +304,7 @@ async def all_end(trouble):
     over, since = loop.time(), {}
     trouble.history.append((round(over, 1), "all is well"))
     while not all(is_final(row.state) for row in trouble.rows()):
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
         for row in trouble.rows():
             if row.state == "PAUSED":
                 await trouble.user_resumes(row.id)
@@ -316,7 +316,7 @@ async def all_end(trouble):
     while (
         trouble.plane._owners.by_job or not trouble.cluster.nothing_held
     ):  # a node that was away is cleaned when it is back
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
         assert loop.time() - over < PATIENCE_SECONDS, (trouble.plane._owners.by_job, trouble.history)
 
 

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from manta.service import exports as module
-from manta.service.exports import AT_ONCE, BadTarget, ExportNotPossible, Exports
+from manta.service.exports import MAX_EXPORTS, ExportNotPossible, Exports, InvalidTarget
 from manta.service.file_work import FileWork
 from manta.service.store import CheckpointNotFound, checkpoints, events, exports, generations
 from tests.service.support.waiting import reached
@@ -93,7 +93,7 @@ def written_by(monkeypatch):
 def ended(monkeypatch):
     """Waits until an export has ended."""
     over, changed = set(), threading.Condition()
-    note_end = module._note_end
+    note_end = module._record_end
 
     def note(session, run, *about):
         note_end(session, run, *about)
@@ -101,7 +101,7 @@ def ended(monkeypatch):
             over.add(run.id)
             changed.notify_all()
 
-    monkeypatch.setattr(module, "_note_end", note)
+    monkeypatch.setattr(module, "_record_end", note)
 
     def wait(store, job, row):
         with changed:
@@ -159,8 +159,8 @@ def test_export_that_cannot_begin_is_over(store, job, root, monkeypatch):
 def test_only_so_many_at_once_and_none_after_the_service(store, job, root, written_by, ended):
     started = written_by(WAITS)
     writer = Exports(store, (root,), FileWork())
-    rows = [writer.begin(job, id_of(job, 5), f"out-{number}", "hf", None) for number in range(AT_ONCE)]
-    with pytest.raises(ExportNotPossible, match="when one is done"):
+    rows = [writer.begin(job, id_of(job, 5), f"out-{number}", "hf", None) for number in range(MAX_EXPORTS)]
+    with pytest.raises(ExportNotPossible, match="when one has finished"):
         writer.begin(job, id_of(job, 5), "one more", "hf", None)
     writer.close()
     for process in started:
@@ -170,7 +170,7 @@ def test_only_so_many_at_once_and_none_after_the_service(store, job, root, writt
 
 def test_database_that_is_away_for_a_while_hides_no_end(store, job, root, written_by, ended, monkeypatch):
     written = written_by(WAITS)
-    monkeypatch.setattr(module, "NOTE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "UPDATE_SECONDS", 0.01)
     writer, write = Exports(store, (root,), FileWork()), store.write
     row = writer.begin(job, id_of(job, 5), "mine", "hf", None)
     refused = threading.Semaphore(0)
@@ -196,7 +196,7 @@ def test_database_that_is_away_for_a_while_hides_no_end(store, job, root, writte
 def test_nothing_is_written_elsewhere_or_over_anything(store, job, root, tmp_path, to):
     (root / "link").symlink_to(tmp_path)
     (root / "there").mkdir()
-    with pytest.raises(BadTarget):
+    with pytest.raises(InvalidTarget):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), to, "hf", None)
     with store.read() as session:
         assert exports.of_job(session, job) == []
@@ -226,7 +226,7 @@ def test_exporter_that_says_nothing_is_told_by_how_it_ended(code, words):
 
 
 def test_export_that_is_over_takes_no_place(store, job, root, written_by, ended, monkeypatch):
-    monkeypatch.setattr(module, "AT_ONCE", 1)
+    monkeypatch.setattr(module, "MAX_EXPORTS", 1)
     written_by(WRITES)
     writer = Exports(store, (root,), FileWork())
     for name in ("one", "another"):
@@ -244,8 +244,8 @@ def test_only_complete_checkpoints_of_the_job_can_be_exported(store, job, root):
 
 def test_export_of_which_nothing_is_heard_any_more_has_ended(store, job):
     row = store.write(lambda session: exports.begin(session, job, id_of(job, 5), "/out", "hf", None))
-    assert exports.is_running(row, row.updated_at + exports.SILENT_SECONDS - 1)
-    assert not exports.is_running(row, row.updated_at + exports.SILENT_SECONDS)
+    assert exports.is_running(row, row.updated_at + exports.ABANDONED_SECONDS - 1)
+    assert not exports.is_running(row, row.updated_at + exports.ABANDONED_SECONDS)
 
 
 def test_only_the_checkpoint_that_is_exported_is_needed_and_only_while_it_is(store, submit):
@@ -256,7 +256,7 @@ def test_only_the_checkpoint_that_is_exported_is_needed_and_only_while_it_is(sto
         with store.read() as session:
             return exports.any_runs(session, job, time.time() + later, checkpoint)
 
-    assert (runs(), runs("ckpt_a"), runs("ckpt_b"), runs(later=exports.SILENT_SECONDS)) == (True, True, False, False)
+    assert (runs(), runs("ckpt_a"), runs("ckpt_b"), runs(later=exports.ABANDONED_SECONDS)) == (True, True, False, False)
     store.write(lambda session: exports.note(session, export, 7, 9))
     store.write(lambda session: exports.end(session, export, "the disk is full"))
     store.write(lambda session: exports.note(session, export, 9, 9))  # what was read of it late
@@ -267,7 +267,7 @@ def test_only_the_checkpoint_that_is_exported_is_needed_and_only_while_it_is(sto
 
 def test_export_that_stands_still_is_given_up_and_leaves_its_place(store, job, root, written_by, ended, monkeypatch):
     (started,) = (written_by(WAITS),)
-    for name, value in (("NOTE_SECONDS", 0.01), ("STALLED_SECONDS", 0.05), ("AT_ONCE", 1)):
+    for name, value in (("UPDATE_SECONDS", 0.01), ("STALLED_SECONDS", 0.05), ("MAX_EXPORTS", 1)):
         monkeypatch.setattr(module, name, value)
     writer = Exports(store, (root,), FileWork())
     over = ended(store, job, writer.begin(job, id_of(job, 5), "mine", "hf", None))
@@ -280,7 +280,7 @@ def test_export_that_stands_still_is_given_up_and_leaves_its_place(store, job, r
 def test_export_that_moves_is_not_given_up_after_one_slow_write(store, job, root, written_by, ended, monkeypatch, late):
     """The database answers once only after the time in which an export has to move. It moves during each write, and
     time passes then alone."""
-    monkeypatch.setattr(module, "NOTE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "UPDATE_SECONDS", 0.01)
     clock, moves = [0.0], []
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     started = written_by(MOVES_WHEN_TOLD)
@@ -309,7 +309,7 @@ def test_what_is_given_up_has_time_to_clean_up_and_none_without_end(written_by, 
     process = module._started("/ckpt", "/out", "hf", None)
     assert process.stdout.readline() == "ready\n"
     began = time.monotonic()
-    module._give_up(process)
+    module._terminate(process)
     assert process.wait(60) == -signal.SIGKILL and time.monotonic() - began >= 0.3
 
 
@@ -322,7 +322,7 @@ def test_end_of_the_service_ends_exports_and_does_not_wait_long(store, job, root
     began = time.monotonic()
     writer.close()
     assert time.monotonic() - began < 10 and started[0].poll() is None
-    with pytest.raises(ExportNotPossible, match="the service is ending"):
+    with pytest.raises(ExportNotPossible, match="the service is shutting down"):
         writer.begin(job, id_of(job, 5), "another", "hf", None)
 
 
@@ -342,9 +342,9 @@ def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root
 def test_folder_on_a_file_system_that_does_not_answer_is_not_waited_for(store, job, root, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(module.os.path, "realpath", lambda path: answers.wait(60))
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "FILE_SECONDS", 0.01)
     with pytest.raises(
-        ExportNotPossible, match=r"^it is not known yet what is at mine \(that takes .*: see .*, and exp"
+        ExportNotPossible, match=r"^it is not known yet what is at mine \(that takes .*: check .*, and exp"
     ):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
     answers.set()

@@ -89,8 +89,8 @@ def asked(kind="kill", rank=0, at_step=0, phase="data"):
         (asked(), 0, 0, "no ranks yet"),
         (asked(rank=4), 4, 0, "no rank 4; its ranks are 0 to 3"),
         (asked(rank=1), 1, 0, "the job has no rank 1; its only rank is 0"),
-        (asked(at_step=11), 4, 0, "step 11 is never begun: the job has committed 0 of 10 steps"),
-        (asked(at_step=10), 4, 10, "step 10 is never begun: the job has committed 10 of 10 steps"),
+        (asked(at_step=11), 4, 0, "step 11 will never start: the job has committed 0 of 10 steps"),
+        (asked(at_step=10), 4, 10, "step 10 will never start: the job has committed 10 of 10 steps"),
         (asked("store"), 1, 0, "one rank has no rendezvous store"),
     ],
 )
@@ -164,5 +164,5 @@ def test_fault_of_a_job_that_is_over_is_refused_though_its_agents_are_still_ther
     begin(store, job, named_for=1)
     store.write(lambda s: jobs.request_cancel(s, job))
     store.write(lambda s: jobs.transition(s, job, JobState.CANCELLED))
-    with pytest.raises(FaultNotPossible, match="the job is CANCELLED, and only one that runs can have a fault"):
+    with pytest.raises(FaultNotPossible, match="the job is CANCELLED, and faults need a running job"):
         inject(asked())

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from manta.service import file_work
-from manta.service.file_work import FileWork, NoPlace, ServiceEnds, TakesLong
+from manta.service.file_work import FileWork, ServiceEnds, StillRunning, TooManyRunning
 
 SECONDS = 60.0
 
@@ -37,7 +37,7 @@ def hang():
 def test_work_goes_on_without_its_caller_who_may_ask_again(hang):
     work = FileWork()
     for _ in range(3):
-        with pytest.raises(TakesLong, match=r"^that takes longer than 0.01 s$"):
+        with pytest.raises(StillRunning, match=r"^that takes longer than 0.01 s$"):
             work.run("a job", 0.01, hang)
     (thread,) = hang.begun(1)
     assert thread.daemon
@@ -57,12 +57,12 @@ def test_error_of_the_work_is_the_callers_and_the_next_call_begins_anew():
 
 
 def test_only_so_many_hang(hang, monkeypatch):
-    monkeypatch.setattr(file_work, "AT_ONCE", 2)
+    monkeypatch.setattr(file_work, "MAX_THREADS", 2)
     work = FileWork()
     for about in ("one", "another"):
-        with pytest.raises(TakesLong):
+        with pytest.raises(StillRunning):
             work.run(about, 0.01, hang)
-    with pytest.raises(NoPlace, match=r"^2 others were under way for 0.01 s$"):
+    with pytest.raises(TooManyRunning, match=r"^2 others were under way for 0.01 s$"):
         work.run("one more", 0.01, hang)
     assert len(hang.begun(2)) == 2
     hang.answer()
@@ -70,7 +70,7 @@ def test_only_so_many_hang(hang, monkeypatch):
 
 
 def test_more_than_there_are_places_for_wait_for_one(monkeypatch):
-    monkeypatch.setattr(file_work, "AT_ONCE", 2)
+    monkeypatch.setattr(file_work, "MAX_THREADS", 2)
     work, at_once, most = FileWork(), [], []
 
     def briefly():
@@ -86,9 +86,9 @@ def test_more_than_there_are_places_for_wait_for_one(monkeypatch):
 
 
 def test_who_waits_for_a_place_is_told_of_the_end_of_the_service(hang, monkeypatch):
-    monkeypatch.setattr(file_work, "AT_ONCE", 1)
+    monkeypatch.setattr(file_work, "MAX_THREADS", 1)
     work = FileWork()
-    with pytest.raises(TakesLong):
+    with pytest.raises(StillRunning):
         work.run("one", 0.01, hang)
     with ThreadPoolExecutor(1) as requests:
         waiting = requests.submit(work.run, "another", SECONDS, hang)

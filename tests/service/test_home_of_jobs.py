@@ -21,5 +21,5 @@ def test_folder_of_checkpoints_that_does_not_answer_keeps_no_service_from_starti
     monkeypatch.setattr(home_of_jobs, "answered_within", soon_given_up)
     HomeOfJobs(tmp_path / "home", shared, None).mark("manta-1")
     assert marked == [tmp_path / "home"]
-    assert f"{shared} cannot be marked as ours: no answer" in caplog.text
+    assert f"{shared} cannot be marked as belonging to this service: no answer" in caplog.text
     answers.set()

@@ -93,13 +93,13 @@ def test_job_that_the_database_does_not_know_is_left_running_and_reported(start,
     assert f"{unknown.id} are there, but the database does not know that job" in caplog.text
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_job_of_a_lost_database_is_reported_where_the_ray_is_our_own(start, cluster, caplog, is_elsewhere):
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_job_of_a_lost_database_is_reported_where_the_ray_is_our_own(start, cluster, caplog, is_remote):
     """In a Ray of others, other installations are none of our business."""
     plane = start()
-    cluster.agents.elsewhere, cluster.is_elsewhere = ["job_of_before"], is_elsewhere
-    plane._call(plane._housekeeping._release_those_without_owner(None))
-    assert ("agents of job_of_before are in the Ray of this home" in caplog.text) != is_elsewhere
+    cluster.agents.elsewhere, cluster.is_remote = ["job_of_before"], is_remote
+    plane._call(plane._housekeeping._release_unowned_jobs(None))
+    assert ("agents of job_of_before are in the Ray of this home" in caplog.text) != is_remote
 
 
 def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, submit, store):
@@ -136,19 +136,19 @@ def test_job_that_ended_long_ago_is_deleted_with_what_it_holds_where_that_was_as
     old, young, let_go_of = submit(), submit(), []
     for job in (old, young):
         finish(store, job)
-    let_go = housekeeping.Housekeeping.let_go
+    release_job = housekeeping.Housekeeping.release_job
 
     async def noted(self, job_id):
-        await let_go(self, job_id)
+        await release_job(self, job_id)
         let_go_of.append((job_id, cluster.daemons._daemon("node_a").ended_jobs[-1]))
 
-    monkeypatch.setattr(housekeeping.Housekeeping, "let_go", noted)
+    monkeypatch.setattr(housekeeping.Housekeeping, "release_job", noted)
 
     def age(session):
         jobs.get(session, old.id).finished_at -= 31 * retention.DAY_SECONDS
 
     store.write(age)
-    plane = start(kept_days=30)
+    plane = start(retention_days=30)
 
     def known():
         with store.read() as session:
@@ -258,7 +258,7 @@ def test_leftovers_are_released_once_ray_answers(kept, monkeypatch):
             raise ClusterUnavailable(TimeoutError("no answer"))
         return set()
 
-    monkeypatch.setattr(keeping, "_release_those_without_owner", release)
+    monkeypatch.setattr(keeping, "_release_unowned_jobs", release)
     looked = asyncio.Event()
     asyncio.run(asyncio.wait_for(keeping._release_leftovers(placing, looked), 20))
     assert tries == [False] * 3 and looked.is_set()
@@ -268,7 +268,7 @@ def test_job_of_which_something_cannot_be_released_keeps_no_other_one_waiting(
     start, cluster, submit, store, monkeypatch
 ):
     monkeypatch.setattr(housekeeping, "RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(housekeeping, "LONGEST_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(housekeeping, "MAX_RETRY_SECONDS", 0.001)
     stuck, over, release, released = submit(), submit(), cluster.release, asyncio.Event()
     for job in (stuck, over):
         hold(cluster, job)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.service.ledger import CLASSES, PATIENCE_STEPS, STEP_CLASSES, StateEntry, Training, ledger
+from manta.service.ledger import CLASSES, GRACE_STEPS, STEP_CLASSES, StateEntry, Training, ledger
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import TRANSITIONS, JobState
 
@@ -148,7 +148,7 @@ def test_step_under_way_counts_as_compute_until_it_takes_far_too_long():
     running = [steps(0, 10, 20, count=10)]
     assert spent(changes, running, now=25) == {"start": 10, "compute": 15}
     assert spent(changes, running, now=100) == {
-        "start": 10, "compute": 10 + PATIENCE_STEPS, "detect": 80 - PATIENCE_STEPS
+        "start": 10, "compute": 10 + GRACE_STEPS, "detect": 80 - GRACE_STEPS
     }  # fmt: skip
 
 

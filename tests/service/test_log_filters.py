@@ -2,7 +2,7 @@
 
 import pytest
 
-from manta.service.logs.filters import BadPattern, LogFilter, level_of
+from manta.service.logs.filters import InvalidPattern, LogFilter, level_of
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_all_that_is_asked_for_must_hold(wanted, stream, text, yes):
      ("(a{100}){100}", "invalid repetition")],
 )  # fmt: skip
 def test_regular_expression_that_is_invalid_or_too_large_is_refused(regex, why):
-    with pytest.raises(BadPattern, match=why):
+    with pytest.raises(InvalidPattern, match=why):
         LogFilter(regex=regex).test()
 
 

@@ -13,10 +13,10 @@ import pytest
 from manta.service.planner import machines
 from manta.service.planner.hardware import ASSUMED_CORE, MACHINES, Core, Gpu, Links, UnknownMachine, measured
 from manta.service.planner.machines import (
-    BadCalibration,
     Calibrated,
     CalibrationFailed,
-    NotKept,
+    CalibrationNotStored,
+    InvalidCalibration,
     load,
     measured_machines,
     save,
@@ -47,7 +47,10 @@ def test_what_was_kept_is_found_by_the_type_of_node(tmp_path):
 
 def test_a_calibration_that_cannot_be_kept_leaves_the_last_one(tmp_path, monkeypatch):
     save(tmp_path, calibrated())
-    with monkeypatch.context() as patch, pytest.raises(NotKept, match=r"abacus-4.json cannot be written \(.*full"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CalibrationNotStored, match=r"abacus-4.json cannot be written \(.*full"),
+    ):
         patch.setattr(Path, "replace", Mock(side_effect=OSError("the disk is full")))
         save(tmp_path, replace(calibrated(), device="Another"))
     assert load(tmp_path, "abacus-4") == calibrated()
@@ -59,9 +62,9 @@ def test_a_calibration_that_cannot_be_kept_leaves_the_last_one(tmp_path, monkeyp
     [
         (None, None, None),
         (0.1, 0.02, None),
-        (0.4, 0.02, "others kept 0.4 of its cores busy meanwhile: calibrate again while nothing else runs"),
+        (0.4, 0.02, "other processes kept 0.4 of its cores busy: calibrate again while nothing else runs"),
         (0.1, 0.3, "half of the repetitions were 30% apart or more: calibrate again while nothing else runs"),
-        (0.4, 0.3, "others kept 0.4 of its cores busy meanwhile and half of the repetitions were 30% apart or more: "),
+        (0.4, 0.3, "other processes kept 0.4 of its cores busy and half of the repetitions were 30% apart or more: "),
     ],
 )
 def test_a_calibration_that_was_disturbed_is_kept_with_what_says_so(tmp_path, other_cores, spread, warning):
@@ -99,7 +102,7 @@ def test_this_node_is_assumed_until_it_is_calibrated(tmp_path):
 def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path, change):
     path = save(tmp_path, calibrated())
     path.write_text(change(calibrated().to_json()))
-    with pytest.raises(BadCalibration, match="calibrate again, or remove it"):
+    with pytest.raises(InvalidCalibration, match="calibrate again, or remove it"):
         load(tmp_path, "abacus-4")
 
 
@@ -109,7 +112,7 @@ def test_gpus_are_kept_by_their_type_and_are_no_nodes_of_cores(tmp_path):
     assert measured_machines(tmp_path) == {"h100-80gb": measured(MACHINES["h100-80gb"], OF_GPU.gpu)}
     assert load(tmp_path, "h100-80gb") == OF_GPU and len(OF_GPU.constants) == 8
     (tmp_path / "h100-80gb.json").write_text(json.dumps(OF_GPU.to_json() | {"core": vars(CORE)}))
-    with pytest.raises(BadCalibration, match="calibrate again, or remove it"):
+    with pytest.raises(InvalidCalibration, match="calibrate again, or remove it"):
         measured_machines(tmp_path)
 
 
@@ -129,7 +132,7 @@ def test_a_calibration_of_before_links_were_measured_is_read(tmp_path):
 @pytest.mark.parametrize("links", [[], {"bandwidth": 1e11}, {"bandwidth": 1e11, "hop_seconds": 0.0}, {"speed": 1.0}])
 def test_links_that_are_none_make_a_file_no_calibration(tmp_path, links):
     save(tmp_path, OF_GPU).write_text(json.dumps(OF_GPU.to_json() | {"links": links}))
-    with pytest.raises(BadCalibration, match="calibrate again, or remove it"):
+    with pytest.raises(InvalidCalibration, match="calibrate again, or remove it"):
         load(tmp_path, "h100-80gb")
 
 
@@ -203,7 +206,7 @@ def measures_by(monkeypatch, program):
 
 @pytest.mark.parametrize(
     ("program", "why"),
-    [("raise SystemExit('no memory left')", "no memory left"), ("print('NCCL')", "what was printed is no measurement")],
+    [("raise SystemExit('no memory left')", "no memory left"), ("print('NCCL')", "its output is not a measurement")],
 )
 def test_a_machine_that_cannot_be_measured_says_why(monkeypatch, program, why):
     measures_by(monkeypatch, program)

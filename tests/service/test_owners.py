@@ -8,7 +8,7 @@ import pytest
 
 from manta.service.control.owners import CLAIM_SECONDS, JobOwners
 from manta.service.job.context import DEFAULT_MEMORY_SECONDS
-from manta.service.leases.decisions import JobInBrief
+from manta.service.leases.decisions import JobSummary
 from manta.service.states import JobState
 from tests.service.support.virtual_time import in_virtual_time
 
@@ -20,7 +20,7 @@ class FakeLeases:
         self.changed, self.answers, self.dropped, self.released = asyncio.Event(), list(answers), [], []
         self.of, self.drop = lambda job_id: SimpleNamespace(epoch=1), self.dropped.append
 
-    async def look(self, is_busy):
+    async def refresh(self, is_busy):
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -38,7 +38,7 @@ class FakeOwner:
         for request in ("cancel", "pause", "resize"):
             setattr(self, request, lambda request=request: self.asked.append(request))
 
-    async def run(self, placed_generation):
+    async def run(self, scheduled_generation):
         await self.over.wait()
 
 
@@ -54,7 +54,7 @@ def made(*answers):
 
 
 def job(state=JobState.RUNNING, wanted_replicas=None):
-    return JobInBrief("job_1", state, wanted_replicas, 0, "me", 1)
+    return JobSummary("job_1", state, wanted_replicas, 0, "me", 1)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_each_outage_of_the_listing_is_logged_once_however_alike(virtual, caplog
 
     with caplog.at_level(logging.ERROR):
         virtual(body)
-    assert [record.getMessage() for record in caplog.records] == ["the jobs could not be listed: away"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["cannot list the jobs: away"] * 2
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -106,10 +106,10 @@ def test_request_that_another_control_plane_wrote_reaches_the_owner_once(virtual
     async def body():
         owners, owner = made([before], [after], [after]), FakeOwner()
         owners.by_job["job_1"] = (owner, asyncio.current_task())
-        await owners.look()
+        await owners.refresh()
         owner.asked.clear()
-        await owners.look()
-        await owners.look()
+        await owners.refresh()
+        await owners.refresh()
         assert owner.asked == asked
 
     virtual(body)

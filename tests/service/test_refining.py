@@ -11,10 +11,10 @@ import pytest
 from sqlalchemy import update
 
 from manta.service.job.context import JobContext
-from manta.service.job.planning import SeenJobs, plan_generation
+from manta.service.job.planning import JobMeasurements, plan_generation
 from manta.service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
 from manta.service.planner.job_plan import planned
-from manta.service.planner.machines import Calibrated, forget_jobs_before_now, save
+from manta.service.planner.machines import Calibrated, ignore_earlier_jobs, save
 from manta.service.planner.refinement import MIN_JOBS, moved
 from manta.service.states import JobState
 from manta.service.store import Generation, generations, jobs, plans, ranks
@@ -53,7 +53,7 @@ class Jobs:
 
     def seen(self):
         with self.store.read() as session:
-            return SeenJobs.read(session, self.folder)
+            return JobMeasurements.read(session, self.folder)
 
     @property
     def folder(self):
@@ -126,7 +126,7 @@ def test_a_job_that_was_disturbed_says_nothing(trained):
 
 
 def test_the_newest_job_is_the_one_that_began_last():
-    assert SeenJobs({"a": [SimpleNamespace(at=3.0), SimpleNamespace(at=5.0)], "b": []}).newest("a") == 5.0
+    assert JobMeasurements({"a": [SimpleNamespace(at=3.0), SimpleNamespace(at=5.0)], "b": []}).newest("a") == 5.0
 
 
 def test_jobs_that_wait_again_for_places_run_beside_nobody(trained):
@@ -148,7 +148,7 @@ def store_sample(store, job_id, stragglers, generation=1, at=1.0):
 
 def keep(store, job_id, generation, planned):
     plan = {"parallel": {}, "planned": planned, "problem": None}
-    store.write(lambda session: plans.keep(session, job_id, generation, plan))
+    store.write(lambda session: plans.store(session, job_id, generation, plan))
 
 
 def test_each_job_counts_once_with_the_newest_that_was_measured(trained, store):
@@ -182,7 +182,7 @@ def test_what_jobs_said_can_be_thrown_away(trained):
     trained.store.write(
         lambda session: session.execute(update(Generation).values(started_at=Generation.started_at - 1))
     )
-    path = forget_jobs_before_now(trained.folder)  # the times of files lag behind the clock by some milliseconds
+    path = ignore_earlier_jobs(trained.folder)  # the times of files lag behind the clock by some milliseconds
     assert trained.seen().by_type == {}
     os.utime(path, (0, 0))
     assert trained.seen().by_type

@@ -9,15 +9,15 @@ from unittest.mock import Mock
 import pytest
 
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.file_work import FileWork, TakesLong
+from manta.service.file_work import FileWork, StillRunning
 from manta.service.removal import retention
 from manta.service.removal.retention import (
     CONFIRMED_SECONDS,
     DAY_SECONDS,
+    ConfirmedExpiry,
     Retention,
-    SeenExpired,
     has_newer_files,
-    written_since,
+    modified_since,
 )
 from manta.service.states import JobState
 from manta.service.store import JobNotFound, audit, deletion, events, exports, jobs, pauses_and_retries
@@ -40,16 +40,16 @@ def clock():
 
 
 @pytest.fixture
-def look(store, paths, clock):
+def check(store, paths, clock):
     """Looks once, so many seconds after the last time; the jobs that the cluster let go of since the start."""
     kept, let_go_of = Retention(paths, DAYS, FileWork(), lambda: clock[0]), []
 
-    async def let_go(job_id):
+    async def release_job(job_id):
         let_go_of.append(job_id)
 
-    def once(later=0.0, let_go=let_go):
+    def once(later=0.0, release_job=release_job):
         clock[0] += later
-        asyncio.run(kept.look(store, let_go))
+        asyncio.run(kept.check(store, release_job))
         return let_go_of
 
     return once
@@ -89,12 +89,12 @@ def is_there(store, job_id):
         return True
 
 
-def test_job_past_its_time_goes_with_all_it_has_once_every_look_of_an_hour_has_seen_it_so(store, paths, look, ended):
+def test_job_past_its_time_goes_with_all_it_has_once_every_look_of_an_hour_has_seen_it_so(store, paths, check, ended):
     old, young = ended(), ended(at=time.time() - (DAYS - 1) * DAY_SECONDS)
     for later in (0.0, 600.0, CONFIRMED_SECONDS - 601.0):
-        assert look(later) == []
+        assert check(later) == []
         assert is_there(store, old)
-    assert look(1.0) == [old]
+    assert check(1.0) == [old]
     assert not is_there(store, old)
     assert not paths.job_folder(old).exists()
     assert is_there(store, young)
@@ -107,31 +107,31 @@ def test_job_past_its_time_goes_with_all_it_has_once_every_look_of_an_hour_has_s
     )  # fmt: skip
 
 
-def test_jobs_that_cannot_be_deleted_are_in_nobodys_way(store, paths, look, ended, monkeypatch):
-    monkeypatch.setattr(retention, "JOBS_AT_ONCE", 2)
+def test_jobs_that_cannot_be_deleted_are_in_nobodys_way(store, paths, check, ended, monkeypatch):
+    monkeypatch.setattr(retention, "JOBS_PER_CHECK", 2)
     kept, others = [ended(at=OLD - 1) for _ in range(2)], [ended() for _ in range(3)]
     for job in kept:
         os.utime(paths.checkpoint_folder(job))
-    look()
-    look(CONFIRMED_SECONDS)
+    check()
+    check(CONFIRMED_SECONDS)
     assert all(is_there(store, job) for job in (*kept, *others)), "two at a time, those that ended first before others"
-    look(600.0)
+    check(600.0)
     assert [is_there(store, job) for job in others] == [False, False, True]
-    look(600.0)
+    check(600.0)
     assert [is_there(store, job) for job in (*kept, *others)] == [True, True, False, False, False]
 
 
-def test_clock_that_is_set_forward_for_less_than_an_hour_deletes_nothing(store, look, ended, monkeypatch):
+def test_clock_that_is_set_forward_for_less_than_an_hour_deletes_nothing(store, check, ended, monkeypatch):
     job, real = ended(at=time.time() - DAY_SECONDS), time.time
     for ahead in (0.0, 365 * DAY_SECONDS, 0.0, 365 * DAY_SECONDS):
         monkeypatch.setattr(retention.time, "time", lambda ahead=ahead: real() + ahead)
-        assert look(CONFIRMED_SECONDS - 1.0) == []
+        assert check(CONFIRMED_SECONDS - 1.0) == []
     assert is_there(store, job)
 
 
-def test_job_that_was_tried_again_meanwhile_is_kept(store, look, ended, monkeypatch):
+def test_job_that_was_tried_again_meanwhile_is_kept(store, check, ended, monkeypatch):
     job = ended(state=JobState.FAILED)
-    look()
+    check()
     expired = deletion.expired
 
     def then_retried(session, before):
@@ -140,60 +140,60 @@ def test_job_that_was_tried_again_meanwhile_is_kept(store, look, ended, monkeypa
         return jobs_due
 
     monkeypatch.setattr(deletion, "expired", then_retried)
-    assert look(CONFIRMED_SECONDS) == []
+    assert check(CONFIRMED_SECONDS) == []
     with store.read() as session:
         assert jobs.get(session, job).deletion_began_at is None
         assert audit.page(session, None).items == []
 
 
-def test_job_whose_files_are_newer_than_its_row_is_kept(store, paths, look, ended):
+def test_job_whose_files_are_newer_than_its_row_is_kept(store, paths, check, ended):
     """A restored database does not know what the job has done since."""
     job = ended()
     os.utime(paths.checkpoint_folder(job) / "step-00000005-generation-1" / "data")
-    look()
-    assert look(CONFIRMED_SECONDS) == []
+    check()
+    assert check(CONFIRMED_SECONDS) == []
     assert is_there(store, job)
 
 
-def test_job_that_never_started_has_no_files_to_ask(store, look, ended):
+def test_job_that_never_started_has_no_files_to_ask(store, check, ended):
     job = ended(started=False)
-    look()
-    assert look(CONFIRMED_SECONDS) == [job]
+    check()
+    assert check(CONFIRMED_SECONDS) == [job]
     assert not is_there(store, job)
 
 
-def test_job_whose_weights_are_being_exported_is_kept_until_they_are(store, look, ended):
+def test_job_whose_weights_are_being_exported_is_kept_until_they_are(store, check, ended):
     job = ended()
     begun = store.write(lambda session: exports.begin(session, job, "ckpt_1", "/out", "hf", None)).id
-    look()
-    assert look(CONFIRMED_SECONDS) == [] and is_there(store, job)
+    check()
+    assert check(CONFIRMED_SECONDS) == [] and is_there(store, job)
     store.write(lambda session: exports.end(session, begun, None))
-    look()
-    assert look(CONFIRMED_SECONDS) == [job]
+    check()
+    assert check(CONFIRMED_SECONDS) == [job]
 
 
-def test_job_of_which_the_cluster_holds_on_to_something_is_tried_again_in_an_hour(store, look, ended):
+def test_job_of_which_the_cluster_holds_on_to_something_is_tried_again_in_an_hour(store, check, ended):
     first, second = ended(at=OLD - 1), ended()
 
     async def busy_with_the_first(job_id):
         if job_id == first:
             raise ClusterUnavailable(TimeoutError("busy"))
 
-    look()
-    look(CONFIRMED_SECONDS, busy_with_the_first)
+    check()
+    check(CONFIRMED_SECONDS, busy_with_the_first)
     assert is_there(store, first)
     assert not is_there(store, second), "the others do not wait for it"
-    assert look() == []
-    assert look(CONFIRMED_SECONDS) == [first]
+    assert check() == []
+    assert check(CONFIRMED_SECONDS) == [first]
     with store.read() as session:
         assert len(audit.page(session, None).items) == 2, "begun once for each"
 
 
-def test_jobs_that_ended_first_go_first_and_one_look_takes_on_no_more_than_it_can(store, look, ended, monkeypatch):
-    monkeypatch.setattr(retention, "JOBS_AT_ONCE", 2)
+def test_jobs_that_ended_first_go_first_and_one_look_takes_on_no_more_than_it_can(store, check, ended, monkeypatch):
+    monkeypatch.setattr(retention, "JOBS_PER_CHECK", 2)
     last, first, second = ended(at=OLD), ended(at=OLD - 20), ended(at=OLD - 10)
-    look()
-    assert look(CONFIRMED_SECONDS) == [first, second]
+    check()
+    assert check(CONFIRMED_SECONDS) == [first, second]
     assert is_there(store, last)
 
 
@@ -206,24 +206,24 @@ def test_only_jobs_that_are_over_are_past_their_time(store, submit, ended):
 
 
 def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
-    monkeypatch.setattr(retention, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(retention, "POLL_SECONDS", 0.001)
     looks = []
 
-    async def look(_store, _let_go):
+    async def check(_store, _release_job):
         looks.append(1)
         if len(looks) < 3:
             raise RuntimeError("the database is away")
         raise asyncio.CancelledError
 
     keeping = retention.Retention(paths, 1.0, FileWork())
-    monkeypatch.setattr(keeping, "look", look)
+    monkeypatch.setattr(keeping, "check", check)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(keeping.run(store, None))
     assert len(looks) == 3
 
 
 def test_what_was_not_seen_in_one_look_begins_anew():
-    seen = SeenExpired(CONFIRMED_SECONDS)
+    seen = ConfirmedExpiry(CONFIRMED_SECONDS)
     assert seen.confirmed(["a", "b"], 0.0) == []
     assert seen.confirmed(["b"], 10.0) == []
     assert seen.confirmed(["a", "b"], CONFIRMED_SECONDS) == ["b"]
@@ -233,25 +233,25 @@ def test_what_was_not_seen_in_one_look_begins_anew():
 @pytest.mark.parametrize("newer", ["", "checkpoints", "checkpoints/step-00000005-generation-1/data"])
 def test_whatever_was_written_in_a_folder_shows(paths, ended, newer):
     folder = paths.job_folder(ended())
-    assert not written_since(folder, OLD + 1)
+    assert not modified_since(folder, OLD + 1)
     os.utime(folder / newer)
-    assert written_since(folder, OLD + 1)
+    assert modified_since(folder, OLD + 1)
 
 
 def test_folder_that_is_away_says_nothing_where_others_are_away_too(paths, ended, tmp_path):
     one, other = (paths.job_folder(ended()) for _ in range(2))
     one.rename(tmp_path / "one")
-    assert not written_since(one, OLD + 1), "it was removed by hand"
+    assert not modified_since(one, OLD + 1), "it was removed by hand"
     other.rename(tmp_path / "other")
-    assert written_since(one, OLD + 1)
+    assert modified_since(one, OLD + 1)
     other.parent.rmdir()
-    assert written_since(one, OLD + 1)
+    assert modified_since(one, OLD + 1)
 
 
 def test_what_is_in_the_way_of_a_deletion_is_said_once(store, ended):
     job = ended()
     for why in ("read-only", "read-only", "away"):
-        store.write(lambda session, why=why: deletion.note_obstacle(session, job, why))
+        store.write(lambda session, why=why: deletion.record_obstacle(session, job, why))
     with store.read() as session:
         said = [event.message for event in events.page(session, job).items if event.type == "deletion_failed"]
     assert said == ["read-only", "away"]
@@ -286,35 +286,35 @@ def test_job_whose_store_does_not_answer_is_not_old(tmp_path, monkeypatch):
     assert has_newer_files(paths, "j", time.time())
 
 
-def test_files_that_do_not_answer_are_waited_for_only_so_long_and_are_not_old(store, look, ended, monkeypatch):
+def test_files_that_do_not_answer_are_waited_for_only_so_long_and_are_not_old(store, check, ended, monkeypatch):
     first, second = ended(at=OLD - 1), ended()
     answers = threading.Event()
     monkeypatch.setattr(retention, "FILE_SECONDS", 0.01)
     monkeypatch.setattr(retention, "has_newer_files", lambda *about: not answers.wait(60))
-    look()
-    assert look(CONFIRMED_SECONDS) == []
+    check()
+    assert check(CONFIRMED_SECONDS) == []
     answers.set()
     monkeypatch.undo()
-    look()
-    assert look(CONFIRMED_SECONDS) == [first, second]
+    check()
+    assert check(CONFIRMED_SECONDS) == [first, second]
 
 
-def test_jobs_whose_files_do_not_answer_are_in_nobodys_way(store, look, ended, monkeypatch):
+def test_jobs_whose_files_do_not_answer_are_in_nobodys_way(store, check, ended, monkeypatch):
     """One look takes on two of them; jobs that it has not come to are the next one's."""
     silent, answering, tried = [ended(at=OLD - 10 + n) for n in range(5)], [ended(at=OLD - 9.5), ended()], []
 
     def run(work, about, seconds, do):
         tried.append(about[1])
         if about[1] in silent:
-            raise TakesLong(seconds)
+            raise StillRunning(seconds)
         return do()
 
     monkeypatch.setattr(FileWork, "run", run)
-    look()
-    assert look(CONFIRMED_SECONDS) == answering[:1], "the one after the first that does not answer"
-    assert look(600.0) == answering[:1]
-    assert look(600.0) == answering
+    check()
+    assert check(CONFIRMED_SECONDS) == answering[:1], "the one after the first that does not answer"
+    assert check(600.0) == answering[:1]
+    assert check(600.0) == answering
     assert [job for job in tried if job in silent] == silent, "each was tried once, and is again after an hour"
-    look(CONFIRMED_SECONDS - 600.0)
+    check(CONFIRMED_SECONDS - 600.0)
     assert tried[-2:] == silent[:2]
     assert all(is_there(store, job) for job in silent)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from manta.service.settings import BadSetting, RequestLimits, Settings, Tls, without_secrets
+from manta.service.settings import InvalidSetting, RequestLimits, Settings, Tls, without_secrets
 from manta.workers.storage.places import ObjectPath
 
 
@@ -33,14 +33,14 @@ def test_snapshots_of_failed_jobs_are_kept_for_a_day_or_what_is_asked_for():
 
 @pytest.mark.parametrize("value", ["a day", "-1", "nan", "inf", "1e6"])
 def test_hours_that_are_none_are_refused(value):
-    with pytest.raises(BadSetting, match=f"MANTA_FAILED_MEMORY_HOURS is '{value}'"):
+    with pytest.raises(InvalidSetting, match=f"MANTA_FAILED_MEMORY_HOURS is '{value}'"):
         Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": value})
 
 
 def test_jobs_are_kept_until_somebody_deletes_them_or_as_long_as_is_asked_for():
     assert Settings.from_environment({}).jobs_kept_days == 0
     assert Settings.from_environment({"MANTA_JOBS_KEPT_DAYS": "30"}).jobs_kept_days == 30
-    with pytest.raises(BadSetting, match="MANTA_JOBS_KEPT_DAYS is 'a month'; it must be a number of 0 or more"):
+    with pytest.raises(InvalidSetting, match="MANTA_JOBS_KEPT_DAYS is 'a month'; it must be a number of 0 or more"):
         Settings.from_environment({"MANTA_JOBS_KEPT_DAYS": "a month"})
 
 
@@ -49,7 +49,7 @@ def test_checkpoints_are_in_the_home_or_where_the_operator_says():
     assert read({}).checkpoints is read({"MANTA_CHECKPOINTS": ""}).checkpoints is None
     assert read({"MANTA_CHECKPOINTS": "s3://bucket/manta/"}).checkpoints == ObjectPath("s3", "bucket/manta")
     assert read({"MANTA_CHECKPOINTS": "/shared/manta"}).checkpoints == Path("/shared/manta")
-    with pytest.raises(BadSetting, match="MANTA_CHECKPOINTS: ftp://there is in no store that Manta knows"):
+    with pytest.raises(InvalidSetting, match="MANTA_CHECKPOINTS: ftp://there is in no store that Manta knows"):
         read({"MANTA_CHECKPOINTS": "ftp://there"})
 
 
@@ -59,7 +59,7 @@ def test_notices_are_asked_for_where_the_operator_says_of_which_cloud():
     assert read({"MANTA_NODE_NOTICES": "aws"}).node_notices == "aws"
     several = "gcp=http://there:80,kubernetes=example.com/sold:90,slurm"
     assert read({"MANTA_NODE_NOTICES": several}).node_notices == several
-    with pytest.raises(BadSetting, match="MANTA_NODE_NOTICES: 'ibm' is not a known source of notices: use aws,"):
+    with pytest.raises(InvalidSetting, match="MANTA_NODE_NOTICES: 'ibm' is not a known source of notices: use aws,"):
         read({"MANTA_NODE_NOTICES": "ibm"})
 
 
@@ -69,9 +69,9 @@ def test_folders_of_data_are_separated_by_colons_and_absolute():
     assert read.data_roots == (Path("/data"), Path("/srv/texts"))
     assert Settings.from_environment({"MANTA_EXPORT_ROOTS": "/out"}).export_roots == (Path("/out"),)
     assert Settings.from_environment({}).export_roots == ()
-    with pytest.raises(BadSetting, match="MANTA_EXPORT_ROOTS names out"):
+    with pytest.raises(InvalidSetting, match="MANTA_EXPORT_ROOTS names out"):
         Settings.from_environment({"MANTA_EXPORT_ROOTS": "out"})
-    with pytest.raises(BadSetting, match="MANTA_DATA_ROOTS names texts"):
+    with pytest.raises(InvalidSetting, match="MANTA_DATA_ROOTS names texts"):
         Settings.from_environment({"MANTA_DATA_ROOTS": "/data:texts"})
 
 
@@ -99,7 +99,7 @@ def test_names_of_the_service_are_separated_by_commas():
      "münchen.example"],
 )  # fmt: skip
 def test_name_of_the_service_that_no_request_could_have_is_refused(host):
-    with pytest.raises(BadSetting, match=f"names '{re.escape(host)}'; it takes names such as manta.example.org,"):
+    with pytest.raises(InvalidSetting, match=f"names '{re.escape(host)}'; it takes names such as manta.example.org,"):
         Settings.from_environment({"MANTA_ALLOWED_HOSTS": f"good.example,{host}"})
 
 
@@ -112,14 +112,14 @@ def test_tls_is_the_services_own_or_that_of_a_proxy():
     own = Settings.from_environment({"MANTA_TLS_CERT": "/a/cert.pem", "MANTA_TLS_KEY": "/a/key.pem"}).tls
     assert (own, own.is_used) == (Tls(Path("/a/cert.pem"), Path("/a/key.pem")), True)
     assert Settings.from_environment({"MANTA_TLS_TERMINATED": "1"}).tls.is_used
-    with pytest.raises(BadSetting, match="a certificate needs its private key"):
+    with pytest.raises(InvalidSetting, match="a certificate needs its private key"):
         Settings.from_environment({"MANTA_TLS_CERT": "/a/cert.pem"})
 
 
 def test_proxies_are_trusted_by_address_or_network():
     named = Settings.from_environment({"MANTA_TRUSTED_PROXIES": "10.0.0.0/8, ::1,127.0.0.1"})
     assert named.trusted_proxies == ("10.0.0.0/8", "::1", "127.0.0.1")
-    with pytest.raises(BadSetting, match=r"MANTA_TRUSTED_PROXIES names '\*'"):
+    with pytest.raises(InvalidSetting, match=r"MANTA_TRUSTED_PROXIES names '\*'"):
         Settings.from_environment({"MANTA_TRUSTED_PROXIES": "*"})
 
 
@@ -131,14 +131,14 @@ def test_limits_of_a_caller():
     assert Settings.from_environment(given).limits == RequestLimits(0.5, 2, 1, 0.0)
     assert Settings.from_environment({}).limits == RequestLimits()
     for wrong in ("many", "-1", "nan"):
-        with pytest.raises(BadSetting, match=f"MANTA_STREAMS_AT_ONCE is '{wrong}'"):
+        with pytest.raises(InvalidSetting, match=f"MANTA_STREAMS_AT_ONCE is '{wrong}'"):
             Settings.from_environment({"MANTA_STREAMS_AT_ONCE": wrong})
 
 
 def test_key_that_could_not_be_sent_is_refused_and_not_shown():
     assert Settings.from_environment({"MANTA_API_KEY": " manta_abc\n"}).api_key == "manta_abc"
     for key in ("clé", "a\nb", "a b", "a\x00b"):
-        with pytest.raises(BadSetting, match=r"^MANTA_API_KEY is not a valid key: ") as caught:
+        with pytest.raises(InvalidSetting, match=r"^MANTA_API_KEY is not a valid key: ") as caught:
             Settings.from_environment({"MANTA_API_KEY": key})
         assert key not in str(caught.value)
 
@@ -165,7 +165,7 @@ def test_logs_are_kept_where_the_checkpoints_are_if_that_is_an_object_store():
     )
     assert read({**store, **other}).logs == read(other).logs == ObjectPath("s3", "logs/manta")
     assert read({"MANTA_LOGS": "/shared"}).logs == Path("/shared")
-    with pytest.raises(BadSetting, match="MANTA_LOGS: gs://there is in no store that Manta knows"):
+    with pytest.raises(InvalidSetting, match="MANTA_LOGS: gs://there is in no store that Manta knows"):
         read({"MANTA_LOGS": "gs://there"})
 
 
@@ -180,12 +180,14 @@ def test_traces_go_to_the_collector_that_the_operator_names():
     "address", ["collector:4318", "grpc://collector:4317", "http://", "http://a:b", "http://a?b=c"]
 )
 def test_what_is_no_address_of_a_collector_is_refused(address):
-    with pytest.raises(BadSetting, match=r"MANTA_TRACES is '.*'; it takes the address of a collector such as http://"):
+    with pytest.raises(
+        InvalidSetting, match=r"MANTA_TRACES is '.*'; it takes the address of a collector such as http://"
+    ):
         Settings.from_environment({"MANTA_TRACES": address})
 
 
 def test_secrets_of_a_collector_are_not_in_its_address_and_no_jobs_business():
-    with pytest.raises(BadSetting, match="OTEL_EXPORTER_OTLP_HEADERS can hold a secret") as refused:
+    with pytest.raises(InvalidSetting, match="OTEL_EXPORTER_OTLP_HEADERS can hold a secret") as refused:
         Settings.from_environment({"MANTA_TRACES": "https://me:hush@collector"})
     assert "hush" not in str(refused.value)
     assert without_secrets({"OTEL_EXPORTER_OTLP_HEADERS": "authorization=hush", "PATH": "/bin"}) == {"PATH": "/bin"}
@@ -195,5 +197,7 @@ def test_nodes_that_can_be_added_are_declared_by_the_operator():
     assert Settings.from_environment({}).node_shapes == ()
     (shape,) = Settings.from_environment({"MANTA_NODE_SHAPES": "workers=4x8 slots"}).node_shapes
     assert str(shape) == "4 workers of 8 slots"
-    with pytest.raises(BadSetting, match=r"MANTA_NODE_SHAPES: 'four' declares no nodes; it takes TYPE=COUNT x UNITS"):
+    with pytest.raises(
+        InvalidSetting, match=r"MANTA_NODE_SHAPES: 'four' declares no nodes; it takes TYPE=COUNT x UNITS"
+    ):
         Settings.from_environment({"MANTA_NODE_SHAPES": "four"})

@@ -6,7 +6,7 @@ import pytest
 
 from manta.service.cluster.placement import placement_group_name, seats_of
 from manta.service.control import takeover
-from manta.service.control.takeover import CannotTakeOver, refuse_what_cannot_be_taken_over
+from manta.service.control.takeover import CannotTakeOver, refuse_incompatible_agents
 from manta.service.states import JobState
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.messages import PROTOCOL, ProtocolMismatch
@@ -40,7 +40,7 @@ def look(cluster, **states):
     def known(job_ids):
         return {job: JobState(state) for job, state in states.items() if job in job_ids}
 
-    asyncio.run(refuse_what_cannot_be_taken_over(cluster, known))
+    asyncio.run(refuse_incompatible_agents(cluster, known))
 
 
 def test_gangs_that_are_understood_are_no_reason_to_refuse(cluster):
@@ -73,7 +73,7 @@ def test_job_that_the_database_does_not_know_is_no_reason_to_refuse(cluster):
 
 
 def test_agent_that_does_not_answer_or_is_gone_says_nothing_about_its_release(cluster, monkeypatch):
-    monkeypatch.setattr(takeover, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(takeover, "REQUEST_SECONDS", 0.01)
     agents_of(cluster, "job_a")
     silent, lost = cluster.agents.living.values()
     silent.silence()
@@ -95,7 +95,7 @@ def test_gangs_of_several_releases_are_all_told_and_one_agent_is_enough_to_tell(
     del first.describe
     first.silence()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CannotTakeOver) as caught:
-        patch.setattr(takeover, "ASK_SECONDS", 0.01)
+        patch.setattr(takeover, "REQUEST_SECONDS", 0.01)
         look(cluster, job_a="PAUSING", job_b="RESIZING", job_c="RUNNING")
     assert "cannot take over job_a, job_b: their agents speak protocol 1 and 2 and this" in str(caught.value)
 

@@ -48,7 +48,7 @@ class SimulatedNodes:
         self.lost: set[str] = set()
         self.draining: set[str] = set()
         self.leave_by: dict[str, float] = {}
-        self.silent: set[str] = set()
+        self.unresponsive: set[str] = set()
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
         self.gpus: dict[str, GpuReadings] = {}
@@ -58,7 +58,7 @@ class SimulatedNodes:
     @property
     def closed(self) -> set[str]:
         """Where nothing more is placed."""
-        return self.lost | self.draining | self.silent
+        return self.lost | self.draining | self.unresponsive
 
     def keep_only(self, there: Collection[str]) -> None:
         """No simulated node is gone for good."""
@@ -177,7 +177,7 @@ class SimulatedAgents:
         """Of all."""
         return await self._asking.ask(SimulatedCluster.agent_names)
 
-    async def jobs_elsewhere(self) -> list[str]:
+    async def jobs_of_other_installations(self) -> list[str]:
         """None: the cluster has no other installation."""
         return []
 
@@ -282,7 +282,7 @@ class SimulatedDaemons:
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
 
-    def note_missed_end(self) -> None:
+    def record_missed_end(self) -> None:
         """All simulated nodes are notified."""
 
     def keep_only(self, there: Collection[str]) -> None:
@@ -302,7 +302,7 @@ class SimulatedDaemons:
 class SimulatedRequests:
     """There is no autoscaler."""
 
-    async def ask(self, bundles: Sequence[Mapping[str, float]], without: Collection[str]) -> None:
+    async def request(self, bundles: Sequence[Mapping[str, float]], without: Collection[str]) -> None:
         """No simulated node joins."""
 
     async def settle(self) -> bool:

@@ -103,7 +103,7 @@ def test_deletion_of_the_newest_checkpoint_is_confirmed_and_forced(manta, servic
 
     service.store.write(prepare)
     delete = ("checkpoints", "delete", job, "--step")
-    assert "--yes deletes it without a question" in manta(*delete, 10, code=2)
+    assert "--yes deletes without asking" in manta(*delete, 10, code=2)
     assert "has no complete checkpoint of step 30" in manta(*delete, 30, "--yes", code=2)
     assert "force" in manta(*delete, 20, "--yes", code=2) and checkpoint_path(folder, 20, 1).is_dir()
     older, newest = (str(checkpoint_path(folder, step, 1)) for step in (10, 20))

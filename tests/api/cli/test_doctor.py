@@ -18,7 +18,7 @@ def doctor(tmp_path, monkeypatch):
     """Runs the command on made-up findings, in a home without a service or with MANTA_URL."""
 
     def run(*arguments, seen=(), code=0, **environment):
-        monkeypatch.setattr(command, "looks", lambda settings, job: {"all": lambda: seen})
+        monkeypatch.setattr(command, "checks", lambda settings, job: {"all": lambda: seen})
         settings = {"MANTA_HOME": str(tmp_path / "home"), **environment}
         result = CliRunner().invoke(app, ["doctor", *map(str, arguments)], env=settings)
         assert result.exit_code == code, result.output

@@ -20,7 +20,7 @@ from manta.api.client import Client
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import checkpoints, events, generations, ranks, recoveries
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 from tests.api.support.silent_service import SilentService
 
 checkpoint_commands.register(app)
@@ -42,7 +42,7 @@ def job(service):
         generation = generations.begin(session, job_id, "submitted", False)
         ranks.replace(session, job_id, [{**place, "generation": generation, "state": "running"}])
         checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
-        failed = Beginning(
+        failed = RecoveryStart(
             "killed", 3, "rank 3 [odd] was killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40
         )
         recoveries.begin(session, job_id, generation, failed)
@@ -193,11 +193,11 @@ def test_delete_asks_first(manta, service, job, monkeypatch):
     refused = manta("delete", job, code=1, input="n\n")
     assert f"Delete {job} (small, FAILED, step 2 of 10)" in refused.stderr
     unasked = manta("delete", job, code=2)
-    assert unasked.stderr.endswith("\nnobody answers here: --yes deletes it without a question\n")
+    assert unasked.stderr.endswith("\ncannot ask for confirmation here: --yes deletes without asking\n")
     with monkeypatch.context() as closed:
         closed.setattr(typer, "confirm", Mock(side_effect=RuntimeError("input(): lost sys.stdin")))
         assert manta("delete", job, code=2).stderr.endswith(
-            "nobody answers here: --yes deletes it without a question\n"
+            "cannot ask for confirmation here: --yes deletes without asking\n"
         )
     assert manta("status", job).stdout
     assert manta("delete", job, input="y\n").stdout.count(f"{job} is deleted: 0 checkpoints, 2 log files, ")
@@ -427,7 +427,7 @@ def test_all_checkpoints_and_recoveries_are_listed(manta, service, job, monkeypa
         for step in range(10, 15):
             checkpoints.begin(session, job, 9, step, f"/somewhere/{step}")
         for generation in range(2, 7):
-            died = Beginning("killed", 3, "killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40)
+            died = RecoveryStart("killed", 3, "killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40)
             recoveries.begin(session, job, generation, died)
 
     service.store.write(save)

@@ -46,7 +46,7 @@ class Client:
 
 @pytest.fixture
 def drain(monkeypatch):
-    monkeypatch.setattr(commands, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(commands, "POLL_SECONDS", 0.0)
 
     def run(client, *words, code=0):
         monkeypatch.setattr(commands, "connect", lambda url: client)

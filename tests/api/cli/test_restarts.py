@@ -38,7 +38,7 @@ def run(again):
         sys.exit(3)
     os.kill(os.getpid(), getattr(signal, ending))
 
-restarts.run_again_when_ended_by_ray(run, file)
+restarts.restart_when_ended_by_ray(run, file)
 """
 
 

@@ -56,7 +56,7 @@ def served(monkeypatch):
     """What the service is run with."""
     runs = []
     monkeypatch.setattr(server, "serve", lambda *arguments, **more: runs.append(arguments))
-    monkeypatch.setattr(service, "run_again_when_ended_by_ray", lambda run, service_file: run(False))
+    monkeypatch.setattr(service, "restart_when_ended_by_ray", lambda run, service_file: run(False))
     monkeypatch.setattr(server, "configure_logging", lambda: None)
     return runs
 
@@ -106,8 +106,8 @@ def test_a_ray_that_does_not_answer_is_waited_for_where_it_did_before_or_is_to_c
     manta, monkeypatch, options, again, patient
 ):
     waits = []
-    monkeypatch.setattr(server, "serve", lambda *arguments, patient: waits.append(patient))
-    monkeypatch.setattr(service, "run_again_when_ended_by_ray", lambda run, service_file: run(again))
+    monkeypatch.setattr(server, "serve", lambda *arguments, wait_for_ray: waits.append(wait_for_ray))
+    monkeypatch.setattr(service, "restart_when_ended_by_ray", lambda run, service_file: run(again))
     monkeypatch.setattr(server, "configure_logging", lambda: None)
     manta("serve", "--ray", "there:6379", *options)
     assert waits == [patient]
@@ -158,7 +158,7 @@ def test_up_waits_for_what_has_locked_the_home_and_starts_no_second_service(mant
 def test_up_ends_a_service_that_hangs_since_its_jobs_train_on(tmp_path, monkeypatch, capsys, has_said_where):
     """The kernel accepts connections for it. Until it has said where it answers, it may only be starting."""
     monkeypatch.setattr(local_service, "ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(service, "SILENT_SECONDS", 0.0 if has_said_where else 1000.0)
+    monkeypatch.setattr(service, "UNRESPONSIVE_SECONDS", 0.0 if has_said_where else 1000.0)
     monkeypatch.setattr(service, "UP_SECONDS", 1000.0 if has_said_where else 0.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, subprocess.Popen(["sleep", "1000"]) as hangs:
         said = {"pid": hangs.pid, "started": start_of(hangs.pid)}
@@ -198,7 +198,7 @@ def test_up_that_another_up_forestalled_says_that_the_service_runs(manta, tmp_pa
 @pytest.mark.parametrize(("words", "said"), [
     ("echo starting; echo the disk is full; exit 2", "the disk is full"),
     ("echo '.../python(_start+0x21) [0x5555d58d2081] _start'; kill -ABRT $$", "its process ended by signal 6, and the"),
-    ("echo 'r local development, use x'; exit 1", "its process ended with status 1, and the end of its log"),
+    ("echo 'r local development, use x'; exit 1", "its process ended with status 1; the end of its log"),
     ("exit 2", "its process ended with status 2 and printed nothing"),
 ])  # fmt: skip
 def test_service_that_does_not_start_says_why_and_nothing_of_earlier_times(tmp_path, words, said):
@@ -320,4 +320,4 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, do
 )
 def test_down_says_for_each_job_how_much_is_lost(state, step, saved, own_ray, words):
     job = SimpleNamespace(state=state, step=step, steps=10)
-    assert service._what_becomes_of(job, saved, own_ray) == words
+    assert service._describe_consequences(job, saved, own_ray) == words

@@ -183,7 +183,10 @@ def test_closed_standard_input_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(typer.Exit):
         read_file(Path("-"))
-    assert capsys.readouterr().err == "standard input is closed: name a file, or pass the job's document there\n"
+    assert (
+        capsys.readouterr().err
+        == "standard input is closed: name a file, or pass the job's document on standard input\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -53,19 +53,19 @@ def test_kills_one_rank_once_at_its_step(process):
     client = Ranks(*(make_rank(number, process.pid if number == 3 else -1) for number in range(4)))
     killer = RankKiller(client, "job", 5, Console(file=out))
     for step in (0, 4):
-        killer.look(SimpleNamespace(step=step, steps=10))
+        killer.poll(SimpleNamespace(step=step, steps=10))
     assert process.poll() is None and client.asked == 0
-    killer.look(SimpleNamespace(step=6, steps=10))
+    killer.poll(SimpleNamespace(step=6, steps=10))
     assert process.wait(10) == -9
     assert (killer.killed.rank.rank, killer.killed.step, killer.killed.ranks) == (3, 6, 4)
-    killer.look(SimpleNamespace(step=7, steps=10))
+    killer.poll(SimpleNamespace(step=7, steps=10))
     assert client.asked == 1, "only once"
     assert f"kill -9 {process.pid}: rank 3 (tensor 1, pipeline 0, data 1), after step 6" in out.getvalue()
 
 
 def test_waits_while_the_rank_has_no_process(process):
     killer = RankKiller(Ranks(make_rank(0, None)), "job", 5, Console(file=io.StringIO()))
-    killer.look(SimpleNamespace(step=6, steps=10))
+    killer.poll(SimpleNamespace(step=6, steps=10))
     assert killer.killed is None
 
 

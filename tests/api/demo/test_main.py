@@ -15,7 +15,7 @@ def test_steps_around_the_failure_begin_at_the_last_checkpoint_on_the_way(steps,
     """That of the last step is saved when nothing can be killed any more."""
     document = copy.deepcopy(DOCUMENT)
     document["train"]["steps"], document["checkpoint"] = steps, {"every_steps": every}
-    assert demo.last_checkpoint_on_the_way(parse_job_spec(document)) == saved
+    assert demo.last_intermediate_checkpoint(parse_job_spec(document)) == saved
 
 
 @pytest.mark.parametrize(("error", "status"), [(MantaError("no room"), 1), (KeyboardInterrupt(), 130)])

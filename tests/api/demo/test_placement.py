@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from manta.api.demo.__main__ import SPEC, on_slots_where_gpus_are_few
+from manta.api.demo.__main__ import SPEC, slots_where_gpus_are_scarce
 from manta.api.schemas import Cluster
 from manta.service.cluster import ray_head
 from manta.service.cluster.placement import unit_of
@@ -20,7 +20,7 @@ def cluster(gpus):
 @pytest.mark.parametrize("gpus", range(1, 8))
 def test_few_gpus(gpus):
     document = read_document(SPEC)
-    changed, note = on_slots_where_gpus_are_few(document, parse_job_spec(document), cluster(gpus))
+    changed, note = slots_where_gpus_are_scarce(document, parse_job_spec(document), cluster(gpus))
     spec = parse_job_spec(changed)
     assert unit_of(spec.resources.accelerator, cluster_has_gpus=True) == "manta_slot"
     assert f"{gpus} GPU" in note and "8 ranks" in note and "CPU slots" in note
@@ -30,7 +30,7 @@ def test_few_gpus(gpus):
 @pytest.mark.parametrize("gpus", [0, 8, 16])
 def test_none_or_enough(gpus):
     document = read_document(SPEC)
-    assert on_slots_where_gpus_are_few(document, parse_job_spec(document), cluster(gpus)) == (document, None)
+    assert slots_where_gpus_are_scarce(document, parse_job_spec(document), cluster(gpus)) == (document, None)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 7])

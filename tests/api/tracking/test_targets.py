@@ -43,7 +43,7 @@ def test_tensorboard_has_each_number_at_its_step(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "job-1").write_text("")
-    with pytest.raises(TrackingFailed, match=r"TensorBoard did not take it: .*Not a directory"):
+    with pytest.raises(TrackingFailed, match=r"TensorBoard rejected the data: .*Not a directory"):
         TensorBoardFiles(tmp_path, JOB)
 
 

@@ -19,7 +19,7 @@ from manta.api.app import create_app
 from manta.api.security.permissions import LINK_PATH
 from manta.api.ui import mount
 from manta.service.control.options import ModelPackages
-from manta.service.control.running_ranks import RankStack, SeenWaits
+from manta.service.control.running_ranks import ObservedWaits, RankStack
 from manta.service.file_work import FileWork
 from manta.service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from manta.service.logs.pages import LogsInHome, log_file, log_folder
@@ -39,7 +39,7 @@ from manta.service.store import (
     ranks,
     recoveries,
 )
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Checkpoint
 from manta.workers.checkpoint.catalog import checkpoint_path
 from manta.workers.config import JobSpec
@@ -108,12 +108,14 @@ class SampleControl:
         node = {"id": 14 * "a1b2", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}
         return {"nodes": [{**node, "draining": self.draining}], "totals": {}}
 
-    def waits(self, job_id: str) -> SeenWaits:
+    def waits(self, job_id: str) -> ObservedWaits:
         """All but one wait for it."""
         doing = "all-reduce of the tensor group"
         ranks = [WaitingRank(rank, "backward", doing, 0.02, (3,), 201) for rank in range(8) if rank != 3]
         ranks.insert(3, WaitingRank(3, "forward", "forward of micro-batch 2", 0.4, (), 201))
-        return SeenWaits(time.time(), Waits(tuple(ranks), (), "7 of 8 ranks wait, most of them in the end for rank 3"))
+        return ObservedWaits(
+            time.time(), Waits(tuple(ranks), (), "7 of 8 ranks wait, most of them in the end for rank 3")
+        )
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         """Somewhere in a forward."""
@@ -209,7 +211,7 @@ def _backdate(session: Any, job_id: str, now: float) -> None:
     first.ended_at = second.started_at = now - 58.4
     second.trained_from, second.trained_until = now - 56, now - 1
     times = RecoveryTimeline(now - 59.3, now - 59.6, now - 58.6, now - 58.3, now - 57, now - 56, now - 55)
-    died = Beginning("killed", 5, "rank 5 was killed by signal 9", times, "n1", (5,), 7, "snapshot", CRASHED_AT)
+    died = RecoveryStart("killed", 5, "rank 5 was killed by signal 9", times, "n1", (5,), 7, "snapshot", CRASHED_AT)
     recoveries.begin(session, job_id, second.generation, died)
 
 

@@ -270,7 +270,7 @@ def test_charts_mark_what_happened_at_a_step_once(call):
 @pytest.mark.parametrize(
     ("step", "saved", "cost"),
     [
-        (0, 0, "It has not done a step yet."),
+        (0, 0, "It has not completed a step yet."),
         (1, 0, "It has no complete checkpoint: 1 step is lost."),
         (90, 0, "It has no complete checkpoint: 90 steps are lost."),
         (90, 50, "Its newest complete checkpoint is of step 50 and stays on disk; the 40 steps since then are lost."),

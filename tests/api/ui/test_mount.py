@@ -69,7 +69,7 @@ def test_pages_are_served_while_the_database_does_not_answer(tmp_path, monkeypat
         def locked(self):
             raise OperationalError("SELECT", {}, Exception("database is locked"))
 
-        monkeypatch.setattr(credentials, "KNOWN_SECONDS", 1000.0)
+        monkeypatch.setattr(credentials, "CACHE_SECONDS", 1000.0)
         for name in ("read", "read_rows", "read_once"):
             monkeypatch.setattr(Store, name, locked)
         for path in ("/ui/", "/ui/jobs/job_000000000000", f"/ui/static/{DIGEST}/main.js"):

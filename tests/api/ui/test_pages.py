@@ -155,7 +155,7 @@ def test_list_is_kept_in_the_address_and_leads_to_comparison(viewer):
     expect(page).to_have_url(re.compile("x=tokens"))
     page.reload()
     expect(page.locator(".chip")).to_have_count(2)
-    page.get_by_label("Leave out tiny-llama").click()
+    page.get_by_label("Hide tiny-llama").click()
     expect(page.locator(".chip")).to_have_count(1)
 
 
@@ -197,7 +197,7 @@ def test_logs_are_filtered_by_rank_and_text(viewer):
 def test_parts_of_a_step_are_drawn_over_time(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/step")
     expect(page.get_by_role("img", name=re.compile("Parts of a step over time.*forward.*backward"))).to_be_visible()
-    expect(page.get_by_text("No step was traced yet.")).to_be_visible()
+    expect(page.get_by_text("No steps have been traced yet.")).to_be_visible()
 
 
 PAINTED = """() => { const pen = CanvasRenderingContext2D.prototype, { fillRect, fillText } = pen; window.painted = {};
@@ -237,9 +237,9 @@ def test_part_of_a_jobs_life_has_name_and_colour_of_most_of_it(viewer, compute, 
 def test_ranks_say_who_is_slow_who_waits_and_where_each_is(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/ranks")
     expect(page.get_by_role("table", name="Ranks").locator("tbody tr")).to_have_count(8)
-    waits = page.get_by_role("region", name="Who waits for whom").first
+    waits = page.get_by_role("region", name="Which rank waits for which").first
     expect(waits).to_contain_text("most of them in the end for rank 3")
-    expect(page.get_by_role("table", name="Who waits for whom").locator("tbody tr")).to_have_count(8)
+    expect(page.get_by_role("table", name="Which rank waits for which").locator("tbody tr")).to_have_count(8)
     page.get_by_role("table", name="Ranks").get_by_role("button", name="3").click()
     expect(page.locator(".rank-detail")).to_contain_text("stage 1, tensor 1, replica 0")
     page.get_by_role("button", name="Its stack now").click()
@@ -325,7 +325,7 @@ def test_spec_on_the_screen_is_the_one_that_is_submitted_once(followed, browser)
     lost = []  # the service makes the job, and its answer is lost
     page.route("**/v1/jobs", lambda route: (lost.append(route.fetch()), route.abort()), times=1)
     submit.click()
-    expect(page.get_by_text("submit it again, it will be one job")).to_be_visible()
+    expect(page.get_by_text("only one job will be created")).to_be_visible()
     submit.click()
     expect(page).to_have_title("shown – Manta")
     expect(page).to_have_url(re.compile(lost[0].json()["id"]))
@@ -337,7 +337,7 @@ def test_spec_that_is_changed_after_a_lost_answer_is_another_job(followed, brows
     expect(submit).to_be_enabled()
     page.route("**/v1/jobs", lambda route: (route.fetch(), route.abort()), times=1)
     submit.click()
-    expect(page.get_by_text("submit it again, it will be one job")).to_be_visible()
+    expect(page.get_by_text("only one job will be created")).to_be_visible()
     editor.fill(editor.input_value().replace("name: quickstart", "name: changed"))
     expect(submit).to_be_enabled()
     submit.click()
@@ -363,11 +363,11 @@ def test_planner_answers_with_reasons_and_pictures(viewer):
     expect(page.locator(".budget-row").first).to_be_visible()
     expect(page.get_by_role("img", name="The planned step")).to_be_visible()
     expect(page.get_by_role("img", name=re.compile("stage 0: parameters"))).to_be_visible()
-    page.get_by_role("textbox", name="What is to be planned").fill("model: {layers: 3}\ncluster: {nodes: 0}\n")
+    page.get_by_role("textbox", name="What to plan").fill("model: {layers: 3}\ncluster: {nodes: 0}\n")
     page.get_by_role("button", name="Plan", exact=True).click()
     expect(page.locator(".problems li").first).to_be_visible()
     viewer.complaints.said = [text for text in viewer.complaints.said if "422" not in text]
-    page.get_by_role("textbox", name="What is to be planned").fill(
+    page.get_by_role("textbox", name="What to plan").fill(
         "model: {layers: 4, hidden_size: 128, heads: 4, sequence_length: 128}\ndata: {source: python-stdlib}\n"
     )
     page.get_by_role("button", name="Plan", exact=True).click()

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from manta.service.backups.rank_backups import spread, whole_states
+from manta.service.backups.rank_backups import complete_states, spread
 from manta.workers.protocol.messages import StoredSnapshot
 from tests.service.support.fake_agents import FakeAgent
 
@@ -19,21 +19,21 @@ def alone(world):
 
 def test_newest_step_that_every_rank_has_counts():
     kept = {"one": [file(0, 4, 5), file(1, 5, 6)], "two": [file(2, 5), file(3, 4, 5)]}
-    (state,) = whole_states(kept, {"aaaa": alone(4)})
+    (state,) = complete_states(kept, {"aaaa": alone(4)})
     assert (state.layout, state.step) == ("aaaa", 5)
     assert [place.host for place in state.places] == ["one", "one", "two", "two"]
     assert state.paths == [f"/shm/aaaa/{rank}" for rank in range(4)]
 
 
 def test_a_missing_rank_or_a_layout_that_is_not_the_jobs_is_no_state():
-    assert whole_states({"one": [file(0, 5)]}, {"aaaa": alone(2)}) == []
-    assert whole_states({"one": [file(0, 5, layout="bbbb")]}, {"aaaa": alone(1)}) == []
-    assert whole_states({"one": [file(0, 4), file(1, 5)]}, {"aaaa": alone(2)}) == []
+    assert complete_states({"one": [file(0, 5)]}, {"aaaa": alone(2)}) == []
+    assert complete_states({"one": [file(0, 5, layout="bbbb")]}, {"aaaa": alone(1)}) == []
+    assert complete_states({"one": [file(0, 4), file(1, 5)]}, {"aaaa": alone(2)}) == []
 
 
 def test_a_backup_stands_for_a_rank_whose_host_is_lost():
     kept = {"one": [file(0, 5), file(1, 5, backup=True)]}
-    (state,) = whole_states(kept, {"aaaa": alone(2)})
+    (state,) = complete_states(kept, {"aaaa": alone(2)})
     assert state.paths == ["/shm/aaaa/0", "/shm/aaaa/1"], "where its own would lie, so that the path is every host's"
     agents = {"one": agent_with([5])}
     assert asyncio.run(spread(state, agents, kept, 7, ["one"]))
@@ -41,23 +41,23 @@ def test_a_backup_stands_for_a_rank_whose_host_is_lost():
 
 
 def test_own_files_go_before_backups():
-    (state,) = whole_states({"one": [file(0, 5, backup=True)], "two": [file(0, 5)]}, {"aaaa": alone(1)})
+    (state,) = complete_states({"one": [file(0, 5, backup=True)], "two": [file(0, 5)]}, {"aaaa": alone(1)})
     assert [place.host for place in state.places] == ["two"]
 
 
 def test_of_ranks_with_the_same_state_one_is_enough():
     kept = {"one": [file(1, 5), file(2, 5)], "two": []}
-    (state,) = whole_states(kept, {"aaaa": [[0, 2], [1, 3]]})
+    (state,) = complete_states(kept, {"aaaa": [[0, 2], [1, 3]]})
     assert state.paths == ["/shm/aaaa/2", "/shm/aaaa/1"]
     agents = {"one": agent_with([5]), "two": agent_with([5])}
     assert asyncio.run(spread(state, agents, kept, 7, ["one", "two"]))
     assert (agents["one"].fetched, agents["two"].fetched) == ([], [(2, "aaaa", None), (1, "aaaa", None)])
-    assert whole_states({"one": [file(1, 5), file(3, 5)]}, {"aaaa": [[0, 2], [1, 3]]}) == []
+    assert complete_states({"one": [file(1, 5), file(3, 5)]}, {"aaaa": [[0, 2], [1, 3]]}) == []
 
 
 def test_of_several_layouts_the_newest_comes_first():
     kept = {"one": [file(0, 5), file(0, 7, layout="bbbb"), file(1, 7, layout="bbbb")]}
-    assert [state.layout for state in whole_states(kept, {"aaaa": alone(1), "bbbb": alone(2)})] == ["bbbb", "aaaa"]
+    assert [state.layout for state in complete_states(kept, {"aaaa": alone(1), "bbbb": alone(2)})] == ["bbbb", "aaaa"]
 
 
 def agent_with(steps):
@@ -72,7 +72,7 @@ def agent_with(steps):
 def brought(steps, hosts=("one", "two")):
     agents = {"one": agent_with(steps), "two": agent_with(steps)}
     kept = {"one": [file(0, 5)], "two": [file(1, 5)]}
-    (state,) = whole_states(kept, {"aaaa": alone(2)})
+    (state,) = complete_states(kept, {"aaaa": alone(2)})
     done = asyncio.run(spread(state, agents, kept, 7, hosts))
     return done, agents["one"].fetched, agents["two"].fetched
 
@@ -92,7 +92,7 @@ def test_a_host_that_is_left_gives_and_needs_nothing():
 
 def test_a_host_that_has_an_older_step_of_a_rank_fetches_the_one_that_counts():
     kept = {"one": [file(0, 4, 5)], "two": [file(0, 4)]}
-    (state,) = whole_states(kept, {"aaaa": alone(1)})
+    (state,) = complete_states(kept, {"aaaa": alone(1)})
     agents = {"one": agent_with([5]), "two": agent_with([5])}
     assert asyncio.run(spread(state, agents, kept, 7, ["one", "two"]))
     assert (agents["one"].fetched, agents["two"].fetched) == ([], [(0, "aaaa", None)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from manta.service.backups.rank_backups import Brought, Ranks, begin, bring_back, without_state
+from manta.service.backups.rank_backups import FetchedSnapshots, Ranks, begin, fetch_snapshots, ranks_without_state
 from manta.service.cluster.agent_client import AgentLost
 from manta.workers.protocol.messages import StoredSnapshot
 from manta.workers.rank.agent import Agent
@@ -84,11 +84,11 @@ class Job:
         """Begin to; who keeps whose."""
         return await begin(self.ranks(generation), nodes)
 
-    async def brought_back(self, own: list[list[int]]) -> Brought:
+    async def brought_back(self, own: list[list[int]]) -> FetchedSnapshots:
         """The steps of all ranks after the agents of "a" and "b" were asked for what the needy ones lack."""
         holders = {"a": self.agents[0], "b": self.agents[-1]}
         kept = {host: await agent.snapshot_files() for host, agent in holders.items()}
-        return await bring_back(self.ranks(), own, without_state(own), holders, kept)
+        return await fetch_snapshots(self.ranks(), own, ranks_without_state(own), holders, kept)
 
     async def close(self) -> None:
         """End what is left."""
@@ -112,7 +112,7 @@ def test_the_ranks_of_a_lost_node_go_on_from_what_the_other_one_kept(job):
         job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
         own = [await handle.snapshot_steps() for handle in job.agents]
         assert own == [[1, 2], [1, 2], [], []]
-        assert await job.brought_back(own) == Brought([[1, 2]] * 4, {2: "replica", 3: "replica"})
+        assert await job.brought_back(own) == FetchedSnapshots([[1, 2]] * 4, {2: "replica", 3: "replica"})
         state = [torch.zeros(1000)]
         Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
         assert bool((state[0] == 3).all())
@@ -139,8 +139,8 @@ def test_where_peers_have_the_same_state_on_another_node_it_is_theirs_that_is_ta
         job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
         own = [await handle.snapshot_steps() for handle in job.agents]
         kept = {"a": await job.agents[0].snapshot_files()}
-        outcome = await bring_back(job.ranks(), own, without_state(own), {"a": job.agents[0]}, kept)
-        assert outcome == Brought([[1, 2]] * 4, {2: "peer", 3: "peer"})
+        outcome = await fetch_snapshots(job.ranks(), own, ranks_without_state(own), {"a": job.agents[0]}, kept)
+        assert outcome == FetchedSnapshots([[1, 2]] * 4, {2: "peer", 3: "peer"})
         state = [torch.zeros(1000)]
         Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
         assert bool((state[0] == 1).all())
@@ -159,8 +159,8 @@ def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
         kept = {"a": await job.agents[1].snapshot_files(), "b": await job.agents[2].snapshot_files()}
         own = [await handle.snapshot_steps() for handle in job.agents]
         holders = {"a": gone, "b": job.agents[2]}
-        outcome = await bring_back(job.ranks(), own, [0], holders, kept)
-        assert outcome == Brought([[1]] * 4, {0: "peer"})
+        outcome = await fetch_snapshots(job.ranks(), own, [0], holders, kept)
+        assert outcome == FetchedSnapshots([[1]] * 4, {0: "peer"})
         assert "rank 0 could not be fetched from a: the actor is dead" in caplog.text
         await job.close()
 
@@ -184,18 +184,18 @@ def test_a_partner_that_fails_costs_its_rank_the_backup_and_nobody_else(job, cap
         assert 3 not in partner_of and 3 not in partner_of.values()
         assert "2 of 4 ranks have no backup: the actor is dead" in caplog.text
         job.agents[3].lost = False
-        assert await job.brought_back([[1], [1], [1], []]) == Brought([[1], [1], [1], []], {})
+        assert await job.brought_back([[1], [1], [1], []]) == FetchedSnapshots([[1], [1], [1], []], {})
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_a_rank_is_without_state_when_it_has_none_or_only_what_the_furthest_is_long_past():
-    assert without_state([[], []]) == [0, 1]
-    assert without_state([[1], [1, 2], [2], [2, 3]]) == [0]
-    assert without_state([[7, 8], [8, 9], [9, 10], [8, 9]]) == [0], "it is a step too far back"
-    assert without_state([[8, 9], [9, 10]]) == []
-    assert without_state([[4, 5], [4, 5], [99, 100], [99, 100]]) == [0, 1], "both have come back to an old node"
+    assert ranks_without_state([[], []]) == [0, 1]
+    assert ranks_without_state([[1], [1, 2], [2], [2, 3]]) == [0]
+    assert ranks_without_state([[7, 8], [8, 9], [9, 10], [8, 9]]) == [0], "it is a step too far back"
+    assert ranks_without_state([[8, 9], [9, 10]]) == []
+    assert ranks_without_state([[4, 5], [4, 5], [99, 100], [99, 100]]) == [0, 1], "both have come back to an old node"
 
 
 def test_a_rank_that_came_back_to_old_snapshots_takes_the_backup(job):
@@ -211,7 +211,7 @@ def test_a_rank_that_came_back_to_old_snapshots_takes_the_backup(job):
         own = [await handle.snapshot_steps() for handle in job.agents]
         assert own[2] == [0]
         brought = await job.brought_back(own)
-        assert (brought.steps[2], brought.taken) == ([1, 2], {2: "replica"})
+        assert (brought.steps[2], brought.origins) == ([1, 2], {2: "replica"})
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
@@ -228,8 +228,8 @@ def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job
         holders = {"b": job.agents[3]}
         kept = {"b": [file for file in await job.agents[3].snapshot_files() if file.rank == 2]}
         assert kept["b"]
-        outcome = await bring_back(job.ranks(), steps, range(4), holders, kept)
-        assert outcome == Brought(steps, {})
+        outcome = await fetch_snapshots(job.ranks(), steps, range(4), holders, kept)
+        assert outcome == FetchedSnapshots(steps, {})
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
@@ -260,8 +260,8 @@ def test_the_nearest_that_goes_far_enough_is_fetched_once_and_nothing_of_another
     }
     agents = [SimpleNamespace(), SimpleNamespace(fetch_snapshot=fetch_snapshot)]
     holders, peers = {host: holder(host) for host in files}, {0: [0, 1], 1: [0, 1]}
-    brought = asyncio.run(bring_back(Ranks(agents, 7, LAYOUT, peers), [[3, 4], []], [1], holders, files))
-    assert brought == Brought([[3, 4], [3, 4]], {1: "snapshot"})
+    brought = asyncio.run(fetch_snapshots(Ranks(agents, 7, LAYOUT, peers), [[3, 4], []], [1], holders, files))
+    assert brought == FetchedSnapshots([[3, 4], [3, 4]], {1: "snapshot"})
     ((host, secret, generation),) = asked
     assert (host, generation) == ("d", 7) and len(secret) >= 32
     assert fetched == [(1, "address of d", secret, 7, LAYOUT, 1)]

@@ -202,11 +202,11 @@ def test_answers_and_silences_are_by_rank_and_what_is_no_silence_is_raised():
             raise ValueError("our own mistake")
         return f"{agent} of {rank}"
 
-    answers, silent = asyncio.run(agents_module.ask({5: "a", 3: None, 1: "b"}, question, 10))
+    answers, silent = asyncio.run(agents_module.query({5: "a", 3: None, 1: "b"}, question, 10))
     assert (answers, list(silent)) == ({5: "a of 5", 1: "b of 1"}, [3])
     assert "gone" in silent[3]
     with pytest.raises(ValueError, match="our own mistake"):
-        asyncio.run(agents_module.ask({0: None, 1: "broken"}, question, 10))
+        asyncio.run(agents_module.query({0: None, 1: "broken"}, question, 10))
 
 
 def test_nobody_is_asked_by_whoever_is_cancelled_before_its_turn():
@@ -220,7 +220,7 @@ def test_nobody_is_asked_by_whoever_is_cancelled_before_its_turn():
         return answer()
 
     async def body():
-        asking = asyncio.create_task(agents_module.ask({0: "a", 1: "b"}, question, 10))
+        asking = asyncio.create_task(agents_module.query({0: "a", 1: "b"}, question, 10))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -286,4 +286,4 @@ def test_agents_describe_themselves_all_or_not_at_all():
     assert asyncio.run(agents_module.describe([agent("a"), agent("b")])) == ["about a", "about b"]
     gone = agent("c", AgentError("gone"))
     assert asyncio.run(agents_module.describe([agent("a"), gone])) is None
-    assert asyncio.run(agents_module.describe_each({4: agent("a"), 2: gone})) == {4: "about a"}
+    assert asyncio.run(agents_module.describe_all({4: agent("a"), 2: gone})) == {4: "about a"}

@@ -128,7 +128,7 @@ def test_jobs_that_hold_anything_are_named_and_released_alone(ray_head):
         lost = ray_head.ray.remote(Lost).options(name=agent_name("lost", 1, 0), namespace="lost", num_cpus=0).remote()
         await asyncio.to_thread(ray_head.ray.get, lost.__ray_ready__.remote())
         assert await cluster.jobs() == ["alive", "empty", "orphan"]
-        assert await cluster.agents.jobs_elsewhere() == ["lost"]
+        assert await cluster.agents.jobs_of_other_installations() == ["lost"]
         await cluster.release("empty")
         await cluster.release("orphan")
         assert (await alive.describe()).generation == 0

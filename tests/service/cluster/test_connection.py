@@ -238,7 +238,7 @@ def test_places_that_ray_makes_after_they_were_given_up_are_given_back(ray):
         acquiring.cancel()
         await asyncio.wait({acquiring})
         may_make.set()
-        await reached(lambda: not nodes._ray._threads._given_up)
+        await reached(lambda: not nodes._ray._threads._abandoned)
 
     go(body)
     assert made.is_set() and ray.groups == {}

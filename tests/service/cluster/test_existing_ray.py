@@ -5,7 +5,12 @@ import os
 import pytest
 
 from manta.service.cluster import existing_ray as module
-from manta.service.cluster.existing_ray import HEAD_AWAY_SECONDS, HEAD_FORGETS, HEAD_REMEMBERS, ExistingRay
+from manta.service.cluster.existing_ray import (
+    HEAD_IS_PERSISTENT,
+    HEAD_NOT_PERSISTENT,
+    HEAD_RECONNECT_SECONDS,
+    ExistingRay,
+)
 from manta.service.cluster.ray_private import RECONNECT_SECONDS
 
 ADDRESS = "10.0.0.1:6379"
@@ -30,7 +35,9 @@ def ray(monkeypatch, tmp_path, caplog):
     return connected
 
 
-@pytest.mark.parametrize(("keeps", "level", "said"), [(True, "INFO", HEAD_REMEMBERS), (False, "WARNING", HEAD_FORGETS)])
+@pytest.mark.parametrize(
+    ("keeps", "level", "said"), [(True, "INFO", HEAD_IS_PERSISTENT), (False, "WARNING", HEAD_NOT_PERSISTENT)]
+)
 def test_what_the_end_of_the_head_would_cost_is_said_at_the_start(ray, caplog, keeps, level, said):
     ray(lambda address: keeps)
     assert [(each.levelname, each.getMessage()) for each in caplog.records] == [(level, said)]
@@ -41,10 +48,10 @@ def test_ray_that_does_not_say_it_is_used_all_the_same(ray, caplog):
         raise RuntimeError("no\nanswer")
 
     ray(fails)
-    assert "does not say where its head keeps what it knows: no answer" in caplog.text
+    assert "does not report where its head stores its state: no answer" in caplog.text
 
 
 def test_head_is_waited_for_as_long_as_its_users_say_else_ten_minutes(ray, monkeypatch):
-    assert ray(lambda address: True) == [HEAD_AWAY_SECONDS] == ["600"]
+    assert ray(lambda address: True) == [HEAD_RECONNECT_SECONDS] == ["600"]
     monkeypatch.setenv(RECONNECT_SECONDS, "90")
     assert ray(lambda address: True) == ["600", "90"]

@@ -6,7 +6,7 @@ import pytest
 
 from manta.service.cluster.agent_client import AgentFailed
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.cluster.node_care import REST_SECONDS, IdleNodes
+from manta.service.cluster.node_maintenance import REST_SECONDS, IdleNodes
 from manta.service.cluster.node_shapes import NodeShape
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.waiting import reached
@@ -22,7 +22,7 @@ def cluster(tmp_path):
 
 
 @pytest.fixture
-def look(cluster):
+def check(cluster):
     """Looks at the nodes after so many seconds; answers those at rest then."""
     needed = set()
 
@@ -33,58 +33,58 @@ def look(cluster):
 
     def at(*moments):
         for moment in moments:
-            asyncio.run(idle.look(moment))
+            asyncio.run(idle.check(moment))
         return cluster.nodes.at_rest
 
     at.needed = needed
     return at
 
 
-def test_node_that_comes_and_goes_is_let_go_of_after_a_while_without_ranks(look):
-    assert look(0.0, REST_SECONDS - 1) == set()
-    assert look(LATER) == {"small"}, "the other one is not the autoscaler's"
+def test_node_that_comes_and_goes_is_let_go_of_after_a_while_without_ranks(check):
+    assert check(0.0, REST_SECONDS - 1) == set()
+    assert check(LATER) == {"small"}, "the other one is not the autoscaler's"
 
 
-def test_time_with_ranks_does_not_count(look, cluster):
-    look(0.0)
+def test_time_with_ranks_does_not_count(check, cluster):
+    check(0.0)
     cluster.nodes.used["small"] = 1
-    look(LATER)
+    check(LATER)
     cluster.nodes.used["small"] = 0
-    assert look(LATER + 1, LATER + REST_SECONDS) == set()
-    assert look(2 * LATER + 1) == {"small"}
+    assert check(LATER + 1, LATER + REST_SECONDS) == set()
+    assert check(2 * LATER + 1) == {"small"}
 
 
-def test_node_whose_daemon_was_wanted_lately_stays(look, cluster):
-    look(0.0)
+def test_node_whose_daemon_was_wanted_lately_stays(check, cluster):
+    check(0.0)
     cluster.daemons.used["small"] = 5.0
-    assert look(LATER) == set()
-    assert look(LATER + 5) == {"small"}
+    assert check(LATER) == set()
+    assert check(LATER + 5) == {"small"}
 
 
-def test_node_with_memory_that_a_job_needs_stays_until_it_does_not(look, cluster):
+def test_node_with_memory_that_a_job_needs_stays_until_it_does_not(check, cluster):
     cluster.daemons._daemon("small").left = ["failed"]
-    look.needed.add("failed")
-    assert look(0.0, LATER) == set()
-    look.needed.clear()
-    assert look(2 * LATER) == {"small"}
+    check.needed.add("failed")
+    assert check(0.0, LATER) == set()
+    check.needed.clear()
+    assert check(2 * LATER) == {"small"}
 
 
-def test_node_that_does_not_say_what_is_in_its_memory_stays_until_it_does(look, cluster):
+def test_node_that_does_not_say_what_is_in_its_memory_stays_until_it_does(check, cluster):
     async def fail():
         raise AgentFailed("its folder cannot be listed")
 
     daemon = cluster.daemons._daemon("small")
     cluster.daemons.silent.add("small")
-    assert look(0.0, LATER) == set()
+    assert check(0.0, LATER) == set()
     cluster.daemons.silent.clear()
     daemon.jobs, answers = fail, daemon.jobs
-    assert look(2 * LATER) == set()
+    assert check(2 * LATER) == set()
     daemon.jobs = answers
-    assert look(3 * LATER) == {"small"}
+    assert check(3 * LATER) == {"small"}
 
 
 def test_without_declared_shapes_nothing_is_looked_at(cluster):
-    cluster.nodes.that_come_and_go = None
+    cluster.nodes.autoscaled_nodes = None
     asyncio.run(IdleNodes(cluster, lambda jobs: None).run())
 
 
@@ -93,12 +93,12 @@ def test_what_ray_does_not_answer_is_one_line_in_the_log(cluster, caplog, monkey
     async def needs(jobs):
         return set()
 
-    async def look(now):
+    async def check(now):
         raise error
 
     async def body():
         idle = IdleNodes(cluster, needs)
-        monkeypatch.setattr(idle, "look", look)
+        monkeypatch.setattr(idle, "check", check)
         running = asyncio.create_task(idle.run())
         await reached(lambda: caplog.records)
         running.cancel()

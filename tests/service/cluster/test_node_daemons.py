@@ -147,10 +147,12 @@ def test_daemon_of_another_release_stays_while_trainers_live_by_its_zygote(made,
         for _ in range(3):
             assert list(await daemons.ensure()) == ["well"]
         assert nodes.closed == {"sick"} and others.killed == []
-        assert caplog.text.count("nothing is placed on node sick: the daemon of node sick speaks protocol -1") == 1
+        assert (
+            caplog.text.count("node sick is excluded from placement: the daemon of node sick speaks protocol -1") == 1
+        )
         others.agents.clear()
         assert list(await daemons.ensure()) == ["well"], "it is not looked at all agents every second"
-        daemons._next_look.clear()
+        daemons._next_check.clear()
         assert list(await daemons.ensure()) == ["sick", "well"]
         assert others.killed == ["sick"] and nodes.closed == set()
 
@@ -175,7 +177,7 @@ def test_node_on_which_another_release_is_installed_is_left_out_for_good(made, o
     async def body():
         for _ in range(3):
             assert list(await daemons.ensure()) == ["well"]
-            daemons._next_look.clear()
+            daemons._next_check.clear()
 
     asyncio.run(body())
     assert others.killed == ["sick"], "once: the next one would be the same"
@@ -205,7 +207,7 @@ def test_nodes_are_to_be_swept_where_ray_did_not_say_who_could_be_told(made):
 
     async def body():
         await daemons.of("well")
-        daemons.note_missed_end()
+        daemons.record_missed_end()
         assert nodes.unswept == {"well"}
 
     asyncio.run(body())
@@ -329,7 +331,7 @@ def test_new_daemon_is_given_longer_than_one_that_stands_or_has_not_answered(mad
         del actors["sick"]
         await daemons.of("sick")
         del actors["sick"]
-        nodes.silent.add("sick")
+        nodes.unresponsive.add("sick")
         await daemons.of("sick")
 
     asyncio.run(body())

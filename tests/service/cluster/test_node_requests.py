@@ -52,7 +52,7 @@ def grant(ray):
 
 
 def test_all_bundles_are_in_one_group_that_ends_with_this_process(ray, requests):
-    go(requests.ask(TWO, {"b", "a"}))
+    go(requests.request(TWO, {"b", "a"}))
     ((bundles, options),) = ray.made
     assert bundles == TWO
     assert options == {"strategy": "PACK", "bundle_label_selector": [{"ray.io/node-id": "!in(a,b)"}] * 2}
@@ -60,21 +60,21 @@ def test_all_bundles_are_in_one_group_that_ends_with_this_process(ray, requests)
 
 def test_the_same_is_asked_for_once_and_something_else_in_its_place(ray, requests):
     for bundles in (ONE, ONE, TWO):
-        go(requests.ask(bundles, ()))
+        go(requests.request(bundles, ()))
     assert [bundles for bundles, _ in ray.made] == [ONE, TWO]
     assert len(ray.states) == 1
 
 
 def test_for_nothing_there_is_no_group(ray, requests):
-    go(requests.ask((), ()))
+    go(requests.request((), ()))
     assert ray.made == []
-    go(requests.ask(ONE, ()))
-    go(requests.ask((), ()))
+    go(requests.request(ONE, ()))
+    go(requests.request((), ()))
     assert ray.states == {}
 
 
 def test_what_waits_goes_on_waiting_and_what_was_granted_is_given_back(ray, requests):
-    go(requests.ask(ONE, ()))
+    go(requests.request(ONE, ()))
     assert not go(requests.settle()) and len(ray.states) == 1
     grant(ray)
     assert go(requests.settle()) and ray.states == {}
@@ -84,20 +84,20 @@ def test_what_waits_goes_on_waiting_and_what_was_granted_is_given_back(ray, requ
 def test_what_was_granted_and_did_not_help_is_asked_for_again_after_a_while(
     ray, requests, monkeypatch, seconds, groups
 ):
-    monkeypatch.setattr(placement_groups, "AGAIN_SECONDS", seconds)
-    go(requests.ask(ONE, ()))
+    monkeypatch.setattr(placement_groups, "RETRY_SECONDS", seconds)
+    go(requests.request(ONE, ()))
     grant(ray)
     go(requests.settle())
-    go(requests.ask(ONE, ()))
+    go(requests.request(ONE, ()))
     assert len(ray.made) == groups
 
 
 def test_group_that_ray_has_forgotten_is_made_anew(ray, requests):
-    go(requests.ask(ONE, ()))
+    go(requests.request(ONE, ()))
     ray.states.clear()
     ray.remove_placement_group = lambda name: None
     assert not go(requests.settle())
-    go(requests.ask(ONE, ()))
+    go(requests.request(ONE, ()))
     assert len(ray.states) == 1
 
 
@@ -112,7 +112,7 @@ def test_group_that_ray_made_too_late_to_say_so_is_withdrawn_too(ray, requests, 
 
     answering, ray.run = ray.run, silent
     with pytest.raises(ClusterUnavailable):
-        go(requests.ask(ONE, ()))
+        go(requests.request(ONE, ()))
     ray.run = answering
     if answers == "after":
         go(requests.settle())

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.service.cluster.node_shapes import BadNodeShapes, Demand, NodeShape, grown, shapes_in, with_placed
+from manta.service.cluster.node_shapes import (
+    Demand,
+    InvalidNodeShapes,
+    NodeShape,
+    capacity_after_placing,
+    grown,
+    shapes_in,
+)
 from manta.service.cluster.placement import Capacity, missing
 from manta.workers.config import ParallelConfig
 
@@ -34,12 +41,12 @@ def test_shapes_are_read_as_an_administrator_writes_them():
     "text", ["", "workers", "workers=4", "workers=4x8", "w=4x0 slots", "w=4x8 cpus", "w=1x1 slot,"]
 )
 def test_other_text_is_refused_with_what_would_do(text):
-    with pytest.raises(BadNodeShapes, match="such as workers=4x8 slots"):
+    with pytest.raises(InvalidNodeShapes, match="such as workers=4x8 slots"):
         shapes_in(text)
 
 
 def test_type_is_declared_once():
-    with pytest.raises(BadNodeShapes, match="w twice"):
+    with pytest.raises(InvalidNodeShapes, match="w twice"):
         shapes_in("w=1x1 slots, w=2x2 slots")
 
 
@@ -54,8 +61,8 @@ def test_more_nodes_than_were_declared_take_nothing_away():
 
 
 def test_groups_of_a_job_lie_on_one_node_each():
-    assert with_placed(capacity((4, 3), (4, 3)), layout(tensor=2, data=3)) is None
-    left = with_placed(capacity((4, 3), (4, 4)), layout(tensor=2, data=3))
+    assert capacity_after_placing(capacity((4, 3), (4, 3)), layout(tensor=2, data=3)) is None
+    left = capacity_after_placing(capacity((4, 3), (4, 4)), layout(tensor=2, data=3))
     assert left is not None and left.free == 1
 
 
@@ -65,7 +72,7 @@ clusters = st.lists(st.integers(0, 8).map(lambda free: (8, free)), max_size=5).m
 
 @given(clusters, layouts)
 def test_a_job_is_placed_exactly_where_nothing_is_missing(cluster, job):
-    left = with_placed(cluster, job)
+    left = capacity_after_placing(cluster, job)
     assert (left is not None) == (missing(job, cluster) is None)
     if left is not None:
         assert left.free == cluster.free - job.world_size
@@ -85,9 +92,11 @@ def test_what_is_asked_for_is_a_run_of_the_queue_that_fits_together(cluster, que
 def test_stages_are_counted_on_nodes_of_their_type():
     cluster = replace(capacity((4, 4), (4, 4), (4, 3)), types={"n0": "A100", "n1": "V100", "n2": "V100"})
     typed = ParallelConfig(tensor=2, pipeline=2, data=2, stage_accelerators=("A100", "V100"))
-    left = with_placed(cluster, typed)
+    left = capacity_after_placing(cluster, typed)
     assert left is not None and left.nodes == {"n0": (4, 0), "n1": (4, 2), "n2": (4, 1)} and left.types == cluster.types
-    assert with_placed(cluster, typed.model_copy(update={"data": 3})) is None, "two groups on A100, and no third"
+    assert capacity_after_placing(cluster, typed.model_copy(update={"data": 3})) is None, (
+        "two groups on A100, and no third"
+    )
     demand = Demand({SLOTS: cluster})
     assert demand.add(typed, SLOTS)
     assert demand.bundles == [{SLOTS: 2.0, f"accelerator_type:{type}": 0.001} for type in ("A100",) * 2 + ("V100",) * 2]

@@ -26,7 +26,7 @@ def cluster():
 @pytest.fixture
 def frequent_looks(monkeypatch):
     """What is looked at again is so after ten milliseconds."""
-    monkeypatch.setattr(node_watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(node_watch, "POLL_SECONDS", 0.01)
 
 
 def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):

@@ -15,13 +15,13 @@ def cluster():
 @pytest.fixture
 def heard(monkeypatch):
     """All heartbeats that the watch has received."""
-    noted, hear = [], NodeWatch._hear
+    noted, hear = [], NodeWatch._receive
 
     def note(self, heartbeat):
         noted.append(heartbeat)
         hear(self, heartbeat)
 
-    monkeypatch.setattr(NodeWatch, "_hear", note)
+    monkeypatch.setattr(NodeWatch, "_receive", note)
     return noted
 
 

@@ -57,7 +57,7 @@ def nodes(ray):
 
 
 def test_nothing_more_is_placed_on_nodes_that_are_lost_or_to_be_left_or_silent(ray, nodes):
-    nodes.lost, nodes.draining, nodes.silent = {"a"}, {"b"}, {"c"}
+    nodes.lost, nodes.draining, nodes.unresponsive = {"a"}, {"b"}, {"c"}
     usable = asyncio.run(nodes.capacity("manta_slot"))
     assert usable == Capacity("manta_slot", 4, 3, {"d": (4, 3)})
     groups = PlacementGroups(nodes._ray, nodes)
@@ -67,7 +67,7 @@ def test_nothing_more_is_placed_on_nodes_that_are_lost_or_to_be_left_or_silent(r
 
 def test_nodes_that_live_are_shown_though_nothing_is_placed_there(nodes):
     """What is free on a node whose daemon does not answer is of no use to anybody."""
-    nodes.lost, nodes.draining, nodes.silent = {"a"}, {"b"}, {"c"}
+    nodes.lost, nodes.draining, nodes.unresponsive = {"a"}, {"b"}, {"c"}
     shown = asyncio.run(nodes.capacity("manta_slot", all_living=True))
     assert shown == Capacity("manta_slot", 12, 6, {"b": (4, 3), "c": (4, 0), "d": (4, 3)})
     assert asyncio.run(nodes.living()) == ["b", "c", "d"]
@@ -75,7 +75,7 @@ def test_nodes_that_live_are_shown_though_nothing_is_placed_there(nodes):
 
 def test_why_a_node_is_to_be_left_is_news_once_until_it_stays_or_is_gone(nodes):
     assert [nodes.drain("b", 60.0, why) for why in ("spot", "spot", "a user")] == [True, False, True]
-    nodes.drain_no_more("b")
+    nodes.cancel_drain("b")
     assert nodes.drain("b", None, "a user")
     nodes.keep_only({"a"})
     assert (nodes.draining, nodes.leave_by, nodes.drain_reasons) == (set(), {}, {})
@@ -95,7 +95,7 @@ def test_ranks_can_be_placed_where_a_node_lives_and_answers_or_can_be_added(
     ray, lost, silent, problems, draining, shapes, why
 ):
     nodes = Nodes(FakeConnection(ray), shapes)
-    nodes.lost, nodes.silent, nodes.draining = set(lost), set(silent), set(draining)
+    nodes.lost, nodes.unresponsive, nodes.draining = set(lost), set(silent), set(draining)
     nodes.problems = dict.fromkeys(problems, "a firewall")
     assert asyncio.run(nodes.problem_of_all()) == why
 
@@ -142,7 +142,7 @@ def test_what_was_given_back_is_waited_for_as_long_as_ray_may_take_to_show_it(ra
         return loop.time()
 
     try:
-        assert loop.run_until_complete(wait()) == pytest.approx(waited, abs=2 * nodes_module.LOOK_SECONDS)
+        assert loop.run_until_complete(wait()) == pytest.approx(waited, abs=2 * nodes_module.POLL_SECONDS)
     finally:
         loop.close()
 

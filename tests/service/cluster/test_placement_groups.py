@@ -7,7 +7,7 @@ import pytest
 
 from manta.service.cluster import placement_groups
 from manta.service.cluster.nodes import Nodes
-from manta.service.cluster.placement_groups import AVOIDING_SECONDS, LONGEST_LOOK_SECONDS, NotPlaced, PlacementGroups
+from manta.service.cluster.placement_groups import AVOIDING_SECONDS, MAX_POLL_SECONDS, NotPlaced, PlacementGroups
 from manta.service.leases.decisions import LeaseLost
 from manta.workers.config import ParallelConfig
 from tests.service.support.virtual_time import VirtualTimeLoop
@@ -131,7 +131,7 @@ def test_all_groups_have_to_hold_their_places_not_any(ray, groups):
         go(groups.acquire("job", 1, TWO, SLOT, timeout=7.0))
     assert ray.states == {}
     assert ray.removed == ["replica/job/1/0", "replica/job/1/1"]
-    assert 7.0 / LONGEST_LOOK_SECONDS <= ray.looks <= 7.0 / LONGEST_LOOK_SECONDS + 10, "looks become rare"
+    assert 7.0 / MAX_POLL_SECONDS <= ray.looks <= 7.0 / MAX_POLL_SECONDS + 10, "looks become rare"
 
 
 def test_places_that_come_later_are_noticed(ray, groups):
@@ -143,7 +143,7 @@ def test_places_that_come_later_are_noticed(ray, groups):
         await groups.acquire("job", 1, TWO, SLOT)
 
     _, seconds = go(body())
-    assert seconds == pytest.approx(10.0, abs=LONGEST_LOOK_SECONDS)
+    assert seconds == pytest.approx(10.0, abs=MAX_POLL_SECONDS)
     assert ray.removed == []
 
 

@@ -53,7 +53,7 @@ def test_what_ray_starts_knows_no_password_and_no_key_and_starts_agents_at_once(
     assert given["RAY_AUTH_MODE"] == "token"
     assert Path(given["RAY_AUTH_TOKEN_PATH"]).read_text()
     assert given[MARK] == Paths.of(tmp_path / "home").tag
-    assert int(given[module.STARTS_AT_ONCE]) >= 3
+    assert int(given[module.STARTUP_CONCURRENCY]) >= 3
 
 
 def test_head_is_found_again_whatever_became_of_its_record(ray_head):
@@ -202,7 +202,7 @@ def test_head_of_which_a_part_hangs_is_waited_for_and_then_replaced(living, monk
     process.suspend()
     monkeypatch.undo()
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
-    monkeypatch.setattr(module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "UNRESPONSIVE_SECONDS", 0.0)
     monkeypatch.setattr(living.head, "start", lambda: "another")
     assert living.head.ensure() == "another"
 
@@ -255,8 +255,8 @@ def test_token_that_was_removed_is_written_again_by_whoever_knows_it(tmp_path, m
     known = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there", "a token")
     Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(known)))
     monkeypatch.setattr(head, "problem_of", lambda record: None)
-    monkeypatch.setattr(module, "_silent_process", lambda pid: None)
-    for write_again in (head.ensure, head.keep_token):
+    monkeypatch.setattr(module, "_unresponsive_process", lambda pid: None)
+    for write_again in (head.ensure, head.restore_token):
         if said is None:
             token.unlink(missing_ok=True)
         else:
@@ -271,7 +271,7 @@ def test_head_whose_token_nobody_knows_is_replaced(tmp_path, monkeypatch):
     record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there")
     Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(record)))
     monkeypatch.setattr(head, "problem_of", lambda record: None)
-    monkeypatch.setattr(module, "_silent_process", lambda pid: None)
+    monkeypatch.setattr(module, "_unresponsive_process", lambda pid: None)
     monkeypatch.setattr(head, "start", lambda: "another one")
     assert head.ensure() == "another one"
 

@@ -10,15 +10,15 @@ from manta.service.cluster.placement import Capacity
 from manta.service.cluster.sizes import (
     SizeOutOfBounds,
     fitting,
-    given_back,
     in_use,
+    largest_fitting_size,
     layout_in_use,
     resized,
     room_for,
     shapes_of,
-    size_within,
     sizes_of,
     smallest,
+    with_freed_units,
 )
 from manta.workers.config import ParallelConfig
 from manta.workers.spec.problems import SpecError
@@ -66,7 +66,7 @@ def test_replica_takes_a_tensor_group_for_each_stage_and_each_part_of_the_contex
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6))
 def test_size_is_the_wanted_one_or_as_near_as_there_is_room(least, more, wanted, held, room):
     sizes = range(least, least + more + 1)
-    replicas = size_within(sizes, wanted, held, room)
+    replicas = largest_fitting_size(sizes, wanted, held, room)
     if replicas is None:
         assert min(wanted, held + room) not in sizes
     else:
@@ -141,14 +141,14 @@ def test_largest_layout_that_fits_is_taken():
 
 
 def test_what_a_job_gives_back_is_free_on_its_node():
-    places = given_back(on(a=1, b=0), ["a", "b", "b", None, "left"])
+    places = with_freed_units(on(a=1, b=0), ["a", "b", "b", None, "left"])
     assert (places.nodes, places.free) == ({"a": (4, 2), "b": (4, 2)}, 4)
     assert (places.unit, places.total) == ("manta_slot", 8)
 
 
 def test_a_node_has_no_more_free_units_than_it_has():
     """What a job held there may have been given back meanwhile."""
-    places = given_back(on(a=3, b=1), ["a", "a", "a"])
+    places = with_freed_units(on(a=3, b=1), ["a", "a", "a"])
     assert (places.nodes, places.free) == ({"a": (4, 4), "b": (4, 1)}, 5)
 
 

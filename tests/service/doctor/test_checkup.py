@@ -1,7 +1,7 @@
 """Everything is looked at, and a look that fails is a finding."""
 
 from manta.service.doctor import Finding
-from manta.service.doctor.checkup import findings, looks
+from manta.service.doctor.checkup import checks, findings
 from manta.service.settings import Settings
 from manta.workers.spec.reading import parse_job_spec
 
@@ -27,10 +27,10 @@ def test_the_data_of_a_job_is_looked_for(tmp_path):
         "train": {"steps": 1, "validate_every": 1},
     }
     job = parse_job_spec(document)
-    data = looks(Settings(tmp_path), job)["data"]
+    data = checks(Settings(tmp_path), job)["data"]
     assert [each.verdict for each in data()] == ["ok", "problem", "problem"]
-    elsewhere = looks(Settings(tmp_path, data_roots=(tmp_path / "roots",)), job)["data"]
+    elsewhere = checks(Settings(tmp_path, data_roots=(tmp_path / "roots",)), job)["data"]
     assert {each.verdict for each in elsewhere()} == {"problem"}
-    in_one_of_them = looks(Settings(tmp_path, data_roots=(tmp_path / "roots", tmp_path)), job)["data"]
+    in_one_of_them = checks(Settings(tmp_path, data_roots=(tmp_path / "roots", tmp_path)), job)["data"]
     assert [each.verdict for each in in_one_of_them()] == ["ok", "problem", "problem"]
-    assert list(looks(Settings(tmp_path), None)["data"]()) == []
+    assert list(checks(Settings(tmp_path), None)["data"]()) == []

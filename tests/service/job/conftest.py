@@ -28,5 +28,5 @@ def two_replicas(store, submit) -> Callable[..., SupervisedJob]:
 @pytest.fixture
 def short_waits(monkeypatch) -> None:
     """Repairs that do not help wait a millisecond before the next."""
-    monkeypatch.setattr(budgets, "FIRST_WAIT_SECONDS", 0.001)
-    monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(budgets, "INITIAL_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(budgets, "MAX_WAIT_SECONDS", 0.001)

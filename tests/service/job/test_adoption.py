@@ -308,7 +308,7 @@ def test_outcome_that_was_known_is_brought_to_its_end(two_replicas, cluster, sta
         await run_and_lose_control(job, 1)
         if state == "CANCELLED":
             job.store.write(lambda s: jobs.request_cancel(s, job.id))
-        await JobRecord(job.store, job.id).note_outcome(JobState(state), "a reason", "a message")
+        await JobRecord(job.store, job.id).record_outcome(JobState(state), "a reason", "a message")
         job.supervise(None)
         await job.task
 
@@ -322,11 +322,11 @@ def test_outcome_that_was_known_is_brought_to_its_end(two_replicas, cluster, sta
 
 def test_job_whose_control_plane_dies_while_it_gives_everything_back_has_ended_all_the_same(two_replicas, cluster):
     """Once agents and snapshots are gone, only what was written before that says that nothing is left to do."""
-    job, given_back, end_job = two_replicas(cluster), asyncio.Event(), cluster.end_job
+    job, with_freed_units, end_job = two_replicas(cluster), asyncio.Event(), cluster.end_job
 
     async def end_and_hang(*arguments, **more):
         await end_job(*arguments, **more)
-        given_back.set()
+        with_freed_units.set()
         await asyncio.Event().wait()
 
     async def body():
@@ -336,7 +336,7 @@ def test_job_whose_control_plane_dies_while_it_gives_everything_back_has_ended_a
         cluster.end_job = end_and_hang
         for agent in job.ranks:
             agent.finish(10)
-        await given_back.wait()
+        await with_freed_units.wait()
         await job.die_with_control_plane()
         cluster.end_job = end_job
         job.supervise(None)
@@ -354,7 +354,7 @@ def test_cancel_wins_over_an_outcome_that_was_not_written_in_time(two_replicas, 
     async def body():
         await run_and_lose_control(job, 1)
         job.store.write(lambda s: jobs.request_cancel(s, job.id))
-        await JobRecord(job.store, job.id).note_outcome(JobState.FAILED, "a reason", "a message")
+        await JobRecord(job.store, job.id).record_outcome(JobState.FAILED, "a reason", "a message")
         job.supervise(None)
         await job.task
 

@@ -7,7 +7,7 @@ import pytest
 from manta.service.cluster.agents import describe
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import resized, shapes_of
-from manta.service.job.changes import Move, PlaceAgain, Stay, carry_out, standby_of
+from manta.service.job.changes import Move, Relocate, Stay, carry_out, standby_of
 from manta.service.job.context import JobContext
 from manta.service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
@@ -406,7 +406,7 @@ def change(store, submit, tmp_path):
             job = submit(**{"parallel": {"data": 2}, "elastic": {"min_data": 1, "max_data": 4}, **sections})
             context = JobContext.of(store, cluster, job)
             await context.gang.place(3, context.submitted, ())
-            context.gang.note_places(dict(enumerate(await describe(context.gang.agents))))
+            context.gang.record_placements(dict(enumerate(await describe(context.gang.agents))))
             await body(context)
 
         asyncio.run(asyncio.wait_for(story(), 10))
@@ -419,9 +419,9 @@ def test_ranks_at_rest_keep_what_they_hold_where_a_change_is_not_made(change):
         resting = {0: 4, 1: None}
         before = list(job.gang.agents)
         await carry_out(Stay("why"), job, 3, resting)
-        assert (job.gang.held_steps, job.gang.agents, job.departing) == (resting, before, [])
+        assert (job.gang.resting_steps, job.gang.agents, job.departing) == (resting, before, [])
         resting.clear()
-        assert job.gang.held_steps, "the next generation fills its own"
+        assert job.gang.resting_steps, "the next generation fills its own"
 
     change(body)
 
@@ -432,7 +432,7 @@ def test_ranks_that_stay_keep_what_they_hold_where_others_move(change):
     async def body(job):
         standby = await job.gang.start_standby(4, job.gang.layout, (1,), ())
         await carry_out(Move((1,), standby), job, 3, {0: 4, 1: 4})
-        assert job.gang.held_steps == {0: 4}
+        assert job.gang.resting_steps == {0: 4}
         assert [agent.node for agent in job.gang.agents] == ["one", "three"]
 
     change(body)
@@ -447,7 +447,7 @@ def test_gang_that_is_placed_anew_avoids_nodes_that_fail_it_and_who_has_its_stat
         job.record.avoided_nodes = avoided
         before = list(job.gang.agents)
         target = resized(job.submitted, 3)
-        await carry_out(PlaceAgain(target, "there is room again"), job, 3, {})
+        await carry_out(Relocate(target, "there is room again"), job, 3, {})
         assert job.cluster.groups.acquired[-1] == (job.id, 4, (0, 1, 2), frozenset({"three"}))
         assert [agent.node for agent in job.gang.agents] == ["one", "two", "four"]
         assert all(agent.lost for agent in before)
@@ -474,7 +474,7 @@ def test_gang_whose_new_places_others_took_takes_what_is_left_or_what_it_had(cha
             raise NotPlaced("not in time")
 
         groups.refuse = others_are_faster
-        again = PlaceAgain(resized(shapes_of(job.submitted)[0], 4), "there is room again")
+        again = Relocate(resized(shapes_of(job.submitted)[0], 4), "there is room again")
         store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", 4))
         if len(taken) == 4:
             with pytest.raises(NotPlaced):

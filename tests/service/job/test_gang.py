@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from manta.service.cluster.placement import agent_name
-from manta.service.cluster.sizes import given_back, resized
+from manta.service.cluster.sizes import resized, with_freed_units
 from manta.service.job.context import JobContext
-from manta.service.job.gang import NOWHERE
+from manta.service.job.gang import NO_PLACEMENT_GROUP
 from manta.workers.protocol.messages import AgentDescription
 from tests.service.support.fake_cluster import FakeCluster
 
@@ -20,9 +20,9 @@ def gang(store, submit, tmp_path):
     job = JobContext.of(store, FakeCluster(tmp_path, one=2, two=2, three=2, four=2, five=2), submit(**spec))
     made = job.gang
     asyncio.run(made.place(1, job.submitted, ()))
-    made.note_nodes({rank: agent.node for rank, agent in made.by_rank.items()})
+    made.record_nodes({rank: agent.node for rank, agent in made.by_rank.items()})
     made.after = {rank: 10 + rank for rank in range(6)}
-    made.held_steps = {rank: rank for rank in range(6)}
+    made.resting_steps = {rank: rank for rank in range(6)}
     return made
 
 
@@ -53,7 +53,7 @@ def test_of_agents_that_take_the_place_of_others_nothing_is_known_yet(gang):
     leaving = gang.swap([1], fresh)
     assert gang.agents == [*before[:2], *fresh.agents, *before[4:]]
     assert leaving.agents == before[2:4]
-    assert set(gang.after) == set(gang.nodes) == set(gang.held_steps) == {0, 1, 4, 5}
+    assert set(gang.after) == set(gang.nodes) == set(gang.resting_steps) == {0, 1, 4, 5}
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -62,18 +62,18 @@ def test_no_process_holds_a_state_of_another_layout(gang, replicas):
         gang.grow(resized(gang.spec, 4), standby(gang, 3, replicas=4))
     else:
         gang.shrink([0, 1])
-    assert (gang.layout.data, gang.held_steps) == (replicas, {})
+    assert (gang.layout.data, gang.resting_steps) == (replicas, {})
 
 
 def test_snapshots_are_looked_for_on_all_nodes_that_the_job_was_ever_on_and_no_others(gang):
     """A state that no other node has may lie where the job was two generations ago."""
-    gang.note_nodes(dict.fromkeys(range(6), "four"))
+    gang.record_nodes(dict.fromkeys(range(6), "four"))
     holders = asyncio.run(gang.release())
     assert sorted(agent.node for agent in holders.agents) == ["four", "one", "three", "two"]
 
 
 def test_ranks_and_replicas_are_named_in_ascending_order(gang):
-    gang.note_nodes({5: "one", 4: "two", 0: "one", 9: "one"})
+    gang.record_nodes({5: "one", 4: "two", 0: "one", 9: "one"})
     assert gang.on(["one"]) == [0, 5], "of ranks that there are no more nothing is said"
     assert (gang.on(["one", "two"]), gang.on(["six"])) == ([0, 4, 5], [])
     assert gang.replicas_of([5, 4, 0]) == [0, 2]
@@ -91,7 +91,7 @@ def test_agents_that_are_lost_are_replaced_in_their_places(gang):
     ]  # fmt: skip
     assert [agent.rank for agent in gang.agents] == list(range(6)) and gang.groups == groups
     assert not living(gang, [before[1], before[4]]), "one that is only silent would keep the seat"
-    assert set(gang.after) == set(gang.held_steps) == {0, 2, 3, 5}
+    assert set(gang.after) == set(gang.resting_steps) == {0, 2, 3, 5}
 
 
 @pytest.mark.parametrize("gone", ["node", "place"])
@@ -100,7 +100,7 @@ def test_nobody_is_replaced_where_the_place_is_gone_too(gang, gone):
     if gone == "node":
         gang._cluster.nodes.lost.add("two")
     else:
-        gang.groups[1] = NOWHERE
+        gang.groups[1] = NO_PLACEMENT_GROUP
     assert not asyncio.run(gang.replace(7, [0, 2]))
     assert gang.agents == before == living(gang, before)
 
@@ -108,7 +108,7 @@ def test_nobody_is_replaced_where_the_place_is_gone_too(gang, gone):
 def test_replicas_that_are_given_up_leave_room_and_their_snapshots(gang):
     gang._cluster.agents.memory["two"] = {(gang._job_id, gang.tag, 2): [3]}
     groups = list(gang.groups)
-    gang.groups[2] = NOWHERE
+    gang.groups[2] = NO_PLACEMENT_GROUP
     asyncio.run(gang.give_up([1, 2]))
     assert living(gang, gang.agents) == gang.agents[:2]
     assert groups[0] in gang._cluster.groups.held and groups[1] not in gang._cluster.groups.held
@@ -124,7 +124,7 @@ def test_places_that_are_given_back_are_waited_for_once_nobody_is_there(gang, ho
         waited.append((expected, len(gang._cluster.agents.living)))
 
     monkeypatch.setattr(gang._cluster.nodes, "until_free", until_free)
-    expected = given_back(asyncio.run(gang.capacity()), gang.nodes.values())
+    expected = with_freed_units(asyncio.run(gang.capacity()), gang.nodes.values())
     asyncio.run(gang.release() if how == "release" else gang.give_up([0, 1, 2]))
     assert waited == [(expected, 0)]
 
@@ -147,8 +147,8 @@ def test_snapshots_of_replicas_are_handed_out_on_nodes_that_live(gang, monkeypat
 
 def test_places_of_a_replica_of_which_nobody_is_left_are_not_known(gang):
     about = {rank: AgentDescription("host", "10.0.0.1", 1, f"n{rank}", group=f"g{rank // 2}") for rank in (0, 4, 5)}
-    gang.note_places(about)
-    assert gang.groups == ["g0", NOWHERE, "g2"]
+    gang.record_placements(about)
+    assert gang.groups == ["g0", NO_PLACEMENT_GROUP, "g2"]
     assert gang.nodes == {0: "n0", 4: "n4", 5: "n5"}
 
 

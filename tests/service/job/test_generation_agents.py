@@ -48,7 +48,7 @@ def test_agent_that_does_not_answer_is_given_up(monkeypatch):
 def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatch):
     """The database may take longer than an agent may: that says nothing about the agent."""
     monkeypatch.setattr(generation, "STOP_SECONDS", 0.05)
-    monkeypatch.setattr(generation, "LAST_REPORTS_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "LAST_REPORTS_POLL_SECONDS", 0.01)
 
     async def body():
         agents, stored = [agent_of(0), agent_of(1)], asyncio.Event()
@@ -69,7 +69,7 @@ def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatch):
 
 def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):
     monkeypatch.setattr(generation, "STOP_SECONDS", 0.05)
-    monkeypatch.setattr(generation, "LAST_REPORTS_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "LAST_REPORTS_POLL_SECONDS", 0.01)
 
     async def body(running, agents, handled):
         async def silent(*arguments):
@@ -87,7 +87,7 @@ def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):
 
 
 def test_ranks_that_take_a_while_to_say_how_they_ended_are_heard_out(monkeypatch):
-    monkeypatch.setattr(generation, "LAST_REPORTS_TURN_SECONDS", 0.001)
+    monkeypatch.setattr(generation, "LAST_REPORTS_POLL_SECONDS", 0.001)
 
     async def body(running, agents, handled):
         async def later(*arguments):

@@ -53,9 +53,9 @@ STALLED = report(TrainerStatus(100, overdue=True))
 @pytest.fixture
 def watch(monkeypatch):
     """Runs a watch over agents until `done` holds, after it has heard `reports`; the events and the lost ranks."""
-    monkeypatch.setattr(hangs_and_stragglers, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(hangs_and_stragglers, "REQUEST_SECONDS", 0.05)
     monkeypatch.setattr(hangs_and_stragglers, "CONFIRM_SECONDS", 0.0)
-    monkeypatch.setattr(hangs_and_stragglers, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(hangs_and_stragglers, "RETRY_SECONDS", 0.0)
 
     def run(agents, done, reports=(STALLED,), policy="report", replaced=None, look_first=False):
         events, lost = [], []

@@ -19,8 +19,8 @@ SAVED = ["checkpoint_saving", "checkpoint_saved"]
 @pytest.fixture(autouse=True)
 def short_waits(short_waits, monkeypatch):
     """A job that is held looks again after a millisecond, too."""
-    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 0.001)
-    monkeypatch.setattr(durable_state, "LONGEST_HOLD_SECONDS", 0.001)
+    monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 0.001)
+    monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ async def run_and_lose_all(job):
         agent.die()
 
 
-def bring_back(job):
+def fetch_snapshots(job):
     (folder_of(job).parent / "elsewhere").rename(folder_of(job))
 
 
@@ -78,7 +78,7 @@ def test_job_is_held_and_goes_on_by_itself_once_its_checkpoint_can_be_read(job):
         await job.waited(3)
         assert (job.row.state, job.row.generation, states(job)) == ("RECOVERING", 1, ["complete"])
         assert (job.row.reason, job.row.message) == ("held", job.message("held"))
-        bring_back(job)
+        fetch_snapshots(job)
         await job.watched(2)
         assert (job.row.reason, job.row.message) == (None, None)
         assert all(agent.orders[-1].resume.step == 2 for agent in job.ranks)
@@ -108,7 +108,7 @@ def test_rank_that_does_not_run_has_no_pid_while_the_job_is_held(job, how):
             job.supervise(None)
         await job.waited(2)
         assert (job.row.reason, job.rank_states, job.pids) == ("held", ["exited"] * 4, [None] * 4)
-        bring_back(job)
+        fetch_snapshots(job)
         await job.watched(2)
         assert all(job.pids)
         await job.finish()
@@ -117,8 +117,8 @@ def test_rank_that_does_not_run_has_no_pid_while_the_job_is_held(job, how):
 
 
 def test_cancel_ends_a_held_job_at_once(job, monkeypatch):
-    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 1000.0)
-    monkeypatch.setattr(durable_state, "LONGEST_HOLD_SECONDS", 1000.0)
+    monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
+    monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
 
     async def body():
         await run_and_lose_all(job)
@@ -133,8 +133,8 @@ def test_cancel_ends_a_held_job_at_once(job, monkeypatch):
 
 
 def test_held_job_is_paused_at_once_since_nothing_is_to_be_saved(job, monkeypatch):
-    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 1000.0)
-    monkeypatch.setattr(durable_state, "LONGEST_HOLD_SECONDS", 1000.0)
+    monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
+    monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
 
     async def body():
         await run_and_lose_all(job)
@@ -157,7 +157,7 @@ def test_next_control_plane_holds_the_job_too_and_says_no_more(job):
         job.cluster.agents.living.clear()
         job.supervise(None)
         await job.waited(2)
-        bring_back(job)
+        fetch_snapshots(job)
         await job.watched(2)
         await job.finish()
 
@@ -171,7 +171,7 @@ def test_trainer_that_cannot_read_the_checkpoint_is_tried_again_without_end(two_
 
     async def body():
         await run_and_lose_all(job)
-        bring_back(job)
+        fetch_snapshots(job)
         for generation in (2, 3, 4, 5):
             await job.watched(generation)
             assert job.ranks[0].orders[-1].resume.step == 2
@@ -200,7 +200,7 @@ def test_job_is_held_for_a_checkpoint_too_of_which_nobody_heard_that_it_is_compl
         await job.waited(3)
         assert (job.row.state, job.row.reason, states(job)) == ("RECOVERING", "held", ["saving"])
         folder.unlink()
-        bring_back(job)
+        fetch_snapshots(job)
         await job.watched(2)
         await job.finish()
 
@@ -297,7 +297,7 @@ def test_launch_that_is_put_off_for_a_checkpoint_ends_a_row_of_failed_ones(monke
     async def hold(launch, why):
         return launch, why
 
-    held._hold = hold
+    held._wait_before_retry = hold
     monkeypatch.setattr(supervisor, "launch_generation", unreadable)
     assert asyncio.run(held._launch("launch")) == ("launch", "not mounted")
     assert held._job.failed_launches == []

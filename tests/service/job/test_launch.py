@@ -291,7 +291,7 @@ def test_agent_that_does_not_say_where_it_is_fails_the_launch_before_it_began(jo
     async def body():
         with pytest.raises(LaunchFailed, match=r"rank 2 could not be launched \(the actor is dead\)") as caught:
             await launch_generation(job, Launch("submitted", counts=False))
-        assert list(caught.value.silent) == [2]
+        assert list(caught.value.unresponsive) == [2]
 
     story(body)
     assert read(job, lambda s: generations.of_job(s, job.id)) == []

@@ -21,7 +21,7 @@ AGAIN = ["QUEUED", "STARTING", "generation_started", "RUNNING", "first_step"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(leave, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(leave, "RETRY_SECONDS", 0.01)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ SOON, LATER = SPARE_SECONDS + 0.3, 3600.0
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(leave, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(leave, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 0.01)
 
 

@@ -30,7 +30,7 @@ def seconds_until_overdue(monkeypatch):
             before()
             context.leaving.set()
             began = time.monotonic()
-            await leave.keep_time(context)
+            await leave.watch_deadline(context)
             assert context.overdue.is_set()
             seconds.append(time.monotonic() - began)
 
@@ -76,7 +76,7 @@ def test_store_that_does_not_answer_is_waited_for_longest_where_nothing_else_wil
     async def under_way():
         return {"hangs": ["a"], "begun_anew": [time.monotonic() // 60], "none": []}[save]
 
-    context.record.saves_under_way = under_way
+    context.record.unfinished_saves = under_way
     monkeypatch.setattr(checkpoints, "latest_seconds", lambda session, job_id, limit: [2.0])
     assert seconds_until_overdue(context) == (leaves_after or SAVE_SECONDS)
 
@@ -141,7 +141,7 @@ def test_job_that_is_paused_before_its_time_is_up_is_overdue_by_its_pause(two_re
 
     async def body():
         context.record.state_changes = state_changes_at_once
-        keeping = asyncio.create_task(leave.keep_time(context))
+        keeping = asyncio.create_task(leave.watch_deadline(context))
         for _ in range(20):
             await asyncio.sleep(0)
         assert not (context.leaving.is_set() or context.overdue.is_set() or keeping.done())

@@ -7,9 +7,9 @@ import pytest
 
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import resized
-from manta.service.job.changes import place_all, replace_lost
+from manta.service.job.changes import place_gang, replace_lost
 from manta.service.job.context import JobContext
-from manta.service.job.gang import NOWHERE
+from manta.service.job.gang import NO_PLACEMENT_GROUP
 from manta.service.recovery.budgets import AVOID_FAILURES, PastFailure
 from manta.service.store import events
 from tests.service.support.fake_cluster import FakeCluster
@@ -26,7 +26,7 @@ def placed(store, submit, tmp_path):
         cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
         job = JobContext.of(store, cluster, submit(**{**TWO_REPLICAS, **sections}))
         asyncio.run(job.gang.place(1, job.submitted, ()))
-        job.gang.note_nodes({rank: agent.node for rank, agent in job.gang.by_rank.items()})
+        job.gang.record_nodes({rank: agent.node for rank, agent in job.gang.by_rank.items()})
         job.gang.agents[2].lose()
         return job
 
@@ -88,7 +88,7 @@ def test_agents_that_did_not_answer_are_killed_and_not_asked_again(placed, gone,
     silent.lost = False
     silent.silence()
     if gone == "place":
-        job.gang.groups[1] = NOWHERE
+        job.gang.groups[1] = NO_PLACEMENT_GROUP
         del job.cluster.nodes.slots["two"]
     else:
         job.cluster.nodes.lost.add("two")
@@ -120,7 +120,7 @@ def test_gang_of_which_nobody_is_left_is_placed_anew_away_from_nodes_that_keep_f
     job = placed()
     assert not replace(job, lost=(0, 1, 2, 3))
     asyncio.run(job.gang.release())
-    asyncio.run(place_all(job, 2, failures("one")))
+    asyncio.run(place_gang(job, 2, failures("one")))
     assert nodes_of(job) == ["two", "two", "three", "three"]
 
 
@@ -128,7 +128,7 @@ def test_gang_that_had_shrunk_is_placed_anew_as_large_as_its_user_wants_it(place
     job = placed(elastic={"min_data": 1, "max_data": 2})
     asyncio.run(job.gang.release())
     job.gang.spec = resized(job.submitted, 1)
-    asyncio.run(place_all(job, 2, []))
+    asyncio.run(place_gang(job, 2, []))
     assert job.gang.layout.data == 2
 
 
@@ -138,5 +138,5 @@ def test_gang_for_which_there_is_no_room_waits_for_the_layout_that_it_has(placed
     job.gang.spec = resized(job.submitted, 1)
     job.cluster.nodes.used.update(dict.fromkeys(job.cluster.nodes.slots, 2))
     with pytest.raises(NotPlaced):
-        asyncio.run(place_all(job, 2, []))
+        asyncio.run(place_gang(job, 2, []))
     assert job.cluster.groups.acquired[-1][:3] == (job.id, 2, (0,))

@@ -28,8 +28,8 @@ from tests.service.support.waiting import reached
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(database, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(database, "INITIAL_BACKOFF_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -37,19 +37,19 @@ def owned(two_replicas, cluster, monkeypatch):
     """A job of four ranks whose supervisors come from an owner."""
     job = two_replicas(cluster)
 
-    def supervise(placed_generation):
+    def supervise(scheduled_generation):
         job.owner = JobOwner(job.store, cluster, job.id)
-        job.task = asyncio.create_task(job.owner.run(placed_generation))
+        job.task = asyncio.create_task(job.owner.run(scheduled_generation))
         job.task.add_done_callback(lambda task: cluster.agents.changed())
 
-    attend = Supervisor._attend
+    attend = Supervisor._observe
 
     def attended(self, running):
         attend(self, running)
         job.supervisor = self
         cluster.agents.changed()
 
-    monkeypatch.setattr(Supervisor, "_attend", attended)
+    monkeypatch.setattr(Supervisor, "_observe", attended)
     job.supervise = supervise
     job.supervisor = Supervisor(JobContext.of(job.store, cluster, job.row))
     return job
@@ -104,8 +104,8 @@ def test_same_error_is_said_once(owned, monkeypatch):
 
 
 def test_cancel_ends_the_pause_after_an_error(owned, monkeypatch):
-    monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 1000.0)
-    monkeypatch.setattr(owning, "LONGEST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 1000.0)
+    monkeypatch.setattr(owning, "MAX_BACKOFF_SECONDS", 1000.0)
     raises(monkeypatch, "_launch", RuntimeError("nobody expected this"))
 
     async def body():
@@ -339,7 +339,7 @@ def test_database_that_takes_longer_than_a_launch_may_fails_no_launch(owned, mon
 
 
 def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cluster, monkeypatch):
-    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 0.001)
+    monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 0.001)
     ensure, left = cluster.daemons.ensure, [ClusterUnavailable(TimeoutError("no answer"))] * 3
 
     async def silent(*arguments):
@@ -372,9 +372,9 @@ def tried(store, submit, cluster, monkeypatch):
     """Has the owner of a job try with these outcomes, each an error or an answer; what each try was asked with and the
     seconds between them."""
 
-    def run(*outcomes, lived=0.0, placed_generation=7):
+    def run(*outcomes, lived=0.0, scheduled_generation=7):
         owner, left, asked, paused = JobOwner(store, cluster, submit().id), list(outcomes), [], []
-        monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 0.5)
+        monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 0.5)
 
         async def supervise(placed):
             asked.append(placed)
@@ -391,7 +391,7 @@ def tried(store, submit, cluster, monkeypatch):
         monkeypatch.setattr(owner, "_supervise", supervise)
         monkeypatch.setattr(owner, "_pause", pause)
         monkeypatch.setattr(owning.time, "monotonic", lambda: now[0])
-        asyncio.run(owner.run(placed_generation))
+        asyncio.run(owner.run(scheduled_generation))
         return asked, paused
 
     return run
@@ -452,8 +452,8 @@ def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_its_owner_says(st
             super().__init__(job)
             made.append((job.id, job.memory_seconds))
 
-        async def run(self, placed_generation):
-            made.append(placed_generation)
+        async def run(self, scheduled_generation):
+            made.append(scheduled_generation)
 
         async def settled(self):
             pass

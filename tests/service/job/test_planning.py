@@ -8,7 +8,7 @@ import pytest
 from manta.service.job import planning
 from manta.service.job.context import JobContext
 from manta.service.job.planning import plan_generation
-from manta.service.planner.machines import BadCalibration
+from manta.service.planner.machines import InvalidCalibration
 from manta.service.store import generations, plans
 from manta.workers.protocol.messages import AgentDescription
 from tests.service.support.fake_cluster import FakeCluster
@@ -80,7 +80,7 @@ def test_on_other_nodes_a_layout_is_planned_again(job):
 
 def test_what_could_not_be_planned_is_tried_again(job, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(planning, "this_node", lambda _: (_ for _ in ()).throw(BadCalibration("cut short")))
+        patched.setattr(planning, "this_node", lambda _: (_ for _ in ()).throw(InvalidCalibration("cut short")))
         assert "cut short" in plan(job).plan["problem"]
     job.record.store.write(lambda s: generations.begin(s, job.id, "rank_died", True))
     assert plan(job, 2).plan["problem"] is None
@@ -99,6 +99,6 @@ def test_whatever_goes_wrong_is_a_sentence_and_nothing_else(job, monkeypatch):
     monkeypatch.setattr(planning, "planned", broken)
     kept = plan(job)
     assert (kept.plan["planned"], "ZeroDivisionError" in kept.plan["problem"]) == (None, True)
-    monkeypatch.setattr(plans, "keep", broken)
+    monkeypatch.setattr(plans, "store", broken)
     job.record.store.write(lambda s: generations.begin(s, job.id, "rank_died", True))
     assert plan(job, 3).generation == 1

@@ -211,7 +211,7 @@ def test_how_a_job_is_about_to_end_is_known_to_the_next_control_plane(record):
     assert asyncio.run(record.outcome()) is None
     begun(record, Resume())
     assert asyncio.run(record.outcome()) is None
-    asyncio.run(record.note_outcome(JobState.FAILED, "user_error", "boom"))
+    asyncio.run(record.record_outcome(JobState.FAILED, "user_error", "boom"))
     assert asyncio.run(record.outcome()) == {"state": "FAILED", "reason": "user_error", "message": "boom"}
     begun(record, Resume())
     assert asyncio.run(record.outcome()) is None, "that was of the generation before"
@@ -220,23 +220,23 @@ def test_how_a_job_is_about_to_end_is_known_to_the_next_control_plane(record):
 def test_why_a_job_is_held_is_said_once_until_it_is_another_reason_or_a_step_was_committed(record):
     reached(record, 7)
     for why in ("no disk", "no disk", "no network"):
-        asyncio.run(record.note_held(why))
+        asyncio.run(record.record_hold(why))
     assert sorted((event.message, event.step) for event in events_of(record, "held")) == [
         ("no disk", 7),
         ("no network", 7),
     ]
     record.store.write(lambda s: events.append(s, record.id, "first_step", "it went on", generation=1, step=8))
-    asyncio.run(record.note_held("no disk"))
+    asyncio.run(record.record_hold("no disk"))
     assert [event.message for event in events_of(record, "held")].count("no disk") == 2
 
 
 def test_job_says_itself_why_it_is_held_unless_it_has_another_reason_to_be_in_its_state(record):
     walk(record, JobState.STARTING)
-    asyncio.run(record.note_held("no disk"))
+    asyncio.run(record.record_hold("no disk"))
     said = asyncio.run(record.job())
     assert (said.reason, said.message) == ("held", "no disk")
     record.store.write(lambda s: jobs.transition(s, record.id, JobState.PAUSING, "paused_by_user", "by the user"))
-    asyncio.run(record.note_held("no network"))
+    asyncio.run(record.record_hold("no network"))
     begun(record, Resume())
     said = asyncio.run(record.job())
     assert (said.reason, said.message) == ("paused_by_user", "by the user")
@@ -244,13 +244,13 @@ def test_job_says_itself_why_it_is_held_unless_it_has_another_reason_to_be_in_it
 
 def test_state_to_which_no_way_leads_is_not_noted(record):
     walk(record, JobState.STARTING, JobState.CANCELLING)
-    asyncio.run(record.note_state(JobState.RECOVERING))
+    asyncio.run(record.record_state(JobState.RECOVERING))
     assert asyncio.run(record.job()).state == "CANCELLING"
 
 
 def test_state_to_which_a_way_leads_is_noted(record):
     walk(record, JobState.STARTING, JobState.RUNNING)
-    asyncio.run(record.note_state(JobState.RECOVERING))
+    asyncio.run(record.record_state(JobState.RECOVERING))
     assert asyncio.run(record.job()).state == "RECOVERING"
 
 

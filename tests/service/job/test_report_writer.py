@@ -13,7 +13,7 @@ from manta.service.leases.decisions import LeaseLost
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import checkpoints, database, events, generations, jobs, metrics, ranks, recoveries
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.protocol.json_codec import to_json
@@ -133,7 +133,7 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
     def recover(session):
         number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
         timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
-        known = Beginning("killed", 0, "rank 0 was killed", timeline, forked=(0,), source="snapshot", resume_step=4)
+        known = RecoveryStart("killed", 0, "rank 0 was killed", timeline, forked=(0,), source="snapshot", resume_step=4)
         recoveries.begin(session, started.id, number, known)
         return number
 
@@ -168,7 +168,7 @@ def test_a_generation_that_resumes_past_what_was_reported_has_redone_nothing(sto
 
     def recover(session):
         number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
-        known = Beginning("killed", 0, "rank 0 was killed", RecoveryTimeline(noticed_at=101.0, failed_at=100.0))
+        known = RecoveryStart("killed", 0, "rank 0 was killed", RecoveryTimeline(noticed_at=101.0, failed_at=100.0))
         recoveries.begin(session, started.id, number, known)
         return number
 
@@ -331,7 +331,7 @@ def test_text_that_is_none_is_stored_all_the_same(store, started, take):
 
 @pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
 def test_database_that_is_locked_for_a_while_is_waited_for(store, started, generation, monkeypatch, tmp_path):
-    monkeypatch.setattr(database, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(database, "INITIAL_BACKOFF_SECONDS", 0.001)
     with store.engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA busy_timeout=1")  # of the connection that the writer takes next
     other = sqlite3.connect(store.engine.url.database, isolation_level=None)

@@ -13,7 +13,7 @@ from manta.service.cluster.agents import describe
 from manta.service.cluster.placement import Capacity
 from manta.service.cluster.sizes import resized, shapes_of
 from manta.service.job import resize_and_drain
-from manta.service.job.changes import Grow, Move, PlaceAgain, Shrink
+from manta.service.job.changes import Grow, Move, Relocate, Shrink
 from manta.service.job.context import JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.generation import RunningGeneration
@@ -115,7 +115,7 @@ def planned(store, submit, tmp_path):
             context = JobContext.of(store, cluster, job)
             gang = context.gang
             await gang.place(1, shapes_of(context.submitted)[shape], ())
-            gang.note_places(dict(enumerate(await describe(gang.agents))))
+            gang.record_placements(dict(enumerate(await describe(gang.agents))))
             running = RunningGeneration(gang.agents, 1, {}, nothing)
             try:
                 await body(ElasticityPlanner(context), running, context)
@@ -238,7 +238,7 @@ def test_who_waits_is_judged_by_the_units_that_it_waits_for(planned, submit, has
 
         nodes.capacity, nodes.has_gpus = capacity, answer
         submit(parallel={"tensor": 2})
-        assert await planner._others_wait() is has_gpus
+        assert await planner._other_jobs_wait() is has_gpus
 
     planned(body, {"one": 8})
 
@@ -256,7 +256,7 @@ def test_job_that_never_fits_is_read_again_when_it_or_the_cluster_is_another_one
         async def reads():
             read.clear()
             for _ in range(3):
-                assert not await planner._others_wait()
+                assert not await planner._other_jobs_wait()
             return read.count(never)
 
         assert await reads() == 1
@@ -266,7 +266,7 @@ def test_job_that_never_fits_is_read_again_when_it_or_the_cluster_is_another_one
         context.cluster.nodes.used |= {"two": 0}
         assert await reads() == 1
         context.cluster.nodes.slots["two"] = 4
-        assert await planner._others_wait()
+        assert await planner._other_jobs_wait()
 
     planned(body, {"one": 8})
 
@@ -311,7 +311,7 @@ def test_job_that_can_neither_move_nor_shrink_leaves_its_nodes_in_another_layout
         context.cluster.nodes.used["two"] = 0
         assert await planner.may_change(), "though it was said that there is no room"
         change = await planner.plan(running)
-        assert isinstance(change, PlaceAgain) and change.why == "its nodes are being drained"
+        assert isinstance(change, Relocate) and change.why == "its nodes are being drained"
         assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 1)
         assert change.cause == "placed again as tensor 2 x pipeline 1 x data 1: its nodes are being drained"
 
@@ -328,7 +328,7 @@ def test_larger_layout_is_not_taken_up_while_others_wait_for_what_is_free(planne
         assert await planner.plan(running) is None
         store.write(lambda s: jobs.request_cancel(s, waiting.id))
         change = await planner.plan(running)
-        assert isinstance(change, PlaceAgain) and change.why == "there is room again"
+        assert isinstance(change, Relocate) and change.why == "there is room again"
         assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 2)
 
     planned(body, {"one": 4}, shape=1, **WHOLE)
@@ -445,7 +445,7 @@ def test_look_that_fails_is_not_the_last_one(planned, monkeypatch):
 
     async def body(planner, running, context):
         context.cluster.nodes.error = RuntimeError("Ray does not answer")
-        looking = asyncio.create_task(planner.look_for_room())
+        looking = asyncio.create_task(planner.check_for_room())
         await reached(context.change_possible.is_set)
         assert context.cluster.nodes.error is None, "the first look has failed"
         looking.cancel()

@@ -9,7 +9,7 @@ from storage_away import away
 from manta.service.cluster.agent_client import AgentError
 from manta.service.cluster.sizes import resized, shapes_of
 from manta.service.job import resume
-from manta.service.job.context import LOOK_SECONDS, JobContext
+from manta.service.job.context import LISTING_SECONDS, JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.resume import known_checkpoints, newest_state
 from manta.service.recovery.durable_state import CheckpointsUnreadable
@@ -76,14 +76,14 @@ def test_newest_step_that_all_ranks_have_in_shared_memory(job):
 def test_step_that_a_process_still_holds_counts_as_its_own(job):
     holds(job, 0, 3, 4)
     holds(job, 1, 2, 3)
-    job.gang.held_steps = {1: 4}
+    job.gang.resting_steps = {1: 4}
     assert resume_of(job) == (Resume("snapshot", 4), "memory and snapshot")
 
 
 def test_process_at_rest_without_a_state_adds_nothing(job):
     holds(job, 0, 3)
     holds(job, 1, 3)
-    job.gang.held_steps = {1: None}
+    job.gang.resting_steps = {1: None}
     assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
 
 
@@ -100,8 +100,8 @@ def test_checkpoint_of_another_job_in_its_folder_is_not_resumed_from(job):
     [
         (3, False, 3, resume.IN_MEMORY_SECONDS),
         (None, True, 3, resume.IN_MEMORY_SECONDS),
-        (None, False, 3, LOOK_SECONDS),
-        (3, True, 4, LOOK_SECONDS),
+        (None, False, 3, LISTING_SECONDS),
+        (3, True, 4, LISTING_SECONDS),
     ],
 )
 def test_ranks_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_rest, has_launched, complete, waits):
@@ -111,7 +111,7 @@ def test_ranks_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_re
     completed(job, complete)
     holds(job, 0, 3)
     holds(job, 1, 3)
-    job.gang.held_steps = {1: at_rest}
+    job.gang.resting_steps = {1: at_rest}
     asked, listed = [], job.folder_reader.list
 
     async def listing(folder, seconds, owner):
@@ -360,7 +360,7 @@ def test_job_that_has_not_begun_looks_for_nothing_of_other_layouts(store, cluste
 
 def test_older_snapshots_that_a_rank_fetched_are_not_the_source_of_what_its_process_holds(job):
     holds(job, 0, 3)
-    job.gang.held_steps = {0: 4, 1: 4}
+    job.gang.resting_steps = {0: 4, 1: 4}
     assert resume_of(job) == (Resume("snapshot", 4), "memory and snapshot")
     assert job.gang.agents[1].fetched
 

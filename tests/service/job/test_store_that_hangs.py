@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from manta.service.job.context import LOOK_SECONDS, FolderReader
+from manta.service.job.context import LISTING_SECONDS, FolderReader
 from manta.service.store import checkpoints
 from manta.workers.checkpoint.catalog import Listing
 from manta.workers.protocol.reports import Position, TrainerStatus
@@ -27,7 +27,7 @@ def while_it_hangs(monkeypatch, job):
     """Runs a test's coroutine, in virtual time, once a job has committed four steps and the save of the fourth, like
     every look at the folder, gets no answer."""
 
-    async def listed(self, folder, seconds=LOOK_SECONDS, job=None):
+    async def listed(self, folder, seconds=LISTING_SECONDS, job=None):
         await asyncio.sleep(seconds)
         return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {seconds:g} s")
 
@@ -71,7 +71,7 @@ async def die(job):
 def test_job_that_trains_is_cancelled(job, while_it_hangs):
     async def body():
         job.cancel()
-        assert await seconds(job.task) <= LOOK_SECONDS + AT_ONCE
+        assert await seconds(job.task) <= LISTING_SECONDS + AT_ONCE
         assert job.row.state == "CANCELLED" and job.cluster.nothing_held
 
     while_it_hangs(body)
@@ -83,7 +83,7 @@ def test_job_that_trains_is_paused_with_its_state_in_memory_and_resumed_from_the
         assert await seconds(job.task) <= 90.0, "six times what a save needs, and a look at the folder"
         assert (job.row.state, job.log[-1]) == ("PAUSED", "PAUSED")
         await job.resume()
-        assert await seconds(job.watched(2)) <= LOOK_SECONDS + AT_ONCE
+        assert await seconds(job.watched(2)) <= LISTING_SECONDS + AT_ONCE
         assert job.generations[1] == ("resumed by the user", "snapshot", 4)
 
     while_it_hangs(body)
@@ -109,7 +109,7 @@ def test_job_that_is_held_leaves(job, while_it_hangs, how, state):
         await die(job)
         job.resize(1)  # is carried out once the job goes on
         getattr(job, how)()
-        assert await seconds(job.task) <= 2 * LOOK_SECONDS + AT_ONCE
+        assert await seconds(job.task) <= 2 * LISTING_SECONDS + AT_ONCE
         assert job.row.state == state
 
     while_it_hangs(body)

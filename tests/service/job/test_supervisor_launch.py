@@ -314,8 +314,8 @@ def test_running_job_is_cancelled(two_replicas, cluster):
 @pytest.mark.parametrize("leave", ["cancel", "pause"])
 def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeypatch, leave):
     job = two_replicas(cluster)
-    monkeypatch.setattr(budgets, "FIRST_WAIT_SECONDS", 1000.0)
-    monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(budgets, "INITIAL_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(budgets, "MAX_WAIT_SECONDS", 1000.0)
 
     async def held_back():
         await reached(lambda: "held_back" in job.log)
@@ -346,9 +346,9 @@ def test_while_a_job_tries_to_leave_the_next_try_waits_until_it_has_tried_for_lo
         waits.append((seconds, *signals))
 
     async def body():
-        await supervisor._hold_back(2.0, Death(0, "killed"))
+        await supervisor._wait_before_generation(2.0, Death(0, "killed"))
         context.leaving.set()
-        await supervisor._hold_back(4.0, Death(0, "killed"))
+        await supervisor._wait_before_generation(4.0, Death(0, "killed"))
 
     supervisor._wait = wait
     asyncio.run(body())

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from manta.service.job.leave import (
-    LONGEST_SECONDS,
+    MAX_SAVE_SECONDS,
     SAVE_SECONDS,
     SPARE_SECONDS,
     UNKNOWN_SAVE_SECONDS,
@@ -33,7 +33,7 @@ def test_save_under_way_and_the_step_under_way_have_to_end_first(saves, step, se
 
 
 def test_saves_that_were_noted_late_are_no_measure():
-    assert seconds_to_save([1e6], 1e6) == LONGEST_SECONDS
+    assert seconds_to_save([1e6], 1e6) == MAX_SAVE_SECONDS
 
 
 @pytest.mark.parametrize(("saves", "allowed"), [([], SAVE_SECONDS), ([0.5], SAVE_SECONDS), ([400.0], 810.0)])

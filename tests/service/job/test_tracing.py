@@ -15,8 +15,8 @@ RECORDING = PackedRecording("x", 3)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(launch, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(launch, "LONGEST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(launch, "INITIAL_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "MAX_WAIT_SECONDS", 0.02)
 
 
 @pytest.fixture

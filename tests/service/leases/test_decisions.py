@@ -10,10 +10,10 @@ from manta.service.leases.decisions import (
     MARGIN_SECONDS,
     MIN_SURPLUS,
     RENEW_SECONDS,
-    JobInBrief,
+    JobSummary,
+    is_claimable,
     is_over,
     lost,
-    may_be_given,
     may_order,
     strays,
     to_claim,
@@ -22,7 +22,7 @@ from manta.service.leases.decisions import (
 from manta.service.states import SUPERVISED, JobState
 
 states, owners = st.sampled_from(list(JobState)), st.sampled_from([None, "me", "other"])
-briefs = st.lists(st.builds(JobInBrief, st.uuids().map(str), states, st.none(), st.just(0), owners, st.integers(0, 5)))
+briefs = st.lists(st.builds(JobSummary, st.uuids().map(str), states, st.none(), st.just(0), owners, st.integers(0, 5)))
 
 
 @given(briefs, st.data(), st.integers(1, 5))
@@ -40,7 +40,7 @@ def test_only_supervised_jobs_without_a_living_owner_are_claimed(jobs, data, liv
 
 
 def test_living_control_planes_share_the_jobs_of_a_dead_one():
-    jobs = [JobInBrief(str(i), JobState.RUNNING, None, 0, None, 1) for i in range(9)]
+    jobs = [JobSummary(str(i), JobState.RUNNING, None, 0, None, 1) for i in range(9)]
     assert [len(to_claim(jobs, (), "me", living)) for living in (1, 2, 3, 20)] == [9, 5, 3, 1]
 
 
@@ -49,7 +49,7 @@ def test_jobs_are_handed_over_until_all_have_about_as_many_and_then_no_more(coun
     planes = [f"plane-{i}" for i in range(len(counts))]
     owner = {f"{plane}-{i}": plane for plane, count in zip(planes, counts, strict=True) for i in range(count)}
     for _ in range(200):
-        jobs = [JobInBrief(job, JobState.RUNNING, None, 0, plane, 1) for job, plane in owner.items()]
+        jobs = [JobSummary(job, JobState.RUNNING, None, 0, plane, 1) for job, plane in owner.items()]
         moves = [to_hand_over(jobs, plane, planes) for plane in planes]
         if not any(moves):
             break
@@ -62,8 +62,8 @@ def test_jobs_are_handed_over_until_all_have_about_as_many_and_then_no_more(coun
 @pytest.mark.parametrize("state", JobState)
 def test_only_running_jobs_of_its_own_are_handed_over(state):
     def owned_by(me):
-        jobs = [JobInBrief(f"{owner}-{i}", state, None, 0, owner, 1) for owner in (None, "third") for i in range(9)]
-        jobs += [JobInBrief(f"me-{i}", state, None, 0, me, 1) for i in range(6)]
+        jobs = [JobSummary(f"{owner}-{i}", state, None, 0, owner, 1) for owner in (None, "third") for i in range(9)]
+        jobs += [JobSummary(f"me-{i}", state, None, 0, me, 1) for i in range(6)]
         return to_hand_over(jobs, "me", ["me", "other"])
 
     assert owned_by("me") == (dict.fromkeys(["me-0", "me-1", "me-2"], "other") if state == JobState.RUNNING else {})
@@ -80,8 +80,8 @@ def test_lease_outlasts_three_failed_renewals():
 
 
 def test_no_job_is_handed_over_to_a_control_plane_that_missed_renewals():
-    assert may_be_given(lease_until=1006.0, now=1000.0 + RENEW_SECONDS)
-    assert not may_be_given(lease_until=1006.0, now=1000.0 + 3 * RENEW_SECONDS)
+    assert is_claimable(lease_until=1006.0, now=1000.0 + RENEW_SECONDS)
+    assert not is_claimable(lease_until=1006.0, now=1000.0 + 3 * RENEW_SECONDS)
 
 
 @given(briefs, st.sets(st.sampled_from("abc")))
@@ -97,7 +97,7 @@ class OneOrderingOwner(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.time, self.offset = 0.0, 1000.0
-        self.lease_until, self.asked_at, self.taken = self.offset + LEASE_SECONDS, 0.0, False
+        self.lease_until, self.requested_at, self.taken = self.offset + LEASE_SECONDS, 0.0, False
 
     @rule(seconds=st.floats(0.0, 2 * LEASE_SECONDS))
     def time_passes(self, seconds):
@@ -105,7 +105,7 @@ class OneOrderingOwner(RuleBasedStateMachine):
 
     @rule(there=st.floats(0.0, 10.0), back=st.floats(0.0, 10.0))
     def renews(self, there, back):
-        asked_at = self.time
+        requested_at = self.time
         self.time += there
         self.rival_looks()
         answered = not self.taken
@@ -113,7 +113,7 @@ class OneOrderingOwner(RuleBasedStateMachine):
             self.lease_until = self.time + self.offset + LEASE_SECONDS
         self.time += back
         if answered:
-            self.asked_at = asked_at
+            self.requested_at = requested_at
 
     @rule()
     def rival_looks(self):
@@ -121,7 +121,7 @@ class OneOrderingOwner(RuleBasedStateMachine):
 
     @invariant()
     def no_order_is_given_once_another_may_have_taken_over(self):
-        if may_order(self.asked_at, self.time):
+        if may_order(self.requested_at, self.time):
             assert not self.taken
             assert not is_over(self.lease_until, self.time + MARGIN_SECONDS + self.offset)
 

@@ -25,11 +25,11 @@ class Plane:
         self.leases.join(f"host:{name}", "ray-1")
 
     def renew(self, answered_after=0.0):
-        """As the keeper does, from whom the answer may come late."""
-        asked_at = self.now
+        """As the renewer does, from whom the answer may come late."""
+        requested_at = self.now
         in_time = self.store.write(lambda session: leases.renew(session, self.leases.me))
         self.now += answered_after
-        self.leases._note_renewal(asked_at, in_time)
+        self.leases._record_renewal(requested_at, in_time)
 
     def seems_dead(self):
         late = text("UPDATE control_planes SET lease_until = 0 WHERE id = :me")
@@ -60,13 +60,13 @@ def test_control_plane_takes_the_leases_of_another_only_once_that_is_dead(planes
     one, two = planes
 
     async def body():
-        await one.leases.look()
+        await one.leases.refresh()
         assert await one.leases.claim(HOUSEKEEPING) is not None
         assert one.leases.of(job) is not None
-        await two.leases.look()
+        await two.leases.refresh()
         assert two.leases.of(job) is None and await two.leases.claim(HOUSEKEEPING) is None
         one.seems_dead()
-        await two.leases.look()
+        await two.leases.refresh()
         assert two.leases.of(job).epoch == 2 and await two.leases.claim(HOUSEKEEPING) is not None
 
     story(body)
@@ -77,9 +77,9 @@ def test_lease_owned_in_the_database_but_not_held_is_released_at_the_next_look(p
 
     async def body():
         one.store.write(lambda session: leases.claim(session, "job_gone", one.leases.me))
-        await one.leases.look(lambda name: name == "job_gone")
+        await one.leases.refresh(lambda name: name == "job_gone")
         assert await two.leases.claim("job_gone") is None
-        await one.leases.look()
+        await one.leases.refresh()
         assert await two.leases.claim("job_gone") is not None
         assert one.leases.of(job) is not None and await two.leases.claim(job) is None, "and nothing else"
 
@@ -91,9 +91,9 @@ def test_look_does_not_take_a_lease_that_is_already_being_taken(planes, job):
 
     async def body():
         one.store.write(lambda session: leases.claim(session, job, one.leases.me))
-        await one.leases.look(lambda each: each == job)
+        await one.leases.refresh(lambda each: each == job)
         assert one.leases.of(job) is None
-        await one.leases.look()
+        await one.leases.refresh()
         assert one.leases.of(job).epoch == 2
 
     story(body)
@@ -114,7 +114,7 @@ def test_lease_that_is_being_claimed_is_not_claimed_by_a_look(planes, job, monke
             patch.setattr(one.store, "write_async", dawdle)
             claiming = asyncio.create_task(one.leases.claim(job))
             await taken.wait()
-        await one.leases.look()
+        await one.leases.refresh()
         assert one.leases.of(job) is None
         go_on.set()
         assert (await claiming).epoch == one.leases.of(job).epoch == 1
@@ -130,13 +130,13 @@ def test_lease_that_was_dropped_or_could_not_be_claimed_is_taken_at_the_next_loo
 
     async def body():
         one.leases.drop(await one.leases.claim(job))
-        await one.leases.look()
+        await one.leases.refresh()
         assert one.leases.of(job).epoch == 2
         one.leases.drop(one.leases.of(job))
         with monkeypatch.context() as patch, pytest.raises(OperationalError):
             patch.setattr(one.store, "write_async", away)
             await one.leases.claim(job)
-        await one.leases.look()
+        await one.leases.refresh()
         assert one.leases.of(job).epoch == 3
 
     story(body)
@@ -146,17 +146,17 @@ def test_stale_owner_cannot_write_or_give_orders_and_drops_its_lease_when_it_loo
     one, two = planes
 
     async def body():
-        await one.leases.look()
+        await one.leases.refresh()
         stale = one.store.fenced(one.leases.of(job))
         one.seems_dead()
-        await two.leases.look()
+        await two.leases.refresh()
         with pytest.raises(LeaseLost):
             await stale.write_async(lambda session: jobs.transition(session, job, JobState.RUNNING))
         one.renew()  # the first thing that it hears: too late
         assert not one.leases.certain
         with pytest.raises(LeaseUncertain):
             one.leases.epoch(job, "stop")
-        await one.leases.look()
+        await one.leases.refresh()
         assert one.leases.certain and one.leases.of(job) is None
         with pytest.raises(LeaseLost):
             one.leases.epoch(job, "stop")
@@ -170,7 +170,7 @@ def test_control_plane_wrongly_taken_for_dead_keeps_leases_that_no_other_took(pl
     one, two = planes
 
     async def body():
-        await one.leases.look()
+        await one.leases.refresh()
         one.seems_dead()
         two.store.write(leases.remove_dead)
         one.leases.changed.clear()
@@ -179,7 +179,7 @@ def test_control_plane_wrongly_taken_for_dead_keeps_leases_that_no_other_took(pl
         waiting = asyncio.create_task(one.leases.until_certain(job))
         await asyncio.sleep(0)
         assert not waiting.done()
-        await one.leases.look()
+        await one.leases.refresh()
         await asyncio.wait_for(waiting, SECONDS)
         with one.store.read() as session:
             assert one.leases.me in leases.living(session), "for others, too"
@@ -193,7 +193,7 @@ def test_orders_wait_and_reads_continue_while_the_database_is_away_past_the_leas
     one, _ = planes
 
     async def body():
-        await one.leases.look()
+        await one.leases.refresh()
         one.now += LEASE_SECONDS - MARGIN_SECONDS
         assert one.leases.epoch(job, "describe") == one.leases.epoch(job, "reports") == 1
         for method in ("stop", "launch", "rest", None):
@@ -239,7 +239,7 @@ def test_lease_claimed_during_a_look_is_not_taken_for_lost(planes):
 
     async def body():
         one.store.read_async = read_and_claim
-        await one.leases.look()
+        await one.leases.refresh()
         assert one.leases.of("job_2") is held[0] is not None
 
     story(body)
@@ -249,12 +249,12 @@ def test_job_that_is_handed_over_is_held_by_the_other_at_its_next_look(planes, j
     one, two = planes
 
     async def body():
-        await one.leases.look()
+        await one.leases.refresh()
         await one.leases.hand_over(job, 1, two.leases.me)
         assert one.leases.of(job) is None
-        await one.leases.look()
+        await one.leases.refresh()
         assert one.leases.of(job) is None
-        await two.leases.look()
+        await two.leases.refresh()
         assert two.leases.of(job).epoch == 2
         with pytest.raises(LeaseLost):
             await one.leases.hand_over(job, 1, one.leases.me)
@@ -266,9 +266,9 @@ def test_control_plane_that_leaves_frees_its_jobs_for_others_at_once(planes, job
     one, two = planes
 
     async def body():
-        await one.leases.look()
+        await one.leases.refresh()
         await one.leases.leave()
-        await two.leases.look()
+        await two.leases.refresh()
         assert two.leases.of(job).epoch == 2
 
     story(body)
@@ -278,7 +278,7 @@ def test_epoch_rises_above_what_agents_know_from_before_a_restore(planes, job):
     one, _ = planes
 
     async def body():
-        await one.leases.look()
+        await one.leases.refresh()
         owned = one.store.fenced(one.leases.of(job))
         await owned.exceed(1)
         assert one.leases.epoch(job, "stop") == 1
@@ -294,18 +294,18 @@ def test_control_plane_counts_as_living_and_is_woken_until_it_leaves(planes):
 
     async def body():
         one.seems_dead()
-        one.leases._asked_at = float("-inf")
+        one.leases._requested_at = float("-inf")
         one.leases.begin()
         lease = one.leases.hold("job_1", 1)
         await asyncio.wait_for(lease.until_certain(), SECONDS)
         with one.store.read() as session:
             assert set(leases.well(session)) == {one.leases.me, two.leases.me}
         one.leases.changed.clear()
-        await asyncio.to_thread(two.leases.wake_others)
+        await asyncio.to_thread(two.leases.wake_control_planes)
         await asyncio.wait_for(one.leases.changed.wait(), SECONDS)
         await one.leases.leave()
-        one.leases._keeper._thread.join(SECONDS)
-        assert not one.leases._keeper._thread.is_alive()
+        one.leases._renewer._thread.join(SECONDS)
+        assert not one.leases._renewer._thread.is_alive()
         with one.store.read() as session:
             assert leases.living(session) == [two.leases.me]
 

@@ -13,7 +13,7 @@ from manta.service.planner.budget import sentences
 from manta.service.planner.drift import GROUPS
 from manta.service.planner.explain import _lists, explain, to_json, what_ifs
 from manta.service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
-from manta.service.planner.long_run import NeverDone
+from manta.service.planner.long_run import NeverFinishes
 from manta.service.planner.memory import fits, usable_bytes
 from manta.service.planner.pictures import picture
 from manta.service.planner.pipeline import WEIGHT
@@ -196,12 +196,12 @@ def test_a_pipeline_with_too_many_passes_is_explained_without_a_timeline():
 
 def test_of_a_run_that_would_never_end_this_is_said_and_nothing_else(monkeypatch):
     def never(run):
-        raise NeverDone(f"it would never end: {run.gpus}")
+        raise NeverFinishes(f"it would never finish: {run.gpus}")
 
     monkeypatch.setattr("manta.service.planner.explain.advise", never)
     _, explanation = explained(LAYOUTS[1], steps=10**7)
     document = to_json(explanation)
-    assert document["run"] is None and document["sentences"][-1] == "Of the whole training: it would never end: 16."
+    assert document["run"] is None and document["sentences"][-1] == "Of the whole training: it would never finish: 16."
 
 
 @pytest.mark.parametrize(("elastic", "fewest"), [({}, 2), ({"min_data": 1}, 1)])

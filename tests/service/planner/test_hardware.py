@@ -22,7 +22,7 @@ def test_a_name_without_memory_means_the_larger_one(name, known):
 
 
 def test_an_unknown_accelerator_is_answered_with_the_known_ones():
-    with pytest.raises(UnknownMachine, match="no accelerator 'a1000' is known; known are v100-32gb"):
+    with pytest.raises(UnknownMachine, match="unknown accelerator 'a1000'; known are v100-32gb"):
         machine_of("a1000")
 
 

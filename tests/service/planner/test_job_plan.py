@@ -5,7 +5,7 @@ import json
 import pytest
 
 from manta.service.planner.hardware import MACHINES, CpuNode, Gpu, Links, measured
-from manta.service.planner.job_plan import NotPlanned, Place, cluster_of, planned
+from manta.service.planner.job_plan import NotPlanned, RankNode, cluster_of, planned
 from manta.workers.spec.problems import SpecError
 from tests.service.support.planned import a100s, job
 
@@ -23,23 +23,23 @@ def test_the_parts_of_a_planned_step_are_the_step():
 
 
 def test_ranks_on_cores_share_those_of_their_nodes():
-    two = cluster_of([Place(4, 2, has_gpus=False), Place(3, 4, has_gpus=False)], NODE)
+    two = cluster_of([RankNode(4, 2, has_gpus=False), RankNode(3, 4, has_gpus=False)], NODE)
     assert (two.nodes, two.gpus_per_node, two.machine.cores, two.machine.has_gpus) == (2, 4, 2, False)
-    assert cluster_of([Place(1, 0, has_gpus=False)], NODE).machine.cores == 8
-    assert cluster_of([Place(3, 4, has_gpus=False), Place(4, 2, has_gpus=False)], NODE).gpus_per_node == 4
+    assert cluster_of([RankNode(1, 0, has_gpus=False)], NODE).machine.cores == 8
+    assert cluster_of([RankNode(3, 4, has_gpus=False), RankNode(4, 2, has_gpus=False)], NODE).gpus_per_node == 4
     plan = planned(job(tensor=2, data=4), two)
     assert (plan["assumed"], plan["has_gpus"]) == (True, False)
 
 
 def test_gpus_are_those_that_ray_knows():
-    cluster = cluster_of([Place(8, 0, True, "A100", 80 * 2**30)] * 2, NODE)
+    cluster = cluster_of([RankNode(8, 0, True, "A100", 80 * 2**30)] * 2, NODE)
     assert (cluster.nodes, cluster.gpus_per_node, cluster.machine.accelerator.name) == (2, 8, "a100-80gb")
     with pytest.raises(SpecError, match="Ray does not know"):
-        cluster_of([Place(8, 0, True)], NODE)
+        cluster_of([RankNode(8, 0, True)], NODE)
 
 
 def test_a_pipeline_over_unequal_nodes_is_planned_where_its_stages_are():
-    cluster = cluster_of([Place(4, 0, True, "A100", 80 * 2**30), Place(4, 0, True, "V100", 32 * 2**30)], NODE)
+    cluster = cluster_of([RankNode(4, 0, True, "A100", 80 * 2**30), RankNode(4, 0, True, "V100", 32 * 2**30)], NODE)
     layout = {"tensor": 2, "pipeline": 2, "data": 2}
     apart = planned(job(8, 4096, 32, **layout, stage_layers=(6, 2), stage_accelerators=("A100", "V100")), cluster)
     even = planned(job(8, 4096, 32, **layout, stage_layers=(4, 4), stage_accelerators=("A100", "V100")), cluster)
@@ -51,15 +51,15 @@ def test_a_pipeline_over_unequal_nodes_is_planned_where_its_stages_are():
 
 def test_nothing_is_planned_where_some_gpus_are_of_a_type_that_is_not_known():
     with pytest.raises(SpecError, match="some of its ranks are on GPUs of type T4, for which no plans can be made"):
-        cluster_of([Place(4, 0, True, "A100", 80 * 2**30), Place(4, 0, True, "T4", 16 * 2**30)], NODE)
+        cluster_of([RankNode(4, 0, True, "A100", 80 * 2**30), RankNode(4, 0, True, "T4", 16 * 2**30)], NODE)
 
 
 def test_gpus_that_were_calibrated_are_what_was_measured():
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     known = {"h100-80gb": measured(MACHINES["h100-80gb"], gpu, Links(3.6e11, 3e-6))}
-    calibrated = cluster_of([Place(1, 0, True, "H100", 80 * 2**30)], NODE, known)
+    calibrated = cluster_of([RankNode(1, 0, True, "H100", 80 * 2**30)], NODE, known)
     assert calibrated.machine is known["h100-80gb"] and not planned(job(), calibrated)["assumed"]
-    other = cluster_of([Place(1, 0, True, "A100", 80 * 2**30)], NODE, known)
+    other = cluster_of([RankNode(1, 0, True, "A100", 80 * 2**30)], NODE, known)
     assert other.machine.gpu is None
 
 

@@ -12,7 +12,7 @@ from manta.service.planner.long_run import (
     LLAMA_3,
     MANTA,
     RESTARTS,
-    NeverDone,
+    NeverFinishes,
     Reliability,
     Run,
     _Clock,
@@ -68,7 +68,7 @@ def test_a_part_of_a_run_of_centuries_stands_for_the_whole():
 
 def test_a_run_whose_steps_take_longer_than_there_is_between_failures_never_ends():
     run = Run(800_000, 8, 1000, step_seconds=1000.0, steps=10_000, checkpoint_seconds=1000.0)
-    with pytest.raises(NeverDone, match="one of 800000 GPUs fails every 228 s, and a step takes 1000 s"):
+    with pytest.raises(NeverFinishes, match="one of 800000 GPUs fails every 228 s, and a step takes 1000 s"):
         advise(run)
 
 

@@ -277,8 +277,8 @@ def test_no_step_takes_less_than_its_lower_bounds(seed, frozen):
             stages = mixed_search._Stages(spec, mixed, rates)
             step = stages.step(cluster) if stages.counts else None
             if step is not None:
-                bounds = rates.least_of_frame(frame), rates.balanced_seconds(mixed), stages.least_seconds
-                assert max(*bounds, step.least_seconds) <= step.model.time().seconds * (1 + 1e-9)
+                bounds = rates.min_seconds_of_frame(frame), rates.balanced_seconds(mixed), stages.min_seconds
+                assert max(*bounds, step.min_seconds) <= step.model.time().seconds * (1 + 1e-9)
 
 
 @pytest.mark.soak

@@ -15,11 +15,11 @@ from manta.service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, machi
 from manta.service.planner.memory import fits
 from manta.service.planner.request import (
     PlanRequest,
-    asks_for_layout,
     bounds_in,
     cluster_of_nodes,
     for_job,
     read_request,
+    wants_automatic_layout,
     with_layout,
     without_layout,
 )
@@ -159,7 +159,7 @@ def test_a_job_that_is_none_is_said_where_and_why(changes, path, words):
 
 
 def test_a_document_that_is_no_mapping_is_a_sentence():
-    with pytest.raises(SpecError, match="asked for with a mapping, not a list"):
+    with pytest.raises(SpecError, match="a plan request is a mapping, not a list"):
         read_request([DOCUMENT], here, NODE)
 
 
@@ -332,8 +332,8 @@ def test_a_job_for_which_there_is_no_layout_is_refused():
 
 
 def test_only_auto_asks_for_a_layout():
-    assert asks_for_layout({"parallel": "auto"})
-    assert not asks_for_layout({"parallel": {"tensor": 2}}) and not asks_for_layout([1])
+    assert wants_automatic_layout({"parallel": "auto"})
+    assert not wants_automatic_layout({"parallel": {"tensor": 2}}) and not wants_automatic_layout([1])
     assert without_layout({"name": "a", "parallel": "auto", "elastic": {"min_data": 2}}) == {"name": "a"}
     with pytest.raises(SpecError, match=r"elastic\.min_data"):
         bounds_in({"elastic": {"min_data": 0}})

@@ -210,23 +210,23 @@ def test_bounds_are_bounds(draw, seed, chosen):
     bounds = Bounds(spec, cluster, engine)
     lists, any_of = [], random.Random(seed)
     for candidate in candidates(spec, cluster):
-        lists += [candidate, *(each for _, each in bounds.with_least_seconds(candidate)[1:])]
+        lists += [candidate, *(each for _, each in bounds.with_min_seconds(candidate)[1:])]
         stages = candidate.pipeline * candidate.virtual_stages
         if 1 < stages < spec.model.layers and any_of.random() < 0.1:
             lists.append(candidate._replace(stage_layers=any_of.choice([*compositions(spec.model.layers, stages)])))
     for candidate in chosen(lists, spec):
         variant = candidate.spec(spec)
         if not find_problems(variant):
-            assert bounds.least_bytes(candidate) <= worst_rank(variant, cluster.machine).total
-            assert bounds.work_seconds(candidate) <= bounds.least_seconds(candidate)
-            assert bounds.least_seconds(candidate) <= bounds.model(candidate).time().seconds * (1 + 1e-9)
+            assert bounds.min_bytes(candidate) <= worst_rank(variant, cluster.machine).total
+            assert bounds.work_seconds(candidate) <= bounds.min_seconds(candidate)
+            assert bounds.min_seconds(candidate) <= bounds.model(candidate).time().seconds * (1 + 1e-9)
             assert bounds.model(candidate).time() == StepModel(variant, cluster, engine).time()
 
 
 def test_of_a_trillion_parameters_on_3072_gpus_few_layouts_are_looked_at_closely(monkeypatch):
     spec, cluster = paper(128, 25600, 160, 3072), a100s(384)
-    least, looked_at = Bounds._least_seconds, []
-    monkeypatch.setattr(Bounds, "_least_seconds", lambda self, each: looked_at.append(each) or least(self, each))
+    least, looked_at = Bounds._min_seconds, []
+    monkeypatch.setattr(Bounds, "_min_seconds", lambda self, each: looked_at.append(each) or least(self, each))
     answer = search(spec, cluster)
     assert len(looked_at) < 1500  # of 3,000 that have room
     # The layout of arXiv:2104.04473, table 1, is as good as the best: what would make it better, micro-batches of two
@@ -251,7 +251,7 @@ def test_a_search_on_fewer_nodes_goes_on_with_what_another_one_knows(draw):
     assert cluster.nodes > 1
     bounds = Bounds(spec, cluster, engine)
     for nodes in (cluster, fewer):
-        left = [each for each in candidates(spec, nodes) if bounds.least_bytes(each) <= usable_bytes(nodes)]
+        left = [each for each in candidates(spec, nodes) if bounds.min_bytes(each) <= usable_bytes(nodes)]
         assert fastest(left, bounds, 5).plans() == search(spec, nodes, engine).plans
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.service.planner.stage_shares import chunks_of, in_words, moves, shared_out
+from manta.service.planner.stage_shares import chunks_of, format_counts, moves, shared_out
 from manta.workers.parallel.pipeline.stages import even_counts, place
 
 KINDS = {"1f1b": 1, "interleaved": 2, "zb-v": 2}
@@ -129,4 +129,4 @@ def test_of_many_stages_those_are_looked_at_that_may_matter():
     ("counts", "words"), [((4, 4, 5, 3), "2 x 4, 5, 3"), ((2,), "2"), ((1,) * 35 + (2,) * 35, "35 x 1, 35 x 2")]
 )
 def test_a_list_in_words(counts, words):
-    assert in_words(counts) == words
+    assert format_counts(counts) == words

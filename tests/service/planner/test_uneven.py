@@ -59,7 +59,7 @@ def test_a_search_is_as_fast_as_every_list_of_its_layout(schedule):
     chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
     bounds = Bounds(spec, cluster, MANTA)
     even = Candidate(3 if chunks == 1 else 2, 1, 1, chunks, schedule, 1, "none")
-    start = min(bounds.with_least_seconds(even))[1]
+    start = min(bounds.with_min_seconds(even))[1]
     chosen = refined(start, bounds.model(start).time().seconds, bounds, usable_bytes(cluster))
     stages = even.pipeline * chunks
     lists = (tuple(b - a for a, b in zip((0, *ends), (*ends, 6), strict=True)) for ends in _increasing(stages - 1, 6))
@@ -87,7 +87,7 @@ def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
     assert split is not None
     assert split.stage_layers[0] < 4 <= split.stage_layers[-1]
     assert worst_rank(split.spec(spec)).total <= usable
-    assert fitted(candidate, even.total, bounds, usable, most_seconds=0.1 * seconds(split.spec(spec), cluster)) is None
+    assert fitted(candidate, even.total, bounds, usable, max_seconds=0.1 * seconds(split.spec(spec), cluster)) is None
     assert fitted(candidate, even.total, bounds, 0.3 * usable) is None
     # Of what seems to find room each list is counted.
     with monkeypatch.context() as patch:
@@ -150,13 +150,13 @@ class Distance:
     def counts(self, candidate: Candidate) -> tuple[int, ...]:
         return candidate.stage_layers or layer_counts(sum(self._best), candidate.spec(self.job).layout)
 
-    def least_seconds(self, candidate: Candidate) -> float:
+    def min_seconds(self, candidate: Candidate) -> float:
         weights = range(1, len(self._best) + 1)
         pairs = zip(weights, self.counts(candidate), self._best, strict=True)
         return 1.0 + sum(weight * abs(a - b) for weight, a, b in pairs)
 
     def time(self, candidate: Candidate) -> SimpleNamespace:
-        return SimpleNamespace(seconds=self.least_seconds(candidate))
+        return SimpleNamespace(seconds=self.min_seconds(candidate))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_layers_are_moved_to_where_they_take_least_as_far_as_there_is_room(best,
     monkeypatch.setattr(uneven, "worst_rank", lambda spec, _: asked.append(spec.layout.stage_layers) or memory)
     bounds = Distance(best)
     even = Candidate(len(best), 1, 1, 1, "1f1b", 1, "none")
-    moved = refined(even, bounds.least_seconds(even), bounds, 1.0)
+    moved = refined(even, bounds.min_seconds(even), bounds, 1.0)
     apart = sum(abs(a - b) for a, b in zip(bounds.counts(even), best, strict=True)) // 2
     assert (bounds.counts(moved) == best) == (apart <= 4), (bounds.counts(moved), best)
     assert len(asked) == min(apart, 4), "each move was the best of all, and the first that fits"
@@ -175,15 +175,15 @@ def test_layers_are_moved_to_where_they_take_least_as_far_as_there_is_room(best,
     assert back.stage_layers == best, "nothing is better than the best"
     if best == bounds.counts(even):
         other = even._replace(stage_layers=(best[0] - 1, best[1] + 1, *best[2:]))
-        assert refined(other, bounds.least_seconds(other), bounds, 1.0) == even, "without a list"
-    assert refined(even, bounds.least_seconds(even), bounds, 0.5) == even, "where nothing else has room"
+        assert refined(other, bounds.min_seconds(other), bounds, 1.0) == even, "without a list"
+    assert refined(even, bounds.min_seconds(even), bounds, 0.5) == even, "where nothing else has room"
 
 
 def test_lists_for_which_there_seems_to_be_room_are_tried_a_few_times(monkeypatch):
     """The rank that has not gets a layer less than it had, or than there seemed to be room for."""
     asked, lists = [], iter([(3, 1), (2, 2), (1, 3)])
     bounds = Distance((2, 2))
-    bounds.least_seconds_with_more, bounds.room = (lambda _: 0.0), (lambda *_: (5, 6))
+    bounds.min_seconds_uneven, bounds.room = (lambda _: 0.0), (lambda *_: (5, 6))
     bounds.shared_out = lambda _, room: asked.append(tuple(room)) or next(lists)
     bounds.layers_of_rank = lambda candidate, rank: candidate.stage_layers[rank]
     monkeypatch.setattr(uneven, "worst_rank", lambda *_: SimpleNamespace(total=2.0, rank=0))
@@ -197,7 +197,7 @@ def test_room_that_is_a_layer_too_small_for_all_is_tried_with_one_more():
     bounds = SimpleNamespace(
         job=SimpleNamespace(model=model),
         cluster=cluster,
-        least_seconds_with_more=lambda _: 0.0,
+        min_seconds_uneven=lambda _: 0.0,
         room=lambda *_: (1, 2),
         shared_out=lambda _, room: asked.append(room),
     )

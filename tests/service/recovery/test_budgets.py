@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from manta.service.recovery.budgets import (
     AVOID_FAILURES,
     AVOID_SECONDS,
-    FIRST_WAIT_SECONDS,
-    LONGEST_WAIT_SECONDS,
+    INITIAL_WAIT_SECONDS,
+    MAX_WAIT_SECONDS,
     SKEW_SECONDS,
     PastFailure,
     avoided_nodes,
-    comes_again,
     count_by_kind,
     past_failures,
+    recurs,
     wait_seconds,
     within,
 )
@@ -53,7 +53,7 @@ def test_the_first_repair_is_immediate(failure):
 @given(histories, failures)
 def test_a_wait_is_bounded_and_only_for_what_comes_again_without_progress(history, failure):
     waits = wait_seconds(history, failure)
-    assert waits == 0 or FIRST_WAIT_SECONDS <= waits <= LONGEST_WAIT_SECONDS
+    assert waits == 0 or INITIAL_WAIT_SECONDS <= waits <= MAX_WAIT_SECONDS
     if waits:
         assert history[-1].kind == failure.kind and not failure.progressed
 
@@ -67,7 +67,7 @@ def test_waits_double_while_the_same_keeps_happening():
     assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
     assert wait_seconds([stuck()] * 5000, stuck()) == 60, "a checkpoint cannot be read for days"
     assert wait_seconds(history, stuck("hung")) == 0, "another failure is another matter"
-    assert wait_seconds([*history, replace(stuck(), progressed=True)], stuck()) == FIRST_WAIT_SECONDS
+    assert wait_seconds([*history, replace(stuck(), progressed=True)], stuck()) == INITIAL_WAIT_SECONDS
 
 
 @given(histories, st.floats(0, 20_000), st.floats(0, 10_000))
@@ -112,28 +112,28 @@ def raised(step=7, exception="ValueError", **known):
 
 def test_same_exception_at_the_same_step_comes_again_whatever_lay_between():
     between = [PastFailure("killed", 1.0, committed=6), PastFailure("hung", 2.0, committed=6), raised(6, committed=5)]
-    assert comes_again([raised(committed=6), *between], raised(committed=6))
+    assert recurs([raised(committed=6), *between], raised(committed=6))
 
 
 @pytest.mark.parametrize("committed", [7, 9])
 def test_an_exception_that_the_job_got_past_is_not_sure_to_come(committed):
     got_past = PastFailure("killed", 1.0, committed=committed)  # step 7 raised, so 7 committed is past it
-    assert not comes_again([raised(7, committed=6), got_past], raised(7, committed=committed))
+    assert not recurs([raised(7, committed=6), got_past], raised(7, committed=committed))
 
 
 def test_an_exception_comes_again_while_the_step_before_it_is_the_last_one_committed():
-    assert comes_again([raised(7, committed=6), PastFailure("killed", 1.0, committed=6)], raised(7, committed=6))
+    assert recurs([raised(7, committed=6), PastFailure("killed", 1.0, committed=6)], raised(7, committed=6))
 
 
 def test_exception_outside_of_any_step_comes_again_though_steps_were_committed_since():
     between = PastFailure("killed", 1.0, committed=9)
-    assert comes_again([raised(None, committed=6), between], raised(None, committed=9))
+    assert recurs([raised(None, committed=6), between], raised(None, committed=9))
 
 
 def test_other_exceptions_other_steps_and_kills_do_not_come_again():
     history = [raised(6), raised(exception="KeyError"), PastFailure("killed", 0.0, 7)]
-    assert not comes_again(history, raised())
-    assert not comes_again([PastFailure("killed", 0.0, 7)], PastFailure("killed", 0.0, 7))
+    assert not recurs(history, raised())
+    assert not recurs([PastFailure("killed", 0.0, 7)], PastFailure("killed", 0.0, 7))
 
 
 def test_faults_are_counted_by_kind_for_the_message():
@@ -202,5 +202,5 @@ def test_failure_on_a_node_whose_clock_is_a_little_ahead_counts():
 
 def test_exception_outside_of_any_step_comes_again():
     between = PastFailure("killed", 1.0, committed=3)
-    assert comes_again([raised(None), between], raised(None))
-    assert not comes_again([between], raised(None))
+    assert recurs([raised(None), between], raised(None))
+    assert not recurs([between], raised(None))

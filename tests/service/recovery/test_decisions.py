@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.service.recovery.budgets import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, PastFailure
+from manta.service.recovery.budgets import INITIAL_WAIT_SECONDS, MAX_WAIT_SECONDS, PastFailure
 from manta.service.recovery.decisions import (
     NODE_EXHAUSTED,
     NOT_SAVED,
@@ -154,7 +154,7 @@ def test_what_is_waited_out_is_not_given_up_though_the_budget_is_used_up(kind):
 def test_a_last_checkpoint_that_cannot_be_saved_is_waited_out_unless_steps_are_repeated_for_it():
     unsaved = Death(0, NOT_SAVED, message="the last checkpoint could not be saved")
     tries = [failure(unsaved, progressed=False)] * 9
-    assert decide(unsaved, tries[0], tries, 3, 0.0) == Restart(unsaved.sentence, LONGEST_WAIT_SECONDS)
+    assert decide(unsaved, tries[0], tries, 3, 0.0) == Restart(unsaved.sentence, MAX_WAIT_SECONDS)
     assert isinstance(judge(KILLED, [failure(KILLED), *tries], 2), Restart)
     assert isinstance(judge(unsaved, [failure(unsaved)] * 3, 3), GiveUp)
 
@@ -162,7 +162,7 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_waited_out_unless_steps_are_r
 def test_what_keeps_happening_without_progress_is_held_back():
     assert judge(KILLED, [failure(KILLED)] * 3).wait_seconds == 0
     again = decide(KILLED, failure(KILLED, progressed=False), [failure(KILLED)], 20, 0.0)
-    assert again == Restart("rank 1 was killed by SIGKILL", FIRST_WAIT_SECONDS)
+    assert again == Restart("rank 1 was killed by SIGKILL", INITIAL_WAIT_SECONDS)
     idle = failure(KILLED, progressed=False)
     assert isinstance(decide(KILLED, idle, [idle] * 3, 3, 0.0), GiveUp), "and counts"
 
@@ -211,7 +211,7 @@ def test_checkpoint_that_the_system_did_not_give_out_is_tried_again_and_never_gi
     unread = Death(0, UNREADABLE, message="cannot read the checkpoint")
     history = [failure(unread, progressed=False)] * 30
     decision = decide(unread, failure(unread, progressed=False), history, 3, 0.0)
-    assert decision == Restart("rank 0 cannot read the checkpoint", LONGEST_WAIT_SECONDS)
+    assert decision == Restart("rank 0 cannot read the checkpoint", MAX_WAIT_SECONDS)
     assert isinstance(judge(KILLED, history, 1), Restart), "they leave the budget to others"
 
 

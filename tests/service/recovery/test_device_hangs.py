@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manta.service.recovery.waits import Look, find_culprits, waiting_for
+from manta.service.recovery.waits import RankView, find_culprits, waiting_for
 from manta.workers.comm.grid import AXES
 from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 from manta.workers.protocol.reports import Position, TrainerStatus
 from tests.service.support.drawn_hangs import LAYOUTS, grid_of, hang
 
 
-def looks(gang, tmp_path, known=True, unable=None):
+def views(gang, tmp_path, known=True, unable=None):
     """What the agents of a gang tell whose ranks are all overdue. `known`: whether somebody looks at the devices;
     `unable`: a rank whose process cannot any more."""
     seen = []
@@ -25,7 +25,7 @@ def looks(gang, tmp_path, known=True, unable=None):
         reader.close()
         device = replace(record.device, fresh=rank != unable) if known else None
         status = TrainerStatus(1, overdue=True, record=Position.of(record, device))
-        seen.append(Look.of(rank, status))
+        seen.append(RankView.of(rank, status))
     return seen
 
 
@@ -42,10 +42,10 @@ def shared(tmp_path_factory):
 def test_the_rank_that_stands_is_found_whether_its_device_or_its_host_does(shared, how, layout, seed):
     folder, progress = shared
     gang, hung = hang(layout, seed, how, progress=progress)
-    seen = looks(gang, folder)
+    seen = views(gang, folder)
     verdict = find_culprits(seen, gang.grid.group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (hung,))
-    waits = {look.rank for look in seen if look.waits_in or look.waits_for is not None}
+    waits = {view.rank for view in seen if view.waits_in or view.waits_for is not None}
     assert set(waiting_for(seen, hung, gang.grid.group)) == waits - {hung}
 
 
@@ -55,7 +55,7 @@ def test_a_process_that_cannot_look_any_more_is_found(shared, layout, seed):
     """Something holds its interpreter: what is known of its device was true before."""
     folder, progress = shared
     gang, hung = hang(layout, seed, "host", progress=progress)
-    verdict = find_culprits(looks(gang, folder, unable=hung), gang.grid.group)
+    verdict = find_culprits(views(gang, folder, unable=hung), gang.grid.group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (hung,))
 
 
@@ -64,9 +64,9 @@ def test_a_process_that_cannot_look_any_more_is_found(shared, layout, seed):
 def test_a_rank_whose_agent_is_silent_is_found_once_others_wait_for_it(shared, layout, seed):
     folder, progress = shared
     gang, hung = hang(layout, seed, "device", progress=progress)
-    seen = looks(gang, folder)
-    seen[hung] = Look(hung, answered=False)
-    if any(look.waits_in or look.waits_for is not None for look in seen):
+    seen = views(gang, folder)
+    seen[hung] = RankView(hung, answered=False)
+    if any(view.waits_in or view.waits_for is not None for view in seen):
         assert find_culprits(seen, gang.grid.group).ranks == (hung,)
 
 
@@ -75,7 +75,7 @@ def test_a_rank_whose_agent_is_silent_is_found_once_others_wait_for_it(shared, l
 def test_who_may_still_go_on_is_not_accused(shared, layout, seed):
     folder, progress = shared
     gang, hung = hang(layout, seed, "device", progress=progress)
-    seen = looks(gang, folder)
+    seen = views(gang, folder)
     seen[hung] = replace(seen[hung], overdue=False)
     assert find_culprits(seen, gang.grid.group).kind == "nobody"
 
@@ -86,8 +86,8 @@ def test_a_network_that_stops_for_all_at_once_is_no_ranks_fault(shared, layout, 
     folder, progress = shared
     last = random.Random(seed).randrange(1, 4)
     gang, _ = hang(layout, seed, "nobody", lambda meeting: meeting[-1] >= last, progress)
-    seen = looks(gang, folder)
-    if not any(look.waits_in or look.waits_for is not None for look in seen):
+    seen = views(gang, folder)
+    if not any(view.waits_in or view.waits_for is not None for view in seen):
         return  # so little was said that all of it got through
     verdict = find_culprits(seen, gang.grid.group)
     assert verdict.kind == "gang", verdict
@@ -97,8 +97,8 @@ def test_hosts_that_run_ahead_know_nothing(shared):
     """What the marks are for: by what hosts have queued, all ranks are alike."""
     folder, progress = shared
     gang, hung = hang((1, 1, 4), 3, "device", progress=progress)
-    assert find_culprits(looks(gang, folder, known=False), gang.grid.group).kind == "gang"
-    assert find_culprits(looks(gang, folder), gang.grid.group).ranks == (hung,)
+    assert find_culprits(views(gang, folder, known=False), gang.grid.group).kind == "gang"
+    assert find_culprits(views(gang, folder), gang.grid.group).ranks == (hung,)
 
 
 def test_the_search_goes_through_each_group_once_however_many_devices_wait():
@@ -109,10 +109,10 @@ def test_the_search_goes_through_each_group_once_however_many_devices_wait():
         return grid.group(axis, rank)
 
     counts = dict.fromkeys(AXES, 7)
-    ready = Look(0, overdue=True, counts=counts, on_device=True)
-    looks = [replace(ready, rank=rank, waits_in=("world", 7)) for rank in range(grid.world_size)]
-    assert find_culprits(looks, group).kind == "gang"
-    looks[2900] = replace(ready, rank=2900, counts={**counts, "world": 6})
-    verdict = find_culprits(looks, group)
+    ready = RankView(0, overdue=True, counts=counts, on_device=True)
+    views = [replace(ready, rank=rank, waits_in=("world", 7)) for rank in range(grid.world_size)]
+    assert find_culprits(views, group).kind == "gang"
+    views[2900] = replace(ready, rank=2900, counts={**counts, "world": 6})
+    verdict = find_culprits(views, group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (2900,))
     assert sum(seen) == 2 * grid.world_size

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manta.service.recovery.durable_state import (
-    FIRST_HOLD_SECONDS,
-    LONGEST_HOLD_SECONDS,
+    INITIAL_HOLD_SECONDS,
+    MAX_HOLD_SECONDS,
     CheckpointsUnreadable,
     beginning_of,
     durable_state,
@@ -96,15 +96,15 @@ def test_a_checkpoint_can_be_read_though_the_database_knows_it_too():
 
 def test_looks_are_further_and_further_apart():
     waits = [hold_seconds(holds) for holds in range(100)]
-    assert (waits[0], waits[-1], waits == sorted(waits)) == (FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS, True)
+    assert (waits[0], waits[-1], waits == sorted(waits)) == (INITIAL_HOLD_SECONDS, MAX_HOLD_SECONDS, True)
 
 
 def test_each_wait_for_a_checkpoint_is_twice_the_one_before():
-    assert [hold_seconds(holds) / FIRST_HOLD_SECONDS for holds in range(4)] == [1, 2, 4, 8]
+    assert [hold_seconds(holds) / INITIAL_HOLD_SECONDS for holds in range(4)] == [1, 2, 4, 8]
 
 
 def test_job_may_be_held_for_years():
-    assert hold_seconds(10**7) == LONGEST_HOLD_SECONDS
+    assert hold_seconds(10**7) == MAX_HOLD_SECONDS
 
 
 def lives(*sources):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manta.service.recovery.waits import AXES, Look, find_culprits, waiting_for
+from manta.service.recovery.waits import AXES, RankView, find_culprits, waiting_for
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.reports import Position, TrainerStatus
@@ -66,12 +66,12 @@ class Gang:
             if not (self.done[peer] > number or (self.done[peer] == number and self.inside[peer]))
         ]
 
-    def looks(self, knows_peers=True, **culprit):
+    def views(self, knows_peers=True, **culprit):
         """What the agents see; `knows_peers`: the backend tells who waits for whom."""
         seen = []
         for rank in range(self.size):
             waits_for = self.choice.choice(self._missing(rank)) if self.inside[rank] else None
-            seen.append(Look(rank, True, True, False, waits_for if knows_peers else None, 1, self.entered[rank], 7))
+            seen.append(RankView(rank, True, True, False, waits_for if knows_peers else None, 1, self.entered[rank], 7))
         seen[self.hung] = replace(seen[self.hung], **culprit)
         return seen
 
@@ -80,7 +80,7 @@ class Gang:
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32), st.booleans())
 def test_the_rank_that_did_not_enter_is_found_wherever_it_hangs(layout, seed, knows_peers):
     gang = Gang(layout, seed)
-    verdict = find_culprits(gang.looks(knows_peers), gang.group)
+    verdict = find_culprits(gang.views(knows_peers), gang.group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (gang.hung,))
 
 
@@ -88,17 +88,17 @@ def test_the_rank_that_did_not_enter_is_found_wherever_it_hangs(layout, seed, kn
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
 def test_a_rank_that_may_still_go_on_is_not_accused(layout, seed):
     gang = Gang(layout, seed)
-    assert find_culprits(gang.looks(overdue=False), gang.group).kind == "nobody"
+    assert find_culprits(gang.views(overdue=False), gang.group).kind == "nobody"
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
 def test_a_stopped_rank_is_the_culprit_though_it_was_waiting_itself(layout, seed):
     gang = Gang(layout, seed)
-    looks = gang.looks()
+    views = gang.views()
     stopped = gang.choice.randrange(gang.size)
-    looks[stopped] = replace(looks[stopped], stopped=True)
-    verdict = find_culprits(looks, gang.group)
+    views[stopped] = replace(views[stopped], stopped=True)
+    verdict = find_culprits(views, gang.group)
     assert verdict.kind == "ranks"
     assert stopped in verdict.ranks
     assert set(verdict.ranks) <= {stopped, gang.hung}
@@ -108,103 +108,114 @@ def test_a_stopped_rank_is_the_culprit_though_it_was_waiting_itself(layout, seed
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
 def test_a_rank_whose_agent_is_silent_is_the_culprit_once_others_wait_for_it(layout, seed):
     gang = Gang(layout, seed)
-    looks = gang.looks()
-    looks[gang.hung] = Look(gang.hung, answered=False)
-    verdict = find_culprits(looks, gang.group)
-    waiters = [look for look in looks if look.waits_for is not None]
+    views = gang.views()
+    views[gang.hung] = RankView(gang.hung, answered=False)
+    verdict = find_culprits(views, gang.group)
+    waiters = [view for view in views if view.waits_for is not None]
     assert verdict.ranks == ((gang.hung,) if waiters else ())
 
 
 def test_nobody_is_accused_while_nobody_is_overdue():
-    looks = [Look(0, waits_for=1), Look(1)]
-    assert find_culprits(looks, grid_of((1, 1, 2)).group).kind == "nobody"
+    views = [RankView(0, waits_for=1), RankView(1)]
+    assert find_culprits(views, grid_of((1, 1, 2)).group).kind == "nobody"
 
 
 def test_silent_agent_that_nobody_waits_for_is_left_alone():
-    looks = [Look(0, overdue=True), Look(1, answered=False)]
-    verdict = find_culprits(looks, grid_of((1, 1, 2)).group)
+    views = [RankView(0, overdue=True), RankView(1, answered=False)]
+    verdict = find_culprits(views, grid_of((1, 1, 2)).group)
     assert verdict.ranks == (0,)
 
 
 def test_in_a_circle_the_rank_that_got_least_far_goes():
-    looks = [
-        Look(0, overdue=True, waits_for=1, step=9),
-        Look(1, overdue=True, waits_for=0, step=8),
-        Look(2, overdue=True, waits_for=0, step=9),
+    views = [
+        RankView(0, overdue=True, waits_for=1, step=9),
+        RankView(1, overdue=True, waits_for=0, step=8),
+        RankView(2, overdue=True, waits_for=0, step=9),
     ]
-    verdict = find_culprits(looks, grid_of((1, 1, 4)).group)
+    verdict = find_culprits(views, grid_of((1, 1, 4)).group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (1,))
     assert "wait for each other" in verdict.why
 
 
 def test_in_a_circle_within_one_step_the_rank_that_entered_fewer_collectives_of_all_ranks_goes():
-    looks = [
-        Look(0, overdue=True, waits_for=1, step=9, counts=dict.fromkeys(AXES, 5)),
-        Look(1, overdue=True, waits_for=0, step=9, counts={**dict.fromkeys(AXES, 5), "world": 4}),
+    views = [
+        RankView(0, overdue=True, waits_for=1, step=9, counts=dict.fromkeys(AXES, 5)),
+        RankView(1, overdue=True, waits_for=0, step=9, counts={**dict.fromkeys(AXES, 5), "world": 4}),
     ]
-    verdict = find_culprits(looks, grid_of((1, 1, 2)).group)
+    verdict = find_culprits(views, grid_of((1, 1, 2)).group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (1,))
 
 
 def test_in_a_circle_of_equals_the_whole_gang_goes():
-    looks = [Look(0, overdue=True, waits_for=1), Look(1, overdue=True, waits_for=0), Look(2, waits_for=0)]
-    verdict = find_culprits(looks, grid_of((1, 1, 4)).group)
+    views = [
+        RankView(0, overdue=True, waits_for=1),
+        RankView(1, overdue=True, waits_for=0),
+        RankView(2, waits_for=0),
+    ]
+    verdict = find_culprits(views, grid_of((1, 1, 4)).group)
     assert (verdict.kind, verdict.ranks) == ("gang", (0, 1, 2))
     assert "is not known" in verdict.why
 
 
 def test_all_standing_in_the_same_place_is_nobodys_fault_in_particular():
-    looks = [Look(rank, overdue=True, counts=dict.fromkeys(AXES, 3)) for rank in range(4)]
-    assert find_culprits(looks, grid_of((1, 1, 4)).group).kind == "gang"
+    views = [RankView(rank, overdue=True, counts=dict.fromkeys(AXES, 3)) for rank in range(4)]
+    assert find_culprits(views, grid_of((1, 1, 4)).group).kind == "gang"
 
 
 def test_several_culprits_are_all_named():
-    looks = [
-        Look(0, overdue=True, waits_for=1),
-        Look(1, overdue=True),
-        Look(2, overdue=True, waits_for=3),
-        Look(3, overdue=True, stopped=True, waits_for=2),
+    views = [
+        RankView(0, overdue=True, waits_for=1),
+        RankView(1, overdue=True),
+        RankView(2, overdue=True, waits_for=3),
+        RankView(3, overdue=True, stopped=True, waits_for=2),
     ]
-    assert find_culprits(looks, grid_of((1, 1, 4)).group).ranks == (1, 3)
+    assert find_culprits(views, grid_of((1, 1, 4)).group).ranks == (1, 3)
 
 
 def test_who_waits_is_told_through_others_too():
-    looks = [Look(0, waits_for=1), Look(1, waits_for=2), Look(2), Look(3)]
-    assert waiting_for(looks, 2, grid_of((1, 1, 4)).group) == [0, 1]
+    views = [
+        RankView(0, waits_for=1),
+        RankView(1, waits_for=2),
+        RankView(2),
+        RankView(3),
+    ]
+    assert waiting_for(views, 2, grid_of((1, 1, 4)).group) == [0, 1]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.none() | st.integers(0, 4)), min_size=5, max_size=5))
 def test_whatever_is_seen_a_verdict_is_given_and_it_is_about_ranks_that_stand(seen):
-    looks = [Look(r, overdue=o, stopped=s and o, waits_for=w) for r, (o, s, w) in enumerate(seen)]
-    verdict = find_culprits(looks, lambda axis, rank: range(5))
+    views = [RankView(r, overdue=o, stopped=s and o, waits_for=w) for r, (o, s, w) in enumerate(seen)]
+    verdict = find_culprits(views, lambda axis, rank: range(5))
     if verdict.kind == "ranks":
-        edges = {look.rank: look.waits_for for look in looks if look.waits_for is not None}
-        reachable = {rank for look in looks if look.overdue for rank in [look.rank, *edges.values()]}
+        edges = {view.rank: view.waits_for for view in views if view.waits_for is not None}
+        reachable = {rank for view in views if view.overdue for rank in [view.rank, *edges.values()]}
         assert set(verdict.ranks) <= reachable
-        assert any(look.overdue for look in looks)
-    assert (verdict.kind == "nobody") or any(look.overdue for look in looks)
+        assert any(view.overdue for view in views)
+    assert (verdict.kind == "nobody") or any(view.overdue for view in views)
 
 
 def test_a_look_is_what_the_agent_has_said():
     counts = dict.fromkeys(AXES, 3)
     record = Position(100, 1, "backward", step=12, waits_for=4, counts=counts, heartbeat=7)
-    assert Look.of(2, TrainerStatus(100, overdue=True, stopped=True, record=record)) == Look(
+    assert RankView.of(2, TrainerStatus(100, overdue=True, stopped=True, record=record)) == RankView(
         2, True, True, True, waits_for=4, step=12, counts=counts, heartbeat=7
     )
-    assert Look.of(2, TrainerStatus(100, overdue=True, stopped=True)) == Look(2, True, True, True), "it still starts"
-    assert Look.of(2, TrainerStatus(100, record=record)).overdue is False
-    assert Look.of(2, None) == Look(2, answered=False)
+    assert RankView.of(2, TrainerStatus(100, overdue=True, stopped=True)) == RankView(2, True, True, True), (
+        "it still starts"
+    )
+    assert RankView.of(2, TrainerStatus(100, record=record)).overdue is False
+    assert RankView.of(2, None) == RankView(2, answered=False)
 
 
 def test_rank_that_names_no_peer_waits_for_the_one_furthest_behind_in_any_axis():
     group = {"tensor": (0, 1), "data": (0, 2, 3), "world": (0, 2, 3)}
-    looks = [
-        Look(0, overdue=True, counts={"tensor": 9, "data": 2, "world": 5}),
-        Look(1, counts={"tensor": 6, "data": 2, "world": 5}),
-        Look(2, counts={"tensor": 9, "data": 1, "world": 1}),
-        Look(3),
+    views = [
+        RankView(0, overdue=True, counts={"tensor": 9, "data": 2, "world": 5}),
+        RankView(1, counts={"tensor": 6, "data": 2, "world": 5}),
+        RankView(2, counts={"tensor": 9, "data": 1, "world": 1}),
+        RankView(3),
     ]
-    verdict = find_culprits(looks, lambda axis, rank: group.get(axis, ()))
+    verdict = find_culprits(views, lambda axis, rank: group.get(axis, ()))
     assert (verdict.kind, verdict.why) == ("nobody", "rank 2 may still continue")
 
 
@@ -216,33 +227,36 @@ def test_the_search_goes_through_each_group_once_however_many_ranks_there_are():
         return grid.group(axis, rank)
 
     counts = dict.fromkeys(AXES, 7)
-    looks = [Look(rank, overdue=True, counts=counts) for rank in range(grid.world_size)]
-    looks[2900] = replace(looks[2900], counts={**counts, "tensor": 6, "world": 6})
-    verdict = find_culprits(looks, group)
+    views = [RankView(rank, overdue=True, counts=counts) for rank in range(grid.world_size)]
+    views[2900] = replace(views[2900], counts={**counts, "tensor": 6, "world": 6})
+    verdict = find_culprits(views, group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (2900,))
     assert sum(seen) == len(AXES) * grid.world_size
 
 
 def test_those_of_whom_the_culprits_are_chosen_are_named_in_order():
-    looks = [
-        *(Look(rank, overdue=True, step=9) for rank in range(9)),
-        Look(9, overdue=True, step=8),
+    views = [
+        *(RankView(rank, overdue=True, step=9) for rank in range(9)),
+        RankView(9, overdue=True, step=8),
     ]
-    why = find_culprits(looks, lambda axis, rank: ()).why
+    why = find_culprits(views, lambda axis, rank: ()).why
     assert why == "of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more it got least far, and none of them waits for another"
 
 
 @pytest.mark.parametrize(
-    ("looks", "why"),
+    ("views", "why"),
     [
-        ([Look(0, overdue=True, waits_for=1), Look(1, overdue=True)], "others wait for it, and it waits for no rank"),
-        ([Look(0, overdue=True), Look(1)], "it stands still and waits for no rank"),
-        ([Look(0, overdue=True, stopped=True, waits_for=1), Look(1)], "its process is stopped"),
         (
-            [Look(0, overdue=True, waits_for=1), Look(1, answered=False)],
+            [RankView(0, overdue=True, waits_for=1), RankView(1, overdue=True)],
+            "others wait for it, and it waits for no rank",
+        ),
+        ([RankView(0, overdue=True), RankView(1)], "it stands still and waits for no rank"),
+        ([RankView(0, overdue=True, stopped=True, waits_for=1), RankView(1)], "its process is stopped"),
+        (
+            [RankView(0, overdue=True, waits_for=1), RankView(1, answered=False)],
             "others wait for it, and its agent does not answer",
         ),
     ],
 )
-def test_why_a_rank_is_at_fault_is_said(looks, why):
-    assert find_culprits(looks, lambda axis, rank: ()).why == why
+def test_why_a_rank_is_at_fault_is_said(views, why):
+    assert find_culprits(views, lambda axis, rank: ()).why == why

@@ -1,4 +1,4 @@
-"""Who waits for whom, in words, of a job that goes on as of one that stands still."""
+"""Which rank waits for which, in words, of a job that goes on as of one that stands still."""
 
 import pytest
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from manta.service.control import data_looks
+from manta.service.control import data_checks
 from manta.service.control.scheduler import Scheduler
 from tests.service.support.fake_cluster import FakeCluster
 
@@ -12,7 +12,7 @@ from tests.service.support.fake_cluster import FakeCluster
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A look at data that the machine is slow in taking is no data that does not answer."""
-    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 60.0)
+    monkeypatch.setattr(data_checks, "POLL_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from manta.service.control import data_looks
+from manta.service.control import data_checks
 from manta.service.control.scheduler import Scheduler
 from manta.workers.data import roots
 from tests.service.support.queue import LARGE, has, job_now
@@ -23,7 +23,7 @@ AWAY = {"source": "text", "paths": ["/away"]}
 
 
 async def until_placed(scheduler, placed, job):
-    """Look at the queue until `job`, and no other, is placed."""
+    """PlacementDecision at the queue until `job`, and no other, is placed."""
     async with asyncio.timeout(60):
         while not placed:
             assert await scheduler._round()
@@ -31,7 +31,7 @@ async def until_placed(scheduler, placed, job):
 
 
 async def until_none_waits(scheduler):
-    """Look at the queue until each job has been placed or refused."""
+    """PlacementDecision at the queue until each job has been placed or refused."""
     async with asyncio.timeout(60):
         while await scheduler._round():
             await asyncio.sleep(0.001)
@@ -40,7 +40,7 @@ async def until_none_waits(scheduler):
 def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for_a_while(
     store, submit, cluster, monkeypatch
 ):
-    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
     slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
     answers, placed = threading.Event(), []
 
@@ -53,7 +53,7 @@ def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for
 
     async def body():
         assert await scheduler._round() and placed == []
-        monkeypatch.setattr(data_looks, "TURN_SECONDS", 0.0)
+        monkeypatch.setattr(data_checks, "TURN_SECONDS", 0.0)
         await until_placed(scheduler, placed, fine)
         assert job_now(store, slow).reason == "data_silent"
         answers.set()
@@ -70,7 +70,7 @@ def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_j
     store, submit, cluster, monkeypatch
 ):
     """A sweep on a file system that hangs: one look at the same files is enough, and other files there get a moment."""
-    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
     sweep = [submit(data={"source": "text", "paths": ["/away/a"]}) for _ in range(3)]
     beside, fine = submit(data={"source": "text", "paths": ["/away/b"]}), submit()
     answers, looked, placed = threading.Event(), [], []
@@ -86,8 +86,8 @@ def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_j
     async def body():
         await scheduler._round()
         assert placed == [], "the first one has its turn"
-        look = scheduler._data_looks._under_way[sweep[0].id]
-        look.began -= data_looks.TURN_SECONDS
+        look = scheduler._data_checks._under_way[sweep[0].id]
+        look.began -= data_checks.TURN_SECONDS
         await until_placed(scheduler, placed, fine)
         await reached(lambda: len(looked) >= 2)
         assert sorted(looked) == [("/away/a",), ("/away/b",)]
@@ -104,8 +104,8 @@ def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_j
 
 def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store, submit, cluster, monkeypatch):
     """What a node is asked may take a minute, and the next node is asked then."""
-    cluster.is_elsewhere = True
-    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    cluster.is_remote = True
+    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
     slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
     answers, placed = asyncio.Event(), []
 
@@ -119,7 +119,7 @@ def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store,
     async def body():
         async with asyncio.timeout(60):
             assert await scheduler._round() and placed == []
-            monkeypatch.setattr(data_looks, "TURN_SECONDS", 0.0)
+            monkeypatch.setattr(data_checks, "TURN_SECONDS", 0.0)
             await until_placed(scheduler, placed, fine)
             answers.set()
             while await scheduler._round():
@@ -131,7 +131,7 @@ def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store,
 
 def test_corpus_is_looked_at_where_the_ranks_will_be(store, submit, look, cluster):
     """The control plane of a cluster elsewhere may not see it, and a node that does not answer proves nothing."""
-    cluster.is_elsewhere = True
+    cluster.is_remote = True
     paths = {"source": "text", "paths": ["/on/the/nodes/only"]}
     bad, good, later = (submit(name=name, data=paths) for name in ("bad", "good", "later"))
     asked = []

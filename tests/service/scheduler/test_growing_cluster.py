@@ -29,7 +29,7 @@ def test_waiting_job_asks_for_its_bundles_and_says_so(store, submit, look, growi
     stored = job_now(store, job)
     assert stored.reason == "insufficient_slots"
     assert stored.message == (
-        "needs 6 slots in groups of 2 on one node, of which there are 0; nodes for 6 of them are asked for: "
+        "needs 6 slots in groups of 2 on one node, of which there are 0; nodes for 6 of them are requested: "
         "the autoscaler can have 2 small of 4 slots"
     )
 
@@ -50,14 +50,14 @@ def test_job_without_room_in_all_that_can_be_added_steps_aside_and_says_what_the
     assert asked(growing) == [1] * 4
     message = job_now(store, never).message
     assert "too little even with all that can be added: the autoscaler can have 2 small of 4 slots" in message
-    assert "asked for" in job_now(store, fits).message
+    assert "are requested" in job_now(store, fits).message
 
 
 def test_job_whose_stages_need_kinds_of_gpus_is_told_that_none_are_asked_for(store, submit, look, growing):
     typed = submit(parallel={"pipeline": 2, "stage_accelerators": ["A100", "V100"]}, resources={"accelerator": "gpu"})
     assert look() == [] and asked(growing) == []
     assert job_now(store, typed).message.endswith(
-        "which GPUs nodes of the autoscaler have is not known, so none are asked for: start some"
+        "which GPUs nodes of the autoscaler have is not known, so none are requested: start some"
     )
 
 
@@ -89,7 +89,7 @@ def test_resized_job_that_waits_asks_for_its_new_size_and_says_so(store, submit,
     assert look() == []
     assert asked(growing) == [2] * replicas
     message = job_now(store, job).message
-    assert f"needs {2 * replicas} slots" in message and f"; nodes for {2 * replicas} of them are asked for" in message
+    assert f"needs {2 * replicas} slots" in message and f"; nodes for {2 * replicas} of them are requested" in message
 
 
 def test_nodes_at_rest_are_woken_for_a_job_that_fits_there_only(submit, look, growing):

@@ -129,7 +129,7 @@ def test_job_that_cannot_fit_is_read_again_only_after_a_change_or_a_minute(store
     assert reads() == 0
     store.write(lambda session: edits.edit(session, job, name="another"))
     assert reads() == 1
-    now[0] += module.AGAIN_SECONDS
+    now[0] += module.RETRY_SECONDS
     assert reads() == 1
     has(nodes, 2)
     assert not asyncio.run(scheduler._round())

@@ -145,7 +145,7 @@ def test_a_backup_is_restored_into_another_kind_of_database(
     store, jobs_of_all_kinds, tmp_path, elsewhere, monkeypatch, far_from_utc
 ):
     running, queued, over = jobs_of_all_kinds
-    monkeypatch.setattr(backup_file, "ROWS_AT_ONCE", 2)  # there are more than that
+    monkeypatch.setattr(backup_file, "BATCH_ROWS", 2)  # there are more than that
     back_up(store, tmp_path / "backup.db")
     os.utime(tmp_path / "backup.db", (NOW, NOW - 86_400))
     assert restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW) == 2
@@ -221,7 +221,7 @@ def test_restore_waits_for_a_connection_that_is_about_to_close(
     submit()
     back_up(store, tmp_path / "backup.db")
     other, looks = create_engine(elsewhere).connect(), []
-    usual = backup_file._others
+    usual = backup_file._other_connections
 
     def count(connection):
         looks.append(usual(connection))
@@ -229,7 +229,7 @@ def test_restore_waits_for_a_connection_that_is_about_to_close(
         other.engine.dispose()
         return looks[-1]
 
-    monkeypatch.setattr(backup_file, "_others", count)
+    monkeypatch.setattr(backup_file, "_other_connections", count)
     restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
     assert looks[0] == 1 and looks[-1] == 0
 

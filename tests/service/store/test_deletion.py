@@ -25,7 +25,7 @@ from manta.service.store import (
     recoveries,
     trace_requests,
 )
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Base, MetricBin
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.timing.recording import Recording
@@ -35,7 +35,7 @@ def full(session, job_id):
     """Give a job a row in every table."""
     jobs.transition(session, job_id, JobState.STARTING)
     generation = generations.begin(session, job_id, "submitted", False)
-    recoveries.begin(session, job_id, generation, Beginning("killed", 0, "killed", RecoveryTimeline(1.0)))
+    recoveries.begin(session, job_id, generation, RecoveryStart("killed", 0, "killed", RecoveryTimeline(1.0)))
     place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": generation, "state": "exited"}
     ranks.replace(session, job_id, [place])
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
@@ -43,7 +43,7 @@ def full(session, job_id):
     ranks.store_numbers(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
     exports.end(session, exports.begin(session, job_id, "ckpt", "/somewhere/else", "hf", None).id, None)
     trace_requests.request(session, job_id, 1)
-    trace_requests.note_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
+    trace_requests.record_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
     jobs.transition(session, job_id, JobState.FAILED, "x", "y")
     jobs.get(session, job_id).memory_kept_until = 1e12
 
@@ -135,9 +135,9 @@ def test_unfinished_job_cannot_be_deleted(store, two, submit, retried):
 
 
 def test_metrics_of_the_deleted_job_alone_are_removed_in_parts(store, two, monkeypatch):
-    monkeypatch.setattr(deletion, "METRICS_AT_ONCE", 2)
+    monkeypatch.setattr(deletion, "METRICS_BATCH_ROWS", 2)
     job_id, other = two
-    counts = [store.write(lambda session: deletion.delete_some_metrics(session, job_id)) for _ in range(3)]
+    counts = [store.write(lambda session: deletion.delete_metrics_batch(session, job_id)) for _ in range(3)]
     assert counts == [2, 1, 0]
     assert rows_of(store, other)["metrics"] == 3
 
@@ -152,13 +152,13 @@ def test_id_of_an_event_is_never_given_twice(store, two, submit):
 
 
 def test_metric_bins_of_the_deleted_job_alone_are_removed_in_parts(store, two, monkeypatch):
-    monkeypatch.setattr(deletion, "METRICS_AT_ONCE", 2)
+    monkeypatch.setattr(deletion, "METRICS_BATCH_ROWS", 2)
     job_id, other = two
     store.write(lambda session: session.execute(delete(MetricBin)))
     bins = [(job_id, 0, 0), (job_id, 0, 1), (job_id, 1, 0), (other, 0, 5), (other, 1, 0)]
     rows = [MetricBin(job_id=of, level=level, bin=number, step=1) for of, level, number in bins]
     store.write(lambda session: session.add_all(rows))
-    counts = [store.write(lambda session: deletion.delete_some_bins(session, job_id)) for _ in range(3)]
+    counts = [store.write(lambda session: deletion.delete_bins_batch(session, job_id)) for _ in range(3)]
     assert counts == [2, 1, 0]
     assert rows_of(store, other)["metric_bins"] == 2
 
@@ -166,10 +166,10 @@ def test_metric_bins_of_the_deleted_job_alone_are_removed_in_parts(store, two, m
 def test_obstacle_to_a_deletion_is_noted_as_an_event_of_the_job(store, two):
     job_id, other = two
     store.write(lambda session: deletion.begin(session, job_id))
-    store.write(lambda session: deletion.note_obstacle(session, job_id, "a disk is read-only"))
+    store.write(lambda session: deletion.record_obstacle(session, job_id, "a disk is read-only"))
     with store.read() as session:
         last = events.page(session, job_id, limit=1000).items[-1]
         assert "deletion_failed" not in {event.type for event in events.page(session, other, limit=1000).items}
     assert (last.type, last.message) == ("deletion_failed", "a disk is read-only")
     with pytest.raises(JobNotFound):
-        store.write(lambda session: deletion.note_obstacle(session, "job_000000000000", "no such job"))
+        store.write(lambda session: deletion.record_obstacle(session, "job_000000000000", "no such job"))

@@ -5,7 +5,7 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from manta.service.store import InvalidCursor, events, jobs
-from manta.service.store.paging import LARGEST_INTEGER
+from manta.service.store.paging import MAX_INTEGER
 
 
 def test_pages_of_events_continue_after_an_id_and_hold_one_job(store, submit):
@@ -58,7 +58,7 @@ def test_said_since_finds_a_message_only_after_the_last_event_of_another_type(st
 
     def said(text, since="first_step"):
         with store.read() as session:
-            return events.said_since(session, job.id, "held", text, since)
+            return events.has_event_since(session, job.id, "held", text, since)
 
     def tell(kind, text, of=job):
         store.write(lambda session: events.append(session, of.id, kind, text))
@@ -106,7 +106,7 @@ def test_events_of_all_jobs_are_filtered_and_paged_by_cursors_of_the_same_filter
 
 @pytest.mark.parametrize("looked_at", [0, 100])
 def test_events_of_a_project_are_those_of_its_jobs_however_they_are_found(store, make_spec, monkeypatch, looked_at):
-    monkeypatch.setattr(events, "_LOOKED_AT", looked_at)
+    monkeypatch.setattr(events, "_SCANNED_EVENTS", looked_at)
     mine, other = (store.write(lambda s, to=to: jobs.create(s, make_spec(), project=to))[0] for to in ("mine", "other"))
     for number in range(3):
         for job in (mine, other):
@@ -114,7 +114,7 @@ def test_events_of_a_project_are_those_of_its_jobs_however_they_are_found(store,
     with store.read() as session:
         first = events.page_of_all(session, type="tick", limit=2, bound="mine")
         rest = events.page_of_all(session, after_id=first.items[-1].id, bound="mine")
-        assert events.page_of_all(session, after_id=LARGEST_INTEGER, bound="mine").items == []
+        assert events.page_of_all(session, after_id=MAX_INTEGER, bound="mine").items == []
         of_job = [events.page_of_all(session, mine.id, "tick", bound=bound).items for bound in ("mine", "other")]
     assert [(each.job_id, each.message) for each in first.items + rest.items] == [(mine.id, str(n)) for n in range(3)]
     assert list(map(len, of_job)) == [3, 0]

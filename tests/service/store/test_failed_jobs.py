@@ -76,26 +76,28 @@ def test_memory_goes_when_its_time_is_over(store, failed):
     with store.read() as session:
         assert pauses_and_retries.memory_expired(session, 999.0) == []
         assert pauses_and_retries.memory_expired(session, 1001.0) == [failed.id]
-    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 999.0))
-    assert store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 1001.0))
+    assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 999.0))
+    assert store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1001.0))
     assert row(store, failed).memory_kept_until is None
-    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 1001.0)), "nothing is kept any more"
+    assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1001.0)), (
+        "nothing is kept any more"
+    )
     with store.read() as session:
         assert pauses_and_retries.holding_memory(session, [failed.id]) == set()
 
 
 def test_memory_of_a_retried_job_is_kept_past_its_time(store, failed):
     store.write(lambda s: pauses_and_retries.request_retry(s, failed.id))
-    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 1001.0))
+    assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1001.0))
 
 
 def test_memory_of_an_unfinished_job_is_kept_past_its_time(store, started):
     store.write(lambda s: setattr(jobs.get(s, started.id), "memory_kept_until", 1000.0))
-    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, started.id, 1001.0))
+    assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, started.id, 1001.0))
     assert row(store, started).memory_kept_until == 1000.0
 
 
 def test_memory_is_kept_up_to_its_very_last_moment(store, failed):
     with store.read() as session:
         assert pauses_and_retries.memory_expired(session, 1000.0) == []
-    assert not store.write(lambda s: pauses_and_retries.let_memory_go(s, failed.id, 1000.0))
+    assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1000.0))

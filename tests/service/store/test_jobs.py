@@ -156,7 +156,7 @@ def test_queue_in_brief_includes_jobs_whose_spec_makes_no_sense(store, submit, s
 
 
 def test_specs_of_unchanged_queued_jobs_are_not_read_again(store, submit, monkeypatch):
-    monkeypatch.setattr(jobs, "_JOBS_AT_ONCE", 2)
+    monkeypatch.setattr(jobs, "_BATCH_JOBS", 2)
     asked, some = [], [submit(resources={"accelerator": "cpu"}) for _ in range(3)]
 
     def note(*about):
@@ -209,7 +209,7 @@ def test_unfinished_jobs_can_be_read_from_the_database_of_another_release(store,
     for column in ("submitted", "not_default", "deletion_began_at"):
         store.write(lambda session, column=column: session.execute(text(f"ALTER TABLE jobs DROP COLUMN {column}")))
     with store.read() as session:
-        in_brief = jobs.unfinished_in_brief(session)
+        in_brief = jobs.unfinished_summaries(session)
     assert [(job.id, job.name, job.state, job.step, job.steps) for job in in_brief] == [
         (second.id, "small", "QUEUED", 0, 10),
         (first.id, "small", "QUEUED", 0, 10),
@@ -237,7 +237,7 @@ def test_a_new_job_can_be_changed_in_the_transaction_that_stores_it(store, make_
 
 def test_a_job_says_that_it_is_held_unless_it_has_another_reason(store, started):
     def hold(why):
-        job = store.write(lambda session: jobs.set_held(session, started.id, why))
+        job = store.write(lambda session: jobs.set_hold_reason(session, started.id, why))
         return job.reason, job.message
 
     assert [hold(why) for why in ("no disk", "no data", None)] == [

@@ -74,7 +74,7 @@ def test_key_is_revoked_by_its_project_or_by_the_installation(store):
 
 def test_key_is_good_until_it_expires(store):
     key = make(store, expires_at=100.0)
-    assert keys.is_good(key, 99.9) and not keys.is_good(key, 100.0)
+    assert keys.is_valid(key, 99.9) and not keys.is_valid(key, 100.0)
 
 
 def test_key_that_was_revoked_is_not_good_and_leaves_others_as_they_are(store):
@@ -82,7 +82,7 @@ def test_key_that_was_revoked_is_not_good_and_leaves_others_as_they_are(store):
     store.write(lambda session: keys.revoke(session, None, gone.id))
     with store.read() as session:
         records = [keys.by_digest(session, digest) for digest in ("gone", "kept", "never made")]
-    assert [each and (each.id, keys.is_good(each, time.time())) for each in records] == [
+    assert [each and (each.id, keys.is_valid(each, time.time())) for each in records] == [
         (gone.id, False), (kept.id, True), None
     ]  # fmt: skip
 

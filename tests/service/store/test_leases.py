@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
-from manta.service.leases.decisions import LeaseLost, OtherRay
+from manta.service.leases.decisions import LeaseLost, RayMismatch
 from manta.service.states import JobState
 from manta.service.store import Store, jobs, leases
 from manta.service.store.installation_tables import Lease
@@ -70,7 +70,7 @@ def test_leases_of_a_dead_owner_are_free_once_it_is_removed(store, submit):
     assert owner_of(store, job) == ("a", 1)
     let_time_pass(store, "a")
     with store.read() as session:
-        assert leases.somebody_died(session, "b")
+        assert leases.has_expired_members(session, "b")
     assert claim(store, job.id, "b") is None
     store.write(leases.remove_dead)
     assert owner_of(store, job) == (None, 1)
@@ -102,7 +102,7 @@ def test_control_plane_that_runs_alone_takes_over_all_leases_at_its_start(store)
 
 def test_control_plane_with_another_ray_is_refused_while_one_lives(store):
     join(store, "a", place="host:a")
-    with pytest.raises(OtherRay, match="runs already at host:a, and uses another Ray"):
+    with pytest.raises(RayMismatch, match="runs already at host:a, and uses another Ray"):
         join(store, "b", ray="ray-2")
     let_time_pass(store, "a")
     join(store, "b", ray="ray-2")
@@ -303,7 +303,7 @@ def test_owner_stuck_in_a_transaction_is_cut_off_and_its_lease_can_be_claimed(po
 def test_restored_database_has_no_owners_and_goes_on_counting_epochs(store):
     join(store, "a")
     assert claim(store, "job_1", "a") == 1
-    store.write(leases.forget_owners)
+    store.write(leases.clear_owners)
     with store.read() as session:
         assert (leases.living(session), leases.owned(session, "a")) == ([], set())
     join(store, "b")

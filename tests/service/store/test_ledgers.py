@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from manta.service.ledger import PATIENCE_STEPS
+from manta.service.ledger import GRACE_STEPS
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries
-from manta.service.store.recoveries import Beginning
+from manta.service.store.recoveries import RecoveryStart
 
 
 def begin(store, job, *arguments):
@@ -72,7 +72,7 @@ def test_patience_with_a_running_step_follows_all_earlier_steps_also_repeated_on
     for number, step in enumerate([1, 2, 3, 2, 3], 1):  # rolled back once, ten seconds a step
         row = {"step": step, "time": began + 10.0 * number, "seconds": {"wall": 10.0}}
         store.write(lambda session, n=number, row=row: metrics.record(session, started.id, 1, 0, n, [row]))
-    patience = 10.0 * PATIENCE_STEPS
+    patience = 10.0 * GRACE_STEPS
     seconds = book(store, started, began + 50.0 + patience + 7.0).seconds
     assert {name: each for name, each in seconds.items() if each} == {
         "compute": 30.0 + patience, "redo": 20.0, "detect": 7.0
@@ -90,8 +90,8 @@ def test_ledger_of_a_recovered_job_books_each_phase_and_the_time_after_its_last_
     def recover(session):
         number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 1)
         timeline = RecoveryTimeline(noticed_at=1014.0, failed_at=1012.0, rested_at=1015.0)
-        recoveries.begin(session, started.id, number, Beginning("killed", 3, "rank 3 was killed", timeline))
-        recoveries.note_latest(session, started.id, number, connected_at=1017.0, restored_at=1020.0)
+        recoveries.begin(session, started.id, number, RecoveryStart("killed", 3, "rank 3 was killed", timeline))
+        recoveries.record_latest(session, started.id, number, connected_at=1017.0, restored_at=1020.0)
 
     def end(session):
         generations.end(session, started.id, 2, outcome={"state": "SUCCEEDED"})
@@ -128,7 +128,7 @@ def recovering(store, started):
     def recover(session):
         number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 7)
         timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
-        known = Beginning("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 7)
+        known = RecoveryStart("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 7)
         recoveries.begin(session, started.id, number, known)
 
     store.write(recover)
@@ -144,7 +144,7 @@ def row_of(store, job):
 def test_recovery_is_stored_with_the_ranks_that_were_replaced(store, recovering):
     row = row_of(store, recovering)
     assert (row.generation, row.kind, row.rank, row.node, row.forked, row.kept) == (2, "killed", 3, "n1", [3], 7)
-    store.write(lambda session: recoveries.note_replaced(session, recovering.id, 2, [3, 5], 6))
+    store.write(lambda session: recoveries.record_replaced(session, recovering.id, 2, [3, 5], 6))
     row = row_of(store, recovering)
     assert (row.forked, row.kept) == ([3, 5], 6)
 
@@ -152,7 +152,7 @@ def test_recovery_is_stored_with_the_ranks_that_were_replaced(store, recovering)
 def test_a_phase_ends_when_the_last_rank_has_ended_it(store, recovering):
     for connected, restored in ((103.0, 105.0), (104.0, 104.5), (None, 104.7)):
         store.write(
-            lambda session, c=connected, r=restored: recoveries.note_latest(
+            lambda session, c=connected, r=restored: recoveries.record_latest(
                 session, recovering.id, 2, connected_at=c, restored_at=r
             )
         )
@@ -163,14 +163,14 @@ def test_a_phase_ends_when_the_last_rank_has_ended_it(store, recovering):
 def test_a_recovery_ends_once_and_then_stays_as_it_is(store, recovering):
     assert store.write(lambda session: recoveries.end(session, recovering.id, 2, 106.0, 1)) is not None
     assert store.write(lambda session: recoveries.end(session, recovering.id, 2, 109.0, 5)) is None
-    store.write(lambda session: recoveries.note_latest(session, recovering.id, 2, restored_at=120.0))
+    store.write(lambda session: recoveries.record_latest(session, recovering.id, 2, restored_at=120.0))
     row = row_of(store, recovering)
     assert (row.first_step_at, row.steps_redone, row.restored_at) == (106.0, 1, None)
 
 
 def test_generations_that_no_failure_began_have_no_recovery(store, started):
     begin(store, started, False)
-    store.write(lambda session: recoveries.note_latest(session, started.id, 1, restored_at=1.0))
+    store.write(lambda session: recoveries.record_latest(session, started.id, 1, restored_at=1.0))
     assert store.write(lambda session: recoveries.end(session, started.id, 1, 2.0, 0)) is None
     with store.read() as session:
         assert recoveries.page(session, started.id).items == []
@@ -179,7 +179,7 @@ def test_generations_that_no_failure_began_have_no_recovery(store, started):
 def test_recoveries_come_in_pages(store, recovering):
     for _ in range(3):
         number = begin(store, recovering, True)
-        known = Beginning("killed", 0, "again", RecoveryTimeline(1.0))
+        known = RecoveryStart("killed", 0, "again", RecoveryTimeline(1.0))
         store.write(lambda session, n=number, k=known: recoveries.begin(session, recovering.id, n, k))
     with store.read() as session:
         first = recoveries.page(session, recovering.id, limit=3)

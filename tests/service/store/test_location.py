@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from manta.service.store.location import BadDatabaseUrl, file_of, parse_url, shown, sqlite_url, url_in
+from manta.service.store.location import InvalidDatabaseUrl, file_of, parse_url, shown, sqlite_url, url_in
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_database_is_in_the_home_unless_a_url_is_given():
     ],
 )
 def test_bad_database_url_is_refused_without_showing_its_secrets(text, problem):
-    with pytest.raises(BadDatabaseUrl) as caught:
+    with pytest.raises(InvalidDatabaseUrl) as caught:
         parse_url(text)
     assert f"the database's URL {problem}" in str(caught.value)
     assert "secret" not in str(caught.value)

@@ -151,7 +151,7 @@ def test_rows_of_a_release_that_knows_of_no_bins_get_theirs_a_piece_at_a_time(st
     with monkeypatch.context() as patch:
         patch.setattr(metric_bins, "update", lambda *arguments: None)
         training.commit([(step, 50.0 if step == 777 else 1.0) for step in range(1, 1001)])
-    monkeypatch.setattr(metric_bins, "STEPS_AT_ONCE", 256)
+    monkeypatch.setattr(metric_bins, "BATCH_STEPS", 256)
     assert (bins_of(store, running), 777 in training.series(0, 10).steps) == (0, True)
 
     def catch_up():

@@ -29,7 +29,7 @@ class Training:
             lambda s: generations.begin(s, self.id, "submitted", False, resume_step=resume_step)
         )
         if of_plan is not None:
-            self.store.write(lambda s: plans.keep(s, self.id, self.generation, of_plan))
+            self.store.write(lambda s: plans.store(s, self.id, self.generation, of_plan))
 
     def steps(self, first, count, seconds=0.1):
         tokens = self.store.write(lambda s: plans.full_tokens(jobs.get(s, self.id).spec))
@@ -85,7 +85,7 @@ def test_a_drift_is_an_event_that_names_the_part_once_a_layout(training):
 def test_drift_is_judged_once_a_late_plan_arrives(training):
     training.begin()
     assert not training.steps(1, ENOUGH, seconds=0.3)
-    training.store.write(lambda s: plans.keep(s, training.id, 1, plan()))
+    training.store.write(lambda s: plans.store(s, training.id, 1, plan()))
     assert training.steps(ENOUGH + 1, 1)
     assert len(training.drifts()) == 1
 
@@ -126,7 +126,7 @@ def test_plan_of_the_same_layout_and_nodes_is_used_again(training):
         assert plans.of_layout(session, training.id, PARALLEL, [[2, 8]])["planned"]["step_seconds"] == 0.1
         assert plans.of_layout(session, training.id, {**PARALLEL, "data": 1}, [[2, 8]]) is None
         assert plans.of_layout(session, training.id, PARALLEL, [[2, 4]]) is None
-        assert [plans.is_kept(session, training.id, number) for number in (1, 2, 3)] == [True, False, False]
+        assert [plans.is_stored(session, training.id, number) for number in (1, 2, 3)] == [True, False, False]
 
 
 def test_job_that_never_began_has_no_plan(store, started):

@@ -115,10 +115,10 @@ CHANGES = {
     "save": lambda session, job: checkpoints.begin(session, job, 0, 5, "/x"),
     "pause": pauses_and_retries.request_pause,
     "retry": pauses_and_retries.request_retry,
-    "let memory go": lambda session, job: pauses_and_retries.let_memory_go(session, job, 0.0),
+    "let memory go": lambda session, job: pauses_and_retries.release_snapshots(session, job, 0.0),
     "delete": deletion.begin,
     "delete if expired": lambda session, job: deletion.begin_if_expired(session, job, 0.0, "old"),
-    "note an obstacle": lambda session, job: deletion.note_obstacle(session, job, "in the way"),
+    "note an obstacle": lambda session, job: deletion.record_obstacle(session, job, "in the way"),
     "end a deletion": deletion.end,
     "pause a restored one": restored.pause,
     "know a generation": lambda session, job: restored.know_generation(session, job, 3),
@@ -362,7 +362,7 @@ def test_lifting_time_limits_for_one_transaction_leaves_those_of_the_next(open_s
         return [*asked, connection.connection.driver_connection.answer_seconds]
 
     with store.engine.begin() as connection:
-        store.database.take_time(connection)
+        store.database.disable_time_limit(connection)
         assert limits(connection) == ["0", "0", None]
     with store.engine.begin() as connection:
         assert limits(connection) == ["20s", "10s", postgresql.ANSWER_SECONDS]

@@ -33,11 +33,11 @@ def request(store, job, steps=1, step=0, profiler_ranks=()):
 
 def recorded(store, job, number, rank, problem="", count=3, generation=1):
     packed = PackedRecording("x", count, problem=problem)
-    store.write(lambda s: trace_requests.note_recorded(s, job, number, generation, 5, rank, packed))
+    store.write(lambda s: trace_requests.record_recorded(s, job, number, generation, 5, rank, packed))
 
 
 def begun(store, job, number, generation=1):
-    store.write(lambda s: trace_requests.note_begun(s, job, number, generation, 5))
+    store.write(lambda s: trace_requests.record_beginning(s, job, number, generation, 5))
 
 
 def row(store, job, number):
@@ -151,16 +151,16 @@ def test_trace_request_for_a_missing_rank_names_the_only_rank(store, submit):
 def test_a_job_that_is_over_or_has_traces_enough_takes_no_more(store, training):
     for _ in range(trace_requests.MAX_WAITING):
         request(store, training)
-    with pytest.raises(TraceNotPossible, match=r"5 traces of job .* are not over yet"):
+    with pytest.raises(TraceNotPossible, match=r"5 traces of job .* are unfinished"):
         request(store, training)
     for state in ("RUNNING", "SUCCEEDED"):
         store.write(lambda s, to=state: jobs.transition(s, training, JobState(to)))
-    with pytest.raises(TraceNotPossible, match="SUCCEEDED, and only one that still trains"):
+    with pytest.raises(TraceNotPossible, match="SUCCEEDED: only a job that still trains"):
         request(store, training)
 
 
 def test_oldest_trace_is_removed_and_numbers_are_not_reused(store, training, monkeypatch):
-    monkeypatch.setattr(trace_requests, "KEPT", 3)
+    monkeypatch.setattr(trace_requests, "MAX_TRACES", 3)
     for number in range(1, 6):
         assert request(store, training) == number
         recorded(store, training, number, 0)
@@ -173,7 +173,7 @@ def test_oldest_trace_is_removed_and_numbers_are_not_reused(store, training, mon
 
 
 def test_unfinished_traces_count_towards_the_limit_and_are_not_removed(store, training, monkeypatch):
-    monkeypatch.setattr(trace_requests, "KEPT", 3)
+    monkeypatch.setattr(trace_requests, "MAX_TRACES", 3)
     all_kept = ([1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [4, 6, 7])
     for kept in all_kept:
         number = request(store, training)
@@ -185,13 +185,13 @@ def test_unfinished_traces_count_towards_the_limit_and_are_not_removed(store, tr
 
 def test_jobs_with_requested_traces_are_known_from_the_database(store, training):
     with store.read() as session:
-        assert step_traces.jobs_that_want_some(session) == set()
+        assert step_traces.jobs_with_waiting_traces(session) == set()
     number = request(store, training)
     with store.read() as session:
-        assert step_traces.jobs_that_want_some(session) == {training}
+        assert step_traces.jobs_with_waiting_traces(session) == {training}
     store.write(lambda s: step_traces.fail(s, training, number, "no"))
     with store.read() as session:
-        assert step_traces.jobs_that_want_some(session) == set()
+        assert step_traces.jobs_with_waiting_traces(session) == set()
     assert said(store, training) == ["trace_1 is failed: no"]
 
 

@@ -40,7 +40,7 @@ class FakeNodes:
         self.draining: set[str] = set()
         self.leave_by: dict[str, float] = {}
         self.drain_reasons: dict[str, str] = {}
-        self.silent: set[str] = set()
+        self.unresponsive: set[str] = set()
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
         self.gpus: dict[str, GpuReadings] = {}
@@ -55,9 +55,9 @@ class FakeNodes:
 
     @property
     def closed(self):
-        return self.lost | self.draining | self.silent | self.problems.keys()
+        return self.lost | self.draining | self.unresponsive | self.problems.keys()
 
-    drain, drain_no_more, problem_of_all = Nodes.drain, Nodes.drain_no_more, Nodes.problem_of_all
+    drain, cancel_drain, problem_of_all = Nodes.drain, Nodes.cancel_drain, Nodes.problem_of_all
 
     async def has_gpus(self):
         return bool(self.accelerated)
@@ -84,7 +84,7 @@ class FakeNodes:
     async def at_most(self, unit):
         return grown(await self.capacity(unit), self.shapes, self.types.values())
 
-    async def that_come_and_go(self):
+    async def autoscaled_nodes(self):
         return {node for node in await self.living() if node in self.types}
 
     async def unused(self):
@@ -100,7 +100,7 @@ class FakeRequests:
     def __init__(self):
         self.bundles: list[dict[str, float]] = []
 
-    async def ask(self, bundles, without):
+    async def request(self, bundles, without):
         self.bundles = list(bundles)
 
     async def settle(self):
@@ -291,7 +291,7 @@ class FakeAgents:
     async def names(self):
         return list(self.living)
 
-    async def jobs_elsewhere(self):
+    async def jobs_of_other_installations(self):
         return self.elsewhere
 
     async def names_on(self, node):
@@ -403,9 +403,9 @@ class FakeDaemons:
         await self.hang.get(node, asyncio.sleep)(0)
         answers = node not in self.silent
         if answers:
-            self._nodes.silent.discard(node)
+            self._nodes.unresponsive.discard(node)
             return self._daemon(node)
-        self._nodes.silent.add(node)
+        self._nodes.unresponsive.add(node)
         self._nodes.unswept.add(node)
         return None
 
@@ -426,7 +426,7 @@ class FakeDaemons:
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
 
-    def note_missed_end(self):
+    def record_missed_end(self):
         self._nodes.unswept.update(self._nodes.slots)
 
     async def kill(self, node):

@@ -23,7 +23,7 @@ def train_on(store: Store, job_id: str, spec: JobSpec, cluster: Cluster, slower:
     """As `train`, in a generation that begins now and is planned as `spec` on `cluster`."""
     number = begin(store, job_id)
     plan = {"parallel": {}, "planned": {**planned(spec, cluster), "machine": type_of(cluster.machine)}, "problem": None}
-    store.write(lambda session: plans.keep(session, job_id, number, plan))
+    store.write(lambda session: plans.store(session, job_id, number, plan))
     train(store, job_id, slower)
 
 

@@ -26,7 +26,7 @@ class OneNode:
     def __init__(self):
         self.nodes = self.daemons = self
         self.lost, self.draining, self.at_rest, self.failed = set(), set(), set(), []
-        self.silent, self.unswept = set(), set()
+        self.unresponsive, self.unswept = set(), set()
         self.leave_by, self.drain_reasons, self.problems, self.gpus = {}, {}, {}, {}
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
@@ -38,7 +38,7 @@ class OneNode:
         self.errors = []
         """What the next looks at Ray's nodes raise."""
 
-    drain, drain_no_more, keep_only = Nodes.drain, Nodes.drain_no_more, Nodes.keep_only
+    drain, cancel_drain, keep_only = Nodes.drain, Nodes.cancel_drain, Nodes.keep_only
 
     async def known(self, node=None):
         """The nodes; of `node`, its daemon."""

@@ -38,8 +38,8 @@ class _Supervisor(Supervisor):
 
     waits = 0
 
-    def _attend(self, running):
-        super()._attend(running)
+    def _observe(self, running):
+        super()._observe(running)
         self._cluster.agents.changed()
 
     async def _wait(self, seconds, *signals):
@@ -68,10 +68,10 @@ class SupervisedJob:
         jobs.transition(session, self.id, JobState.STARTING)
         jobs.set_layout(session, self.id, self.spec.layout)
 
-    def supervise(self, placed_generation: int | None) -> None:
+    def supervise(self, scheduled_generation: int | None) -> None:
         """Hand the job to a supervisor of its own."""
         self.supervisor = _Supervisor(JobContext.of(self.store, self.cluster, self.row))
-        self.task = asyncio.create_task(self.supervisor.run(placed_generation))
+        self.task = asyncio.create_task(self.supervisor.run(scheduled_generation))
         self.task.add_done_callback(lambda task: self.cluster.agents.changed())
 
     async def catch_up(self) -> bool:

@@ -69,10 +69,10 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch, body: Callable[[], Coroutin
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: BEGAN + loop.time())
         patch.setattr(time, "monotonic", loop.time)
-        patch.setattr(asyncio, "to_thread", _at_once)
+        patch.setattr(asyncio, "to_thread", _upload_slots)
         patch.setattr(Store, "write_async", _write)
         patch.setattr(FolderReader, "list", _list)
-        patch.setattr("manta.service.control.data_looks.in_daemon_thread", _future)
+        patch.setattr("manta.service.control.data_checks.in_daemon_thread", _future)
         try:
             loop.run_until_complete(body())
         finally:
@@ -80,7 +80,7 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch, body: Callable[[], Coroutin
             loop.close()
 
 
-async def _at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+async def _upload_slots(work: Callable[..., Any], *arguments: Any) -> Any:
     await asyncio.sleep(0)
     return work(*arguments)
 

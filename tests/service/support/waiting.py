@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 60.0
-LOOK_SECONDS = 0.002
+POLL_SECONDS = 0.002
 """Between two looks. Without a pause the loop would keep the interpreter from the threads that it waits for."""
 
 
@@ -13,5 +13,5 @@ async def reached(condition: Callable[[], Any], seconds: float = SECONDS) -> Any
     """What `condition` says as soon as that is true."""
     async with asyncio.timeout(seconds):
         while not (answer := condition()):
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         return answer

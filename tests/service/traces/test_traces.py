@@ -124,7 +124,7 @@ def test_job_does_not_notice_that_there_is_no_collector(start, cluster, submit, 
     plane._traces._thread.join(20)
     assert not plane._traces._thread.is_alive()
     assert plane._traces.lost == 2
-    assert len([record for record in caplog.records if "did not get to" in record.message]) == 1
+    assert len([record for record in caplog.records if "did not reach" in record.message]) == 1
 
 
 def test_what_waits_is_sent_when_the_service_ends(store, stepped, collector, monkeypatch):
@@ -198,7 +198,7 @@ def test_what_a_collector_refuses_is_said_once(store, stepped, collector, caplog
     assert sending.lost == 3
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [line for line in said if "400" in line] == ["Failed to export spans batch code: 400, reason: Bad Request"]
-    assert len([line for line in said if f"did not get to {collector.url}" in line]) == 1
+    assert len([line for line in said if f"did not reach {collector.url}" in line]) == 1
 
 
 def test_job_that_is_deleted_meanwhile_has_no_spans(store, collector):
@@ -257,9 +257,14 @@ def test_missing_package_is_one_clear_sentence(monkeypatch):
 
 
 def test_same_complaint_about_a_collector_is_logged_once_in_five_minutes_and_again_after_them(monkeypatch):
-    at, quiet, record = [0.0], exporter._NowAndThen(), logging.makeLogRecord({"msg": "no answer"})
+    at, quiet, record = [0.0], exporter._ThrottleFilter(), logging.makeLogRecord({"msg": "no answer"})
     monkeypatch.setattr(exporter, "time", SimpleNamespace(monotonic=lambda: at[0]))
     heard = []
-    for at[0] in (0.0, exporter.QUIET_SECONDS - 1, exporter.QUIET_SECONDS, exporter.QUIET_SECONDS + 1):
+    for at[0] in (
+        0.0,
+        exporter.LOG_INTERVAL_SECONDS - 1,
+        exporter.LOG_INTERVAL_SECONDS,
+        exporter.LOG_INTERVAL_SECONDS + 1,
+    ):
         heard.append(quiet.filter(record))
     assert heard == [True, False, True, False]

@@ -19,7 +19,7 @@ from rank_processes import HOST, SECRET
 from repair_programs import PeersToTell, on_each_message
 from reported import events_of, rows_of
 
-from manta.service.backups.rank_backups import whole_states
+from manta.service.backups.rank_backups import complete_states
 from manta.service.recovery.decisions import choose_resume
 from manta.workers.checkpoint.catalog import whole_checkpoints
 from manta.workers.comm.comm import Comm
@@ -295,7 +295,7 @@ class _Process:
             StoredSnapshot(str(each.path), each.rank, each.layout, each.is_backup, tuple(committed_steps(each.path)))
             for each in snapshot_files(self._snapshots)
         ]
-        foreign = [(state.step, state.paths) for state in whole_states({"host": files}, groups)]
+        foreign = [(state.step, state.paths) for state in complete_states({"host": files}, groups)]
         saved = [(manifest.step, str(path)) for path, manifest in whole_checkpoints(self._saved)]
         return choose_resume(held, saved, (), foreign)
 

@@ -102,7 +102,7 @@ export class LineChart {
     this.marks = marks;
     setText(this.foot, says);
     setVisible(this.foot, Boolean(says));
-    setText(this.note, says ? "There is no number to draw." : "There is nothing to draw.");
+    setText(this.note, says ? "There are no numeric values to draw." : "There is nothing to draw.");
     const names = lines.map((line) => line.name).join("\n");
     if (names !== this.named) {
       this.named = names;

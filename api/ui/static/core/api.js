@@ -17,7 +17,7 @@ export class Problem extends Error {
 /** The service does not answer. */
 export class Unreachable extends Error {
   constructor() {
-    super("Cannot reach the service, trying again");
+    super("Cannot reach the service, retrying");
   }
 }
 
@@ -60,7 +60,7 @@ async function request(method, url, body, signal, more = {}) {
   }
   const answer = documentIn(text);
   if (response.ok && answer !== undefined) return answer;
-  throw new Problem(answer ?? { detail: `something that is not Manta answers with ${response.status}` }, response.status);
+  throw new Problem(answer ?? { detail: `a server that is not Manta answered with ${response.status}` }, response.status);
 }
 
 /** null where there is none, undefined where it is not ours. */

@@ -18,7 +18,7 @@ class Connection {
   /** A request was not; `error` says why. */
   fails(error) {
     this.lost = true;
-    const text = error.status ? `The service answers with an error, trying again: ${error.message}` : error.message;
+    const text = error.status ? `The service returned an error, retrying: ${error.message}` : error.message;
     setText(this.element, text);
     setVisible(this.element, true);
   }

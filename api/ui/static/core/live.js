@@ -3,7 +3,7 @@
 import { Problem, Unreachable } from "./api.js";
 import { connection } from "./connection.js";
 
-const LONGEST_SECONDS = 15;
+const MAX_WAIT_SECONDS = 15;
 
 /**
  * Calls `refresh(signal)` again and again, `seconds` after it has ended, until it returns true (nothing will ever change
@@ -61,7 +61,7 @@ export class Live {
   }
 
   pause() {
-    return this.failures ? Math.min(LONGEST_SECONDS, this.seconds * 2 ** (this.failures - 1)) : this.seconds;
+    return this.failures ? Math.min(MAX_WAIT_SECONDS, this.seconds * 2 ** (this.failures - 1)) : this.seconds;
   }
 
   /** The page is left. */

@@ -17,7 +17,7 @@ export async function open(root, { shell, viewer }) {
     panel("You"),
     panel("Projects"),
     panel("Keys"),
-    panel("Audit", { note: `the last ${AUDIT} requests that changed something, or would have` }),
+    panel("Audit", { note: `the last ${AUDIT} requests that changed something or tried to` }),
   ];
   setText(mine.note, "");
   mine.body.append(
@@ -26,7 +26,7 @@ export async function open(root, { shell, viewer }) {
       {},
       me
         ? `Key ${me.key_name}${me.user ? ` of ${me.user}` : ""}: ${me.scope} in ${me.installation ? "all projects" : `project ${me.project}`}${atMost(me)}; new jobs belong to ${me.project}.`
-        : "The service does not say who you are.",
+        : "The service did not identify you.",
     ),
   );
   fill(
@@ -184,8 +184,8 @@ async function makeKey(me) {
   const wanted = await confirmed(
     "New key",
     [
-      h("label", { class: "field" }, "What it is for", name),
-      h("label", { class: "field" }, "Whom it is for", user),
+      h("label", { class: "field" }, "Purpose", name),
+      h("label", { class: "field" }, "User", user),
       h("label", { class: "field" }, "Project", project),
       h("label", { class: "field" }, "Scope", scope),
       h("label", { class: "field" }, "Highest priority that it gives jobs", highest),
@@ -207,8 +207,8 @@ async function makeKey(me) {
   if (!wanted) return;
   const made = await send("POST", "/v1/keys", wanted);
   await confirmed(
-    "The key is made",
-    [h("p", {}, "It is shown this once and kept nowhere:"), h("pre", { class: "stack" }, made.key)],
+    "Key created",
+    [h("p", {}, "It is shown only once and is not stored:"), h("pre", { class: "stack" }, made.key)],
     { yes: "I have it", no: "Close" },
   );
 }
@@ -220,7 +220,7 @@ async function revokeKey(key) {
       h(
         "p",
         {},
-        `${key.name} is not valid any more, its browsers are signed out and its streams end. Jobs that it submitted continue.`,
+        `${key.name} is no longer valid: browsers that use it are signed out, and its streams end. Jobs submitted with it continue.`,
       ),
     ],
     { yes: "Revoke", no: "Keep it", danger: true },

@@ -148,7 +148,7 @@ async function drainNode(node, changed) {
       h(
         "p",
         {},
-        `No rank is placed on ${node.address} any more. Its ranks (${number(ranks)} now) move to other nodes at their next step; a job that finds no room elsewhere saves its state and waits in the queue. The node takes no ranks until it is used again.`,
+        `No ranks are placed on ${node.address} any more. Its ranks (${number(ranks)} now) move to other nodes at their next step; a job that finds no room elsewhere saves its state and waits in the queue. The node takes no ranks until it is used again.`,
       ),
     ],
     { yes: "Drain", no: "Leave it" },

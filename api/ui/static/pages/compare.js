@@ -46,7 +46,7 @@ class ComparePage {
     this.different = h("div");
     const figures = panel("Figures");
     figures.body.append(this.figures);
-    const different = panel("What is different", { note: "fields of the specs; those that are alike are left out" });
+    const different = panel("What is different", { note: "fields of the specs that differ" });
     different.body.append(this.different);
     fill(
       root,
@@ -136,7 +136,7 @@ class ComparePage {
           "button",
           {
             class: "plain",
-            "aria-label": `Leave out ${names[place]}`,
+            "aria-label": `Hide ${names[place]}`,
             onclick: () => this.go(this.ids.filter((id) => id !== job.id)),
           },
           "×",

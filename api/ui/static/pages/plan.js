@@ -37,7 +37,7 @@ class PlanPage {
     this.text = h("textarea", {
       class: "code short",
       spellcheck: "false",
-      "aria-label": "What is to be planned, in YAML or JSON",
+      "aria-label": "What to plan, in YAML or JSON",
     });
     this.text.value = Object.values(PRESETS)[0];
     const presets = h(
@@ -47,7 +47,7 @@ class PlanPage {
     );
     this.go = h("button", { class: "button primary", onclick: () => this.plan() }, "Plan");
     this.says = h("div", { role: "status" }, emptyNote("Nothing is planned yet."));
-    const question = panel("What is to be planned", { controls: [presets, this.go] });
+    const question = panel("What to plan", { controls: [presets, this.go] });
     question.body.append(this.text);
     this.plans = panel("Layouts, best first");
     this.plans.body.append(this.says);
@@ -130,7 +130,7 @@ class PlanPage {
     );
     fill(
       this.says,
-      plans.length ? element : h("p", {}, "Nothing fits."),
+      plans.length ? element : h("p", {}, "No layout fits."),
       note ? h("p", { class: "note" }, sentence(note)) : "",
       rejected.length ? lost : "",
     );

@@ -14,7 +14,7 @@ const HOLDING = ["STARTING", "RUNNING", "RECOVERING", "RESIZING", "PAUSING", "CA
 export async function open(root, { shell }) {
   shell.title("Queue", "/queue");
   const cluster = h("span", { class: "cluster" });
-  const waiting = panel("Waiting", { note: "in the order in which they start" });
+  const waiting = panel("Waiting", { note: "in starting order" });
   const running = panel("Holding places");
   const queue = jobTable("Waiting", "The queue is empty.", [
     ["Place", "number", (job) => number(job.queue.position)],
@@ -59,7 +59,7 @@ export async function open(root, { shell }) {
   return { close: () => live.stop() };
 }
 
-/** Jobs in the order in which they start; those whose place is not known yet come last. */
+/** Jobs in starting order; those whose place is not known yet come last. */
 export function inTurn(queued) {
   const place = (job) => job.queue.position ?? Number.MAX_SAFE_INTEGER;
   return [...queued].sort((one, other) => place(one) - place(other));

@@ -92,14 +92,14 @@ class SubmitPage {
       this.says,
       lines.filter(Boolean).map((line) => h("p", {}, line)),
       dry.data_problem ? h("p", { class: "tone-bad kind" }, `The job would fail: ${dry.data_problem}.`) : "",
-      h("p", { class: "note" }, "The planner is asked ..."),
+      h("p", { class: "note" }, "Waiting for the planner ..."),
     );
     const plan = dry.plan && (await this.explained(spec, found.parallel));
     if (text !== this.text.value) return;
     const best = plan?.plans?.[0];
     this.says.lastElementChild.remove();
     if (!best) {
-      const why = dry.plan ? "The planner cannot say how long it takes on this cluster." : dry.plan_note;
+      const why = dry.plan ? "The planner cannot predict how long it takes on this cluster." : dry.plan_note;
       this.says.append(h("p", { class: "note" }, sentence(why)));
       fill(this.bars.element);
       return;
@@ -142,7 +142,7 @@ class SubmitPage {
       await this.router.go(link(`/jobs/${job.id}`));
     } catch (error) {
       if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
-      const sentence = "The service cannot be reached: submit it again, it will be one job.";
+      const sentence = "The service cannot be reached. You can submit again: only one job will be created.";
       notify(error instanceof Problem ? error.message : sentence, "bad");
       this.submit.disabled = false;
     }

@@ -103,8 +103,8 @@ function askPause(job) {
         "p",
         {},
         job.state === "QUEUED"
-          ? "It leaves the queue, and has no place in it until it is resumed."
-          : `It saves its state after the step under way and gives back its ${places}. No step is lost; when it is resumed, it waits in the queue for as many places.`,
+          ? "It leaves the queue, and loses its position until it is resumed."
+          : `It saves its state after the current step and releases its ${places}. No step is lost; when it is resumed, it waits in the queue for as many places.`,
       ),
     ],
     { yes: "Pause", no: "Let it run" },
@@ -115,14 +115,14 @@ async function askCancel(job) {
   const cost = costOfCancelling(job.step, await lastCheckpoint(job));
   return confirmed(
     "Cancel this job?",
-    [h("p", {}, "It is stopped for good: a cancelled job cannot be resumed."), h("p", {}, cost)],
+    [h("p", {}, "It is stopped permanently: a cancelled job cannot be resumed."), h("p", {}, cost)],
     { yes: "Cancel the job", no: "Keep it", danger: true },
   );
 }
 
 /** What of `step` steps is lost where the newest complete checkpoint is of step `saved`; 0: there is none. */
 export function costOfCancelling(step, saved) {
-  if (step === 0) return "It has not done a step yet.";
+  if (step === 0) return "It has not completed a step yet.";
   const lost = Math.max(0, step - saved);
   const [steps, are] = [counted(lost, "step"), lost === 1 ? "is" : "are"];
   if (saved === 0) return `It has no complete checkpoint: ${steps} ${are} lost.`;
@@ -147,7 +147,7 @@ function askResize(job) {
       h(
         "p",
         {},
-        `It has ${counted(job.parallel.data, "replica")} of ${counted(each, "rank")} and may have ${least} to ${most}. It changes after the step under way, as soon as there is room, and continues with the same batch and the same numbers.`,
+        `It has ${counted(job.parallel.data, "replica")} of ${counted(each, "rank")} and may have ${least} to ${most}. It changes after the current step, as soon as there is room, and continues with the same batch and the same numbers.`,
       ),
       h("label", { class: "field" }, "Replicas", input),
     ],
@@ -200,10 +200,10 @@ function askDelete(job) {
   return confirmed(
     "Delete this job?",
     [
-      h("p", {}, "All that it has goes: checkpoints, snapshots, logs, metrics, events. Nothing of it comes back."),
+      h("p", {}, "This deletes its checkpoints, snapshots, logs, metrics and events. It cannot be undone."),
       h("p", { class: "mono" }, `${job.name} ${job.id}`),
     ],
-    { yes: "Delete it all", no: "Keep it", danger: true },
+    { yes: "Delete everything", no: "Keep it", danger: true },
   );
 }
 

@@ -52,7 +52,7 @@ function contents({ planned, measured, compared, drift, generation }) {
       ? h(
           "p",
           { class: "note" },
-          `As it loses ranks it continues as ${planned.sizes.map((size) => `${layout(size.parallel)} on ${counted(size.gpus, "rank")}`).join(", ")}.`,
+          `If it loses ranks, it continues as ${planned.sizes.map((size) => `${layout(size.parallel)} on ${counted(size.gpus, "rank")}`).join(", ")}.`,
         )
       : null,
   ];

@@ -29,7 +29,7 @@ export class RankGrid {
     this.chosen = null;
     this.canvas = h("canvas", { class: "rank-canvas" });
     this.tip = h("div", { class: "chart-tip", hidden: true });
-    this.summary = h("p", { class: "rank-summary" }, "No rank has been placed.");
+    this.summary = h("p", { class: "rank-summary" }, "No ranks have been placed yet.");
     this.plot = h(
       "div",
       {
@@ -234,7 +234,7 @@ export function describe(rank, usual) {
 }
 
 function summaryOf(ranks, replaced) {
-  if (ranks.length === 0) return "No rank has been placed.";
+  if (ranks.length === 0) return "No ranks have been placed yet.";
   const states = new Map();
   for (const rank of ranks) states.set(rank.state, (states.get(rank.state) ?? 0) + 1);
   const counts = [...states].map(([state, count]) => `${count} ${state}`).join(", ");

@@ -76,9 +76,9 @@ export function create({ id, viewer, refreshNow }) {
   async function copy(checkpoint) {
     try {
       await navigator.clipboard.writeText(checkpoint.path); // which browsers have over TLS and on loopback alone
-      notify("The path is copied. `manta export PATH --to FOLDER --format hf` makes weights for others of it.", "good");
+      notify("Path copied. `manta export PATH --to FOLDER --format hf` exports its weights.", "good");
     } catch {
-      notify("This browser does not let pages copy: mark the path and copy it yourself.");
+      notify("This browser does not allow pages to copy: select the path and copy it yourself.");
     }
   }
 
@@ -90,7 +90,7 @@ export function create({ id, viewer, refreshNow }) {
       { "aria-label": "Format" },
       [
         ["hf", "Hugging Face"],
-        ["safetensors", "safetensors alone"],
+        ["safetensors", "safetensors only"],
       ].map(([value, text]) => h("option", { value }, text)),
     );
     const wanted = await confirmed(
@@ -140,13 +140,13 @@ export function create({ id, viewer, refreshNow }) {
           ? h(
               "p",
               { class: "kind tone-bad" },
-              "It is the newest: what the job does after it is lost where no snapshot is left.",
+              "It is the newest: without a snapshot, the job's later work is lost.",
             )
           : null,
         h(
           "p",
           {},
-          `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. It cannot be resumed from or exported any more.`,
+          `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. It can no longer be resumed from or exported.`,
         ),
         h("p", { class: "mono" }, checkpoint.path),
       ],

@@ -161,7 +161,7 @@ class LogsTab {
       this.note,
       `${counted(lines.length, "line")}${hidden ? `, ${hidden} hidden` : ""}${this.more.hidden ? "" : ", and earlier ones"}`,
     );
-    const nothing = Object.values(this.filters).some(Boolean) ? "No line matches." : "Nothing was printed yet.";
+    const nothing = Object.values(this.filters).some(Boolean) ? "No line matches." : "There is no output yet.";
     setText(this.none, nothing);
     setVisible(this.none, lines.length === 0);
     this.rows.show(lines);

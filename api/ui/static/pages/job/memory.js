@@ -12,7 +12,7 @@ export function create({ id, job }) {
   const planned = panel("Planned, by stage", { note: "bytes of a device, before the job runs" });
   const measured = panel("Measured, by rank");
   const bars = memoryBars();
-  const none = h("p", { class: "empty-note" }, "The planner is asked ...");
+  const none = h("p", { class: "empty-note" }, "Waiting for the planner ...");
   planned.body.append(none, bars.element);
   const { element: list, body } = table(["Rank", "Stage", "Tensor", "Replica", "Now", "Planned", "Difference"], {
     label: "Memory by rank",
@@ -31,7 +31,7 @@ export function create({ id, job }) {
       send("POST", "/v1/plans", { model, train, data, parallel, cluster: { current: true }, explain: true }),
     ).catch(() => null);
     stages = plan?.explanation?.memory_by_stage ?? null;
-    setText(none, stages ? "" : "The planner says nothing of this job.");
+    setText(none, stages ? "" : "There is no plan for this job.");
     if (stages)
       bars.show(
         stages.map((memory, stage) => [`stage ${stage}`, memory, plan.explanation.usable_by_stage[stage]]),

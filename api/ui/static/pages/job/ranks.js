@@ -28,7 +28,7 @@ class RanksTab {
     this.detail = h(
       "div",
       { class: "rank-detail" },
-      h("p", { class: "note" }, "Click a rank for its place, its log and its stack."),
+      h("p", { class: "note" }, "Click a rank for its coordinates, log and stack."),
     );
     const colour = h(
       "select",
@@ -39,10 +39,10 @@ class RanksTab {
     grid.body.append(this.verdict, this.grid.element);
     const detail = panel("Rank");
     detail.body.append(this.detail);
-    this.waits = panel("Who waits for whom", {
+    this.waits = panel("Which rank waits for which", {
       controls: [h("button", { class: "button", onclick: () => this.askWaits() }, "Ask now")],
     });
-    this.waitsBody = h("div", {}, h("p", { class: "empty-note" }, "The agents of the ranks were not asked yet."));
+    this.waitsBody = h("div", {}, h("p", { class: "empty-note" }, "The ranks have not been queried yet."));
     this.waits.body.append(this.waitsBody);
     const list = panel("All ranks");
     const { element, body } = table(
@@ -119,7 +119,7 @@ class RanksTab {
         `${slow.straggler.sentence}, on node ${nodeName(slow.node)} (${slow.device ?? "–"}, pid ${slow.pid ?? "–"})`,
       );
     const known = this.ranks.filter((rank) => Number.isFinite(rank.own_seconds));
-    if (known.length === 0) return "Nothing is known of the ranks' own times yet.";
+    if (known.length === 0) return "No step times of individual ranks have been reported yet.";
     const worst = known.reduce((one, other) =>
       other.own_seconds / this.usual.get(other.pipeline) > one.own_seconds / this.usual.get(one.pipeline) ? other : one,
     );
@@ -161,7 +161,7 @@ class RanksTab {
             : "no rank",
         ),
       );
-    const { element, body } = table(["Rank", "Does", "Since", "Waits for"], { label: "Who waits for whom" });
+    const { element, body } = table(["Rank", "Does", "Since", "Waits for"], { label: "Which rank waits for which" });
     fill(body, waits.ranks.slice(0, 64).map(line));
     fill(
       this.waitsBody,
@@ -175,7 +175,7 @@ class RanksTab {
     const stack = h("pre", { class: "stack", hidden: true, tabindex: "0" });
     const show = async () => {
       setVisible(stack, true);
-      setText(stack, "asking the trainer ...");
+      setText(stack, "requesting the stack ...");
       const answer = await get(`/v1/jobs/${this.id}/ranks/${rank.rank}/stack`).catch((error) => ({
         text: error.message,
       }));

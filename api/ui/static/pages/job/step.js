@@ -28,7 +28,7 @@ class StepTab {
       { "aria-label": "Measured from", onchange: () => this.refreshNow() },
       [
         ["", "newest trace, else phases"],
-        ["phases", "phases timed as it goes"],
+        ["phases", "phases timed during training"],
         ["trace", "newest trace"],
       ].map(([value, text]) => h("option", { value }, text)),
     );
@@ -37,7 +37,7 @@ class StepTab {
     const plan = panel("Planned and measured");
     plan.body.append(this.plan.element);
     [this.budgetNote, this.budgetPanel] = [budget.note, budget];
-    this.noBudget = h("p", { class: "empty-note" }, "Nothing was measured yet.");
+    this.noBudget = h("p", { class: "empty-note" }, "There are no measurements yet.");
     budget.body.append(this.noBudget, this.budget.element);
     const trace = panel("A step, traced");
     this.steps = h("input", { type: "number", min: 1, max: MOST_STEPS, value: 1, "aria-label": "Steps to trace" });
@@ -157,12 +157,12 @@ class StepTab {
 
   showState() {
     const newest = this.traces[0];
-    if (!newest) setText(this.state, "No step was traced yet.");
+    if (!newest) setText(this.state, "No steps have been traced yet.");
     else if (newest.state === "complete") setText(this.state, "");
     else
       setText(
         this.state,
-        `${newest.state}${newest.message ? `: ${newest.message}` : newest.state === "requested" ? ": waits for the step to begin" : ""}`,
+        `${newest.state}${newest.message ? `: ${newest.message}` : newest.state === "requested" ? ": waiting for the step to start" : ""}`,
       );
   }
 

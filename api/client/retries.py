@@ -14,8 +14,8 @@ from manta.api.client.calls import resumed
 from manta.api.client.rest_call import ApiError, Call, ServiceUnreachable
 
 T = TypeVar("T")
-PATIENCE_SECONDS = 300.0
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 5.0
+GIVE_UP_SECONDS = 300.0
+INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 5.0
 _PASSING = frozenset(
     {
         HTTPStatus.TOO_MANY_REQUESTS,
@@ -59,23 +59,23 @@ class EventParser:
         return None
 
 
-class Patience:
+class RetryPolicy:
     """Decides how long to wait before the service is called again, and when to give up."""
 
     def __init__(
         self,
-        seconds: float = PATIENCE_SECONDS,
-        tell: Callable[[str], None] = lambda sentence: None,
+        seconds: float = GIVE_UP_SECONDS,
+        notify: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Gives up after `seconds` without an answer. `tell` is called once each time the service stops answering."""
-        self._seconds, self._tell, self._clock = seconds, tell, clock
+        """Gives up after `seconds` without an answer. `notify` is called once each time the service stops answering."""
+        self._seconds, self._notify, self._clock = seconds, notify, clock
         self._lost_at: float | None = None
-        self._pause = FIRST_PAUSE_SECONDS
+        self._pause = INITIAL_BACKOFF_SECONDS
 
     def answered(self) -> None:
         """The service has answered."""
-        self._lost_at, self._pause = None, FIRST_PAUSE_SECONDS
+        self._lost_at, self._pause = None, INITIAL_BACKOFF_SECONDS
 
     def pause_after(self, error: ApiError | ServiceUnreachable) -> float:
         """Seconds to wait after this answer, or lack of one. Raises `error` if another attempt is useless, or the
@@ -85,17 +85,17 @@ class Patience:
         now = self._clock()
         if self._lost_at is None:
             self._lost_at = now
-            self._tell(f"{error}; trying again")
+            self._notify(f"{error}; trying again")
         if now - self._lost_at >= self._seconds:
             raise error
-        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        pause, self._pause = self._pause, min(2 * self._pause, MAX_BACKOFF_SECONDS)
         return pause
 
-    def ask(self, question: Callable[[], T]) -> T:
-        """The result of `question`, called as often as necessary. Raises ApiError, ServiceUnreachable."""
+    def call(self, request: Callable[[], T]) -> T:
+        """The result of `request`, called as often as necessary. Raises ApiError, ServiceUnreachable."""
         while True:
             try:
-                answer = question()
+                answer = request()
             except (ApiError, ServiceUnreachable) as error:
                 time.sleep(self.pause_after(error))
             else:
@@ -111,13 +111,13 @@ class FollowedStream(Generic[T]):
         """What to send next."""
         self.ended = False
         """Whether the service has announced the end of the stream."""
-        self._patience = Patience()
+        self._retries = RetryPolicy()
         self._has_begun = self._is_lost = False
 
     def begins(self) -> None:
         """The service has answered."""
         self._has_begun = True
-        self._patience.answered()
+        self._retries.answered()
 
     def take(self, event: ServerEvent) -> Iterator[T]:
         """The item in an event, if there is one."""
@@ -137,4 +137,4 @@ class FollowedStream(Generic[T]):
         """Seconds until the stream is requested again. Raises `error` if that is useless."""
         if not self._has_begun or self._is_lost:
             raise error
-        return self._patience.pause_after(error)
+        return self._retries.pause_after(error)

@@ -7,21 +7,21 @@ import pytest
 from sqlalchemy import text
 
 from manta.service.leases.decisions import RENEW_SECONDS
-from manta.service.leases.held import Keeper
+from manta.service.leases.held import LeaseRenewer
 from manta.service.store import Store, leases
 
 SECONDS = 30.0
 
 
 class Heard:
-    """What a keeper says, for whoever waits for it."""
+    """What a renewer says, for whoever waits for it."""
 
     def __init__(self):
         self._changed, self.renewals, self.woken = threading.Condition(), [], 0
 
-    def renewed(self, asked_at, in_time):
+    def renewed(self, requested_at, in_time):
         with self._changed:
-            self.renewals.append((asked_at, in_time))
+            self.renewals.append((requested_at, in_time))
             self._changed.notify_all()
 
     def wake(self):
@@ -38,12 +38,12 @@ class Heard:
 def kept(postgres):
     store, heard = Store(postgres.url(postgres.make_migrated())), Heard()
     store.write(lambda session: leases.join(session, "me", "host:me", "ray-1", False))
-    keeper = Keeper(store.database, "me", heard.renewed, heard.wake)
-    keeper.start()
+    renewer = LeaseRenewer(store.database, "me", heard.renewed, heard.wake)
+    renewer.start()
     yield store, heard
-    keeper.stop()
-    store.write(leases.wake_others)
-    keeper._thread.join(SECONDS)
+    renewer.stop()
+    store.write(leases.wake_control_planes)
+    renewer._thread.join(SECONDS)
     store.close()
 
 
@@ -61,7 +61,7 @@ def test_keeper_renews_regularly_by_the_databases_clock(kept, monkeypatch):
     before, count = lease_until(store), len(heard.renewals)
     heard.until(lambda: len(heard.renewals) > count + 1)  # one of these was asked for after that look
     assert lease_until(store) > before
-    asked = [asked_at for asked_at, _ in heard.renewals]
+    asked = [requested_at for requested_at, _ in heard.renewals]
     assert asked == sorted(asked) and all(in_time for _, in_time in heard.renewals)
     assert waits and max(waits) <= RENEW_SECONDS, "else a busy database may take it for dead"
     assert not heard.woken, "nobody has anything to be seen"
@@ -79,8 +79,8 @@ def test_renewal_counts_from_when_it_was_asked_for_however_late_the_answer(kept,
     monkeypatch.setattr(leases, "renew", renew_late)
     count = len(heard.renewals)
     heard.until(lambda: begun and len(heard.renewals) > count + 1)
-    asked_at, _ = heard.renewals[-1]
-    assert asked_at <= begun[-1]
+    requested_at, _ = heard.renewals[-1]
+    assert requested_at <= begun[-1]
 
 
 def test_keeper_reports_that_it_renewed_too_late_once_its_row_is_gone(kept):
@@ -93,7 +93,7 @@ def test_keeper_reports_that_it_renewed_too_late_once_its_row_is_gone(kept):
 def test_keeper_is_woken_by_other_control_planes(kept):
     store, heard = kept
     heard.until(lambda: heard.renewals)  # it listens by then
-    store.write(leases.wake_others)
+    store.write(leases.wake_control_planes)
     heard.until(lambda: heard.woken)
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from manta.service.control import data_looks
-from manta.service.control.data_looks import DataLooks, DataTimeout
+from manta.service.control import data_checks
+from manta.service.control.data_checks import DataChecks, DataTimeout
 
 AWAY = {"source": "text", "paths": ["/away"]}
 
@@ -17,14 +17,14 @@ def test_data_that_was_found_good_or_bad_is_looked_at_anew(make_spec):
         return next(answers)
 
     async def body():
-        looks = DataLooks(check)
+        looks = DataChecks(check)
         return [await looks.problem("job", make_spec()) for _ in range(3)]
 
     assert asyncio.run(body()) == [None, "it is gone", None]
 
 
 def test_nobody_looks_any_more_for_jobs_that_are_not_queued(make_spec, monkeypatch):
-    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.0)
     ended = []
 
     async def check(spec):
@@ -34,7 +34,7 @@ def test_nobody_looks_any_more_for_jobs_that_are_not_queued(make_spec, monkeypat
             ended.append(spec.name)
 
     async def body():
-        looks = DataLooks(check)
+        looks = DataChecks(check)
         for name in ("kept", "gone"):
             with pytest.raises(DataTimeout):
                 await looks.problem(name, make_spec(name=name, data={"source": "text", "paths": [f"/{name}"]}))
@@ -47,7 +47,7 @@ def test_nobody_looks_any_more_for_jobs_that_are_not_queued(make_spec, monkeypat
 
 
 def test_while_one_file_system_is_silent_another_has_a_moment_and_not_a_turn(make_spec, monkeypatch):
-    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.0)
 
     async def check(_spec):
         await asyncio.Event().wait()
@@ -58,9 +58,9 @@ def test_while_one_file_system_is_silent_another_has_a_moment_and_not_a_turn(mak
         return silent.value.keeps_turn
 
     async def body():
-        looks = DataLooks(check)
+        looks = DataChecks(check)
         turns = [await keeps_turn(looks, "first")]
-        looks._under_way["first"].began -= data_looks.TURN_SECONDS
+        looks._under_way["first"].began -= data_checks.TURN_SECONDS
         return [*turns, await keeps_turn(looks, "first"), await keeps_turn(looks, "second", paths=["/beside"])]
 
     assert asyncio.run(body()) == [True, False, False]

@@ -14,7 +14,7 @@ from manta.workers.data.roots import DataRoots, named_paths
 from manta.workers.errors import MantaError
 from manta.workers.system.daemon_threads import in_daemon_thread
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How long the queue is held up at a time."""
 TURN_SECONDS = 60.0
 """How long a job whose data does not answer keeps its turn, provided that no other job's data has been silent as
@@ -34,27 +34,27 @@ class DataTimeout(MantaError):
 
 
 @dataclass
-class _Look:
+class _DataCheck:
     paths: frozenset[str]
     """The paths that the job names."""
     answer: asyncio.Future[str | None]
     is_brief: bool
-    """Whether any file systems were silent when the look began."""
+    """Whether any file systems were unresponsive when the check began."""
     began: float = field(default_factory=time.monotonic)
 
     @property
     def is_silent(self) -> bool:
-        """Whether the look has no answer although the job has had its turn."""
-        turn = LOOK_SECONDS if self.is_brief else TURN_SECONDS
+        """Whether the check is unanswered although the job has had its turn."""
+        turn = POLL_SECONDS if self.is_brief else TURN_SECONDS
         return not self.answer.done() and time.monotonic() - self.began >= turn
 
 
-class DataLooks:
-    """At most one look at a time for each job, and none at files that are known to be silent."""
+class DataChecks:
+    """At most one check at a time for each job, and none of files that are known to be unresponsive."""
 
     def __init__(self, check: Check):
         self._check = check
-        self._under_way: dict[str, _Look] = {}
+        self._under_way: dict[str, _DataCheck] = {}
 
     def keep_only(self, job_ids: Collection[str]) -> None:
         """Forget what was learned about other jobs."""
@@ -64,24 +64,24 @@ class DataLooks:
     async def problem(self, job_id: str, spec: JobSpec) -> str | None:
         """Why the job cannot be trained on its data; None if it can. Raises DataTimeout if that is not known yet: ask
         again."""
-        look = self._under_way.get(job_id) or self._begun(job_id, spec)
-        await asyncio.wait({look.answer}, timeout=0.0 if look.is_silent else LOOK_SECONDS)
-        if not look.answer.done():
-            raise DataTimeout(keeps_turn=not look.is_silent)
+        data_check = self._under_way.get(job_id) or self._start(job_id, spec)
+        await asyncio.wait({data_check.answer}, timeout=0.0 if data_check.is_silent else POLL_SECONDS)
+        if not data_check.answer.done():
+            raise DataTimeout(keeps_turn=not data_check.is_silent)
         del self._under_way[job_id]
-        return look.answer.result()
+        return data_check.answer.result()
 
-    def _begun(self, job_id: str, spec: JobSpec) -> _Look:
-        """Raises DataTimeout if another job's look at the same files is unanswered."""
+    def _start(self, job_id: str, spec: JobSpec) -> _DataCheck:
+        """Raises DataTimeout if another job's check of the same files is unanswered."""
         paths = frozenset(named_paths(spec).values())
         silent = [each for each in self._under_way.values() if each.is_silent]
         if any(each.paths == paths for each in silent):
             raise DataTimeout(keeps_turn=False)
-        look = self._under_way[job_id] = _Look(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
-        return look
+        data_check = self._under_way[job_id] = _DataCheck(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
+        return data_check
 
 
-async def problem_here(roots: DataRoots, spec: JobSpec) -> str | None:
+async def local_problem(roots: DataRoots, spec: JobSpec) -> str | None:
     """Why a job cannot be trained on its data, as this process sees it; None if it can. `roots`: folders below which
     jobs may read."""
     return await asyncio.wrap_future(in_daemon_thread("data of a job", lambda: roots.problem_of_data(spec)))

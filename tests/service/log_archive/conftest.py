@@ -7,8 +7,8 @@ import itertools
 import pytest
 from s3_fixtures import bucket, s3_server, wire, wired_bucket  # noqa: F401 - fixtures
 
-from manta.service.kept_logs.keeper import LogKeeper
 from manta.service.leases.held import HeldLease
+from manta.service.log_archive.archiver import LogArchiver
 from manta.service.logs.pages import read_page
 from manta.service.store import jobs
 from manta.workers.paths import Paths
@@ -56,26 +56,26 @@ class Plane:
 
     def __init__(self, store, shared, home, place, runner):
         self.runner, self.home, self.leases = runner, home, LeasesOfOne(shared)
-        self.keeper = LogKeeper(store, self.leases, Paths.of(home, logs=place))
+        self.archiver = LogArchiver(store, self.leases, Paths.of(home, logs=place))
 
     def take(self, job):
         """Look after the job, whoever did before."""
-        self.spool = self.keeper.open(job, self.leases.claim(job))
+        self.spool = self.archiver.open(job, self.leases.claim(job))
 
     def keep(self):
         """What is new is kept, if the place answers."""
-        self.runner.run(self.keeper.leave())
+        self.runner.run(self.archiver.leave())
 
     def finish(self, job):
         """The job has ended, or waits."""
-        self.runner.run(self.keeper.finish(job, self.spool))
+        self.runner.run(self.archiver.finish(job, self.spool))
         self.leases.release(job)
 
     def go_on(self, until):
         """Keep logs as long as it takes."""
 
         async def run():
-            task = asyncio.create_task(self.keeper.run())
+            task = asyncio.create_task(self.archiver.run())
             async with asyncio.timeout(60):
                 while not until():
                     await asyncio.sleep(0.01)
@@ -86,7 +86,7 @@ class Plane:
 
     def read(self, job, position=None, **options):
         """A page of the log."""
-        return read_page(self.keeper.source(job), position or {}, **options)
+        return read_page(self.archiver.source(job), position or {}, **options)
 
     def texts(self, job, **options):
         """All lines, page by page."""

@@ -22,10 +22,10 @@ from functools import partial
 from sqlalchemy.orm import Session
 
 from manta.service.backoff import backoff_after
-from manta.service.kept_logs.kept_log import Blocks, KeptLog
-from manta.service.kept_logs.parts import PART_BYTES, SMALL_PARTS, PartWriter
-from manta.service.kept_logs.spool import Spool, SpooledLog
 from manta.service.leases.held import HeldLease, Leases
+from manta.service.log_archive.archived_log import ArchivedLog, Blocks
+from manta.service.log_archive.parts import PART_BYTES, SMALL_PARTS, PartWriter
+from manta.service.log_archive.spool import Spool, SpooledLog
 from manta.service.logs.pages import LogFiles, LogSource, log_folder, ranks_in, sizes_in
 from manta.service.states import SUPERVISED, JobState, is_final
 from manta.service.store import Store, deletion, jobs
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 SHIP_SECONDS = 3.0
 """Seconds between writing what is new."""
-LONGEST_PAUSE_SECONDS = 30.0
+MAX_BACKOFF_SECONDS = 30.0
 """Seconds between two attempts if the place does not answer."""
 FINISH_SECONDS = 5.0
 """How long the end of a job waits for the place; what is not stored by then is stored later."""
 LEAVE_SECONDS = 3.0
-AT_ONCE = 4
+MAX_UPLOADS = 4
 STREAM_SECONDS = 1.0
 """How old the view that streams have of other control planes' jobs may be."""
 VERSION_SECONDS = 2.0
@@ -63,28 +63,28 @@ class _Job:
     """The lease under which it is owned here; None: it no longer is."""
     shipping: Future[None] | None = None
     failures: int = 0
-    again_at: float = 0.0
+    retry_at: float = 0.0
 
 
 @dataclass
-class _KeptLogs:
+class _ArchivedLogs:
     """The recently read logs of all jobs. Safe for use by several threads."""
 
     folder: Callable[[str], Place]
     _blocks: Blocks = field(default_factory=Blocks)
-    _logs: OrderedDict[str, KeptLog] = field(default_factory=OrderedDict)
+    _logs: OrderedDict[str, ArchivedLog] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def of(self, job_id: str) -> KeptLog:
+    def of(self, job_id: str) -> ArchivedLog:
         with self._lock:
-            known = self._logs.pop(job_id, None) or KeptLog(self.folder(job_id), self._blocks)
+            known = self._logs.pop(job_id, None) or ArchivedLog(self.folder(job_id), self._blocks)
             self._logs[job_id] = known
             while len(self._logs) > LOGS_REMEMBERED:
                 self._logs.popitem(last=False)
             return known
 
 
-class LogKeeper:
+class LogArchiver:
     """`manta.service.logs.pages.JobLogs` if logs are also stored elsewhere. Everything beyond that interface is for the
     control plane's loop."""
 
@@ -95,8 +95,8 @@ class LogKeeper:
         """Jobs whose own files this control plane reads."""
         self._left: set[str] = set()
         """Jobs that have files here and are not owned here."""
-        self._kept = _KeptLogs(self._folder)
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._archived = _ArchivedLogs(self._folder)
+        self._upload_slots = asyncio.Semaphore(MAX_UPLOADS)
         self._wake = asyncio.Event()
 
     def _folder(self, job_id: str) -> Place:
@@ -106,29 +106,29 @@ class LogKeeper:
 
     def source(self, job_id: str, fresh: bool = True) -> LogSource:
         """See `JobLogs`."""
-        job, kept = self._jobs.get(job_id), self._kept.of(job_id)
-        if job is not None and job.spool.has_begun:
-            return SpooledLog(job.spool, kept)
-        kept.look(0.0 if fresh else STREAM_SECONDS)
-        return LogFiles(log_folder(self._home, job_id)) if kept.is_empty else kept
+        job, archived = self._jobs.get(job_id), self._archived.of(job_id)
+        if job is not None and job.spool.has_started:
+            return SpooledLog(job.spool, archived)
+        archived.refresh(0.0 if fresh else STREAM_SECONDS)
+        return LogFiles(log_folder(self._home, job_id)) if archived.is_empty else archived
 
     def version(self, job_id: str) -> object:
         """See `JobLogs`."""
         job = self._jobs.get(job_id)
         if job is None:
             return int(time.monotonic() / VERSION_SECONDS)
-        return job.spool.has_begun, sizes_in(job.spool.folder)
+        return job.spool.has_started, sizes_in(job.spool.folder)
 
-    def is_whole(self, job_id: str) -> bool:
+    def is_complete(self, job_id: str) -> bool:
         """See `JobLogs`."""
         if job_id in self._jobs:
             return True
-        kept = self._kept.of(job_id).look(STREAM_SECONDS)
-        return bool(ranks_in(log_folder(self._home, job_id))) if kept.is_empty else kept.is_closed
+        archived = self._archived.of(job_id).refresh(STREAM_SECONDS)
+        return bool(ranks_in(log_folder(self._home, job_id))) if archived.is_empty else archived.is_closed
 
     def open(self, job_id: str, lease: HeldLease) -> Spool:
         """From now on what the job prints is collected here, while it is owned here under this `lease`."""
-        self._let_go(job_id)
+        self._release_job(job_id)
         job = self._jobs[job_id] = self._job(job_id, lease)
         self._left.discard(job_id)
         with contextlib.suppress(OSError):  # without it, what a crash leaves is not looked for
@@ -145,10 +145,10 @@ class LogKeeper:
         will."""
         job = self._jobs.get(job_id)
         if job is not None and job.spool is spool and job.lease is not None:
-            self._let_go(job_id)
+            self._release_job(job_id)
             self._left.add(job_id)
 
-    def _let_go(self, job_id: str) -> None:
+    def _release_job(self, job_id: str) -> None:
         job = self._jobs.pop(job_id, None)
         if job is not None:
             job.spool.retire()
@@ -160,10 +160,10 @@ class LogKeeper:
             return
         try:
             async with asyncio.timeout(FINISH_SECONDS):
-                state, _ = await self._fate(job_id)
+                state, _ = await self._state_of(job_id)
                 await self._ship(job, closes=state is not None and is_final(state))
         except Exception as error:  # noqa: BLE001 - whatever it is, the job's end does not wait for it
-            log.warning("what %s has printed last is kept later: %s", job_id, str(error) or "no answer in time")
+            log.warning("the last output of %s is archived later: %s", job_id, str(error) or "no answer in time")
         else:
             self.forget(job_id)
             return
@@ -172,7 +172,7 @@ class LogKeeper:
 
     def forget(self, job_id: str) -> None:
         """Remove the job's log from this machine: all of it is stored, or the job is deleted."""
-        self._let_go(job_id)
+        self._release_job(job_id)
         self._left.discard(job_id)
         folder = log_folder(self._home, job_id)
         shutil.rmtree(folder, ignore_errors=True)
@@ -192,8 +192,8 @@ class LogKeeper:
         while True:
             try:
                 now = time.monotonic()
-                due = [job for job in self._jobs.values() if job.lease is not None and job.again_at <= now]
-                await asyncio.gather(*map(self._keep, due), *map(self._settle, list(self._left)))
+                due = [job for job in self._jobs.values() if job.lease is not None and job.retry_at <= now]
+                await asyncio.gather(*map(self._archive, due), *map(self._settle, list(self._left)))
             except Exception:  # nothing is lost: try again
                 log.exception("logs could not be kept")
             self._wake.clear()
@@ -204,37 +204,37 @@ class LogKeeper:
     def _marked_jobs(self) -> set[str]:
         return {mark.parent.parent.name for mark in (self._home / "jobs").glob(f"*/logs/{MARK}")}
 
-    async def _keep(self, job: _Job) -> None:
+    async def _archive(self, job: _Job) -> None:
         try:
             async with asyncio.timeout(SHIP_SECONDS):  # the thread continues, and delays no other job
                 await self._ship(job)
         except OSError as error:
             if not job.failures:
-                log.warning("what %s prints is kept later: %s", job.id, str(error) or "no answer yet")
+                log.warning("the output of %s is archived later: %s", job.id, str(error) or "no answer yet")
             job.failures += 1
-            job.again_at = time.monotonic() + backoff_after(job.failures, SHIP_SECONDS, LONGEST_PAUSE_SECONDS)
+            job.retry_at = time.monotonic() + backoff_after(job.failures, SHIP_SECONDS, MAX_BACKOFF_SECONDS)
         else:
             if job.failures:
-                log.info("what %s prints is kept again", job.id)
+                log.info("the output of %s is archived again", job.id)
             job.failures = 0
 
     async def _ship(self, job: _Job, closes: bool = False) -> None:
         """Write what is new, and with `closes` that nothing follows. Raises OSError."""
         if job.shipping is not None and not job.shipping.done():
             await asyncio.wait({asyncio.wrap_future(job.shipping)})
-        await self._at_once.acquire()
+        await self._upload_slots.acquire()
         loop = asyncio.get_running_loop()
         job.shipping = in_daemon_thread("job logs", partial(self._write, job, closes))
-        job.shipping.add_done_callback(lambda _: loop.call_soon_threadsafe(self._at_once.release))
+        job.shipping.add_done_callback(lambda _: loop.call_soon_threadsafe(self._upload_slots.release))
         await asyncio.wrap_future(job.shipping)
 
     def _write(self, job: _Job, closes: bool) -> None:
         spool, writer, lease = job.spool, job.writer, job.lease
         if lease is None:
             return
-        if not spool.has_begun:
+        if not spool.has_started:
             writer.begin(lease.epoch)
-            spool.begin(writer.pieces)
+            spool.begin(writer.segments)
         while chunks := spool.next_chunks(PART_BYTES):
             self._refuse_if_lost(job, lease)
             writer.write(chunks)
@@ -246,24 +246,24 @@ class LogKeeper:
 
     def _refuse_if_lost(self, job: _Job, lease: HeldLease) -> None:
         if self._leases.of(job.id) is not lease or not self._leases.certain:
-            raise OSError(f"it is not certain that {job.id} is still looked after here")
+            raise OSError(f"this control plane may no longer own {job.id}")
 
     async def _settle(self, job_id: str) -> None:
         """Handle a job that has files here and is not owned here."""
         try:
-            state, is_deleted = await self._fate(job_id)
+            state, is_deleted = await self._state_of(job_id)
             if job_id not in self._left:  # it is owned here again
                 return
             if is_deleted:
                 self.forget(job_id)
             elif state in SUPERVISED:
-                self._let_go(job_id)
+                self._release_job(job_id)
             elif state is not None:
-                await self._keep_rest(job_id, is_final(state))
+                await self._archive_rest(job_id, is_final(state))
         except OSError:  # it stays, and is tried again
             log.debug("the rest of %s is not kept yet", job_id, exc_info=True)
 
-    async def _keep_rest(self, job_id: str, closes: bool) -> None:
+    async def _archive_rest(self, job_id: str, closes: bool) -> None:
         """Store what is left of a job that no control plane owns; others wait for its lease, so first check whether the
         place answers."""
         folder = self._folder(job_id)
@@ -272,7 +272,7 @@ class LogKeeper:
         async with self._leases.borrowed(job_id) as lease:
             if lease is None:
                 return
-            self._let_go(job_id)
+            self._release_job(job_id)
             job = self._jobs[job_id] = self._job(job_id, lease)
             try:
                 async with asyncio.timeout(FINISH_SECONDS):
@@ -281,14 +281,14 @@ class LogKeeper:
                 job.lease = None
         self.forget(job_id)
 
-    async def _fate(self, job_id: str) -> tuple[JobState | None, bool]:
+    async def _state_of(self, job_id: str) -> tuple[JobState | None, bool]:
         """The job's state, and whether it was deleted; None and False if the database does not know it."""
 
-        def fate(session: Session) -> tuple[JobState | None, bool]:
+        def read_state(session: Session) -> tuple[JobState | None, bool]:
             state = jobs.states(session, [job_id]).get(job_id)
             return state, state is None and bool(deletion.deleted_ones(session, [job_id]))
 
-        return await self._store.read_async(fate)
+        return await self._store.read_async(read_state)
 
 
 def _answers(folder: Place) -> None:

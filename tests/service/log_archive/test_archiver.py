@@ -9,12 +9,12 @@ import pytest
 from s3_server import answer
 
 from manta.service.job import received_lines
-from manta.service.kept_logs import keeper, kept_log, parts
+from manta.service.log_archive import archived_log, archiver, parts
 from manta.service.logs.pages import LogsUnavailable
 from manta.service.logs.tail import read_tail
 from manta.service.states import JobState
 from manta.workers.storage.files import files_of
-from tests.service.kept_logs.conftest import Agent
+from tests.service.log_archive.conftest import Agent
 
 RUNNING = (JobState.STARTING, JobState.RUNNING)
 
@@ -22,11 +22,11 @@ RUNNING = (JobState.STARTING, JobState.RUNNING)
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """What is tried again is tried soon."""
-    monkeypatch.setattr(keeper, "SHIP_SECONDS", 0.2)
+    monkeypatch.setattr(archiver, "SHIP_SECONDS", 0.2)
     for name in ("LEAVE_SECONDS", "FINISH_SECONDS"):  # however slow the machine is
-        monkeypatch.setattr(keeper, name, 60.0)
+        monkeypatch.setattr(archiver, name, 60.0)
     monkeypatch.setattr(received_lines, "DISK_SECONDS", 60.0)
-    monkeypatch.setattr(kept_log, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(archived_log, "ANSWER_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_part_that_was_under_way_when_its_writer_lost_the_job_changes_nothing(ma
     first.keep()
     agent.prints("two")
     agent.reports_to(first)
-    stale = first.keeper._jobs[job]
+    stale = first.archiver._jobs[job]
     chunks = stale.spool.next_chunks(1 << 20)
     second.take(job)
     agent.prints("three")
@@ -127,11 +127,11 @@ def test_store_that_is_away_costs_nothing_but_time(make_plane, wired_bucket, wir
 def test_store_that_is_away_for_days_is_tried_as_often_as_ever(make_plane, shared, job):
     plane = make_plane(shared)
     plane.take(job)
-    kept = plane.keeper._jobs[job]
+    kept = plane.archiver._jobs[job]
     kept.failures, plane.leases.certain = 5000, False
-    plane.runner.run(plane.keeper._keep(kept))
+    plane.runner.run(plane.archiver._archive(kept))
     assert kept.failures == 5001
-    assert 0 < kept.again_at - time.monotonic() <= keeper.LONGEST_PAUSE_SECONDS
+    assert 0 < kept.retry_at - time.monotonic() <= archiver.MAX_BACKOFF_SECONDS
 
 
 def test_store_that_is_away_when_a_job_is_taken_over_loses_no_line(make_plane, wired_bucket, wire, job):
@@ -146,7 +146,7 @@ def test_store_that_is_away_when_a_job_is_taken_over_loses_no_line(make_plane, w
     agent.prints("new")
     agent.reports_to(second)
     second.keep()
-    assert not second.spool.has_begun
+    assert not second.spool.has_started
     wire.meddle = lambda head: None
     second.keep()
     assert second.texts(job) == make_plane(wired_bucket).texts(job) == ["kept", "not kept", "new"]
@@ -178,12 +178,12 @@ def test_job_that_is_over_is_read_from_the_store_alone_in_one_part(make_plane, b
         agent.prints(f"{number}")
         agent.reports_to(mine)
         mine.keep()
-    assert not other.keeper.is_whole(job) and mine.keeper.is_whole(job)
+    assert not other.archiver.is_complete(job) and mine.archiver.is_complete(job)
     mine.texts(job)
     to_state(*RUNNING, JobState.SUCCEEDED)
     mine.finish(job)
     assert mine.texts(job) == other.texts(job) == [f"{number}" for number in range(5)]
-    assert other.keeper.is_whole(job) and mine.keeper.is_whole(job)
+    assert other.archiver.is_complete(job) and mine.archiver.is_complete(job)
     assert mine.files(job) == [] and not (mine.home / "jobs" / job).exists()
     assert parts_of(bucket, job) == ["000000001-000000006-000001-end.part"]
 
@@ -194,7 +194,7 @@ def test_reader_of_a_job_that_ends_meanwhile_misses_nothing(make_plane, shared, 
     agent.prints("all")
     agent.reports_to(mine)
     mine.keep()
-    source = mine.keeper.source(job)
+    source = mine.archiver.source(job)
     to_state(*RUNNING, JobState.SUCCEEDED)
     mine.finish(job)
     assert source.ranks() == [0]
@@ -217,7 +217,7 @@ def test_what_a_job_has_printed_last_is_kept_later_and_by_the_next_process_too(
     later = first if process == "the same" else make_plane(wired_bucket, first.home)
     wire.meddle = lambda head: None
     later.go_on(lambda: not (first.home / "jobs" / job).exists())
-    assert other.texts(job) == later.texts(job) == ["last"] and other.keeper.is_whole(job)
+    assert other.texts(job) == later.texts(job) == ["last"] and other.archiver.is_complete(job)
 
 
 def test_files_of_a_job_that_another_one_looks_after_go_when_it_is_over(make_plane, shared, job, to_state):
@@ -226,7 +226,7 @@ def test_files_of_a_job_that_another_one_looks_after_go_when_it_is_over(make_pla
     agent.prints("one")
     agent.reports_to(first)
     second.take(job)
-    first.keeper.lose(job, first.spool)
+    first.archiver.lose(job, first.spool)
     agent.reports_to(second)
     second.keep()
     assert first.texts(job) == ["one"] and first.files(job)
@@ -249,12 +249,12 @@ def test_job_that_is_tried_again_goes_on_with_its_log(make_plane, shared, job, t
     again.reports_to(second)
     second.keep()
     assert first.texts(job) == second.texts(job) == ["first try", "second try"]
-    assert not first.keeper.is_whole(job)
+    assert not first.archiver.is_complete(job)
 
 
 def test_small_parts_become_larger_ones_while_the_job_runs_and_is_read(make_plane, bucket, job, monkeypatch):
     monkeypatch.setattr(parts, "SMALL_PARTS", 4)
-    monkeypatch.setattr(keeper, "SMALL_PARTS", 4)
+    monkeypatch.setattr(archiver, "SMALL_PARTS", 4)
     mine, other, agents = make_plane(bucket), make_plane(bucket), [Agent(0), Agent(1)]
     mine.take(job)
     known = []
@@ -263,14 +263,14 @@ def test_small_parts_become_larger_ones_while_the_job_runs_and_is_read(make_plan
         agents[number % 2].reports_to(mine)
         mine.keep()
         known.append(f"{number}")
-        source = other.keeper.source(job, fresh=False)  # it may know parts that are not there any more
+        source = other.archiver.source(job, fresh=False)  # it may know parts that are not there any more
         assert b'"0"' in source.read(0, 0, 100_000).content
         assert other.texts(job) == known
     assert len(parts_of(bucket, job)) < 6
 
 
 def test_files_that_have_grown_large_and_are_kept_begin_anew(make_plane, shared, job, monkeypatch):
-    monkeypatch.setattr("manta.service.kept_logs.spool.SHRINK_BYTES", 2000)
+    monkeypatch.setattr("manta.service.log_archive.spool.SHRINK_BYTES", 2000)
     mine, agent, texts = make_plane(shared), Agent(), []
     mine.take(job)
     for number in range(35):
@@ -324,7 +324,7 @@ def test_what_is_no_file_in_the_place_of_a_log_holds_up_no_other_rank(make_plane
     other.reports_to(mine)
     mine.keep()
     assert mine.texts(job, rank=0) == make_plane(shared).texts(job) == ["first"]
-    for read in (lambda: mine.read(job), lambda: read_tail(mine.keeper.source(job), 1)):
+    for read in (lambda: mine.read(job), lambda: read_tail(mine.archiver.source(job), 1)):
         with pytest.raises(LogsUnavailable, match="not a regular file"):
             read()
     damaged.prints("second")
@@ -334,8 +334,8 @@ def test_what_is_no_file_in_the_place_of_a_log_holds_up_no_other_rank(make_plane
 
 
 def test_report_of_very_many_lines_is_kept_whole(make_plane, shared, job, monkeypatch):
-    monkeypatch.setattr("manta.service.kept_logs.spool.CHUNK_BYTES", 64)
-    monkeypatch.setattr(keeper, "PART_BYTES", 64)
+    monkeypatch.setattr("manta.service.log_archive.spool.CHUNK_BYTES", 64)
+    monkeypatch.setattr(archiver, "PART_BYTES", 64)
     mine, agent = make_plane(shared), Agent()
     mine.take(job)
     texts = [f"line {number}" for number in range(3000)]
@@ -349,10 +349,10 @@ def test_report_of_very_many_lines_is_kept_whole(make_plane, shared, job, monkey
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 100))])
 def test_every_line_once_and_in_order_whatever_happens(make_plane, shared, job, seed, monkeypatch):
     """Control planes die at any moment, with their disks or without, stand still and go on, and the store fails."""
-    monkeypatch.setattr(keeper, "SMALL_PARTS", 5)
-    monkeypatch.setattr(keeper, "PART_BYTES", 300)
-    monkeypatch.setattr("manta.service.kept_logs.spool.CHUNK_BYTES", 100)
-    monkeypatch.setattr("manta.service.kept_logs.spool.SHRINK_BYTES", 2000)
+    monkeypatch.setattr(archiver, "SMALL_PARTS", 5)
+    monkeypatch.setattr(archiver, "PART_BYTES", 300)
+    monkeypatch.setattr("manta.service.log_archive.spool.CHUNK_BYTES", 100)
+    monkeypatch.setattr("manta.service.log_archive.spool.SHRINK_BYTES", 2000)
     drawn, place, agents = random.Random(seed), shared, [Agent(0), Agent(1)]
     planes = [make_plane(place), make_plane(place)]
     owner, printed = planes[0], {0: [], 1: []}

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from manta.service.kept_logs import kept_log
-from manta.service.kept_logs.kept_log import Blocks, KeptLog
-from manta.service.kept_logs.parts import PartWriter, Piece
+from manta.service.log_archive import archived_log
+from manta.service.log_archive.archived_log import ArchivedLog, Blocks
+from manta.service.log_archive.parts import PartWriter, Segment
 from manta.service.logs.pages import LogsUnavailable
 from manta.workers.storage.files import LocalFiles
 
@@ -17,36 +17,36 @@ def written(tmp_path):
     """A writer of parts that has written one."""
     writer = PartWriter(tmp_path)
     writer.begin(1)
-    writer.write({0: (Piece(0, 3, (1, 1)), b"ab\n")})
+    writer.write({0: (Segment(0, 3, (1, 1)), b"ab\n")})
     return writer
 
 
 def test_place_that_does_not_answer_is_waited_for_once(written, tmp_path, monkeypatch):
     answers, names = threading.Event(), LocalFiles.names
     monkeypatch.setattr(LocalFiles, "names", lambda files, folder: answers.wait() and names(files, folder))
-    monkeypatch.setattr(kept_log, "ANSWER_SECONDS", 0.05)
-    log = KeptLog(tmp_path, Blocks())
+    monkeypatch.setattr(archived_log, "ANSWER_SECONDS", 0.05)
+    log = ArchivedLog(tmp_path, Blocks())
     for _ in range(2):
         with pytest.raises(LogsUnavailable, match="no answer"):
-            log.look()
-    assert log._asked_at < time.monotonic() - 0.05
-    monkeypatch.setattr(kept_log, "ANSWER_SECONDS", 0.0)
+            log.refresh()
+    assert log._requested_at < time.monotonic() - 0.05
+    monkeypatch.setattr(archived_log, "ANSWER_SECONDS", 0.0)
     with pytest.raises(LogsUnavailable, match="no answer"):
-        log.look()
+        log.refresh()
     answers.set()
-    monkeypatch.setattr(kept_log, "ANSWER_SECONDS", 60.0)
-    assert log.look().read(0, 0, 10).content == b"ab\n"
+    monkeypatch.setattr(archived_log, "ANSWER_SECONDS", 60.0)
+    assert log.refresh().read(0, 0, 10).content == b"ab\n"
 
 
 def test_what_was_listed_a_moment_ago_is_listed_again_for_whoever_wants_it_fresh(written, tmp_path):
-    log = KeptLog(tmp_path, Blocks()).look()
-    written.write({0: (Piece(3, 5, (1, 2)), b"c\n")})
-    assert log.look(1000.0).read(0, 0, 10).content == b"ab\n"
-    assert log.look().read(0, 0, 10).content == b"ab\nc\n"
+    log = ArchivedLog(tmp_path, Blocks()).refresh()
+    written.write({0: (Segment(3, 5, (1, 2)), b"c\n")})
+    assert log.refresh(1000.0).read(0, 0, 10).content == b"ab\n"
+    assert log.refresh().read(0, 0, 10).content == b"ab\nc\n"
 
 
 def test_ranges_of_ranks_with_more_than_a_block_in_several_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_log, "BLOCK_BYTES", 32)
+    monkeypatch.setattr(archived_log, "BLOCK_BYTES", 32)
     writer, texts = PartWriter(tmp_path), {0: b"", 3: b""}
     writer.begin(1)
     for number in range(9):
@@ -55,9 +55,9 @@ def test_ranges_of_ranks_with_more_than_a_block_in_several_parts(tmp_path, monke
             new = b"%d of %d\n" % (number, rank) * (number + rank)
             start = len(texts[rank])
             texts[rank] += new
-            chunks[rank] = Piece(start, len(texts[rank]), (1, number + 1)), new
+            chunks[rank] = Segment(start, len(texts[rank]), (1, number + 1)), new
         writer.write(chunks)
-    log = KeptLog(tmp_path, Blocks(most=3)).look()
+    log = ArchivedLog(tmp_path, Blocks(max_blocks=3)).refresh()
     assert log.ranks() == [0, 3]
     for rank, text in texts.items():
         for start in range(0, len(text) + 5, 13):
@@ -71,7 +71,7 @@ def test_damaged_part_is_not_taken_for_what_was_printed(written, tmp_path):
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(LogsUnavailable, match="too short"):
-        KeptLog(tmp_path, Blocks()).look().read(0, 0, 10)
+        ArchivedLog(tmp_path, Blocks()).refresh().read(0, 0, 10)
 
 
 def test_place_that_stops_answering_between_the_listing_and_the_reading_holds_up_nobody_else(
@@ -79,27 +79,27 @@ def test_place_that_stops_answering_between_the_listing_and_the_reading_holds_up
 ):
     answers, reader = threading.Event(), LocalFiles.reader
     monkeypatch.setattr(LocalFiles, "reader", lambda files, part: answers.wait(60) and reader(files, part))
-    monkeypatch.setattr(kept_log, "READ_SECONDS", 0.05)
-    log = KeptLog(tmp_path, Blocks()).look()
+    monkeypatch.setattr(archived_log, "READ_SECONDS", 0.05)
+    log = ArchivedLog(tmp_path, Blocks()).refresh()
     for seconds in (0.05, 60.0):  # the second reader does not wait
-        monkeypatch.setattr(kept_log, "READ_SECONDS", seconds)
+        monkeypatch.setattr(archived_log, "READ_SECONDS", seconds)
         with pytest.raises(LogsUnavailable, match="no answer"):
             log.read(0, 0, 10)
     answers.set()
-    log._silent.exception(60)
+    log._unanswered.exception(60)
     assert log.read(0, 0, 10).content == b"ab\n"
 
 
 def test_what_is_in_memory_takes_no_thread_and_is_read_while_the_place_does_not_answer(written, tmp_path, monkeypatch):
-    threads, answers, begin, reader = [], threading.Event(), kept_log.in_daemon_thread, LocalFiles.reader
-    monkeypatch.setattr(kept_log, "in_daemon_thread", lambda *work: threads.append(1) or begin(*work))
-    log = KeptLog(tmp_path, Blocks()).look()
+    threads, answers, begin, reader = [], threading.Event(), archived_log.in_daemon_thread, LocalFiles.reader
+    monkeypatch.setattr(archived_log, "in_daemon_thread", lambda *work: threads.append(1) or begin(*work))
+    log = ArchivedLog(tmp_path, Blocks()).refresh()
     assert log.read(0, 0, 10).content == b"ab\n"
     assert len(threads) == 2, "one for the list of parts, and one for the only block"
-    written.write({0: (Piece(3, 5, (1, 2)), b"c\n")})
-    log.look()
+    written.write({0: (Segment(3, 5, (1, 2)), b"c\n")})
+    log.refresh()
     monkeypatch.setattr(LocalFiles, "reader", lambda files, part: answers.wait(60) and reader(files, part))
-    monkeypatch.setattr(kept_log, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(archived_log, "READ_SECONDS", 0.05)
     with pytest.raises(LogsUnavailable, match="no answer"):
         log.end(0)
     del log._parts[1:], threads[:]

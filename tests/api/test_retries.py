@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from manta.api.cli.progress import watch
-from manta.api.client import AsyncClient, Client, async_client, calls, patience
+from manta.api.client import AsyncClient, Client, async_client, calls, retries
 from manta.api.client import blocking as client
-from manta.api.client.patience import PATIENCE_SECONDS, Patience
 from manta.api.client.rest_call import ApiError, ServiceUnreachable
+from manta.api.client.retries import GIVE_UP_SECONDS, RetryPolicy
 from manta.api.schemas import Problem
 from tests.api.cli.test_progress import make_job
 
@@ -36,7 +36,7 @@ def pauses(monkeypatch):
         made.append(seconds)
 
     # Of these modules alone: there are threads that sleep in the same process.
-    for module in (patience, client):
+    for module in (retries, client):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=made.append, monotonic=time.monotonic))
     monkeypatch.setattr(async_client, "asyncio", SimpleNamespace(sleep=sleep))
     return made
@@ -57,10 +57,10 @@ class Script:
 
 def test_pauses_grow_and_begin_anew_with_each_answer(pauses):
     said = []
-    patient = Patience(tell=said.append, clock=lambda: 0.0)
-    assert patient.ask(Script(*[AWAY] * 7, refusal(503), "a")) == "a"
+    patient = RetryPolicy(notify=said.append, clock=lambda: 0.0)
+    assert patient.call(Script(*[AWAY] * 7, refusal(503), "a")) == "a"
     assert pauses == [0.25, 0.5, 1, 2, 4, 5, 5, 5]
-    assert patient.ask(Script(refusal(429), "b")) == "b"
+    assert patient.call(Script(refusal(429), "b")) == "b"
     assert pauses[8:] == [0.25]
     assert said == [f"{AWAY}; trying again", "not now; trying again"], "once each time that it is away"
 
@@ -69,14 +69,14 @@ def test_patience_ends():
     seconds = iter([0, 299, 300])
     asked = Script(AWAY, AWAY, refusal(503), "too late")
     with pytest.raises(ApiError, match="not now"):
-        Patience(300, clock=lambda: next(seconds)).ask(asked)
+        RetryPolicy(300, clock=lambda: next(seconds)).call(asked)
     assert asked.left == ["too late"]
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 422, 500])
 def test_refusals_are_no_matter_of_patience(pauses, status):
     with pytest.raises(ApiError):
-        Patience().ask(Script(refusal(status)))
+        RetryPolicy().call(Script(refusal(status)))
     assert pauses == []
 
 
@@ -193,8 +193,8 @@ def test_a_stream_goes_on_where_it_broke_off(hear):
 @both
 def test_a_stream_that_began_again_may_be_away_as_long_as_the_first_time(hear, monkeypatch):
     def away(*answers):
-        clock = itertools.count(0, PATIENCE_SECONDS)
-        monkeypatch.setattr(patience, "Patience", partial(Patience, clock=lambda: next(clock)))
+        clock = itertools.count(0, GIVE_UP_SECONDS)
+        monkeypatch.setattr(retries, "RetryPolicy", partial(RetryPolicy, clock=lambda: next(clock)))
         return answers_of(stream_of("1"), *answers)[0]
 
     assert hear(away(stream_of(), stream_of("2", end=True))) == ["1", "2"]

@@ -3,8 +3,8 @@
 import io
 import json
 
-from manta.service.kept_logs import parts
-from manta.service.kept_logs.parts import end_of, end_of_reports, last_mark, lines_backwards
+from manta.service.log_archive import parts
+from manta.service.log_archive.parts import end_of, end_of_reports, last_mark, lines_backwards
 
 
 def line(sequence, left=0, generation=1, text="x"):

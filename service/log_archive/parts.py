@@ -84,7 +84,7 @@ def is_gapless(chain: list[PartName]) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """A part's share of one rank's log."""
 
     start: int
@@ -98,21 +98,21 @@ class Piece:
 class Header:
     """The contents of a part's first line."""
 
-    pieces: dict[int, Piece]
+    segments: dict[int, Segment]
     """By rank, in the order in which they follow."""
     size: int
     """Bytes of that line."""
 
     def offset(self, rank: int) -> int:
         """Where in the part the bytes of `rank` begin."""
-        before = (piece.end - piece.start for each, piece in self.pieces.items() if each < rank)
+        before = (segment.end - segment.start for each, segment in self.segments.items() if each < rank)
         return self.size + sum(before)
 
 
-def encode(chunks: Mapping[int, tuple[Piece, bytes]]) -> bytes:
+def encode(chunks: Mapping[int, tuple[Segment, bytes]]) -> bytes:
     """A part with these pieces and their bytes."""
     ordered = sorted(chunks.items())
-    about = {str(rank): [piece.start, piece.end, *piece.mark] for rank, (piece, _) in ordered}
+    about = {str(rank): [segment.start, segment.end, *segment.mark] for rank, (segment, _) in ordered}
     line = json.dumps({"ranks": about}, separators=(",", ":")).encode() + b"\n"
     return b"".join([line, *(content for _, (_, content) in ordered)])
 
@@ -121,20 +121,20 @@ def decode_header(line: bytes) -> Header:
     """The contents of a part's first `line`. Raises NoPart."""
     try:
         about = json.loads(line)["ranks"].items()
-        pieces = {int(rank): Piece(int(s), int(e), (int(g), int(n))) for rank, (s, e, g, n) in about}
+        segments = {int(rank): Segment(int(s), int(e), (int(g), int(n))) for rank, (s, e, g, n) in about}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise NoPart(f"this is not a header of a part: {line[:60]!r}") from error
-    return Header(dict(sorted(pieces.items())), len(line))
+    return Header(dict(sorted(segments.items())), len(line))
 
 
-def decode(content: bytes) -> dict[int, tuple[Piece, bytes]]:
+def decode(content: bytes) -> dict[int, tuple[Segment, bytes]]:
     """The whole part. Raises NoPart."""
     header = decode_header(content[: content.find(b"\n") + 1])
-    chunks: dict[int, tuple[Piece, bytes]] = {}
-    for rank, piece in header.pieces.items():
+    chunks: dict[int, tuple[Segment, bytes]] = {}
+    for rank, segment in header.segments.items():
         begin = header.offset(rank)
-        chunks[rank] = piece, content[begin : begin + piece.end - piece.start]
-        if len(chunks[rank][1]) != piece.end - piece.start:
+        chunks[rank] = segment, content[begin : begin + segment.end - segment.start]
+        if len(chunks[rank][1]) != segment.end - segment.start:
             raise NoPart(f"this part is too short: {len(content)} bytes")
     return chunks
 
@@ -202,7 +202,7 @@ class PartWriter:
         self._folder, self._files = folder, files_of(folder)
         self._sizes: dict[PartName, int] = {}
         self._stamp = 0
-        self.pieces: dict[int, Piece] = {}
+        self.segments: dict[int, Segment] = {}
         """By rank, the last piece of its log."""
 
     def begin(self, epoch: int) -> None:
@@ -216,7 +216,7 @@ class PartWriter:
         sizes = dict(self._files.sizes(self._folder, map(str, parts)))
         if unknown := next((size for size in sizes.values() if isinstance(size, OSError)), None):
             raise unknown
-        self.pieces = {rank: piece for rank, (piece, _) in self._read(parts[-1]).items()} if parts else {}
+        self.segments = {rank: segment for rank, (segment, _) in self._read(parts[-1]).items()} if parts else {}
         self._sizes = {part: int(str(sizes[str(part)])) for part in parts}
         self._stamp = max([epoch, *(part.stamp + 1 for part in every)])
 
@@ -232,18 +232,20 @@ class PartWriter:
 
     def mark(self, rank: int) -> Mark:
         """Mark of the last report of `rank` whose lines are stored."""
-        return self.pieces[rank].mark if rank in self.pieces else (0, 0)
+        return self.segments[rank].mark if rank in self.segments else (0, 0)
 
-    def write(self, chunks: Mapping[int, tuple[Piece, bytes]], closes: bool = False) -> None:
+    def write(self, chunks: Mapping[int, tuple[Segment, bytes]], closes: bool = False) -> None:
         """Write one more part, of these ranks. If this has failed, it must be repeated with the same bytes."""
-        still = {rank: (Piece(piece.end, piece.end, piece.mark), b"") for rank, piece in self.pieces.items()}
+        still = {
+            rank: (Segment(segment.end, segment.end, segment.mark), b"") for rank, segment in self.segments.items()
+        }
         whole = {**still, **chunks}
         content = encode(whole)
         part = PartName(self.next_number, self.next_number, self._stamp, closes)
         self._files.make_folder(self._folder)
         self._files.write_whole(self._folder / str(part), content)
         self._sizes[part] = len(content)
-        self.pieces = {rank: piece for rank, (piece, _) in whole.items()}
+        self.segments = {rank: segment for rank, (segment, _) in whole.items()}
 
     def merge(self, at_least: int = SMALL_PARTS) -> None:
         """Merge small parts at the end of the log if there are `at_least` that many. Everything that is merged existed
@@ -274,20 +276,20 @@ class PartWriter:
             run.insert(0, part)
         return run
 
-    def _read(self, part: PartName) -> dict[int, tuple[Piece, bytes]]:
+    def _read(self, part: PartName) -> dict[int, tuple[Segment, bytes]]:
         try:
             return decode(self._files.read(self._folder / str(part)))
         except NoPart as error:
             raise OSError(f"{self._folder / str(part)}: {error}") from error
 
 
-def _merged(parts: list[dict[int, tuple[Piece, bytes]]]) -> dict[int, tuple[Piece, bytes]] | None:
+def _merged(parts: list[dict[int, tuple[Segment, bytes]]]) -> dict[int, tuple[Segment, bytes]] | None:
     """One part with the contents of these consecutive ones; None if bytes are missing in between."""
-    merged: dict[int, tuple[Piece, list[bytes]]] = {}
+    merged: dict[int, tuple[Segment, list[bytes]]] = {}
     for part in parts:
-        for rank, (piece, content) in part.items():
-            before, contents = merged.get(rank, (Piece(piece.start, piece.start, piece.mark), []))
-            if piece.start != before.end:
+        for rank, (segment, content) in part.items():
+            before, contents = merged.get(rank, (Segment(segment.start, segment.start, segment.mark), []))
+            if segment.start != before.end:
                 return None
-            merged[rank] = Piece(before.start, piece.end, piece.mark), [*contents, content]
-    return {rank: (piece, b"".join(contents)) for rank, (piece, contents) in merged.items()}
+            merged[rank] = Segment(before.start, segment.end, segment.mark), [*contents, content]
+    return {rank: (segment, b"".join(contents)) for rank, (segment, contents) in merged.items()}

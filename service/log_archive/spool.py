@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import IO
 
 from manta.service.job.received_lines import ReceivedLines
-from manta.service.kept_logs.kept_log import KeptLog
-from manta.service.kept_logs.parts import Mark, Piece, end_of, end_of_reports, last_mark
+from manta.service.log_archive.archived_log import ArchivedLog
+from manta.service.log_archive.parts import Mark, Segment, end_of, end_of_reports, last_mark
 from manta.service.logs.pages import LogBytes, ranks_in, reading_files, size_of
 from manta.workers.system.regular_files import open_regular
 
 CHUNK_BYTES = 16 * 1024
 """At least this many bytes of each rank are taken for one part."""
-KEPT_SECONDS = 10.0
+ARCHIVE_REFRESH_SECONDS = 10.0
 SHRINK_BYTES = 64 * 1024 * 1024
 """Files of this size are started over once they are stored."""
-Chunks = dict[int, tuple[Piece, bytes]]
+Chunks = dict[int, tuple[Segment, bytes]]
 
 
 @dataclass
-class _Place:
+class _RankProgress:
     """Position of a file in the log of its rank."""
 
     base: int = 0
@@ -47,7 +47,7 @@ class Spool:
     def __init__(self, folder: Path):
         """`folder`: of the job's log files."""
         self.folder, self.lines = folder, ReceivedLines(folder)
-        self._places: dict[int, _Place] | None = None
+        self._progress: dict[int, _RankProgress] | None = None
         self._planned: dict[int, tuple[int, int]] = {}
         self.is_retired = False
         """Whether the files now belong to another owner."""
@@ -58,20 +58,20 @@ class Spool:
             self.is_retired = True
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether it is known what is already stored."""
-        return self._places is not None
+        return self._progress is not None
 
-    def begin(self, pieces: Mapping[int, Piece]) -> None:
-        """`pieces`: by rank, the last one that is stored. Raises OSError."""
-        places: dict[int, _Place] = {}
+    def begin(self, segments: Mapping[int, Segment]) -> None:
+        """`segments`: by rank, the last one that is stored. Raises OSError."""
+        places: dict[int, _RankProgress] = {}
         with self.lines.lock:
-            for rank in {*pieces, *ranks_in(self.folder)}:
-                piece = pieces.get(rank, Piece(0, 0, (0, 0)))
-                self.lines.leave_out(rank, piece.mark)
-                passed = self._passed(rank, piece.mark)
-                places[rank] = _Place(piece.end - passed, passed, passed, piece.mark)
-            self._places, self._planned = places, {}
+            for rank in {*segments, *ranks_in(self.folder)}:
+                segment = segments.get(rank, Segment(0, 0, (0, 0)))
+                self.lines.leave_out(rank, segment.mark)
+                passed = self._passed(rank, segment.mark)
+                places[rank] = _RankProgress(segment.end - passed, passed, passed, segment.mark)
+            self._progress, self._planned = places, {}
 
     def _passed(self, rank: int, last: Mark) -> int:
         if not self.lines.file(rank).is_file():
@@ -81,11 +81,11 @@ class Spool:
 
     def mark(self, rank: int) -> Mark:
         """Mark of the last report of `rank` whose lines are stored."""
-        return self._place(rank).mark if self._places is not None else (0, 0)
+        return self._progress_of(rank).mark if self._progress is not None else (0, 0)
 
-    def _place(self, rank: int) -> _Place:
-        assert self._places is not None
-        return self._places.setdefault(rank, _Place())
+    def _progress_of(self, rank: int) -> _RankProgress:
+        assert self._progress is not None
+        return self._progress.setdefault(rank, _RankProgress())
 
     def _size(self, rank: int) -> int:
         return size_of(self.lines.file(rank))
@@ -95,19 +95,19 @@ class Spool:
         replaced with the next line."""
         return [rank for rank in ranks_in(self.folder) if self.lines.file(rank).is_file()]
 
-    def next_chunks(self, most_bytes: int) -> Chunks:
+    def next_chunks(self, max_bytes: int) -> Chunks:
         """What is to be stored next: complete reports, of all ranks. Returns the same until `kept` is called. Empty if
         everything is stored. Raises OSError."""
         ranks = self._with_files()
-        size = max(CHUNK_BYTES, most_bytes // max(1, len(ranks)))
+        size = max(CHUNK_BYTES, max_bytes // max(1, len(ranks)))
         if not self._planned:
             ends = {rank: self._end_of_chunk(rank, size) for rank in ranks}
-            self._planned = {rank: (self._place(rank).kept, end) for rank, end in ends.items() if end}
+            self._planned = {rank: (self._progress_of(rank).kept, end) for rank, end in ends.items() if end}
         return {rank: self._chunk(rank, start, end) for rank, (start, end) in self._planned.items()}
 
     def _end_of_chunk(self, rank: int, size: int) -> int:
         """0 if nothing is to be stored."""
-        start, end = self._place(rank).kept, self._size(rank)
+        start, end = self._progress_of(rank).kept, self._size(rank)
         while start < end:
             with open_regular(self.lines.file(rank)) as file:
                 boundary = end_of_reports(file, min(end, start + size))
@@ -118,21 +118,21 @@ class Spool:
             size *= 2  # a single report is larger
         return 0
 
-    def _chunk(self, rank: int, start: int, end: int) -> tuple[Piece, bytes]:
-        place = self._place(rank)
+    def _chunk(self, rank: int, start: int, end: int) -> tuple[Segment, bytes]:
+        progress = self._progress_of(rank)
         with open_regular(self.lines.file(rank)) as file:
-            mark = max(last_mark(file, end), place.mark)
+            mark = max(last_mark(file, end), progress.mark)
             file.seek(start)
             content = file.read(end - start)
         if len(content) < end - start:
             raise OSError(f"{self.lines.file(rank)} has become shorter")
-        return Piece(place.base + start, place.base + end, mark), content
+        return Segment(progress.base + start, progress.base + end, mark), content
 
     def kept(self, chunks: Chunks) -> None:
         """The result of `next_chunks` is stored."""
-        for rank, (piece, content) in chunks.items():
-            place = self._place(rank)
-            place.kept, place.mark = place.kept + len(content), piece.mark
+        for rank, (segment, content) in chunks.items():
+            progress = self._progress_of(rank)
+            progress.kept, progress.mark = progress.kept + len(content), segment.mark
         self._planned = {}
         self._shrink()
 
@@ -142,17 +142,17 @@ class Spool:
             return
         with self.lines.lock:
             for rank in ranks if not self.is_retired else []:
-                place = self._place(rank)
-                if self._size(rank) == place.kept:
+                progress = self._progress_of(rank)
+                if self._size(rank) == progress.kept:
                     os.truncate(self.lines.file(rank), 0)
-                    place.base, place.first, place.kept = place.base + place.kept, 0, 0
+                    progress.base, progress.first, progress.kept = progress.base + progress.kept, 0, 0
 
     def read(self, rank: int, start: int, size: int) -> LogBytes | None:
         """As `LogSource.read`; None if that part of the log is not here. Raises OSError."""
         with self.lines.lock:
-            place = self._place(rank)
-            at = start - place.base
-            if at < place.first or self.is_retired:
+            progress = self._progress_of(rank)
+            at = start - progress.base
+            if at < progress.first or self.is_retired:
                 return None
             try:
                 with open_regular(self.lines.file(rank)) as file:
@@ -163,12 +163,12 @@ class Spool:
     def end(self, rank: int) -> int | None:
         """As `LogSource.end`; None if the log continues elsewhere."""
         with self.lines.lock:
-            return None if self.is_retired else self._place(rank).base + self._size(rank)
+            return None if self.is_retired else self._progress_of(rank).base + self._size(rank)
 
     def ranks(self) -> set[int]:
         """The ranks that have printed something, as far as known here."""
-        assert self._places is not None
-        return {*self._places, *ranks_in(self.folder)}
+        assert self._progress is not None
+        return {*self._progress, *ranks_in(self.folder)}
 
 
 def _read(file: IO[bytes], at: int, start: int, size: int) -> LogBytes:
@@ -179,8 +179,8 @@ def _read(file: IO[bytes], at: int, start: int, size: int) -> LogBytes:
 class SpooledLog:
     """A `LogSource` of a job that is owned here: reads its files, and earlier output from where it is stored."""
 
-    def __init__(self, spool: Spool, kept: KeptLog):
-        self._spool, self._kept = spool, kept
+    def __init__(self, spool: Spool, kept: ArchivedLog):
+        self._spool, self._archived = spool, kept
 
     def ranks(self) -> list[int]:
         """See `LogSource`."""
@@ -194,14 +194,14 @@ class SpooledLog:
         if here is not None:
             return here
         if self._spool.is_retired:
-            return self._kept.look().read(rank, start, size)
-        kept = self._kept.look(KEPT_SECONDS).read(rank, start, size)
+            return self._archived.refresh().read(rank, start, size)
+        kept = self._archived.refresh(ARCHIVE_REFRESH_SECONDS).read(rank, start, size)
         if not kept.content:
-            kept = self._kept.look().read(rank, start, size)
+            kept = self._archived.refresh().read(rank, start, size)
         return LogBytes(kept.start, kept.content, more=True)  # it continues here
 
     def end(self, rank: int) -> int:
         """See `LogSource`."""
         with reading_files():
             here = self._spool.end(rank)
-        return self._kept.look().end(rank) if here is None else here
+        return self._archived.refresh().end(rank) if here is None else here

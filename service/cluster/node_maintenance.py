@@ -15,17 +15,17 @@ from manta.service.cluster.errors import needs_traceback
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
-ASK_SECONDS = 10.0
+POLL_SECONDS = 1.0
+REQUEST_SECONDS = 10.0
 # How long the scheduler waits for the first answers of the nodes that exist at the start.
 FIRST_SECONDS = 10.0
 REST_SECONDS = 15.0
 """How long a node must be without ranks before it is released; from then on the autoscaler counts it as idle."""
-LOOK_FOR_IDLE_SECONDS = 2.0
+IDLE_POLL_SECONDS = 2.0
 
 
-class NodeCare:
-    """Looks after all nodes, including those that join later."""
+class NodeMaintenance:
+    """Maintains all nodes, including those that join later."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class NodeCare:
         """Run until cancelled."""
         try:
             while True:
-                await self._look()
-                await asyncio.sleep(LOOK_SECONDS)
+                await self._check()
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -58,9 +58,9 @@ class NodeCare:
             async with asyncio.timeout(FIRST_SECONDS):
                 await self._first_answers.wait()
         except TimeoutError:
-            self._cluster.nodes.silent.update(self._unasked)
+            self._cluster.nodes.unresponsive.update(self._unasked)
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         try:
             living = await self._cluster.nodes.living()
         except Exception:  # what Ray does not say is not known: everything stays as it is
@@ -68,21 +68,21 @@ class NodeCare:
             return
         for node in set(living) - self._tasks.keys():
             self._unasked.add(node)
-            self._tasks[node] = asyncio.create_task(self._care(node), name=f"care for {node[:12]}")
+            self._tasks[node] = asyncio.create_task(self._maintain(node), name=f"care for {node[:12]}")
         for node in self._tasks.keys() - set(living):
             self._tasks.pop(node).cancel()  # lost, perhaps only for a while
-            self._note_asked(node)
+            self._record_requested(node)
 
-    async def _care(self, node: str) -> None:
+    async def _maintain(self, node: str) -> None:
         """Run until the node is gone; sweeps it if it is new or back, or was not reached before."""
         nodes, swept, reported = self._cluster.nodes, False, False
         is_new = True
         while True:
-            unsettled = nodes.silent | nodes.unswept | nodes.problems.keys()
+            unsettled = nodes.unresponsive | nodes.unswept | nodes.problems.keys()
             if not swept or node in unsettled or node not in self._cluster.peak_flops:
                 try:
                     daemon = await self._daemon(node, is_new)
-                    self._note_asked(node)
+                    self._record_requested(node)
                     is_new = False
                     if daemon is not None:
                         if not swept or node in nodes.unswept:
@@ -90,21 +90,21 @@ class NodeCare:
                         await self._learn_peak(node, daemon)
                 except Exception:  # from Ray or the database: the node is checked again
                     log.exception("node %s could not be checked", node[:12])
-                if node in nodes.silent and not reported:
-                    log.error("nothing is placed on node %s until its daemon answers as one of this release", node[:12])
-                reported = node in nodes.silent
-            await asyncio.sleep(LOOK_SECONDS)
+                if node in nodes.unresponsive and not reported:
+                    log.error("node %s is excluded from placement until a daemon of this release responds", node[:12])
+                reported = node in nodes.unresponsive
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _daemon(self, node: str, is_new: bool) -> NodeClient | None:
-        was_silent = node in self._cluster.nodes.silent
+        was_silent = node in self._cluster.nodes.unresponsive
         daemons = self._cluster.daemons
         daemon = await (daemons.of(node) if is_new else daemons.watched(node))  # a node that is not new may be at rest
         if daemon is not None and was_silent:
-            log.warning("the daemon of node %s answers again", node[:12])
+            log.warning("the daemon of node %s responds again", node[:12])
             self._answered()
         return daemon
 
-    def _note_asked(self, node: str) -> None:
+    def _record_requested(self, node: str) -> None:
         self._unasked.discard(node)
         if not self._unasked:
             self._first_answers.set()
@@ -112,10 +112,10 @@ class NodeCare:
     async def _sweep(self, node: str, daemon: NodeClient) -> bool:
         """Whether nothing of finished jobs is left on the node."""
         try:
-            over = await self._over(await within(ASK_SECONDS, daemon.jobs()))
+            over = await self._over(await within(REQUEST_SECONDS, daemon.jobs()))
             for job in over:
-                await within(ASK_SECONDS, daemon.end_job(job))
-                log.warning("node %s has removed what was left of %s", node[:12], job)
+                await within(REQUEST_SECONDS, daemon.end_job(job))
+                log.warning("node %s has removed the remains of %s", node[:12], job)
         except AgentFailed as error:  # of another release, or with a broken disk: no reason not to use the node
             log.warning("node %s was not swept: %s", node[:12], error)
         except AgentError:
@@ -125,7 +125,7 @@ class NodeCare:
 
     async def _learn_peak(self, node: str, daemon: NodeClient) -> None:
         try:
-            about = await within(ASK_SECONDS, daemon.describe())
+            about = await within(REQUEST_SECONDS, daemon.describe())
         except AgentError:
             return
         if about.peak_flops is not None:
@@ -145,19 +145,19 @@ class IdleNodes:
         """Run until cancelled; returns at once if no nodes come and go."""
         while self._cluster.nodes.shapes:
             try:
-                await self.look(time.monotonic())
-            except Exception as error:  # from Ray or the database: look again
+                await self.check(time.monotonic())
+            except Exception as error:  # from Ray or the database: check again
                 log.error("idle nodes could not be checked: %s", error, exc_info=needs_traceback(error))
-            await asyncio.sleep(LOOK_FOR_IDLE_SECONDS)
+            await asyncio.sleep(IDLE_POLL_SECONDS)
 
-    async def look(self, now: float) -> None:
-        """One look, at time `now` of the monotonic clock."""
+    async def check(self, now: float) -> None:
+        """One check, at time `now` of the monotonic clock."""
         nodes, daemons = self._cluster.nodes, self._cluster.daemons
-        idle = await nodes.that_come_and_go() & await nodes.unused() - nodes.at_rest - nodes.lost
+        idle = await nodes.autoscaled_nodes() & await nodes.unused() - nodes.at_rest - nodes.lost
         self._since = {node: self._since.get(node, now) for node in idle}
         for node, since in self._since.items():
             if now - max(since, daemons.used.get(node, since)) >= REST_SECONDS and not await self._is_needed(node):
-                log.info("node %s may be taken away: nothing is on it", node[:12])
+                log.info("node %s is idle and may be removed", node[:12])
                 await daemons.rest(node)
 
     async def _is_needed(self, node: str) -> bool:
@@ -165,7 +165,7 @@ class IdleNodes:
         if daemon is None:  # at rest; or it does not answer, and may hold the only copy of something
             return node not in self._cluster.nodes.at_rest
         try:
-            return bool(await self._needed(await within(ASK_SECONDS, daemon.jobs())))
+            return bool(await self._needed(await within(REQUEST_SECONDS, daemon.jobs())))
         except AgentError as error:
-            log.warning("node %s did not say what is in its memory: %s", node[:12], error)
+            log.warning("node %s did not report the contents of its memory: %s", node[:12], error)
             return True

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from manta.service.cluster import node_care
+from manta.service.cluster import node_maintenance
 from manta.service.cluster.agent_client import AgentFailed, AgentTimeout
-from manta.service.cluster.node_care import NodeCare
+from manta.service.cluster.node_maintenance import NodeMaintenance
 from tests.service.support.fake_cluster import FakeCluster
 
 SECONDS = 60.0
@@ -14,7 +14,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_care, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(node_maintenance, "POLL_SECONDS", 0.0)
     return FakeCluster(tmp_path, a=2, b=2)
 
 
@@ -29,7 +29,7 @@ def cared(cluster, story, over=lambda jobs: set(jobs), answered=lambda: None):
             await asyncio.sleep(0)
 
     async def run():
-        care = NodeCare(cluster, asked, answered)
+        care = NodeMaintenance(cluster, asked, answered)
         task = asyncio.create_task(care.run())
         try:
             async with asyncio.timeout(SECONDS):
@@ -42,7 +42,7 @@ def cared(cluster, story, over=lambda jobs: set(jobs), answered=lambda: None):
 
 
 def test_nodes_that_have_not_answered_in_time_are_closed(cluster, monkeypatch):
-    monkeypatch.setattr(node_care, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 0.05)
     held = asyncio.Event()
     cluster.daemons.hang["b"] = lambda _: held.wait()
 
@@ -104,14 +104,14 @@ def test_daemon_of_a_release_before_cannot_tell_what_is_left_and_is_used_all_the
 
 
 def test_node_that_goes_before_it_has_answered_is_waited_for_no_more(cluster, monkeypatch):
-    monkeypatch.setattr(node_care, "FIRST_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 10 * SECONDS)
     cluster.daemons.hang["b"] = lambda _: asyncio.Event().wait()
 
     async def story(care, until):
         await until(lambda: "a" in cluster.peak_flops and "b" in care._tasks)
         cluster.nodes.lost.add("b")
         await care.first_answers()
-        assert cluster.nodes.silent == set(), "all that are there have answered"
+        assert cluster.nodes.unresponsive == set(), "all that are there have answered"
 
     cared(cluster, story)
 
@@ -121,7 +121,7 @@ def test_whoever_places_jobs_is_told_when_a_node_answers_again(cluster):
     cluster.daemons.silent.add("b")
 
     async def story(care, until):
-        await until(lambda: cluster.nodes.silent == {"b"} and "a" in cluster.peak_flops)
+        await until(lambda: cluster.nodes.unresponsive == {"b"} and "a" in cluster.peak_flops)
         assert calls == [], "the other one has answered all along"
         cluster.daemons.silent.discard("b")
         await until(lambda: "b" in cluster.peak_flops)
@@ -190,11 +190,11 @@ def test_node_that_joins_later_is_looked_after_too(cluster):
 
 
 def test_start_goes_on_as_soon_as_every_node_has_answered(cluster, monkeypatch):
-    monkeypatch.setattr(node_care, "FIRST_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 10 * SECONDS)
 
     async def story(care, until):
         await care.first_answers()
-        return set(care._tasks), cluster.nodes.silent
+        return set(care._tasks), cluster.nodes.unresponsive
 
     assert cared(cluster, story) == ({"a", "b"}, set())
 
@@ -225,13 +225,13 @@ def test_operator_is_told_once_of_each_time_that_a_node_falls_silent(cluster, ca
         for times in (1, 2):
             cluster.daemons.silent.add("b")
             cluster.nodes.unswept.add("b")
-            await until(lambda: "b" in cluster.nodes.silent)
+            await until(lambda: "b" in cluster.nodes.unresponsive)
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert caplog.text.count("nothing is placed on node b until its daemon answers") == times
+            assert caplog.text.count("node b is excluded from placement until a daemon") == times
             cluster.daemons.silent.discard("b")
-            await until(lambda: not cluster.nodes.silent and not cluster.nodes.unswept)
-            assert caplog.text.count("the daemon of node b answers again") == times
+            await until(lambda: not cluster.nodes.unresponsive and not cluster.nodes.unswept)
+            assert caplog.text.count("the daemon of node b responds again") == times
         assert "node a" not in caplog.text
 
     cared(cluster, story)

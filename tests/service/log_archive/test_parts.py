@@ -2,7 +2,7 @@
 
 import pytest
 
-from manta.service.kept_logs.parts import NoPart, PartName, Piece, counting, decode, encode, is_gapless
+from manta.service.log_archive.parts import NoPart, PartName, Segment, counting, decode, encode, is_gapless
 
 
 def names(*parts):
@@ -35,7 +35,7 @@ def test_missing_number_is_seen():
 
 
 def test_part_has_the_bytes_of_each_rank_where_its_header_says():
-    chunks = {12: (Piece(0, 3, (1, 4)), b"ab\n"), 2: (Piece(7, 7, (1, 2)), b""), 0: (Piece(5, 7, (2, 1)), b"c\n")}
+    chunks = {12: (Segment(0, 3, (1, 4)), b"ab\n"), 2: (Segment(7, 7, (1, 2)), b""), 0: (Segment(5, 7, (2, 1)), b"c\n")}
     content = encode(chunks)
     assert decode(content) == chunks
     with pytest.raises(NoPart):

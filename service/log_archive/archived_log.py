@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from manta.service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
+from manta.service.log_archive.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
 from manta.service.logs.pages import LogBytes, LogsUnavailable
 from manta.workers.storage.files import files_of
 from manta.workers.storage.places import Place
@@ -32,17 +32,17 @@ TRIES = 4
 class Blocks:
     """Blocks of parts, with recently read ones in memory: parts never change. Safe for use by several threads."""
 
-    def __init__(self, most: int = BLOCKS):
-        self._most, self._lock = most, threading.Lock()
-        self._known: OrderedDict[tuple[Place, int], bytes] = OrderedDict()
+    def __init__(self, max_blocks: int = BLOCKS):
+        self._max_blocks, self._lock = max_blocks, threading.Lock()
+        self._recent: OrderedDict[tuple[Place, int], bytes] = OrderedDict()
 
     def known(self, part: Place, number: int) -> bytes | None:
         """A block that is in memory."""
         with self._lock:
-            if (part, number) not in self._known:
+            if (part, number) not in self._recent:
                 return None
-            self._known.move_to_end((part, number))
-            return self._known[part, number]
+            self._recent.move_to_end((part, number))
+            return self._recent[part, number]
 
     def fetch(self, part: Place, number: int) -> bytes:
         """A block from where it is stored; a short one is the last of its part. Raises OSError, FileNotFoundError."""
@@ -51,13 +51,13 @@ class Blocks:
             start = number * BLOCK_BYTES
             count = reader.read_into(memoryview(block), start) if start < reader.size else 0
         with self._lock:
-            self._known[part, number] = bytes(block[:count])
-            while len(self._known) > self._most:
-                self._known.popitem(last=False)
+            self._recent[part, number] = bytes(block[:count])
+            while len(self._recent) > self._max_blocks:
+                self._recent.popitem(last=False)
         return bytes(block[:count])
 
 
-class KeptLog:
+class ArchivedLog:
     """The log of one job: a `LogSource`. Safe for use by several threads."""
 
     def __init__(self, folder: Place, blocks: Blocks):
@@ -66,28 +66,28 @@ class KeptLog:
         self._parts: list[PartName] = []
         self._listed_at = float("-inf")
         self._listing: Future[None] | None = None
-        self._asked_at = 0.0
-        self._silent: Future[bytes] | None = None
+        self._requested_at = 0.0
+        self._unanswered: Future[bytes] | None = None
         """A read that got no answer in time."""
         self._lock = threading.Lock()
 
-    def look(self, oldest: float = 0.0) -> KeptLog:
+    def refresh(self, oldest: float = 0.0) -> ArchivedLog:
         """Find out which parts there are; the information may be `oldest` seconds old. The first caller waits a moment
         for a place that does not answer, later ones not at all. Raises LogsUnavailable."""
         since = time.monotonic() - oldest
         while self._listed_at < since:
             try:
-                self._ask().result(ANSWER_SECONDS)
+                self._request().result(ANSWER_SECONDS)
             except OSError as error:  # includes timeouts
                 raise LogsUnavailable(error if str(error) else OSError(f"{self._folder}: no answer")) from error
         return self
 
-    def _ask(self) -> Future[None]:
+    def _request(self) -> Future[None]:
         with self._lock:
             if self._listing is None or self._listing.done():
-                self._asked_at = time.monotonic()
+                self._requested_at = time.monotonic()
                 self._listing = in_daemon_thread("parts of a log", self._list)
-            elif time.monotonic() - self._asked_at > ANSWER_SECONDS:
+            elif time.monotonic() - self._requested_at > ANSWER_SECONDS:
                 raise OSError(f"{self._folder}: no answer")
             return self._listing
 
@@ -103,7 +103,7 @@ class KeptLog:
 
     def ranks(self) -> list[int]:
         """See `LogSource`."""
-        return self._repeated(lambda: list(self._header(self._parts[-1]).pieces) if self._parts else [])
+        return self._repeated(lambda: list(self._header(self._parts[-1]).segments) if self._parts else [])
 
     def read(self, rank: int, start: int, size: int) -> LogBytes:
         """See `LogSource`."""
@@ -121,7 +121,7 @@ class KeptLog:
             except FileNotFoundError as error:
                 if not tries_left:
                     raise LogsUnavailable(error) from error
-                self.look()
+                self.refresh()
             except (OSError, NoPart) as error:
                 raise LogsUnavailable(OSError(str(error))) from error
         raise AssertionError("the last try has answered or raised")
@@ -146,13 +146,13 @@ class KeptLog:
         begin, contents, count = start, [], 0
         while count < size and number < len(parts):
             header = self._header(parts[number])
-            piece = header.pieces[rank]
-            if piece.start > start + count:
+            segment = header.segments[rank]
+            if segment.start > start + count:
                 if count:
                     break
-                begin = start = piece.start  # what was before is lost
-            skipped = start + count - piece.start
-            wanted = min(size - count, piece.end - piece.start - skipped)
+                begin = start = segment.start  # what was before is lost
+            skipped = start + count - segment.start
+            wanted = min(size - count, segment.end - segment.start - skipped)
             if wanted > 0:
                 place = self._folder / str(parts[number])
                 contents.append(self._bytes(place, header.offset(rank) + skipped, wanted))
@@ -164,8 +164,8 @@ class KeptLog:
 
     def _end(self, part: PartName, rank: int) -> int:
         """The byte of the rank's log up to which it is in `part` and earlier ones."""
-        piece = self._header(part).pieces.get(rank)
-        return 0 if piece is None else piece.end
+        segment = self._header(part).segments.get(rank)
+        return 0 if segment is None else segment.end
 
     def _header(self, part: PartName) -> Header:
         place, size = self._folder / str(part), BLOCK_BYTES
@@ -192,11 +192,11 @@ class KeptLog:
         """A block that is not in memory. The first caller waits a moment for a place that does not answer, later ones
         not at all. Only this takes a thread: in a busy process, to change to one takes longer than to read memory."""
         no_answer = LogsUnavailable(OSError(f"{self._folder}: no answer"))
-        if self._silent is not None and not self._silent.done():
+        if self._unanswered is not None and not self._unanswered.done():
             raise no_answer
         answer = in_daemon_thread("parts of a log", lambda: self._blocks.fetch(part, number))
         wait([answer], READ_SECONDS)
         if not answer.done():
-            self._silent = answer
+            self._unanswered = answer
             raise no_answer
         return answer.result()
