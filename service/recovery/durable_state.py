@@ -64,7 +64,7 @@ def durable_state(
 ) -> DurableState:
     """The combined information of the disk (`listing`) and the database: checkpoints that are `complete`, and those
     whose save has `begun` and ended unheard."""
-    listed = [each for each in listing.checkpoints if each.condition is Condition.WHOLE]
+    listed = [each for each in listing.checkpoints if each.condition is Condition.COMPLETE]
     whole = {str(each.path): (each.generation, each.step) for each in listed}
     reported = {row.path: (row.generation, row.step) for row in (*complete, *begun)}
     saved = {row.path for row in complete}

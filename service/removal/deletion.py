@@ -27,7 +27,7 @@ from manta.workers.errors import MantaError
 from manta.workers.node.folders import shares
 from manta.workers.paths import Paths
 from manta.workers.storage.files import bytes_in, files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 _BEFORE_FIRST_STEP = (JobState.STARTING, JobState.RECOVERING, JobState.RESIZING)
 
@@ -45,7 +45,7 @@ class StillRemoving(MantaError):
 class FilesNotRemoved(MantaError):
     """Something in a job's folder cannot be removed."""
 
-    def __init__(self, job_id: str, folder: Place, error: OSError):
+    def __init__(self, job_id: str, folder: Location, error: OSError):
         self.job_id = job_id
         why = error.strerror or str(error) or type(error).__name__
         super().__init__(
@@ -131,7 +131,7 @@ def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
 def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     """Remove the folders of a job: checkpoints, logs and everything else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
-    checkpoints, kept_logs = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
+    checkpoints, kept_logs = paths.checkpoint_folder(job_id), paths.stored_log_folder(job_id)
     elsewhere = _remove_elsewhere(paths, job_id, folder, checkpoints, kept_logs)
     if not os.path.lexists(folder):
         return elsewhere
@@ -147,7 +147,9 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     return removed
 
 
-def _remove_elsewhere(paths: Paths, job_id: str, folder: Path, checkpoints: Place, logs: Place | None) -> RemovedFiles:
+def _remove_elsewhere(
+    paths: Paths, job_id: str, folder: Path, checkpoints: Location, logs: Location | None
+) -> RemovedFiles:
     """Remove the job's folders that are not in its own, which contain nothing but its checkpoints and logs."""
     root = paths.checkpoint_root
     if isinstance(root, Path) and checkpoints.parent != folder and not shares(root, paths.installation):
@@ -160,14 +162,14 @@ def _remove_elsewhere(paths: Paths, job_id: str, folder: Path, checkpoints: Plac
     return replace(removed, bytes=sum(_remove(job_id, each) for each in others))
 
 
-def _count(job_id: str, folder: Place) -> int:
+def _count(job_id: str, folder: Location) -> int:
     try:
         return _entries(folder)
     except OSError as error:
         raise FilesNotRemoved(job_id, folder, error) from error
 
 
-def _remove(job_id: str, folder: Place) -> int:
+def _remove(job_id: str, folder: Location) -> int:
     """Remove `folder`; returns how many bytes it contained. Raises FilesNotRemoved."""
     files = files_of(folder)
     try:
@@ -180,7 +182,7 @@ def _remove(job_id: str, folder: Place) -> int:
     return count
 
 
-def _entries(folder: Place) -> int:
+def _entries(folder: Location) -> int:
     try:
         return len(files_of(folder).names(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -240,7 +242,7 @@ def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: st
     return store.write(lambda session: _note(session, job_id, checkpoint_id, force))
 
 
-def _place(paths: Paths, row: Checkpoint) -> Place:
+def _place(paths: Paths, row: Checkpoint) -> Location:
     """Where the checkpoint is stored, which a trainer's report does not determine. Raises CheckpointNeeded."""
     place = checkpoint_path(paths.checkpoint_folder(row.job_id), row.step, row.generation)
     if str(place) != row.path:

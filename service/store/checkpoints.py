@@ -153,11 +153,11 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
     sizes = {str(path): manifest.bytes for path, manifest in listing.whole}
     for row in rows:
         condition, _ = listing.look_up(row.path, saved)
-        if condition is Condition.WHOLE and row.state in (SAVING, FAILED):
+        if condition is Condition.COMPLETE and row.state in (SAVING, FAILED):
             complete(session, row.id, sizes[row.path])
-        elif condition is Condition.WHOLE and row.state == DELETED:
+        elif condition is Condition.COMPLETE and row.state == DELETED:
             row.state = COMPLETE  # it was restored
-        elif condition is Condition.NOT_WHOLE and row.state in (SAVING, COMPLETE):
+        elif condition is Condition.INCOMPLETE and row.state in (SAVING, COMPLETE):
             row.state = FAILED if row.state == SAVING else DELETED
     known, now = {row.id for row in rows}, time.time()  # when they were saved is not known
     for each in listing.checkpoints:

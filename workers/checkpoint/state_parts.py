@@ -74,7 +74,7 @@ def _first(problems: list[_Problem | None]) -> list[_Problem | None]:
     return [first] * len(problems)
 
 
-def take_over(engine: Engine, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
+def load_parts(engine: Engine, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
     """Make `parts` (by KINDS, of the held ranges one after the other, and FROZEN) the state of this
     rank."""
     optimizer = engine.optimizer

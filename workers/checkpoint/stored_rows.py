@@ -19,7 +19,7 @@ from manta.workers.checkpoint.checksums import BLOCK_BYTES, CheckedFile
 from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
 from manta.workers.checkpoint.opening import explained, opened
 from manta.workers.errors import CheckpointError
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 MAX_OPEN = 4
 """Files that stay open when others are read, since they will probably be needed again."""
@@ -100,12 +100,12 @@ def in_file_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
     """The names, in the order in which the tensors begin in their files."""
 
     def begin(entry: tuple[str, StoredTensor]) -> tuple[str, int]:
-        return min(((each.file, each.at) for each in entry[1].rectangles), default=("", 0))
+        return min(((rectangle.file, rectangle.at) for rectangle in entry[1].rectangles), default=("", 0))
 
     return [name for name, _ in sorted(tensors, key=begin)]
 
 
-def most_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
+def peak_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
     """Most bytes that a `StoredRows` uses for these tensors, of which `rows_bytes` are read at a time."""
     files = max((len(_side_by_side(tensor)) for tensor in tensors), default=1)
     return max(files, MAX_OPEN) * max(SPAN_BYTES, rows_bytes + 2 * BLOCK_BYTES) + 2 * BLOCK_BYTES
@@ -113,7 +113,7 @@ def most_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
 
 def _side_by_side(tensor: StoredTensor) -> set[str]:
     """For the row that is spread over most files, these files."""
-    firsts = {each.offsets[0] for each in tensor.rectangles}
+    firsts = {rectangle.offsets[0] for rectangle in tensor.rectangles}
     rows = ({each.file for each in tensor.overlapping(row, row + 1)} for row in firsts)
     return max(rows, key=len, default=set())
 
@@ -121,8 +121,8 @@ def _side_by_side(tensor: StoredTensor) -> set[str]:
 class StoredRows:
     """Reads rows of one checkpoint's tensors. For one thread, and as long as the `with` block lasts."""
 
-    def __init__(self, place: Place, manifest: Manifest, contents: Contents):
-        self._place, self._manifest, self._contents = place, manifest, contents
+    def __init__(self, location: Location, manifest: Manifest, contents: Contents):
+        self._location, self._manifest, self._contents = location, manifest, contents
         self._open: dict[str, tuple[ExitStack, CheckedFile, CheckedSpan]] = {}
         """By name: files that the last rows were in, the last used one at the end."""
         self._known: dict[StoredRectangle, Elements] = {}
@@ -150,7 +150,7 @@ class StoredRows:
             count += part.values.size
             yield part
         if count != (end - first) * rows_and_columns(tensor.shape)[1]:
-            raise CheckpointError(f"the checkpoint at {self._place} does not hold all of {name}")
+            raise CheckpointError(f"the checkpoint at {self._location} does not hold all of {name}")
 
     def _prepare(self, name: str, tensor: StoredTensor, files: set[str]) -> None:
         """Open these `files` and inform them of what will be requested; of other files keep the last used ones."""
@@ -161,12 +161,12 @@ class StoredRows:
         for file in sorted(files):
             if file not in self._open:
                 stack = ExitStack()
-                stream = stack.enter_context(opened(self._place / file, self._manifest))
+                stream = stack.enter_context(opened(self._location / file, self._manifest))
                 self._open[file] = stack, stream, CheckedSpan(stream)
             self._open[file] = self._open.pop(file)
             if file not in self._expected:
                 self._expected.add(file)
-                here = ((each.at, each.bytes) for each in tensor.rectangles if each.file == file)
+                here = ((rectangle.at, rectangle.bytes) for rectangle in tensor.rectangles if rectangle.file == file)
                 self._open[file][1].expect(sorted(here))
 
     def _close(self, files: list[str]) -> None:
@@ -178,7 +178,7 @@ class StoredRows:
         _, width = rows_and_columns(each.sizes)
         column = each.offsets[1] if len(each.offsets) == 2 else 0
         _, stream, span = self._open[each.file]
-        with explained(self._place / each.file, self._manifest, stream):
+        with explained(self._location / each.file, self._manifest, stream):
             row_bytes = width * ITEM_BYTES[tensor.dtype]
             at = each.at + self._elements(span, tensor, each).at + (low - each.offsets[0]) * row_bytes
             content = span.piece(at, (high - low) * row_bytes)

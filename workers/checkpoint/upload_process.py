@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 from manta.workers.checkpoint.checksums import BLOCK_BYTES, FileSums, SummedFiles
 from manta.workers.errors import MantaError
 from manta.workers.storage import object_files
-from manta.workers.storage.places import place_of
+from manta.workers.storage.locations import parse_location
 
 PIECE = struct.Struct("<BQQ")
 BYTES, MEMORY, END = range(3)
@@ -73,7 +73,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], memory: memoryview) -> None:
 
 
 def _upload(url: str, pieces: Iterator[memoryview], wrote: Any) -> FileSums:
-    files, file = SummedFiles(wrote), place_of(url)
+    files, file = SummedFiles(wrote), parse_location(url)
     with files.create(file) as stream:
         for piece in pieces:
             stream.write(piece)

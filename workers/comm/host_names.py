@@ -31,7 +31,7 @@ class _Resolver(ctypes.Structure):
     )
 
 
-def ask_for_none() -> None:
+def skip_reverse_lookups() -> None:
     """From now on TCPStore resolves no names in this process and in those forked from it."""
     # A separate thread, so that all others keep their name servers.
     failing = threading.Thread(target=_fail_once, name="host names")

@@ -73,7 +73,7 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def in_short(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """The message of `error`, without the stack that torch adds to it; for NCCL with its last error."""
     said = _LAST_ERROR.search(str(error))
     last = said.group(1).strip().splitlines() if said else []

@@ -177,7 +177,7 @@ class ProcessGroups:
 
     def interrupt(self) -> None:
         self._is_interrupted = True
-        self._regroup.break_off()
+        self._regroup.abort()
 
     def _interrupted(self) -> bool:
         return self._is_interrupted

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 FILE_NAME = "tokenizer.json"
-KEPT_CHAT = "chat.json"
+CHAT_FILE = "chat.json"
 """Name under which a job stores its chat template next to its tokenizer."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"

@@ -24,8 +24,8 @@ from manta.workers.liveness.record_layout import (
     COMMITTED_AT,
     COUNTED,
     COUNTS,
+    DEVICE_CHECKED_AT,
     DEVICE_COUNTS,
-    DEVICE_LOOKED_AT,
     DEVICE_MOVES,
     DEVICE_NUMBER,
     DEVICE_PENDING,
@@ -199,21 +199,21 @@ class Progress:
         self._words[DEVICE_NUMBER] = number
         self._words[DEVICE_WAITING] = waiting | 1 << PEER_BITS + CHANNEL_BITS + SENDING_BITS
 
-    def device_goes_on(self) -> None:
+    def device_wait_ended(self) -> None:
         """The device's wait is over."""
         self._words[DEVICE_WAITING] = 0
 
-    def device_looked_at(self, moves: int, pending: int) -> None:
+    def device_polled(self, moves: int, pending: int) -> None:
         """The device was looked at: it has passed `moves` more marks, and has `pending` left."""
         words = self._words
         words[DEVICE_MOVES] += moves
         words[DEVICE_PENDING] = pending
-        words[DEVICE_LOOKED_AT] = time.monotonic_ns()
+        words[DEVICE_CHECKED_AT] = time.monotonic_ns()
 
     def device_unknown(self) -> None:
         """The device is not followed any more, and its record is reset."""
         words = self._words
-        words[DEVICE_LOOKED_AT] = words[DEVICE_PENDING] = words[DEVICE_WAITING] = 0
+        words[DEVICE_CHECKED_AT] = words[DEVICE_PENDING] = words[DEVICE_WAITING] = 0
         for number in range(len(COUNTED)):
             words[DEVICE_COUNTS + number] = 0
 

@@ -19,7 +19,7 @@ from manta.workers.system.regular_files import make_folder, open_regular, remove
 STACKS_SIGNAL = signal.SIGUSR2
 MAX_CHARACTERS = 16_000
 _ANSWER_SECONDS = 1.0
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 def stacks_path(folder: str | Path, rank: int) -> Path:
@@ -54,7 +54,7 @@ async def _asked(pid: int, path: Path) -> str:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ANSWER_SECONDS):
             while True:  # there is no event for a file that has stopped growing
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
                 now = _size(path) or 0
                 if now > before and now == seen and not _is_answering(pid):
                     break

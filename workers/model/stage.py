@@ -85,7 +85,7 @@ class Chunk(nn.Module):
         return x.transpose(0, 1) if run.batch_first else x
 
     def _layer(self, name: str, layer: nn.Module, run: ForwardPass, x: torch.Tensor) -> torch.Tensor:
-        whole = run.recompute.whole_layer(int(name))
+        whole = run.recompute.full_layer(int(name))
         result: torch.Tensor = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
         return result
 
@@ -102,7 +102,11 @@ class Chunk(nn.Module):
 def _gradient_begins(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """The module's input. It requires a gradient if something in the module is trained, even if nothing before it is:
     the module's products only have a gradient if their input has one (workers/parallel/tensor/linear_autograd.py)."""
-    if not torch.is_grad_enabled() or x.requires_grad or not any(each.requires_grad for each in module.parameters()):
+    if (
+        not torch.is_grad_enabled()
+        or x.requires_grad
+        or not any(parameter.requires_grad for parameter in module.parameters())
+    ):
         return x
     return x.detach().requires_grad_()
 

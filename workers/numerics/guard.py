@@ -60,7 +60,7 @@ class NumberGuard:
             if not common:
                 self.copies.start(step, self.history)
         heard = {each.samples for each in known}
-        return [each for each in self.history.roll_backs if each.samples not in heard]
+        return [roll_back for roll_back in self.history.roll_backs if roll_back.samples not in heard]
 
     def begin_step(self) -> None:
         """Make the next step update nothing if its numbers are above their limits."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from manta.workers.errors import MantaError
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.liveness.hang_detection import TrainerWatch
-from manta.workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
+from manta.workers.liveness.hang_timeouts import REST_BYTES_PER_SECOND
 from manta.workers.liveness.stacks import stacks_path, take_stacks
 from manta.workers.node.host import this_host, visible
 from manta.workers.paths import Paths, zygote_socket
@@ -120,7 +120,7 @@ class TrainerSlot:
             if (occupant := self._occupant) is None:
                 return False
             if occupant.watch is not None:
-                grace = max(grace, occupant.watch.snapshot_bytes() / KEPT_BYTES_A_SECOND)
+                grace = max(grace, occupant.watch.snapshot_bytes() / REST_BYTES_PER_SECOND)
             return await occupant.trainer.rest(generation, grace, patience)
 
     def save_and_end(self, generation: int) -> bool:
@@ -160,7 +160,7 @@ class TrainerSlot:
     def status(self) -> TrainerStatus | None:
         """The trainer's position; None if none is running, or none is watched."""
         occupant = self._running()
-        if occupant is None or occupant.watch is None or not occupant.watch.look():
+        if occupant is None or occupant.watch is None or not occupant.watch.poll():
             return None
         return occupant.watch.describe()
 

@@ -18,7 +18,7 @@ from typing import Any
 from manta.workers.errors import MantaError, SharedMemoryError
 from manta.workers.snapshot import backup_transport as wire
 from manta.workers.snapshot.backup_transport import BackupError
-from manta.workers.snapshot.files import NotificationPipe, backup_path, notification_path, snapshot_path, steps_kept
+from manta.workers.snapshot.files import NotificationPipe, backup_path, notification_path, snapshot_path, stored_steps
 from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from manta.workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from manta.workers.system.ports import PortRange, listen
@@ -27,7 +27,7 @@ from manta.workers.system.regular_files import put, remove
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach a partner that refuses or is gone."""
 CONNECT_SECONDS = 5.0
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between checks of whether files are at their paths, and for steps that no notification told of: its pipe may
 have been removed too."""
 MAX_UNAUTHENTICATED = 64
@@ -121,9 +121,11 @@ class BackupSender:
         self.state.problem = None
         last: tuple[int, tuple[int, ...]] | None = None
         while not self._stopped.is_set() and file.is_at_its_path():
-            newest = next((each for each in wire.sealed_slots(file) if each.step % self._every == 0), None)
+            newest = next(
+                (sealed_slot for sealed_slot in wire.sealed_slots(file) if sealed_slot.step % self._every == 0), None
+            )
             if newest is None or (newest.step, newest.sums) == last:
-                self._notifications.wait(LOOK_SECONDS, connection)
+                self._notifications.wait(POLL_SECONDS, connection)
                 wire.expect_silence(connection)
                 continue
             began = time.perf_counter()
@@ -178,12 +180,12 @@ class BackupServer:
             former = [key for key, (generation, _, _) in self._writers.items() if generation < self._generation]
         removed = []
         for of, layout in former:
-            backup, own = backup_path(self.folder, of, layout), steps_kept(self.folder, rank, layout)
+            backup, own = backup_path(self.folder, of, layout), stored_steps(self.folder, rank, layout)
             if own and max(committed_steps(backup), default=own[0]) < own[0]:
                 removed.append(in_node_memory(backup))
                 remove(backup)
         if any(removed):
-            self._memory.give_back()
+            self._memory.free_unlinked()
 
     def close(self) -> None:
         """Stop listening, close all connections and remove the backups that were written here."""

@@ -162,7 +162,7 @@ def _first_trained(shape: _Shape, patterns: tuple[str, ...]) -> int:
     return min((int(parts[1]) for parts in places if parts[0] == "layers"), default=shape.layers)
 
 
-def takes_gradient(spec: JobSpec) -> tuple[bool, ...]:
+def needs_gradient(spec: JobSpec) -> tuple[bool, ...]:
     """For each virtual stage, in model order, whether backward has work there: it, or one before it, has trained
     parameters. True for the last one, since some parameters are trained."""
     layout, model = spec.layout, spec.model

@@ -43,7 +43,7 @@ def outward_address() -> str:
         return LOOPBACK
 
 
-class BadPorts(MantaError):
+class InvalidPortRange(MantaError):
     """A text is not a range of ports."""
 
 
@@ -56,12 +56,14 @@ class PortRange:
 
     @classmethod
     def of(cls, text: str) -> PortRange:
-        """From `FIRST-LAST`. Raises BadPorts."""
+        """From `FIRST-LAST`. Raises InvalidPortRange."""
         first, separator, last = text.strip().partition("-")
         if not separator or not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
-            raise BadPorts(f"{text!r} is not a range of ports; write one such as 20000-20999")
+            raise InvalidPortRange(f"{text!r} is not a range of ports; write one such as 20000-20999")
         if not LOWEST <= int(first) <= int(last) <= HIGHEST:
-            raise BadPorts(f"{text!r} is not a range of ports from {LOWEST} to {HIGHEST}, with the lower one first")
+            raise InvalidPortRange(
+                f"{text!r} is not a range of ports from {LOWEST} to {HIGHEST}, with the lower one first"
+            )
         return cls(int(first), int(last))
 
     def __str__(self) -> str:

@@ -190,7 +190,7 @@ class TraceOrders:
         self._late: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
 
-    def ask(self, order: TraceOrder) -> None:
+    def add(self, order: TraceOrder) -> None:
         """Want a trace, unless it has begun or is wanted already: a control plane that takes over asks again."""
         with self._lock:
             if (order.generation, order.number) not in self._begun:
@@ -198,7 +198,7 @@ class TraceOrders:
             else:
                 self._late |= {(order.number, rank) for rank in order.profiler_ranks}
 
-    def came_late(self, number: int, rank: int) -> bool:
+    def is_late(self, number: int, rank: int) -> bool:
         """Whether an order to profile `rank` for that trace came after it had begun."""
         return (number, rank) in self._late
 

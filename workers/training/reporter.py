@@ -106,7 +106,7 @@ def announce(comm: Comm, reporter: Reporter, kind: str, step: int, message: str,
 
 def named_samples(samples: Sequence[range]) -> str:
     """The samples of a step as text, such as `32 to 47`."""
-    return " and ".join(f"{each.start} to {each.stop - 1}" for each in samples)
+    return " and ".join(f"{sample.start} to {sample.stop - 1}" for sample in samples)
 
 
 def sample_data(samples: Sequence[range]) -> dict[str, Any]:
@@ -115,5 +115,5 @@ def sample_data(samples: Sequence[range]) -> dict[str, Any]:
     return {
         "first_sample": samples[0].start,
         "last_sample": samples[-1].stop - 1,
-        "samples": [[each.start, each.stop] for each in samples],
+        "samples": [[sample.start, sample.stop] for sample in samples],
     }

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 RESTART_SECONDS = 1.0
 """Pause before a dead zygote is restarted, so that one that cannot start does not exhaust the node."""
 END_SECONDS = 10.0
-LOOK_SECONDS = 2.0
-STOPPED_LOOKS, SILENT_LOOKS = 5, 30
+POLL_SECONDS = 2.0
+MAX_STOPPED_POLLS, MAX_UNANSWERED_POLLS = 5, 30
 """After so many looks in a row at a zygote that is stopped, or owes an answer, it is replaced: late enough not to be
 due to load, as its trainers end with it. Looks are counted, since an owner that was stopped finds its timers overdue.
 """
@@ -85,8 +85,8 @@ class ZygoteOwner:
                 silent = silent + 1 if not asked.done() else 0
                 if asked.done():
                     asked = asyncio.create_task(_until_answered(self._socket_path))
-                if stopped == STOPPED_LOOKS or silent == SILENT_LOOKS:
-                    found = "is stopped" if stopped == STOPPED_LOOKS else "does not answer"
+                if stopped == MAX_STOPPED_POLLS or silent == MAX_UNANSWERED_POLLS:
+                    found = "is stopped" if stopped == MAX_STOPPED_POLLS else "does not answer"
                     log.warning("the zygote (process %d) %s, and is replaced", process.pid, found)
                     process.kill()
         finally:
@@ -135,7 +135,7 @@ class ZygoteOwner:
 async def _ends_soon(pid: int) -> bool:
     """Whether the process `pid` ends before the next look at it is due."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LOOK_SECONDS):
+        async with asyncio.timeout(POLL_SECONDS):
             await ended(pid)
             return True
     return False
@@ -146,7 +146,7 @@ async def _until_answered(path: Path) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         while connection.connect_ex(str(path)) == errno.EAGAIN:  # it has more to accept than it can queue
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         connection.send(b"\n")
         await asyncio.get_running_loop().sock_recv(connection, 1)
 

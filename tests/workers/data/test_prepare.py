@@ -31,7 +31,7 @@ class RecordingWatcher(Watcher):
     def __init__(self):
         self.said = []
 
-    def tell(self, kind, message, data):
+    def report(self, kind, message, data):
         self.said.append((kind, message, data))
 
 
@@ -90,7 +90,7 @@ def test_a_blends_batches_come_from_its_parts_in_the_ratio_of_the_weights(texts,
         for part in blended.training(step):
             window = [*part.inputs_sb[:, 0].tolist(), part.targets_sb[-1, 0].item()]
             sample = part.samples.start
-            number, _ = blended.order.blend.place(sample)
+            number, _ = blended.order.blend.locate(sample)
             start = blended.order.start(sample) - blended.corpus.begins[number]
             assert window == tokens[number][start : start + 9]
             assert start + 9 <= ends[number], "what is held out is never trained on"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manta.workers.liveness import hang_detection
-from manta.workers.liveness.hang_detection import DEVICE_SECONDS, LOOK_SECONDS, TrainerWatch
+from manta.workers.liveness.hang_detection import DEVICE_SECONDS, POLL_SECONDS, TrainerWatch
 from manta.workers.liveness.hang_timeouts import (
     BURNING_FACTOR,
     MIN_SECONDS,
@@ -19,7 +19,7 @@ from manta.workers.liveness.hang_timeouts import (
     Standstill,
 )
 from manta.workers.liveness.progress import Progress
-from manta.workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
+from manta.workers.liveness.record_layout import DEVICE_CHECKED_AT, NOBODY
 from manta.workers.liveness.stacks import stacks_path, take_stacks
 from manta.workers.snapshot.files import snapshot_path
 from manta.workers.system.processes import ProcessState, process_state
@@ -232,15 +232,15 @@ def look_at(tmp_path, monkeypatch):
     progress.begin_step(5)
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
 
-    def look(seconds, letter="S"):
+    def poll(seconds, letter="S"):
         """Look as often as the watch does for so many seconds, and return the watch."""
         state[0] = letter
-        for _ in range(round(seconds / LOOK_SECONDS) + 1):
-            assert watch.look()
-            clock[0] += LOOK_SECONDS
+        for _ in range(round(seconds / POLL_SECONDS) + 1):
+            assert watch.poll()
+            clock[0] += POLL_SECONDS
         return watch
 
-    return progress, look
+    return progress, poll
 
 
 def test_the_record_that_another_process_left_is_not_believed(tmp_path):
@@ -248,7 +248,7 @@ def test_the_record_that_another_process_left_is_not_believed(tmp_path):
     other = subprocess.Popen(["sleep", "1000"])
     try:
         watch = TrainerWatch(other.pid, 2, tmp_path, False, lambda status: None)
-        assert watch.look()
+        assert watch.poll()
         assert watch.describe().record is None
     finally:
         other.kill()
@@ -317,7 +317,7 @@ def test_a_rank_whose_snapshots_are_large_may_take_longer_for_one(tmp_path, look
 def test_watch_lets_go_of_the_record_when_its_process_is_gone(tmp_path, go, monkeypatch):
     Progress.shared(tmp_path, 2).commit(7)
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
-    assert watch.look() and watch.describe().record.committed == 7
+    assert watch.poll() and watch.describe().record.committed == 7
     memory = watch._reader._memory
     monkeypatch.setattr(hang_detection, "process_state", lambda pid: None)
     go(watch.run)
@@ -329,18 +329,18 @@ def test_record_of_the_process_before_is_none_of_the_one_that_is_watched(tmp_pat
     before = Progress.shared(tmp_path, 2)
     memoryview(before.memory).cast("q")[2] = os.getppid()
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
-    assert watch.look() and watch.describe().record is None
+    assert watch.poll() and watch.describe().record is None
     Progress.shared(tmp_path, 2).commit(7)
-    assert watch.look() and watch.describe().record.committed == 7
+    assert watch.poll() and watch.describe().record.committed == 7
 
 
 def test_commit_that_is_waited_for_is_a_new_one(tmp_path, go, monkeypatch):
-    monkeypatch.setattr(hang_detection, "COMMIT_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(hang_detection, "COMMIT_POLL_SECONDS", 0.0)
     monkeypatch.setattr(hang_detection, "COMMIT_SECONDS", 0.01)
     progress = Progress.shared(tmp_path, 2)
     progress.commit(7)
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
-    watch.look()
+    watch.poll()
 
     async def body():
         assert not await watch.next_commit()
@@ -357,9 +357,9 @@ def device_of(look_at):
     progress, _ = look_at
 
     def tell(pending, moves=0):
-        progress.device_looked_at(moves, pending)
+        progress.device_polled(moves, pending)
         clock = memoryview(progress.memory).cast("q")
-        clock[DEVICE_LOOKED_AT] = round(hang_detection.time.monotonic() * 1e9)
+        clock[DEVICE_CHECKED_AT] = round(hang_detection.time.monotonic() * 1e9)
 
     return tell
 

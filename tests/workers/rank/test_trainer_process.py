@@ -12,7 +12,6 @@ from trainer_rig import SECONDS, finish, lose_peer, order
 
 from manta.workers.checkpoint.checksums import UnreadableCheckpoint
 from manta.workers.errors import (
-    AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
     DataError,
@@ -23,6 +22,7 @@ from manta.workers.errors import (
     NonFiniteError,
     PeerLost,
     ReplicaDiffers,
+    RestRequested,
     SharedMemoryError,
     SpikeError,
     WeightsError,
@@ -219,7 +219,7 @@ def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(
 
 def test_one_that_was_asked_to_rest_does_so_where_the_loss_of_a_peer_would_be_its_end(rig):
     def leave(trainer):
-        raise AskedToRest("was asked to rest after the step")
+        raise RestRequested("was asked to rest after the step")
 
     run = rig(leave, finish)
     run.start(order(1, in_place=False))

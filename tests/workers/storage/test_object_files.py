@@ -9,7 +9,7 @@ from s3_server import MIN_PART, answer, reached_at
 
 from manta.workers.storage import object_files
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import ObjectPath
+from manta.workers.storage.locations import ObjectPath
 
 PART = MIN_PART
 CONTENT = bytes(bytearray(itertools.islice(itertools.cycle(range(251)), 3 * PART + 1000)))

@@ -43,7 +43,7 @@ class ElasticReduction(GradientReduction):
         self.waiting = WaitingBuffers(flat.gradients)
         """Where sums of micro-batches wait for others, in addition to the flat buffer."""
         self._by_pass = leaf_sums(flat, chunks, spec.layout.schedule in SPLIT_BACKWARD, self.waiting)
-        self._leaf_sums = list(dict.fromkeys(each for sums in self._by_pass.values() for each in sums))
+        self._leaf_sums = list(dict.fromkeys(block_sum for sums in self._by_pass.values() for block_sum in sums))
         self.leaves, self.mine = 0, range(0)
         """Micro-batches of the step's global batch, and those of this replica."""
 
@@ -54,8 +54,8 @@ class ElasticReduction(GradientReduction):
         self.leaves, self.mine = shared_leaves(self.spec, sequences, self.comm.index("data"))
         if len(self.mine) != micro_batches:
             raise ValueError(f"of {self.leaves} micro-batches this replica runs {self.mine}, not {micro_batches}")
-        for each in self._leaf_sums:
-            each.begin(self.leaves, self.mine)
+        for leaf_sum in self._leaf_sums:
+            leaf_sum.begin(self.leaves, self.mine)
 
     def done(self, action: Action) -> None:
         """The pipeline is done with an action."""
@@ -69,7 +69,7 @@ class ElasticReduction(GradientReduction):
 
     def finish(self) -> list[torch.Tensor]:
         """Add up to the root, sum the tail within the replica, and return this rank's part of each bucket."""
-        assert all(each.complete for each in self._leaf_sums)
+        assert all(leaf_sum.complete for leaf_sum in self._leaf_sums)
         if self.comm.size("data") == 1:
             self.shared.sum()
             return self.reduced
@@ -283,7 +283,7 @@ def leaf_sums(
         for module in (each for each in chunk.modules() if isinstance(each, ShardedModule)):
             kind = "backward"
             if split_backward:
-                kind = "backward_input" if module.by_autograd or module.never_put_off else "backward_weight"
+                kind = "backward_input" if module.by_autograd or module.never_deferred else "backward_weight"
             for parameter in module.parameters(recurse=False):
                 if parameter in passes:
                     passes[parameter].add((kind, number))

@@ -249,7 +249,7 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
     """Copy a step's numbers to the host: the only place in a step where the host waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
-    asked = torch.stack([agreed.asked_to_end, agreed.asked_to_rest, agreed.saving, agreed.trace, agreed.traced_steps])
+    asked = torch.stack([agreed.end_requested, agreed.rest_requested, agreed.saving, agreed.trace, agreed.traced_steps])
     on_host = torch.cat([scalars, asked, agreed.memory_bytes, agreed.own_seconds]).tolist()
     total, z_total, tokens, norm, refused, to_end, to_rest, saving, trace, traced_steps, *each = on_host
     world = len(agreed.memory_bytes)
@@ -261,8 +261,8 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
         agreed_seconds=agreed_seconds,
         memory_by_rank=tuple(each[:world]),
         updated=not refused,
-        asked_to_end=to_end > 0,
-        asked_to_rest=to_rest > 0,
+        end_requested=to_end > 0,
+        rest_requested=to_rest > 0,
         saving=saving > 0,
         trace=(int(trace), int(traced_steps)) if trace else None,
         z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,

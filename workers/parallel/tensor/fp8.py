@@ -75,8 +75,8 @@ class Fp8Products(TorchProducts):
 
     def begin(self) -> None:
         """A step begins, possibly with other weights."""
-        for each in self._weights.values():
-            each.cast = None
+        for weight in self._weights.values():
+            weight.cast = None
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b."""
@@ -198,7 +198,7 @@ def refuse_without_kernels(capability: tuple[int, int]) -> None:
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST = 2.0**-100
+SMALLEST_SCALED = 2.0**-100
 """Lower bound for the largest element, for a matrix of zeros."""
 EXPONENT_BITS = 0x7F800000
 """The exponent bits of an fp32 number."""
@@ -225,7 +225,7 @@ class Both(NamedTuple):
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The largest power of two, fp32, with which elements up to `largest` stay within `dtype`. If `largest` is not
     finite, the scale makes all elements NaN, as they would be after any step with them."""
-    room = torch.finfo(dtype).max / largest.float().clamp_min(LEAST)
+    room = torch.finfo(dtype).max / largest.float().clamp_min(SMALLEST_SCALED)
     return (room.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manta.workers.comm.backend import DONE, Handle
-from manta.workers.parallel.recompute.modules import Again, in_backward
+from manta.workers.parallel.recompute.modules import Recomputation, in_backward
 from manta.workers.parallel.tensor.products import Gelu
 from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
@@ -153,18 +153,26 @@ def _backward_alone(
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, region: Region, again: Again | None, weights: Weights, biases: Biases
+        ctx: Any,
+        x: torch.Tensor,
+        region: Region,
+        recompute_input: Recomputation | None,
+        weights: Weights,
+        biases: Biases,
     ) -> tuple[torch.Tensor, ...]:
         # Parameters stay attributes: within a recomputed layer, saved tensors are restored as different objects.
-        ctx.region, ctx.again, ctx.weights, ctx.biases = region, again, weights, biases
-        ctx.save_for_backward(x if again is None and _trained(weights) else None)
+        ctx.region, ctx.recompute_input, ctx.weights, ctx.biases = region, recompute_input, weights, biases
+        ctx.save_for_backward(x if recompute_input is None and _trained(weights) else None)
         return column_forward(x, weights, biases, region)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        again, ctx.again = ctx.again, None  # it refers to memory that is not needed any more
-        computes_again = again is not None and _trained(ctx.weights)
-        x = in_backward(again, ctx.region.comm) if computes_again else ctx.saved_tensors[0]
+        recompute_input, ctx.recompute_input = (
+            ctx.recompute_input,
+            None,
+        )  # it refers to memory that is not needed any more
+        recomputes = recompute_input is not None and _trained(ctx.weights)
+        x = in_backward(recompute_input, ctx.region.comm) if recomputes else ctx.saved_tensors[0]
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)
         return grad_x, None, None, None, None
 
@@ -269,10 +277,14 @@ class _LookUp(torch.autograd.Function):
 
 
 def column_parallel(
-    x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, again: Again | None = None
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    region: Region,
+    recompute_input: Recomputation | None = None,
 ) -> torch.Tensor:
-    """x W^T + b: [s or s/t, b, i] -> [s, b, o/t], W [o/t, i]. With `again`, x is not kept for backward."""
-    return _ColumnParallel.apply(x, region, again, (weight,), (bias,))[0]
+    """x W^T + b: [s or s/t, b, i] -> [s, b, o/t], W [o/t, i]. With `recompute_input`, x is not kept for backward."""
+    return _ColumnParallel.apply(x, region, recompute_input, (weight,), (bias,))[0]
 
 
 def column_parallel_pair(
@@ -280,10 +292,10 @@ def column_parallel_pair(
     first: tuple[nn.Parameter, nn.Parameter | None],
     second: tuple[nn.Parameter, nn.Parameter | None],
     region: Region,
-    again: Again | None = None,
+    recompute_input: Recomputation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two such products of the same x, given as (weight, bias), which is gathered and reduced once."""
-    return _ColumnParallel.apply(x, region, again, *zip(first, second, strict=True))
+    return _ColumnParallel.apply(x, region, recompute_input, *zip(first, second, strict=True))
 
 
 def row_parallel(

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from manta.workers.parallel.pipeline.schedules.action import Action, Kind
-from manta.workers.parallel.pipeline.stages import place, virtual_stage
+from manta.workers.parallel.pipeline.stages import chunk_location, virtual_stage
 
 
 class ScheduleError(ValueError):
@@ -43,7 +43,7 @@ class _Pipeline:
         self.stages, self.virtual_stages, self.micro_batches = stages, virtual_stages, micro_batches
         self.training = training
         total = stages * virtual_stages
-        places = [place(kind, stages, virtual_stages, index) for index in range(total)]
+        places = [chunk_location(kind, stages, virtual_stages, index) for index in range(total)]
         self.before: dict[tuple[int, int], tuple[int, int] | None] = {}
         self.behind: dict[tuple[int, int], tuple[int, int] | None] = {}
         for rank in range(stages):
