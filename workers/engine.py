@@ -76,7 +76,7 @@ class Engine:
         self.optimizer = ZeroOptimizer(
             self.flat, spec.train.optimizer, comm, self.reduction, sums, 1 if layout.zero else 0, one_pass
         )
-        if layout.gather == "beside_forward" and (arriving := self.optimizer.gather_beside_forward()) is not None:
+        if layout.gather == "beside_forward" and (arriving := self.optimizer.start_gather_with_forward()) is not None:
             wait_before_parts(self.model, arriving.wait_for)
         if spec.train.compile:
             compile_layers(self.model)

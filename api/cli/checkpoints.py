@@ -254,9 +254,9 @@ def _in_place(place: Location, step: int | None) -> Location:
     listing = list_checkpoints(place)
     if listing.problem is not None:
         raise NoCheckpoint(listing.problem)
-    whole = [path for path, manifest in listing.whole if step in (None, manifest.step)]
+    whole = [path for path, manifest in listing.complete if step in (None, manifest.step)]
     if not whole:
-        others = _others(manifest.step for _, manifest in listing.whole)
+        others = _others(manifest.step for _, manifest in listing.complete)
         raise NoCheckpoint(f"there is no complete checkpoint{_of(step)} in {place}{others}")
     return whole[-1]
 

@@ -85,7 +85,7 @@ def _usable(what: str, place: Location) -> Finding:
     try:
         files = files_of(place)
         files.make_folder(place)
-        files.write_whole(probe, said)
+        files.write_atomically(probe, said)
         try:
             same = files.read(probe) == said
         finally:

@@ -241,7 +241,7 @@ class PartWriter:
         content = encode(whole)
         part = PartName(self.next_number, self.next_number, self._stamp, closes)
         self._files.make_folder(self._folder)
-        self._files.write_whole(self._folder / str(part), content)
+        self._files.write_atomically(self._folder / str(part), content)
         self._sizes[part] = len(content)
         self.pieces = {rank: piece for rank, (piece, _) in whole.items()}
 
@@ -256,7 +256,7 @@ class PartWriter:
             return
         content = encode(merged)
         whole = PartName(run[0].first, run[-1].last, self._stamp, run[-1].closes)
-        self._files.write_whole(self._folder / str(whole), content)
+        self._files.write_atomically(self._folder / str(whole), content)
         for part in run:
             del self._sizes[part]
         self._sizes[whole] = len(content)

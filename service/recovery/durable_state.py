@@ -70,7 +70,7 @@ def durable_state(
     saved = {row.path for row in complete}
     unknown = {}
     for path in reported.keys() - whole.keys():
-        condition, problem = listing.look_up(path, saved)
+        condition, problem = listing.condition_of(path, saved)
         if condition is Condition.UNKNOWN:
             unknown[path] = problem if path in saved else f"whether its save was completed is unknown, {problem}"
     places = {**whole, **{path: reported[path] for path in unknown}}

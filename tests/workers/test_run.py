@@ -120,7 +120,7 @@ def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
 def test_a_trace_has_the_steps_that_were_asked_for(config, tmp_path, capsys):
     trace = tmp_path / "trace.json"
     assert run.main([str(config), "--trace", str(trace), "--trace-steps", "2", "--trace-first-step", "3"]) == 0
-    assert "not whole" not in capsys.readouterr().err
+    assert "incomplete" not in capsys.readouterr().err
     (rank,) = json.loads(trace.read_text())["ranks"]
     assert [step["step"] for step in rank["steps"]] == [3, 4]
     assert {each["kind"] for each in rank["slices"]} >= {"loader", "forward", "backward", "optimizer", "validation"}
@@ -130,7 +130,7 @@ def test_a_trace_has_the_steps_that_were_asked_for(config, tmp_path, capsys):
         "rank 0 (tensor 0, pipeline 0, data 0)"
     ]
     assert run.main([str(config), "--trace", str(trace), "--trace-steps", "7"]) == 0
-    assert "is not whole: the recording was broken off" in capsys.readouterr().err
+    assert "is incomplete: the recording was broken off" in capsys.readouterr().err
     assert [step["step"] for step in json.loads(trace.read_text())["ranks"][0]["steps"]] == [2, 3, 4]
 
 

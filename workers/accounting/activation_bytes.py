@@ -227,7 +227,7 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
         )
 
     signs = {"forward": 1, "backward": -1, "backward_input": -1}
-    return max(accumulate(signs[each.kind] * of_pass(each) for each in actions if each.kind in signs))
+    return max(accumulate(signs[action.kind] * of_pass(action) for action in actions if action.kind in signs))
 
 
 def output_bytes(spec: JobSpec) -> int:

@@ -303,7 +303,7 @@ class LayerPasses:
         self._free(tape, "normed_queries_keys", "values_by_document")
         if self.model.parts.query_key_norm:
             for size, of_product in (keys, 2 * keys), (context, self.terms["queries_keys_values"] - 2 * keys):
-                self._turn_back(tape, size, size)
+                self._rotary_backward(tape, size, size)
                 self.norm_gradient(tape, size)
                 tape.free(size, of_product)
             self._free(tape, "query_key_norm_statistics")
@@ -312,9 +312,9 @@ class LayerPasses:
         # Gradients of the parts of one product's result are concatenated.
         tape.allocate_briefly(2 * keys if self.grouped or self.model.parts.query_key_norm else context + 2 * keys)
         if not self.model.parts.query_key_norm:
-            self._turn_back(tape, *((context, context) if self.grouped else (context + 2 * keys, context + keys)))
+            self._rotary_backward(tape, *((context, context) if self.grouped else (context + 2 * keys, context + keys)))
 
-    def _turn_back(self, tape: Tape, size: int, turned: int) -> None:
+    def _rotary_backward(self, tape: Tape, size: int, turned: int) -> None:
         """Gradients of one projection, of which `turned` bytes went through the rotary embedding."""
         if self.model.parts.rotary:
             tape.allocate_briefly(size, turned // 2)

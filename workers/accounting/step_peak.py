@@ -181,7 +181,7 @@ class StepPeak:
     def _forward(self, tape: Tape, index: int, recomputed: bool) -> None:
         residual = self.sizes.residual
         if index == 0:
-            self._look_up(tape)
+            self._embedding_lookup(tape)
         leaving = 0
         for place, number in enumerate(self._indices(index)):
             layer, whole = self._layer(number, recomputed)
@@ -212,7 +212,7 @@ class StepPeak:
             if number == self._indices(index)[-1] and not self._is_last(index) and not self.split:
                 tape.allocate(residual)  # the received gradient is held until the end
         if index == 0 and self.first < 0:
-            self._look_up_backward(tape)
+            self._embedding_backward(tape)
         elif not (self._next_stage_is_local(index - 1) and self.needs_gradient[index - 1]):
             tape.free(residual)
         if self.head_tokens if self._is_last(index) else not self.split:
@@ -301,7 +301,7 @@ class StepPeak:
         self._layer(0, recomputed=False)[0].norm_gradient(tape, sizes.residual)
         tape.free(sizes.residual, sizes.residual, LOSS_TOKEN * tokens_of(self.spec)[0])
 
-    def _look_up(self, tape: Tape) -> None:
+    def _embedding_lookup(self, tape: Tape) -> None:
         """Rows of the embedding, summed over the tensor group: the beginning of the residual stream stays."""
         sizes, alone = self.sizes, self.spec.layout.tensor == 1
         if not alone:
@@ -313,7 +313,7 @@ class StepPeak:
             self._layer(0, recomputed=False)[0].drop_out(tape)
             tape.allocate(sizes.residual // sizes.width)
 
-    def _look_up_backward(self, tape: Tape) -> None:
+    def _embedding_backward(self, tape: Tape) -> None:
         """The embedding's gradient from the residual stream's gradient, at once or deferred."""
         sizes = self.sizes
         if self.spec.model.dropout > 0:

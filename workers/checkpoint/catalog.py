@@ -35,7 +35,7 @@ from manta.workers.storage.locations import Location, parse_location
 
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"^step-(\d{8,})-generation-(\d+)$")
-_OWN_SUM = b', "crc32": '
+_MANIFEST_SUM = b', "crc32": '
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ class Listing:
     """Whether the folder exists, as far as known."""
 
     @property
-    def whole(self) -> list[tuple[Location, Manifest]]:
+    def complete(self) -> list[tuple[Location, Manifest]]:
         """The complete checkpoints."""
         return [
             (checkpoint.path, checkpoint.manifest) for checkpoint in self.checkpoints if checkpoint.manifest is not None
         ]
 
-    def look_up(self, path: str, saved: Collection[str]) -> tuple[Condition, str]:
+    def condition_of(self, path: str, saved: Collection[str]) -> tuple[Condition, str]:
         """The condition of the checkpoint at `path`, and why it is not complete. `saved`: paths of checkpoints that are
         known to have been complete here; they distinguish the folder in which they were saved from an empty one in its
         place."""
@@ -185,11 +185,11 @@ def seal(path: Location, manifest: Manifest) -> None:
         if size != manifest.files[name]:
             raise OSError(f"{path / name} is not here as it was written: all nodes must share {path.parent}")
     text = json.dumps(asdict(manifest)).encode()[:-1]
-    files.write_whole(path / MANIFEST, text + _own_sum(text))
+    files.write_atomically(path / MANIFEST, text + _manifest_sum(text))
 
 
-def _own_sum(text: bytes) -> bytes:
-    return _OWN_SUM + str(zlib.crc32(text)).encode() + b"}"
+def _manifest_sum(text: bytes) -> bytes:
+    return _MANIFEST_SUM + str(zlib.crc32(text)).encode() + b"}"
 
 
 def manifest_of(path: Location) -> Manifest:
@@ -211,8 +211,8 @@ def manifest_of(path: Location) -> Manifest:
     if not isinstance(document, dict):
         raise damaged(file, "is not a manifest")
     if document.pop("crc32", None) is not None:  # older ones have none
-        text, _, _ = content.rpartition(_OWN_SUM)
-        if content != text + _own_sum(text):
+        text, _, _ = content.rpartition(_MANIFEST_SUM)
+        if content != text + _manifest_sum(text):
             raise damaged(file, f"is not what was written, in the {len(content)} bytes from byte 0")
     try:
         manifest = Manifest(**document)
@@ -363,12 +363,12 @@ def checkpoint_at(location: Location) -> Location:
         if checkpoint.condition is Condition.UNKNOWN:  # otherwise an older one would be taken for the newest
             raise CheckpointError(checkpoint.problem)
         skipped.append(checkpoint.problem)
-    raise CheckpointError("; ".join([f"there is no whole checkpoint at {location}", *skipped]))
+    raise CheckpointError("; ".join([f"there is no complete checkpoint at {location}", *skipped]))
 
 
 def complete_checkpoints(folder: str | Location) -> list[tuple[Location, Manifest]]:
     """All checkpoints in `folder` that are known to be complete, in order of creation."""
-    return list_checkpoints(folder).whole
+    return list_checkpoints(folder).complete
 
 
 def next_generation(folder: str | Location) -> int:

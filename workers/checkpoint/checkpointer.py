@@ -165,7 +165,7 @@ class Checkpointer:
             if self._is_complete(step):
                 return True
             time.sleep(seconds)
-            self.start(step, numbers, "it is tried again" if seconds != waits[-1] else "the state stays in memory")
+            self.start(step, numbers, "it will be retried" if seconds != waits[-1] else "the state stays in memory")
             self.finish()
         return self._is_complete(step)
 
@@ -261,7 +261,7 @@ class Checkpointer:
         and a store that does not answer is not waited for."""
         if self._pending is not None and self._has_left():
             if self._uploads is not None and self.writing:
-                self._uploads.give_up()
+                self._uploads.abort()
             if wait([self._pending], CLOSE_SECONDS).not_done:
                 self._abandon_save()
         self.finish()
@@ -271,7 +271,7 @@ class Checkpointer:
         file system answers, or with the process. It may still complete a checkpoint that all ranks have written."""
         if self._save is not None:
             self._save.abandoned = True
-        self._pending, self.failure = None, "it was not whole when its ranks left each other"
+        self._pending, self.failure = None, "it was incomplete when its ranks disconnected"
         self._writer.shutdown(wait=False)
         self._writer = _new_thread()
 

@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     location = parse_location(parser.parse_args(arguments).checkpoint)
     try:
         content = metadata_file(read_contents(location, manifest_of(location)))
-        files_of(location).write_whole(location / METADATA, content)
+        files_of(location).write_atomically(location / METADATA, content)
     except (MantaError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -85,8 +85,8 @@ def rectangles_of(
     for slot in (*flat.slots, *flat.frozen):
         if owned_only and not answers_for(slot.entry, tensor_index):
             continue
-        for wish in wanted:
-            first, last = overlap((slot.start, slot.end), wish)
+        for stored_range in wanted:
+            first, last = overlap((slot.start, slot.end), stored_range)
             if first < last:
                 shift = next(s for s, r in zip(starts, held, strict=True) if r[0] <= first and last <= r[1])
                 rectangles += _rectangles(slot, first, last, shift)

@@ -26,24 +26,27 @@ def to_prune(
     one that will replace it. `began`: no checkpoint of an earlier generation is deleted while any of those is complete
     or unknown.
     """
-    own = [each for each in listed if each.generation >= began]
-    earlier = [each for each in listed if each.generation < began]
-    whole = [each for each in own if each.condition is Condition.COMPLETE]
-    to_delete = whole[:-keep]
+    own = [checkpoint for checkpoint in listed if checkpoint.generation >= began]
+    earlier = [checkpoint for checkpoint in listed if checkpoint.generation < began]
+    complete = [checkpoint for checkpoint in own if checkpoint.condition is Condition.COMPLETE]
+    to_delete = complete[:-keep]
     if undoes:
-        safe = [each for each in whole if each.step <= whole[-1].step - undoes]
-        successors = [each for each in to_delete if each not in safe]
-        to_delete = [each for each in to_delete if each not in (*safe[-1:], *successors[:1])]
-    if all(each.condition is Condition.INCOMPLETE for each in earlier):
+        safe = [checkpoint for checkpoint in complete if checkpoint.step <= complete[-1].step - undoes]
+        successors = [checkpoint for checkpoint in to_delete if checkpoint not in safe]
+        to_delete = [checkpoint for checkpoint in to_delete if checkpoint not in (*safe[-1:], *successors[:1])]
+    if all(checkpoint.condition is Condition.INCOMPLETE for checkpoint in earlier):
         own = list(listed)
-    not_whole = [each for each in own if each.condition is Condition.INCOMPLETE]
-    return [*to_delete, *(each for each in not_whole if (each.generation, each.step) < (generation, step))]
+    incomplete = [checkpoint for checkpoint in own if checkpoint.condition is Condition.INCOMPLETE]
+    return [
+        *to_delete,
+        *(checkpoint for checkpoint in incomplete if (checkpoint.generation, checkpoint.step) < (generation, step)),
+    ]
 
 
 def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int) -> list[ListedCheckpoint]:
     """Of the checkpoints `listed`, the complete ones of steps above `step`, by generation `began` and later."""
-    whole = [each for each in listed if each.condition is Condition.COMPLETE]
-    return [each for each in whole if each.step > step and each.generation >= began]
+    complete = [checkpoint for checkpoint in listed if checkpoint.condition is Condition.COMPLETE]
+    return [checkpoint for checkpoint in complete if checkpoint.step > step and checkpoint.generation >= began]
 
 
 def prune(
@@ -68,9 +71,9 @@ def remove_newer(folder: str | Location, than: str) -> list[Location]:
     """Delete the checkpoints that were created after the one called `than`, complete or not; none if that one does not
     exist. Returns what was deleted; the rest stays."""
     listed = list_checkpoints(folder).checkpoints
-    names = [each.path.name for each in listed]
+    names = [checkpoint.path.name for checkpoint in listed]
     newer = listed[names.index(than) + 1 :] if than in names else ()
-    return _removed([each for each in newer if each.condition is not Condition.UNKNOWN])
+    return _removed([checkpoint for checkpoint in newer if checkpoint.condition is not Condition.UNKNOWN])
 
 
 def remove(checkpoint: Location) -> bool:
@@ -88,7 +91,7 @@ def remove(checkpoint: Location) -> bool:
 
 
 def _removed(to_delete: Sequence[ListedCheckpoint]) -> list[Location]:
-    return [each.path for each in to_delete if remove(each.path)]
+    return [checkpoint.path for checkpoint in to_delete if remove(checkpoint.path)]
 
 
 def _is_gone(path: Location) -> bool:

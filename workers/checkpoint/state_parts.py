@@ -18,7 +18,7 @@ from manta.workers.parallel.data.flat import Range
 def needed_rectangles(engine: Engine) -> Rectangles:
     """Rectangles of all that the rank keeps."""
     optimizer = engine.optimizer
-    return _of_ranges(engine, optimizer.held, optimizer.frozen_held, owned_only=False)
+    return _of_ranges(engine, optimizer.held, optimizer.frozen_stored, owned_only=False)
 
 
 def owned_rectangles(engine: Engine) -> Rectangles:
@@ -35,7 +35,7 @@ def part_lengths(engine: Engine) -> dict[str, int]:
 def _of_ranges(engine: Engine, trained: list[Range], frozen: Range, owned_only: bool) -> Rectangles:
     optimizer, index = engine.optimizer, engine.comm.index("tensor")
     of_trained = rectangles_of(optimizer.flat, optimizer.held, trained, owned_only, index)
-    of_frozen = rectangles_of(optimizer.flat, [optimizer.frozen_held], [frozen], owned_only, index)
+    of_frozen = rectangles_of(optimizer.flat, [optimizer.frozen_stored], [frozen], owned_only, index)
     return dict.fromkeys(KINDS, of_trained) | {FROZEN: of_frozen}
 
 

@@ -107,14 +107,14 @@ def in_file_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
 
 def peak_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
     """Most bytes that a `StoredRows` uses for these tensors, of which `rows_bytes` are read at a time."""
-    files = max((len(_side_by_side(tensor)) for tensor in tensors), default=1)
+    files = max((len(_adjacent_files(tensor)) for tensor in tensors), default=1)
     return max(files, MAX_OPEN) * max(SPAN_BYTES, rows_bytes + 2 * BLOCK_BYTES) + 2 * BLOCK_BYTES
 
 
-def _side_by_side(tensor: StoredTensor) -> set[str]:
+def _adjacent_files(tensor: StoredTensor) -> set[str]:
     """For the row that is spread over most files, these files."""
     firsts = {rectangle.offsets[0] for rectangle in tensor.rectangles}
-    rows = ({each.file for each in tensor.overlapping(row, row + 1)} for row in firsts)
+    rows = ({rectangle.file for rectangle in tensor.overlapping(row, row + 1)} for row in firsts)
     return max(rows, key=len, default=set())
 
 
@@ -143,10 +143,10 @@ class StoredRows:
         """Rows [first, end) of the tensor `name`, in parts that together are all of them. Raises CheckpointError."""
         tensor = self._contents.tensors[name]
         here = tensor.overlapping(first, end)
-        self._prepare(name, tensor, {each.file for each in here})
+        self._prepare(name, tensor, {rectangle.file for rectangle in here})
         count = 0
-        for each in here:
-            part = self._part(tensor, each, first, end)
+        for rectangle in here:
+            part = self._part(tensor, rectangle, first, end)
             count += part.values.size
             yield part
         if count != (end - first) * rows_and_columns(tensor.shape)[1]:
@@ -173,23 +173,23 @@ class StoredRows:
         for file in files:
             self._open.pop(file)[0].close()
 
-    def _part(self, tensor: StoredTensor, each: StoredRectangle, first: int, end: int) -> Part:
-        low, high = max(first, each.offsets[0]), min(end, each.offsets[0] + each.sizes[0])
-        _, width = rows_and_columns(each.sizes)
-        column = each.offsets[1] if len(each.offsets) == 2 else 0
-        _, stream, span = self._open[each.file]
-        with explained(self._location / each.file, self._manifest, stream):
+    def _part(self, tensor: StoredTensor, rectangle: StoredRectangle, first: int, end: int) -> Part:
+        low, high = max(first, rectangle.offsets[0]), min(end, rectangle.offsets[0] + rectangle.sizes[0])
+        _, width = rows_and_columns(rectangle.sizes)
+        column = rectangle.offsets[1] if len(rectangle.offsets) == 2 else 0
+        _, stream, span = self._open[rectangle.file]
+        with explained(self._location / rectangle.file, self._manifest, stream):
             row_bytes = width * ITEM_BYTES[tensor.dtype]
-            at = each.at + self._elements(span, tensor, each).at + (low - each.offsets[0]) * row_bytes
+            at = rectangle.at + self._elements(span, tensor, rectangle).at + (low - rectangle.offsets[0]) * row_bytes
             content = span.piece(at, (high - low) * row_bytes)
         values = content.view(RAW[tensor.dtype]).reshape(high - low, width)
         return Part(slice(low - first, high - first), slice(column, column + width), values)
 
-    def _elements(self, span: CheckedSpan, tensor: StoredTensor, each: StoredRectangle) -> Elements:
+    def _elements(self, span: CheckedSpan, tensor: StoredTensor, rectangle: StoredRectangle) -> Elements:
         """Where the rectangle's elements are in its archive."""
-        if each not in self._known:
-            elements = elements_of(lambda at, count: span.piece(each.at + at, count), each.bytes)
-            if elements.sizes != each.sizes or elements.dtype != tensor.dtype:
-                raise ValueError(f"no {tensor.dtype}{each.sizes} begins at byte {each.at}")
-            self._known[each] = elements
-        return self._known[each]
+        if rectangle not in self._known:
+            elements = elements_of(lambda at, count: span.piece(rectangle.at + at, count), rectangle.bytes)
+            if elements.sizes != rectangle.sizes or elements.dtype != tensor.dtype:
+                raise ValueError(f"no {tensor.dtype}{rectangle.sizes} begins at byte {rectangle.at}")
+            self._known[rectangle] = elements
+        return self._known[rectangle]

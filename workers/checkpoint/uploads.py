@@ -88,7 +88,7 @@ class SharedBuffer:
 
 
 class Uploads:
-    """Uploads one file after the other. For one thread, except for `give_up`."""
+    """Uploads one file after the other. For one thread, except for `abort`."""
 
     def __init__(self, buffer: StagingBuffer):
         """`buffer`: the memory that most written data is in."""
@@ -123,7 +123,7 @@ class Uploads:
             raise
         sums[file.name] = self._answer(process, wrote)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """From any thread: the caller that uploads a file gets an OSError, even if the store does not answer."""
         self._end(in_use=True)
 
@@ -177,12 +177,12 @@ class Uploads:
             process, self._process = self._process, None
             if process is not None:
                 process.terminate()
-                self._ending = [each for each in self._ending if each.is_alive()]
-                self._ending.append(threading.Thread(target=_see_out, args=(process, in_use), daemon=True))
+                self._ending = [thread for thread in self._ending if thread.is_alive()]
+                self._ending.append(threading.Thread(target=_wait_for_exit, args=(process, in_use), daemon=True))
                 self._ending[-1].start()
 
 
-def _see_out(process: subprocess.Popen[bytes], in_use: bool) -> None:
+def _wait_for_exit(process: subprocess.Popen[bytes], in_use: bool) -> None:
     """Return when a process that was asked to end has ended; it is killed if that takes too long."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(ABORT_SECONDS)

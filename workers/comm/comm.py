@@ -28,7 +28,7 @@ from manta.workers.comm.shared_work import SharedWork
 from manta.workers.errors import PeerLost
 from manta.workers.liveness.progress import Progress
 from manta.workers.protocol.messages import TraceOrder
-from manta.workers.system.ports import PortRange, address_towards
+from manta.workers.system.ports import PortRange, address_facing
 from manta.workers.timing.recording import TraceOrders
 from manta.workers.timing.step_phases import StepPhase, StepPhases
 
@@ -88,7 +88,7 @@ class Comm:
         time.sleep(max(0.0, self._cut_until - time.monotonic()))
         self.raise_if_over()
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
-        host = address_towards(store_host)
+        host = address_facing(store_host)
         with naming_lost_peers(self.is_over):
             self._connect_backend(prefixed, host, Secret(secret, generation, "training"))
             peers, work_store = linked_through_first(self.grid, self.rank), dist.PrefixStore("shared-work", prefixed)

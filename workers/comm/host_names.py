@@ -40,11 +40,11 @@ def skip_reverse_lookups() -> None:
 
 
 def _fail_once() -> None:
-    _ask_where_nobody_answers()
+    _query_unanswered()
     connect_once()
 
 
-def _ask_where_nobody_answers() -> None:
+def _query_unanswered() -> None:
     """Make this thread send its requests to a closed port. If names come from something other than glibc's resolver
     (another C library, systemd's `resolve` in nsswitch.conf), this has no effect."""
     library = ctypes.CDLL(None)

@@ -286,7 +286,7 @@ class LastingGroups:
         group, _ = private._new_process_group_helper(
             *(len(ranks), ranks.index(rank), list(ranks), self._kind, store, f"{name} of {ranks[0]}"), **options
         )
-        distributed_c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+        distributed_c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
         return group
 
     def _join(self, name: str, store: dist.Store, index: int, size: int) -> None:
@@ -296,7 +296,7 @@ class LastingGroups:
         store.set(f"handle/{index}", private._get_reconfigure_handle(group))
         if index == 0:
             store.set("uuid", str(secrets.randbits(62)))
-        handles = [store.get(f"handle/{each}").decode() for each in range(size)]
+        handles = [store.get(f"handle/{member}").decode() for member in range(size)]
         uuid = int(store.get("uuid"))
         private._reconfigure(uuid, handles, group, timeout=MEETING_TIMEOUT).wait()
         group.set_timeout(COLLECTIVE_TIMEOUT)

@@ -83,7 +83,7 @@ def _read(record: Location) -> bytes:
 def _write(record: Location, content: dict[str, Any]) -> None:
     def write() -> None:
         files_of(record).make_folder(record.parent)
-        files_of(record).write_whole(record, json.dumps(content).encode())
+        files_of(record).write_atomically(record, json.dumps(content).encode())
 
     _answered(write)
 

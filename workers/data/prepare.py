@@ -283,7 +283,7 @@ def _pin(record: Location | None, records: bool, pins: dict[str, str], tokenizer
         return False
     if tokenizer is not None:
         with contextlib.suppress(OSError, DataError):
-            files_of(record).write_whole(record.parent / FILE_NAME, content_of(tokenizer))
+            files_of(record).write_atomically(record.parent / FILE_NAME, content_of(tokenizer))
     return True
 
 
@@ -295,7 +295,7 @@ def _pin_template(record: Location | None, records: bool, data: DataConfig) -> N
     if _pin(record, records, {"the chat template": template.digest}) and record is not None:
         with contextlib.suppress(OSError):
             content = json.dumps(template.as_document(), indent=1).encode()
-            files_of(record).write_whole(record.parent / CHAT_FILE, content)
+            files_of(record).write_atomically(record.parent / CHAT_FILE, content)
 
 
 def _datasets(spec: JobSpec, parts: Sequence[Sequence[CorpusFile]], cache: Path | None, watcher: Watcher) -> list[Row]:

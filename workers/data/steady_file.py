@@ -85,4 +85,4 @@ class CachedFile(SteadyFile):
     """One that can be made anew."""
 
     changed = DataNotStored
-    advice = "it is made anew at the next start"
+    advice = "it is recreated at the next start"

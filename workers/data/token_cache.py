@@ -144,7 +144,7 @@ def _wait_for(descriptor: int, folder: Path, watcher: Watcher) -> None:
         except BlockingIOError:
             if not is_reported:
                 who = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                watcher.report("data_awaited", f"waits for the tokens in {folder}, which {who} makes", {})
+                watcher.report("data_awaited", f"waits for the tokens in {folder}, which {who} is creating", {})
                 is_reported = True
             watcher.alive()
             time.sleep(WAIT_SECONDS)

@@ -235,7 +235,7 @@ class _Writer:
             if len(batch) > 1:  # find out which it is
                 pairs = zip(texts, batch, strict=True)
                 return [ids for text, each in pairs for ids in self._encode([text], [each])]
-            raise DataError(f"{batch[0].where}: the tokenizer takes no such text ({error})") from error
+            raise DataError(f"{batch[0].where}: the tokenizer does not accept this text ({error})") from error
 
 
 def _template_of(document: dict[str, Any]) -> ChatTemplate:

@@ -25,7 +25,7 @@ def options_for(called: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "checkpoint",
         type=_location,
-        help="a checkpoint, or a folder or s3:// URL of several, whose newest whole one counts",
+        help="a checkpoint, or a folder or s3:// URL of several, whose newest complete one is used",
     )
     parser.add_argument(
         "--device", type=_device, help="such as cuda:1; default: a GPU where there is one, else the CPU"

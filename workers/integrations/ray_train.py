@@ -36,7 +36,7 @@ from manta.workers.protocol.json_codec import spell
 from manta.workers.settings import read_token_cache
 from manta.workers.spec.reading import parse_job_spec, with_absolute_paths
 from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
-from manta.workers.standalone.job import restore_newest, threads_begun_with
+from manta.workers.standalone.job import initial_threads, restore_newest
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location, ObjectPath, parse_location
 from manta.workers.system import gpu
@@ -169,7 +169,7 @@ class _Rows(Reporter):
         """Write the rows since the last call, up to `step`'s, as JSON lines; a run that repeats them overwrites it."""
         lines = [json.dumps(spell(row), allow_nan=False) + "\n" for row in self._rows]
         files_of(folder).make_folder(folder)
-        files_of(folder).write_whole(folder / f"step-{step:08d}.jsonl", "".join(lines).encode())
+        files_of(folder).write_atomically(folder / f"step-{step:08d}.jsonl", "".join(lines).encode())
         self._rows.clear()
 
 
@@ -199,8 +199,8 @@ def _connected(
             pruning.remove_newer(folder, parse_location(reported.path).name)  # which Ray Train does not know
         store = dist.TCPStore(ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
         secret, generation = secrets.token_hex(SECRET_LENGTH // 2), next_generation(folder)
-        begun_with = threads_begun_with(folder) if spec.resources.threads == "auto" else None
-        details = asdict(_Meeting(store.host, store.port, secret, generation, begun_with or threads_of(spec)))
+        initial = initial_threads(folder) if spec.resources.threads == "auto" else None
+        details = asdict(_Meeting(store.host, store.port, secret, generation, initial or threads_of(spec)))
     meeting = _Meeting(**broadcast_from_rank_zero(details))
     comm = Comm(RankGrid(spec.layout), rank, _device(spec))
     comm.generation = meeting.generation

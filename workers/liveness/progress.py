@@ -55,7 +55,7 @@ from manta.workers.liveness.record_layout import (
 from manta.workers.paths import rank_stem
 from manta.workers.system.regular_files import make_folder, open_regular, put
 
-_LOOKS = 64
+_READ_ATTEMPTS = 64
 
 
 def progress_path(folder: str | Path, rank: int) -> Path:
@@ -322,7 +322,7 @@ class ProgressReader:
     def read(self) -> Record | None:
         """The current record; None until its writer has begun."""
         before = self._memory[:]
-        for _ in range(_LOOKS):
+        for _ in range(_READ_ATTEMPTS):
             now = self._memory[:]
             if now == before and not Layout.from_buffer_copy(now).sequence % 2:
                 return _parse(now, torn=False)

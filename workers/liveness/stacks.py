@@ -37,7 +37,7 @@ def answer_with_stacks(folder: str | Path, rank: int) -> None:
         faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
 
 
-async def take_stacks(pid: int, path: Path) -> str:
+async def capture_stacks(pid: int, path: Path) -> str:
     """The stacks of all threads of process `pid`, which writes them to `path`; the kernel's information if it does not
     answer within a second. At most MAX_CHARACTERS."""
     text = await _asked(pid, path) if _state_letter(pid) not in ("T", "t", "Z", "X", "") else ""

@@ -15,7 +15,7 @@ from manta.workers.model.shared import Shared, first_dropout
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor.dropout import derived_keys
-from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, both
+from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, paired_forward
 
 
 class Attention(nn.Module):
@@ -82,7 +82,7 @@ class Attention(nn.Module):
                 qkv = rotary(qkv, self.head_size, 3, 2, run)
             q, k, v = qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
         else:
-            q, kv = both(x, self.q, self.kv, recompute_norm)
+            q, kv = paired_forward(x, self.q, self.kv, recompute_norm)
             if rotary is not None:
                 q = rotary(q, self.head_size, 1, 1, run)
                 kv = rotary(kv, self.head_size, 2, 1, run)

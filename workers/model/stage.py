@@ -42,7 +42,7 @@ class Chunk(nn.Module):
         parts = parts_of(model)
         self.shared, self.region, self.index = shared, region, index
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so the order of tokens concerns no other rank
+        self.has_full_sequence = count == 1 and region.tensor_size == 1  # so the order of tokens concerns no other rank
         self.before: Callable[[nn.Module], object] = lambda part: None
         """Called with each part before it computes: its parameters may not have arrived yet."""
         self._stays: frozenset[int] | None = None
@@ -59,7 +59,7 @@ class Chunk(nn.Module):
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """Tokens [s, b] in the first virtual stage, otherwise [s or s/t, b, h]. Returns logits [s, b, v/t] in the last
         one, or the input of the output layer, perhaps as a view of [b, s, v]; otherwise [s or s/t, b, h]."""
-        if self.sequence_is_whole and run.keys_b is None:
+        if self.has_full_sequence and run.keys_b is None:
             run = replace(run, batch_first=True)
             x = x.t().contiguous()
         if self.embedding is not None:

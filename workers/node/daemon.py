@@ -117,7 +117,7 @@ class NodeDaemon:
             self._memory = MemoryServer(address, self._paths.snapshot_root)
             await self._zygote.start()
             await self._serve_drains(UnixListener(drain_socket(self._paths.runtime_folder, self._node)))
-            self._reachability = asyncio.create_task(self._stay_reachable(), name="runtime folder")
+            self._reachability = asyncio.create_task(self._maintain_sockets(), name="runtime folder")
             on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end", "SIGTERM"))
             for watch in self._notices:
                 watch.start()
@@ -256,7 +256,7 @@ class NodeDaemon:
             lambda seconds: self._heartbeat.drain(seconds, "the machine asks to be drained", MACHINE),
         )
 
-    async def _stay_reachable(self) -> None:
+    async def _maintain_sockets(self) -> None:
         """Keep the runtime folder and the socket for drains; the zygote and the MemoryServer keep theirs."""
         said = ""
         while self._drains is not None and self._drain_listener is not None:
@@ -265,7 +265,7 @@ class NodeDaemon:
                 await asyncio.to_thread(self._runtime_folder.keep)
             except (OSError, UnsafePath) as error:
                 if said != (said := str(error)):
-                    log.warning("the sockets of this node cannot be reached: %s; it is tried again", error)
+                    log.warning("the sockets of this node cannot be reached: %s; retrying", error)
                 continue
             if (successor := self._drain_listener.successor()) is not None:
                 self._drains.close()

@@ -75,7 +75,7 @@ class GpuWatch:
             self._xids[library.nvmlDeviceGetIndex(event.device), int(event.eventData)] += 1
         except library.NVMLError as error:
             if error.value != library.NVML_ERROR_TIMEOUT:
-                log.warning("the driver did not say what is wrong with a GPU: %s", error)
+                log.warning("the driver did not report what is wrong with a GPU: %s", error)
                 self._stopped.wait(EVENT_MILLISECONDS / 1000)
             return False
         return True

@@ -97,7 +97,7 @@ class NoticeWatch:
             notice = self._source.notice(datetime.now(UTC))
         except SourceUnavailable as error:
             if not self._problem:
-                log.warning("%s; it is asked again", error)
+                log.warning("%s; retrying", error)
             self._problem = str(error)
             return
         if self._problem:

@@ -26,7 +26,7 @@ from manta.workers.accounting.device_peak import peak_of_rank
 from manta.workers.checkpoint.checksums import UnreadableCheckpoint
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.comm.process_groups import take_flight_record
+from manta.workers.comm.process_groups import capture_flight_record
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import (
     CheckpointError,
@@ -268,7 +268,7 @@ class TrainerProcess:
     def _build(self) -> None:
         """Create what the order needs, unless it exists: another layout needs another rank's model."""
         order = self.order
-        if self._built is not None and _same_place(self._built, order):
+        if self._built is not None and _has_same_position(self._built, order):
             return
         if self._trainer is not None:
             self._trainer.close()
@@ -316,11 +316,11 @@ class TrainerProcess:
     def _send_flight_record(self) -> None:
         """On a separate thread: commands that may release this rank must not wait for NCCL's recorder."""
 
-        def tell() -> None:
-            record = take_flight_record() or FlightRecord()
+        def send_record() -> None:
+            record = capture_flight_record() or FlightRecord()
             self._send([Report(record, self.order.generation, self.order.rank, time.time())])
 
-        threading.Thread(target=tell, name="flight record", daemon=True).start()
+        threading.Thread(target=send_record, name="flight record", daemon=True).start()
 
     def _watch_for_faults(self) -> None:
         if self._comm is not None and self._faults.armed:
@@ -340,7 +340,7 @@ class TrainerProcess:
             case "oom":
                 run_out_of_memory()
             case "exception":
-                raise InjectedError(f"fault {fault.id} was asked for")
+                raise InjectedError(f"fault {fault.id} was requested")
             case "slow":
                 self._faults.slow_down(fault.seconds)
             case "node":
@@ -351,7 +351,7 @@ class TrainerProcess:
                 self._comm.cut(fault.seconds)
 
 
-def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
+def _has_same_position(one: LaunchOrder, other: LaunchOrder) -> bool:
     """Whether what was built for `one` can be used for `other`."""
     return (one.spec, one.rank, one.snapshot_folder) == (other.spec, other.rank, other.snapshot_folder)
 

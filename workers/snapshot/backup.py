@@ -247,9 +247,9 @@ class BackupServer:
             return
         wire.agree(connection)
         if request.do == "put":
-            self._take((rank, layout), backup, connection)
+            self._receive_snapshot((rank, layout), backup, connection)
         else:
-            _give(max((own, backup), key=lambda path: max(committed_steps(path), default=-1)), connection)
+            _send_snapshot(max((own, backup), key=lambda path: max(committed_steps(path), default=-1)), connection)
 
     def _claim(self, key: tuple[int, str], generation: int, connection: socket.socket) -> None:
         """Become the writer of a backup. A writer of an older generation, or one that is gone, is stopped."""
@@ -262,7 +262,7 @@ class BackupServer:
             _shut(before[1])
             before[2].join()
 
-    def _take(self, key: tuple[int, str], path: Path, connection: socket.socket) -> None:
+    def _receive_snapshot(self, key: tuple[int, str], path: Path, connection: socket.socket) -> None:
         form = wire.receive_form(connection)
         try:
             opened = wire.file_of(path, form, self._memory)
@@ -278,7 +278,7 @@ class BackupServer:
                 wire.receive_slot(connection, file)
 
 
-def _give(path: Path, connection: socket.socket) -> None:
+def _send_snapshot(path: Path, connection: socket.socket) -> None:
     """Send all slots that have checksums, the older one first."""
     with contextlib.closing(SnapshotFile.open(path)) as file:
         wire.send_form(connection, file.form)
@@ -321,7 +321,7 @@ def fetch(
                     wire.receive_slot(connection, file)
             steps = committed_steps(arriving)
             if not steps:
-                raise BackupError(f"no snapshot of rank {rank} came whole from {holder[0]}:{holder[1]}")
+                raise BackupError(f"no complete snapshot of rank {rank} arrived from {holder[0]}:{holder[1]}")
             put(arriving, path)
         finally:
             arriving.unlink(missing_ok=True)

@@ -60,7 +60,7 @@ class SnapshotMemory:
                 file = self._create_in_daemon(path, form)
             except SharedMemoryError as second:
                 raise SharedMemoryError(f"{error}; {second}") from second
-            print(f"{error}; they lie in the memory of the node's daemon instead", flush=True)
+            print(f"{error}; they are in the memory of the node's daemon instead", flush=True)
             return file
 
     def free_unlinked(self) -> None:
@@ -84,7 +84,7 @@ class SnapshotMemory:
         except OSError as error:
             os.close(descriptor)
             if error.errno not in NO_SPACE_ERRORS:
-                raise SharedMemoryError(f"the node's daemon does not take the snapshots: {error}") from error
+                raise SharedMemoryError(f"the node's daemon does not accept the snapshots: {error}") from error
             raise SharedMemoryError(
                 f"no room in memory for the snapshots: {memory_available()} bytes can be had, this rank needs "
                 f"{form.size}; use a node with more, a layout with less state per rank, or set checkpoint.snapshots "
@@ -217,8 +217,8 @@ class MemoryServer:
                 raise ValueError(f"{path} is not a file of a job below {self._root}")
             self._keep(path, descriptor)
         except (OSError, ValueError, TypeError) as error:
-            for each in descriptors:
-                os.close(each)
+            for descriptor in descriptors:
+                os.close(descriptor)
             return f"{error}\n".encode()
         return b"kept\n"
 

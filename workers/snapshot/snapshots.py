@@ -349,13 +349,13 @@ class Snapshots:
             file = self._memory.create(self.path, self._file.form)
         except (OSError, SharedMemoryError) as error:
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            lost = f"the snapshot file {self.path} was removed and cannot be made anew yet: {error}"
-            print(f"{lost}; training goes on, and if this process ends its state is lost", flush=True)
+            lost = f"the snapshot file {self.path} was removed and cannot be recreated yet: {error}"
+            print(f"{lost}; training continues, but if this process ends, its state is lost", flush=True)
             return
         self.wait_for_sums()
         file.copy_from(self._file)
         self._switch_to(file)
-        print(f"the snapshot file {self.path} was removed, and has been made anew; nothing is lost", flush=True)
+        print(f"the snapshot file {self.path} was removed and has been recreated; nothing is lost", flush=True)
 
     def _switch_to(self, file: SnapshotFile) -> None:
         self.wait_for_sums()

@@ -18,7 +18,7 @@ from manta.workers.parallel.pipeline.stages import layers_of
 
 TOKEN_EMBEDDING = "embedding.token.weight"
 """Layout-independent name of the weight that the output layer may share."""
-_PLACES = re.compile(r"(\d+)-(\d+)")
+_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 TILE_ROWS = 128
@@ -92,7 +92,7 @@ def matching(pattern: str, names: tuple[str, ...]) -> list[str]:
 def _expression(pattern: str) -> re.Pattern[str]:
     parts = []
     for part in pattern.split("."):
-        places = _PLACES.fullmatch(part)
+        places = _RANGE.fullmatch(part)
         if places is None:
             parts.append(".*".join(map(re.escape, part.split("*"))))
         else:

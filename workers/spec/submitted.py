@@ -19,7 +19,7 @@ from manta.workers.spec.problems import Problem, SpecError
 from manta.workers.spec.rules import find_problems
 from manta.workers.weights.config_in import CONFIG, Shape, read_config, shape_of
 
-_SAID_OF_THIS_MACHINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
+_MACHINE_SPECIFIC_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 """Errors in reading a file that another machine, or another user, may not have."""
 
 
@@ -71,7 +71,7 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
             continue  # as if it were left out
         expected = said.get(key)
         if _read({**shape.section, key: given}, shape.positions).get(key) != expected:
-            name = shape.their_names.get(key, "nothing")
+            name = shape.huggingface_names.get(key, "nothing")
             theirs = f"{name} {_shown(expected)}" if key in shape.section else f"a {shape.section['family']} without it"
             yield Problem(f"model.{key}", f"{_shown(given)} is not what {where} says: {theirs}", _shown(expected))
 
@@ -114,4 +114,4 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
 def _may_be_readable_elsewhere(error: DataError) -> bool:
     """Whether `error` says nothing about the tokenizer's content, nor about its name."""
     cause = error.__cause__
-    return isinstance(error, DataUnreadable) or (isinstance(cause, OSError) and cause.errno in _SAID_OF_THIS_MACHINE)
+    return isinstance(error, DataUnreadable) or (isinstance(cause, OSError) and cause.errno in _MACHINE_SPECIFIC_ERRORS)

@@ -134,14 +134,14 @@ def _with_threads(
 
 def _threads_for(spec: JobSpec, device: torch.device, launcher: Launcher | None, checkpoints: Location | None) -> int:
     """The number that the job began with; for a new job, the one that suits this machine."""
-    begun_with = threads_begun_with(checkpoints) if checkpoints else None
-    if begun_with is not None:
-        return begun_with
+    initial = initial_threads(checkpoints) if checkpoints else None
+    if initial is not None:
+        return initial
     ranks = launcher.local_world_size if launcher else 1
     return decided_threads(spec, [(usable_cores(), ranks)] if device.type == "cpu" else [])
 
 
-def threads_begun_with(checkpoints: Location) -> int | None:
+def initial_threads(checkpoints: Location) -> int | None:
     """Threads of the job that saved checkpoints in this folder; None if no checkpoint is complete."""
     whole = complete_checkpoints(checkpoints)
     return stored_threads(whole[-1][1].spec) if whole else None
@@ -173,7 +173,7 @@ def refuse_unwritable(checkpoints: Location) -> None:
     files, probe = files_of(checkpoints), checkpoints / f".probe-{secrets.token_hex(8)}"
     try:
         files.make_folder(checkpoints)
-        files.write_whole(probe, b"manta")
+        files.write_atomically(probe, b"manta")
         files.remove(probe)
     except OSError as error:
         reason = error.strerror or error
@@ -237,7 +237,7 @@ class MetricsFile:
                 for row in payload.rows:
                     self._metrics(row)
             elif isinstance(payload, Event):
-                self._say(payload.message)
+                self._print(payload.message)
 
     def _metrics(self, row: dict[str, Any]) -> None:
         if self._file is not None:
@@ -250,12 +250,12 @@ class MetricsFile:
         losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
         utilisation = f"  mfu_causal {row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
         validation = "".join(f"  {name.replace('_', ' ', 2)} {loss:.4f}" for name, loss in losses.items())
-        self._say(
+        self._print(
             f"step {row['step']}/{self._steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
             f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}"
         )
 
-    def _say(self, words: str) -> None:
+    def _print(self, words: str) -> None:
         """Print `words`, until stdout is closed: a closed pipe (`| head`) must not end the file."""
         if not self._is_heard:
             return
@@ -334,7 +334,7 @@ class TraceFile:
             trace = assembled(recordings, trainer.comm.grid)
             self._path.write_bytes(perfetto(trace) if self._path.suffix == ".pftrace" else _as_json(trace))
             for problem in sorted({recording.problem for recording in recordings.values()} - {""}):
-                print(f"the trace in {self._path} is not whole: {problem}", file=sys.stderr)
+                print(f"the trace in {self._path} is incomplete: {problem}", file=sys.stderr)
 
     def _exchanged(self, rank: int, world: int, store: dist.Store) -> dict[int, Recording]:
         """All ranks' recordings, on rank 0 only."""
@@ -342,8 +342,8 @@ class TraceFile:
         store.set(f"manta/trace/{rank}", json.dumps(asdict(self._recording.pack())))
         if rank != 0:
             return {}
-        texts = {each: store.get(f"manta/trace/{each}").decode() for each in range(world)}
-        return {each: from_json(PackedRecording, json.loads(text)).unpack() for each, text in texts.items()}
+        texts = {rank: store.get(f"manta/trace/{rank}").decode() for rank in range(world)}
+        return {rank: from_json(PackedRecording, json.loads(text)).unpack() for rank, text in texts.items()}
 
 
 def _as_json(trace: StepTrace) -> bytes:

@@ -150,8 +150,8 @@ class ClockOffset:
 class _Meeting:
     """One collective over all ranks, as the ranks of one machine saw it."""
 
-    last_begun: float = -math.inf
-    first_over: float = math.inf
+    last_started: float = -math.inf
+    first_finished: float = math.inf
 
 
 def clock_offsets(recordings: Mapping[int, Recording]) -> dict[str, ClockOffset]:
@@ -179,9 +179,9 @@ def _meetings(recordings: Iterable[Recording]) -> dict[int, _Meeting]:
         for each in recording.slices:
             if each.axis == WORLD and each.number is not None:
                 meeting = meetings.setdefault(each.number, _Meeting())
-                begun = each.start if each.issued is None else each.issued
-                meeting.last_begun = max(meeting.last_begun, begun)
-                meeting.first_over = min(meeting.first_over, each.end)
+                started = each.start if each.issued is None else each.issued
+                meeting.last_started = max(meeting.last_started, started)
+                meeting.first_finished = min(meeting.first_finished, each.end)
     return meetings
 
 
@@ -190,8 +190,8 @@ def _between(reference: Mapping[int, _Meeting], other: Mapping[int, _Meeting]) -
     least, most = -math.inf, math.inf
     for number in reference.keys() & other.keys():
         here, there = reference[number], other[number]
-        most = min(most, there.first_over - here.last_begun)
-        least = max(least, there.last_begun - here.first_over)
+        most = min(most, there.first_finished - here.last_started)
+        least = max(least, there.last_started - here.first_finished)
     if math.isinf(least):
         return None
     return ClockOffset((least + most) / 2, abs(most - least) / 2)

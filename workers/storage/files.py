@@ -91,7 +91,7 @@ class Files(Protocol):
         raised, it is unusable. Raises OSError, also at the block's end."""
         ...
 
-    def write_whole(self, file: Location, content: bytes) -> None:
+    def write_atomically(self, file: Location, content: bytes) -> None:
         """Write `content` completely or not at all; it survives anything that happens to the machine. Raises
         OSError."""
         ...
@@ -177,7 +177,7 @@ class LocalFiles:
             yield opened
             os.fsync(opened.fileno())
 
-    def write_whole(self, file: Location, content: bytes) -> None:
+    def write_atomically(self, file: Location, content: bytes) -> None:
         """Through a file next to it that is then renamed; the folder, and its parent, survive a power cut too."""
         path = _path(file)
         temporary = path.with_name(f".{path.name}")

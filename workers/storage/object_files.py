@@ -183,7 +183,7 @@ class ObjectFiles:
                 upload.abort()
             raise
 
-    def write_whole(self, file: Location, content: bytes) -> None:
+    def write_atomically(self, file: Location, content: bytes) -> None:
         """One request."""
         self._request(file, self._store.pipe_file, _key(file), content)
 

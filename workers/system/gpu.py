@@ -88,7 +88,7 @@ def named(error: RuntimeError) -> Exception:
     if _NO_KERNEL not in str(error):
         return error
     return ModelError(
-        "no fused attention kernel of this GPU takes this model's attention (head size, precision, window): set "
+        "no fused attention kernel of this GPU supports this model's attention (head size, precision, window): set "
         "train.attention: explicit, which keeps s x s numbers a head, or change model.head_dim or train.precision"
     )
 

@@ -28,7 +28,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def address_towards(host: str) -> str:
+def address_facing(host: str) -> str:
     """Address of this machine on the route to `host`. Raises OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _DISCARD_PORT))  # sends nothing: a datagram socket only picks its route
@@ -38,7 +38,7 @@ def address_towards(host: str) -> str:
 def outward_address() -> str:
     """Address of the interface that leads out of this machine; its loopback address if there is no network."""
     try:
-        return address_towards(_SOMEWHERE_ELSE)
+        return address_facing(_SOMEWHERE_ELSE)
     except OSError:
         return LOOPBACK
 

@@ -149,7 +149,7 @@ class RankState:
         if unpinned:
             message = (
                 f"the GPU's driver does not pin the memory of the snapshots of {unpinned} of {everybody} ranks: each "
-                "takes much longer and holds the GPU up. Allow them more locked memory (ulimit -l)"
+                "takes much longer and stalls the GPU. Allow them more locked memory (ulimit -l)"
             )
             data = {"ranks": unpinned}
             announce(self.comm, self.reporter, "snapshots_not_pinned", self.step, message, data)
@@ -167,7 +167,7 @@ class RankState:
             history = self.checkpoints.restore(resume.path)
             return b"", NumericsHistory() if history is None else NumericsHistory.from_json(history)
         else:
-            raise ValueError(f"cannot resume from {resume} without a place for it")
+            raise ValueError(f"cannot resume from {resume} without a location for it")
         return b"", NumericsHistory()
 
     def _begin(self) -> None:

@@ -99,10 +99,10 @@ class Tracing:
             profile.stop()
         made = _Made(number, self._first_step, make, profile)
         if profile is not None:
-            self._reporter.made(made.profiled)
+            self._reporter.deferred(made.profiled)
         elif self._comm.trace_orders.is_late(number, self._comm.rank):
-            made.left_out = "the profiler was asked for too late"
-        self._reporter.made(made.traced)
+            made.left_out = "the profiler was requested too late"
+        self._reporter.deferred(made.traced)
 
 
 @dataclass

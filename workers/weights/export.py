@@ -154,7 +154,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     _check(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_over(target)
+    _remove_leftovers(target)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_UNFINISHED, dir=target.parent))
     try:
         lock = _locked(folder)
@@ -177,7 +177,7 @@ def _check(target: Path) -> None:
         raise WeightsError(f"there is something at {target} already: name another place, or remove it")
 
 
-def _remove_left_over(target: Path) -> None:
+def _remove_leftovers(target: Path) -> None:
     for folder in target.parent.glob(f".{_escaped(target.name)}.*{_UNFINISHED}"):
         lock = None
         with suppress(OSError):
@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m manta.workers.weights.export", description="Export a checkpoint's weights."
     )
     parser.add_argument(
-        "checkpoint", help="a checkpoint, or a folder or s3:// URL of several, whose newest whole one counts"
+        "checkpoint", help="a checkpoint, or a folder or s3:// URL of several, whose newest complete one is used"
     )
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where nothing may be yet")
     parser.add_argument("--format", choices=("hf", "safetensors"), default="hf")
@@ -235,12 +235,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print progress and result as lines of JSON")
     options = parser.parse_args(arguments)
-    tell = _tell if options.json else lambda done, of: None
+    progress = _print_progress if options.json else lambda done, of: None
     try:
         target = options.to.absolute()
         checkpoint = str(checkpoint_at(parse_location(options.checkpoint)))
         with cleaning_up_when_terminated():
-            done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, tell)
+            done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, progress)
     except MantaError as error:
         print(error, file=sys.stderr)
         return 1
@@ -255,5 +255,5 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _tell(done: int, of: int) -> None:
+def _print_progress(done: int, of: int) -> None:
     print(json.dumps({"done": done, "of": of}), flush=True)

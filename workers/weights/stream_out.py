@@ -150,7 +150,7 @@ def _write(
             if not tensor.transposed:
                 _write_rows(band, first, end, tensor, piece, files)
     for tensor in dict.fromkeys(tensor for tensor, _ in parts if tensor.transposed):
-        _write_turned(band, tensor, files)
+        _write_transposed(band, tensor, files)
 
 
 def _write_rows(
@@ -162,7 +162,7 @@ def _write_rows(
         files.write(tensor.name, theirs * row_bytes, band[row - first : row - first + count].data)
 
 
-def _write_turned(band: numpy.ndarray, tensor: HuggingFaceTensor, files: NewFiles) -> None:
+def _write_transposed(band: numpy.ndarray, tensor: HuggingFaceTensor, files: NewFiles) -> None:
     """A tensor whose file has all our rows, which are `band`, as columns."""
     turned = numpy.empty(tensor.shape, band.dtype)
     for piece in tensor.pieces:

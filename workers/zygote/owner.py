@@ -72,19 +72,19 @@ class ZygoteOwner:
             spawned = False
             while not spawned:
                 await asyncio.sleep(RESTART_SECONDS)
-                spawned = self._spawn_again()
+                spawned = self._respawn()
 
     async def _end_of(self, process: subprocess.Popen[bytes]) -> None:
         """Wait until `process` has ended, and end it if it hangs. One that does not listen yet is still importing."""
         stopped = silent = 0
-        asked = asyncio.create_task(_until_answered(self._socket_path))
+        asked = asyncio.create_task(_wait_for_answer(self._socket_path))
         try:
             while not await _ends_soon(process.pid):
                 state = process_state(process.pid)
                 stopped = stopped + 1 if state is not None and state.stopped else 0
                 silent = silent + 1 if not asked.done() else 0
                 if asked.done():
-                    asked = asyncio.create_task(_until_answered(self._socket_path))
+                    asked = asyncio.create_task(_wait_for_answer(self._socket_path))
                 if stopped == MAX_STOPPED_POLLS or silent == MAX_UNANSWERED_POLLS:
                     found = "is stopped" if stopped == MAX_STOPPED_POLLS else "does not answer"
                     log.warning("the zygote (process %d) %s, and is replaced", process.pid, found)
@@ -92,13 +92,13 @@ class ZygoteOwner:
         finally:
             asked.cancel()
 
-    def _spawn_again(self) -> bool:
+    def _respawn(self) -> bool:
         """False if the machine does not permit it: whatever took the zygote's memory may still have the rest of it."""
         try:
             self._spawn()
         except OSError as error:
             self._close_pipe()
-            log.warning("the zygote cannot be started again: %s; it is tried again", error)
+            log.warning("the zygote cannot be restarted: %s; retrying", error)
             return False
         return True
 
@@ -141,7 +141,7 @@ async def _ends_soon(pid: int) -> bool:
     return False
 
 
-async def _until_answered(path: Path) -> None:
+async def _wait_for_answer(path: Path) -> None:
     """Wait until who listens at `path` has refused an empty request; does not wait if nobody listens there."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)

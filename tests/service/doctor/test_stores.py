@@ -72,7 +72,7 @@ def test_a_store_that_does_not_answer_is_a_problem(monkeypatch):
         def make_folder(self, folder):
             pass
 
-        def write_whole(self, file, content):
+        def write_atomically(self, file, content):
             raise OSError("s3://bucket: no answer")
 
     monkeypatch.setattr(stores, "files_of", lambda place: Away())

@@ -27,7 +27,7 @@ def test_a_ranks_file_is_as_large_as_is_said(tmp_path, monkeypatch, precision, f
     trainer.close()
     (file,) = snapshot_files(tmp_path / "shared")
     assert 0 <= file.path.stat().st_size - snapshot_bytes(job) <= SLOTS * 1024 * 1024
-    (saved,) = list_checkpoints(tmp_path / "durable").whole
+    (saved,) = list_checkpoints(tmp_path / "durable").complete
     assert checkpoint_bytes(job) <= saved[1].bytes <= 2 * checkpoint_bytes(job) + 200_000
 
 

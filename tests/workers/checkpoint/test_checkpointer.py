@@ -253,7 +253,7 @@ def test_save_now_retries_a_failing_save_a_few_times_and_then_gives_up(trainer, 
         assert not trainer.state.checkpoints.save_now(1, waits=(0.0, 0.001, 0.002))
     failed = [message for kind, message in noted if kind == "checkpoint_failed"]
     assert [message.rpartition("; ")[2] for message in failed] == [
-        "it is tried again", "it is tried again", "the state stays in memory"
+        "it will be retried", "it will be retried", "the state stays in memory"
     ]  # fmt: skip
     assert steps_on_disk(trainer) == []
     with patch.object(SummingFile, "write", full):

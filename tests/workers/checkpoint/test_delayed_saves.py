@@ -144,7 +144,7 @@ def test_rank_that_leaves_does_not_wait_for_a_store_to_take_the_manifest(ranks, 
     """Rank 0 would be killed for that. What all ranks have written is whole once the store answers."""
     document = job(corpus, axes((1, 1, 2)), model={"layers": 1}, checkpoint={"every_steps": 0})
     first, second = ranks.run(ParallelConfig(data=2), leave_while_sealing, document, str(tmp_path))
-    assert first == ("it was not whole when its ranks left each other", [[], [1]])
+    assert first == ("it was incomplete when its ranks disconnected", [[], [1]])
     assert second[0] is None
 
 

@@ -90,7 +90,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(bucket):
     files, file = files_of(newer), newer / "__0_0.distcp"
     content = bytearray(files.read(file))
     content[len(content) // 2] ^= 1
-    files.write_whole(file, bytes(content))
+    files.write_atomically(file, bytes(content))
     with pytest.raises(DamagedCheckpoint, match=f"the checkpoint at {newer} is damaged: __0_0.distcp is not what was"):
         verify(newer)
     assert newest_usable(_folder(bucket))[0] == older
@@ -144,4 +144,4 @@ def test_checkpoints_in_a_store_that_is_away_are_unknown(bucket, wire):
     wire.meddle = lambda head: "cut"
     with reached_at(wire.url):
         listing = list_checkpoints(_folder(bucket))
-    assert listing.problem is not None and listing.look_up(path, [path])[0] is Condition.UNKNOWN
+    assert listing.problem is not None and listing.condition_of(path, [path])[0] is Condition.UNKNOWN

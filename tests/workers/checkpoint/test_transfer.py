@@ -36,7 +36,7 @@ def test_a_copy_has_blocks_of_the_size_that_its_manifest_gives(tmp_path, block_b
 def test_a_checkpoint_without_sums_is_copied_without(tmp_path, blocks):
     source = made(tmp_path / "a")
     document = {**asdict(verify(source)), "blocks": blocks}
-    files_of(source).write_whole(source / MANIFEST, json.dumps(document).encode())
+    files_of(source).write_atomically(source / MANIFEST, json.dumps(document).encode())
     assert copy(source, tmp_path / "b").blocks == blocks
     assert (tmp_path / "b" / "data").read_bytes() == CONTENT
 
@@ -74,7 +74,7 @@ def test_copy_into_a_folder_with_other_files_is_refused_and_clears_nothing(tmp_p
 def test_manifest_that_names_files_outside_its_folder_is_refused(tmp_path, name):
     source = made(tmp_path / "a")
     manifest = verify(source)
-    files_of(source).write_whole(
+    files_of(source).write_atomically(
         source / MANIFEST, json.dumps({**asdict(manifest), "files": {name: 1}, "blocks": None}).encode()
     )
     with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is not a manifest"):

@@ -145,11 +145,11 @@ def test_writer_that_gives_up_a_file_does_not_wait_for_the_upload_process_to_end
 
 
 def test_reply_to_an_upload_given_up_midway_is_not_taken_for_that_of_the_next(uploads, bucket):
-    def give_up():
+    def abort():
         raise KeyError
 
     with pytest.raises(KeyError):
-        _upload(uploads, bucket / "file", b"half of it", wrote=give_up)
+        _upload(uploads, bucket / "file", b"half of it", wrote=abort)
     assert _upload(uploads, bucket / "file", b"all of it").size == 9
     assert files_of(bucket).read(bucket / "file") == b"all of it"
 
@@ -159,7 +159,7 @@ def test_writer_of_a_file_that_another_thread_gives_up_gets_an_os_error_however_
     with pytest.raises(OSError, match="the process that uploads has ended"):  # noqa: SIM117
         with uploads.create(bucket / "file", lambda: None, {}) as stream:
             stream.write(shared)
-            uploads.give_up()
+            uploads.abort()
             for ending in uploads._ending:
                 ending.join()
             stream.write(shared)

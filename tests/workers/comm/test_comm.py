@@ -331,12 +331,12 @@ def test_a_rank_says_that_it_connects_and_in_which_generation_and_that_it_rests(
     reader = ProgressReader(progress_path(tmp_path, 0))
     seen = []
 
-    def address_towards(host: str) -> str:
+    def address_facing(host: str) -> str:
         seen.append((reader.read().generation, reader.read().phase))
         return HOST
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("manta.workers.comm.comm.address_towards", address_towards)
+        patch.setattr("manta.workers.comm.comm.address_facing", address_facing)
         comm.connect(dist.HashStore(), 4, HOST, SECRET)
     comm.close()
     seen.append((reader.read().generation, reader.read().phase))

@@ -359,7 +359,7 @@ def test_cache_whose_tokens_are_overwritten_is_made_again(tmp_path, file):
         stored.seek(len(expected) // 2 * 2)
         stored.write(b"\0" * 16)
     os.utime(f"{first.prefix}.bin", ns=(1, 1))
-    with pytest.raises(DataNotStored, match=r"tokens\.bin is not what it was .*: it is made anew at the next start"):
+    with pytest.raises(DataNotStored, match=r"tokens\.bin is not what it was .*: it is recreated at the next start"):
         first.read(0, 8)
     row, _, made = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file)
     assert made and row.read(0, len(row)).tolist() == expected

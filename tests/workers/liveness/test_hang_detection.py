@@ -20,7 +20,7 @@ from manta.workers.liveness.hang_timeouts import (
 )
 from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.record_layout import DEVICE_CHECKED_AT, NOBODY
-from manta.workers.liveness.stacks import stacks_path, take_stacks
+from manta.workers.liveness.stacks import capture_stacks, stacks_path
 from manta.workers.snapshot.files import snapshot_path
 from manta.workers.system.processes import ProcessState, process_state
 
@@ -119,7 +119,7 @@ def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(ch
     assert (standstill.overdue, standstill.stopped, standstill.burning) == (True, False, False)
     assert standstill.standing_seconds >= MIN_SECONDS
     assert (standstill.record.phase, standstill.record.micro_batch) == ("backward", 3)
-    stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+    stacks = go(lambda: capture_stacks(process.pid, stacks_path(tmp_path, 2)))
     assert "in stuck" in stacks
     assert "in hang" in stacks
 
@@ -147,7 +147,7 @@ def test_an_answer_is_heard_to_its_end_though_it_comes_in_pieces(tmp_path, go, p
         process = subprocess.Popen(command, stdout=answers, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr.readline() == "up\n"
-        assert go(lambda: take_stacks(process.pid, path)) == "one two"
+        assert go(lambda: capture_stacks(process.pid, path)) == "one two"
     finally:
         process.kill()
         process.communicate()
@@ -158,7 +158,7 @@ def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
     os.kill(process.pid, signal.SIGSTOP)
     while not process_state(process.pid).stopped:  # before that it may still answer
         continue
-    stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+    stacks = go(lambda: capture_stacks(process.pid, stacks_path(tmp_path, 2)))
     assert "stopped" in stacks
 
 
@@ -171,7 +171,7 @@ def test_of_a_process_that_does_not_answer_the_kernel_tells_after_a_while(go, tm
     with subprocess.Popen(["sh", "-c", deaf], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout.readline() == b"deaf\n"
-            answer = go(lambda: take_stacks(process.pid, path))
+            answer = go(lambda: capture_stacks(process.pid, path))
             assert "State" in answer
             assert "an hour ago" not in answer
         finally:
@@ -182,7 +182,7 @@ def test_of_a_process_that_is_gone_nothing_is_reported(go, tmp_path):
     process = subprocess.Popen(["true"])
     process.wait()
     stacks_path(tmp_path, 2).touch()
-    assert go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2))) == ""
+    assert go(lambda: capture_stacks(process.pid, stacks_path(tmp_path, 2))) == ""
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "after another"])
@@ -192,7 +192,7 @@ def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(g
     if before:
         stacks_path(tmp_path, 2).write_text("what it said an hour ago")
     try:
-        stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+        stacks = go(lambda: capture_stacks(process.pid, stacks_path(tmp_path, 2)))
         assert "State" in stacks
         assert process.poll() is None
     finally:

@@ -81,7 +81,7 @@ def test_source_that_refuses_is_said_once(caplog):
     watch = NoticeWatch(Refuses(), lambda notice: None, lambda: None)
     for _ in range(3):
         watch.poll()
-    assert [record.message for record in caplog.records] == ["you may not ask; it is asked again"]
+    assert [record.message for record in caplog.records] == ["you may not ask; retrying"]
 
 
 def test_silence_is_no_notice_and_is_said_once(service, watch, caplog):

@@ -262,8 +262,8 @@ def test_a_rank_says_for_each_generation_when_it_met_the_others(rig, monkeypatch
 
 @pytest.mark.parametrize("change", [{"spec": {"world": 1}}, {"rank": 4}, {"snapshot_folder": "/dev/shm/other"}])
 def test_what_was_built_serves_the_same_place_only(change):
-    assert trainer_process._same_place(order(1), order(2, resume=Resume("snapshot", 4), roll_backs=({},)))
-    assert not trainer_process._same_place(order(1), order(2, **change))
+    assert trainer_process._has_same_position(order(1), order(2, resume=Resume("snapshot", 4), roll_backs=({},)))
+    assert not trainer_process._has_same_position(order(1), order(2, **change))
 
 
 def test_a_rank_that_is_asked_ends_early_and_says_so_by_its_status_alone(rig):
@@ -395,7 +395,7 @@ def test_the_flight_record_is_reported_while_it_trains_and_keeps_no_command_wait
         assert go_on.wait(SECONDS)
         return taken
 
-    monkeypatch.setattr(trainer_process, "take_flight_record", take)
+    monkeypatch.setattr(trainer_process, "capture_flight_record", take)
 
     def wait_for_the_end(trainer):
         while trainer.comm.ends.get(timeout=SECONDS) < 1:

@@ -313,7 +313,7 @@ def test_a_file_lost_while_a_job_trains_is_made_anew_with_all_it_held(tmp_path, 
     assert committed_steps(snapshots.path) == steps and in_node_memory(snapshots.path) == (place == "node_memory")
     assert all(snapshots._file.check(slot) for slot in (0, 1)), "the sums came with it"
     assert root.stat().st_mode & 0o777 == 0o700
-    assert capsys.readouterr().out.count("has been made anew") == 1
+    assert capsys.readouterr().out.count("has been recreated") == 1
     assert held_bytes(keeper) == (snapshots._file.form.size if place == "node_memory" else 0)
     assert holds(root / "job", steps[1]) and holds(root / "job", steps[0])
     snapshots.close()
@@ -341,7 +341,7 @@ def test_without_room_to_make_a_lost_file_anew_training_goes_on_and_it_is_made_l
     for step in (5, 6):
         save(snapshots, step)
     said = capsys.readouterr().out
-    assert said.count("cannot be made anew yet: no room in shared memory") == said.count("\n") == 1
+    assert said.count("cannot be recreated yet: no room in shared memory") == said.count("\n") == 1
     assert torch.equal(snapshots.slot_tensors(6)[0], state_at(6)[0]) and not snapshots.path.exists()
     monkeypatch.undo()
     snapshots._retry_at = 0.0

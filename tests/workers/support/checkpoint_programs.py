@@ -129,7 +129,7 @@ def _look(trainer: Trainer) -> RankOutcome:
         for kind, part in zip(durable.KINDS, parts, strict=True)
         for each in placed(engine, kind, part, optimizer.held)
     ]
-    loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_held])
+    loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_stored])
     computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.whole)])
     return RankOutcome(loaded, computing, engine.loss_scale.state.tolist(), [])
 

@@ -103,8 +103,8 @@ class OffloadedState:
 
     def set_step(self, step: int) -> None:
         """Tell AdamW that `step` steps are done."""
-        for each in self._slices:
-            for part in each.parts:
+        for state_slice in self._slices:
+            for part in state_slice.parts:
                 part.steps.fill_(step)
 
     def update(self, run: Callable[[adamw.Groups], None]) -> None:
@@ -114,25 +114,28 @@ class OffloadedState:
             buffers = [slice_buffer(self._slices[0].end, like) for _ in self._slices[:SLICE_BUFFERS]]
             queue = _Queue(like, len(buffers))
             try:
-                for number, each in enumerate(self._slices):
-                    host_slice, buffer = self.host[:, each.start : each.end], buffers[number % SLICE_BUFFERS]
-                    device_slice = buffer[:, : each.end - each.start]
+                for number, state_slice in enumerate(self._slices):
+                    host_slice, buffer = (
+                        self.host[:, state_slice.start : state_slice.end],
+                        buffers[number % SLICE_BUFFERS],
+                    )
+                    device_slice = buffer[:, : state_slice.end - state_slice.start]
                     queue.copy_in(device_slice, host_slice)
-                    run(self._groups(each, device_slice))
-                    self._round(each, device_slice[0])
+                    run(self._groups(state_slice, device_slice))
+                    self._round(state_slice, device_slice[0])
                     queue.copy_out(host_slice, device_slice)
             finally:
                 queue.end()
 
-    def _round(self, each: _Slice, weights: torch.Tensor) -> None:
+    def _round(self, state_slice: _Slice, weights: torch.Tensor) -> None:
         """Round the weights into the parameters, if the kernel has not done so."""
         if not self._rounded_by_update:
-            for part in each.parts:
+            for part in state_slice.parts:
                 self._flat.parameters[part.start : part.end].copy_(part.of(weights))
 
-    def _groups(self, each: _Slice, device_slice: torch.Tensor) -> dict[float, list[adamw.Piece]]:
+    def _groups(self, state_slice: _Slice, device_slice: torch.Tensor) -> dict[float, list[adamw.Piece]]:
         groups: dict[float, list[adamw.Piece]] = {}
-        for part in each.parts:
+        for part in state_slice.parts:
             weights, exp_avg, exp_avg_sq = (part.of(row) for row in device_slice)
             gradient = self._flat.gradients[part.start : part.end]
             rounded = self._flat.parameters[part.start : part.end] if self._rounded_by_update else None

@@ -192,7 +192,7 @@ class Inputs:
         every = (self.inputs_sb, self.targets_sb, self.scale, self.keys_b)
         return [tensor for tensor in every if tensor is not None]
 
-    def in_new_memory(self) -> Inputs:
+    def copied_inputs(self) -> Inputs:
         """A copy."""
         keys_b = None if self.keys_b is None else self.keys_b.clone()
         return Inputs(self.inputs_sb.clone(), self.targets_sb.clone(), self.scale.clone(), keys_b)
@@ -208,7 +208,7 @@ class Recorded:
     """A micro-batch that can be replayed."""
 
     recording: Recording
-    place: Hashable
+    addresses: Hashable
     """Addresses of the parameters and gradients that it uses; a different value makes it invalid."""
     inputs: Inputs
     sums: torch.Tensor
@@ -239,20 +239,21 @@ class MicroBatchRecorder:
         """A micro-batch like those to be replayed was computed normally."""
         self._computed += 1
 
-    def run(self, given: Inputs, place: Hashable, compute: Compute) -> Recorded | None:
-        """Do what `compute` does with `given`; `place`: see `Recorded`. None, with nothing done, if recording fails."""
+    def run(self, inputs: Inputs, addresses: Hashable, compute: Compute) -> Recorded | None:
+        """Do what `compute` does with `inputs`; `addresses`: see `Recorded`. None, with nothing done, if recording
+        fails."""
         recorded = self._recorded
-        if recorded is None or recorded.place != place:
+        if recorded is None or recorded.addresses != addresses:
             self._recorded = recorded = None  # frees its memory before more is allocated
-            self._recorded = self._record(given, place, compute)
+            self._recorded = self._record(inputs, addresses, compute)
             return self._recorded
-        for mine, new in zip(recorded.inputs.tensors(), given.tensors(), strict=True):
+        for mine, new in zip(recorded.inputs.tensors(), inputs.tensors(), strict=True):
             mine.copy_(new)
         recorded.recording.replay()
         return recorded
 
-    def _record(self, given: Inputs, place: Hashable, compute: Compute) -> Recorded | None:
-        recording, inputs = self._new_recording(), given.in_new_memory()
+    def _record(self, given: Inputs, addresses: Hashable, compute: Compute) -> Recorded | None:
+        recording, inputs = self._new_recording(), given.copied_inputs()
         sums = torch.zeros(3, dtype=torch.float64, device=inputs.scale.device)
         added: list[nn.Parameter] = []
         try:
@@ -261,4 +262,4 @@ class MicroBatchRecorder:
             lines = str(error).strip().splitlines() or [""]
             self.refusal, self._failed = f"{type(error).__name__}: {lines[0]}", recording
             return None
-        return Recorded(recording, place, inputs, sums, tuple(added))
+        return Recorded(recording, addresses, inputs, sums, tuple(added))

@@ -24,7 +24,7 @@ def chunk_location(kind: str, stages: int, virtual_stages: int, index: int) -> C
     """
     _check_in_range("virtual stage", index, stages * virtual_stages)
     chunk, position = divmod(index, stages)
-    if _turns_back(kind, virtual_stages, chunk):
+    if _is_reversed(kind, virtual_stages, chunk):
         return stages - 1 - position, chunk
     return position, chunk
 
@@ -33,7 +33,7 @@ def virtual_stage(kind: str, stages: int, virtual_stages: int, rank: int, chunk:
     """Index of the virtual stage that is chunk `chunk` of pipeline rank `rank`: the inverse of `chunk_location`."""
     _check_in_range("rank", rank, stages)
     _check_in_range("chunk", chunk, virtual_stages)
-    if _turns_back(kind, virtual_stages, chunk):
+    if _is_reversed(kind, virtual_stages, chunk):
         return chunk * stages + stages - 1 - rank
     return chunk * stages + rank
 
@@ -105,7 +105,7 @@ def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(counts))
 
 
-def _turns_back(kind: str, virtual_stages: int, chunk: int) -> bool:
+def _is_reversed(kind: str, virtual_stages: int, chunk: int) -> bool:
     """Whether `chunk` runs from the last rank to the first."""
     if kind != "zb-v":
         return False

@@ -116,7 +116,7 @@ class _Dropped:
                 raise _EnoughRecomputed
 
         def refuse(nothing: None) -> torch.Tensor:
-            raise RuntimeError("a forward that runs again has no backward of its own")
+            raise RuntimeError("a recomputed forward has no backward of its own")
 
         inputs = [value() for value in self._inputs]
         try:
@@ -125,7 +125,7 @@ class _Dropped:
         except _EnoughRecomputed:
             return
         raise RuntimeError(
-            f"forward kept {self._count} tensors, and {count} when it ran again: it must do the same each time"
+            f"forward saved {self._count} tensors, but {count} when it was recomputed: it must do the same each time"
         )
 
 

@@ -137,15 +137,15 @@ class OffloadedLayer:
         """Forward has been queued: begin to copy to the host."""
         kept = list(self._new.values())
         self._new = {}
-        self._stored = [weakref.ref(each) for each in kept]
+        self._stored = [weakref.ref(stored) for stored in kept]
         if not kept:
             return
-        wholes = [each.device for each in kept if each.device is not None]
+        wholes = [stored.device for stored in kept if stored.device is not None]
         self._device = wholes[0].device
         self._streams = copy_streams(self._device) if wholes[0].is_cuda else None
         for stored, whole in zip(kept, wholes, strict=True):
             stored.host = self.host.acquire(whole)
-        pairs = [(each.host, whole) for each, whole in zip(kept, wholes, strict=True) if each.host is not None]
+        pairs = [(stored.host, whole) for stored, whole in zip(kept, wholes, strict=True) if stored.host is not None]
         self._copied = self._copy(pairs, 0)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], direction: int) -> torch.cuda.Event | None:

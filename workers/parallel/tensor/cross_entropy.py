@@ -184,15 +184,15 @@ BY_BLOCKS = LossKernels(_sums_by_blocks, _exponentials_by_blocks, _scaled_rows)
 """Kernels made of separate torch operators."""
 
 
-def _whole_sums(logits_nv: torch.Tensor, less_n: torch.Tensor) -> torch.Tensor:
+def _full_sums(logits_nv: torch.Tensor, less_n: torch.Tensor) -> torch.Tensor:
     return (logits_nv.to(less_n.dtype) - less_n.unsqueeze(1)).exp().sum(1)
 
 
-def _whole_exponentials(logits_nv: torch.Tensor, less_n: torch.Tensor) -> None:
+def _full_exponentials(logits_nv: torch.Tensor, less_n: torch.Tensor) -> None:
     logits_nv.copy_((logits_nv.to(less_n.dtype) - less_n.unsqueeze(1)).exp())
 
 
-def _whole_scaled(grad_nv: torch.Tensor, factor_n: torch.Tensor) -> None:
+def _full_scaled(grad_nv: torch.Tensor, factor_n: torch.Tensor) -> None:
     grad_nv.copy_(grad_nv.to(factor_n.dtype) * factor_n.unsqueeze(1))
 
 
@@ -201,9 +201,9 @@ def compiled_kernels() -> LossKernels:
     """Kernels made by torch.compile: each logit is read once, and nothing is stored in between. Sums are rounded
     differently from those by blocks."""
     return LossKernels(
-        torch.compile(_whole_sums, dynamic=True),
-        torch.compile(_whole_exponentials, dynamic=True),
-        torch.compile(_whole_scaled, dynamic=True),
+        torch.compile(_full_sums, dynamic=True),
+        torch.compile(_full_exponentials, dynamic=True),
+        torch.compile(_full_scaled, dynamic=True),
     )
 
 

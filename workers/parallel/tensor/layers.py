@@ -14,9 +14,9 @@ from manta.workers.parallel.tensor import compiled_operators
 from manta.workers.parallel.tensor.linear_autograd import (
     column_parallel,
     column_parallel_pair,
+    embedding_lookup,
     gated_row_parallel,
     gelu_row_parallel,
-    look_up,
     row_parallel,
 )
 from manta.workers.parallel.tensor.products import APPROXIMATION, Gelu
@@ -52,7 +52,7 @@ class ColumnParallelLinear(ShardedModule):
         return column_parallel(x, self.weight, self.bias, self.region, recompute_input)
 
 
-def both(
+def paired_forward(
     x: torch.Tensor,
     first: ColumnParallelLinear,
     second: ColumnParallelLinear,
@@ -145,10 +145,10 @@ class VocabularyParallelEmbedding(ShardedModule):
         """Each rank looks up the tokens that it holds; other rows are zero in its partial sum."""
         region = self.region
         if region.tensor_size == 1:
-            return look_up(tokens_sb, self.weight, region)
+            return embedding_lookup(tokens_sb, self.weight, region)
         local_sb = tokens_sb - self.start
         foreign_sb = (local_sb < 0) | (local_sb >= self.rows)
-        x_sbh = look_up(local_sb.masked_fill(foreign_sb, 0), self.weight, region)
+        x_sbh = embedding_lookup(local_sb.masked_fill(foreign_sb, 0), self.weight, region)
         x_sbh = x_sbh.masked_fill(foreign_sb.unsqueeze(-1), 0.0)
         return leave(x_sbh, region)
 

@@ -259,7 +259,7 @@ class _GatedRowParallel(torch.autograd.Function):
         return grad_gate, grad_up, grads[0] if ctx.added else None, None, None, None
 
 
-class _LookUp(torch.autograd.Function):
+class _EmbeddingLookup(torch.autograd.Function):
     """Rows of a table, whose gradient goes straight to the flat buffer."""
 
     @staticmethod
@@ -333,9 +333,9 @@ def gated_row_parallel(
     return _GatedRowParallel.apply(gate, up, residual, (weight, bias), region, recompute)
 
 
-def look_up(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:
+def embedding_lookup(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:
     """Rows [s, b] of weight [v, h] -> [s, b, h]."""
-    return _LookUp.apply(rows_sb, weight, region.weight_gradients)
+    return _EmbeddingLookup.apply(rows_sb, weight, region.weight_gradients)
 
 
 _Rows = tuple[int, int]
