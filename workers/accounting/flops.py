@@ -80,7 +80,7 @@ def frozen_parameters(spec: JobSpec) -> tuple[int, ...]:
 
 def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
     """The part of `rank_parameters` that is trained."""
-    return tuple(held - frozen for held, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
+    return tuple(total - frozen for total, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
 
 
 def frozen_of_layers(spec: JobSpec) -> tuple[int, ...]:
@@ -305,6 +305,6 @@ def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: t
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):
         indices = stages_of_rank(kind, stages, virtual_stages, rank)
         for micro_batch, chunk in recomputed(actions, layout):
-            held = layers_of(layers, layout, indices[chunk])
-            passes += sizes[micro_batch] * sum(layer >= first and layer % _every(layout) == 0 for layer in held)
+            stage_layers = layers_of(layers, layout, indices[chunk])
+            passes += sizes[micro_batch] * sum(layer >= first and layer % _every(layout) == 0 for layer in stage_layers)
     return passes

@@ -241,13 +241,13 @@ class LayerPasses:
     def _leave_backward(self, tape: Tape, size: int, name: str) -> None:
         """Backward of the product at the end of a block, with its input `name`; that input's gradient stays. If it is
         deferred, the gathered gradient and the input are held."""
-        again = size if self._recompute(name) else 0
-        tape.allocate(self._dropped_out, self.sizes.gathered, again)
+        recomputed_bytes = size if self._recompute(name) else 0
+        tape.allocate(self._dropped_out, self.sizes.gathered, recomputed_bytes)
         columns = self.eight.gradient_of_input(tape, [self.sizes.full], size)
         tape.allocate(size)
         if not self.split:
             self.eight.gradients_of_weights(tape, columns, size, *LEAVING[name])
-            tape.free(self._dropped_out, self.sizes.gathered, again)
+            tape.free(self._dropped_out, self.sizes.gathered, recomputed_bytes)
 
     @property
     def _dropped_out(self) -> int:
@@ -259,9 +259,9 @@ class LayerPasses:
         gradient. Deferred products hold these gradients and the norm's output; the product at the end of the block also
         holds the incoming gradient."""
         sizes, output = self.sizes, f"{norm}_output"
-        again = sizes.residual if self._recompute(output) else 0
-        if again:
-            self.norm(tape, again)
+        recomputed_bytes = sizes.residual if self._recompute(output) else 0
+        if recomputed_bytes:
+            self.norm(tape, recomputed_bytes)
         gathered = sizes.gathered if self._held(output, 1) and not self.split else 0
         columns = self.eight.gradient_of_input(tape, gradients, gathered + sizes.full)
         tape.allocate(gathered, sizes.full)
@@ -273,7 +273,7 @@ class LayerPasses:
             tape.free(sizes.full)
         tape.free(gathered)
         if not self.split:
-            tape.free(*gradients, again)
+            tape.free(*gradients, recomputed_bytes)
             self._free(tape, output)
         self.norm_gradient(tape, sizes.residual)
         tape.free(sizes.residual)
@@ -289,12 +289,12 @@ class LayerPasses:
         if "core_attention" in self.modules:
             self._core(tape)
             tape.allocate(self.repeated, 0 if self.spec.attention_is_explicit else context)
-        again = tape.now - before
+        recomputed_bytes = tape.now - before
         if self.spec.attention_is_explicit:
             tape.allocate_briefly(context, 2 * keys, 2 * self._scores)
         tape.allocate(context, self.repeated or 2 * keys)
         self._free(tape, *core_attention_terms(self.spec, recompute=False), "repeated", "attention_dropout_mask")
-        tape.free(context, again)
+        tape.free(context, recomputed_bytes)
         if self.repeated:
             tape.allocate(2 * keys)
             tape.free(self.repeated)

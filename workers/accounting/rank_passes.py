@@ -96,7 +96,7 @@ def blocks_of_rank(layout: ParallelConfig, rank: int, micro_batches: int, has_ba
 def total_of_passes(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
     """All passes, one after the other. Bytes are integers, so repetitions are counted exactly."""
     known: dict[Kind, Pass] = {}
-    most = held = 0
+    highest = net = 0
     for block, times in blocks:
         peak = now = 0
         for kind in block:
@@ -104,8 +104,8 @@ def total_of_passes(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
                 known[kind] = of_kind(kind)
             one = known[kind]
             peak, now = max(peak, now + one.peak), now + one.net
-        most, held = max(most, held + peak + max(0, (times - 1) * now)), held + times * now
-    return Pass(most, held)
+        highest, net = max(highest, net + peak + max(0, (times - 1) * now)), net + times * now
+    return Pass(highest, net)
 
 
 @lru_cache(maxsize=256)
@@ -113,10 +113,10 @@ def passes_awaiting_messages(kind: str, stages: int, chunks: int, rank: int) -> 
     """(chunk, kind of pass) of this rank that need a message from another rank."""
     passes: set[tuple[int, str]] = set()
     for chunk in range(chunks):
-        before, behind = neighbours(kind, stages, chunks, rank, chunk)
+        before, following = neighbours(kind, stages, chunks, rank, chunk)
         if before is not None and before[0] != rank:
             passes.add((chunk, "forward"))
-        if behind is not None and behind[0] != rank:
+        if following is not None and following[0] != rank:
             passes |= {(chunk, "backward"), (chunk, "backward_input")}
     return frozenset(passes)
 
@@ -127,8 +127,10 @@ def _blocks(
 ) -> Blocks:
     """`keep`: number of micro-batches of which everything is kept; None: all."""
     if keep == 0:  # the same passes, all of which are recomputed
-        whole = _blocks(kind, rank, stages, chunks, micro_batches, has_backward, None)
-        return tuple((tuple(each._replace(recomputed=True) for each in block), times) for block, times in whole)
+        without_recomputation = _blocks(kind, rank, stages, chunks, micro_batches, has_backward, None)
+        return tuple(
+            (tuple(each._replace(recomputed=True) for each in block), times) for block, times in without_recomputation
+        )
     actions = passes_of_rank(kind, rank, stages, chunks, micro_batches)
     needs = {
         waiting

@@ -161,8 +161,8 @@ class StepPeak:
         number = self._indices(index).start + place
         if place < 0 or number < self.first:
             return 0
-        layer, whole = self._layer(number, recomputed)
-        terms = {"attention_norm_input": self.sizes.residual} if whole else layer.terms
+        layer, is_full = self._layer(number, recomputed)
+        terms = {"attention_norm_input": self.sizes.residual} if is_full else layer.terms
         return sum(offloaded(self.spec, index, place, terms))
 
     def _coming_back(self, index: int) -> list[list[int]]:
@@ -184,9 +184,9 @@ class StepPeak:
             self._embedding_lookup(tape)
         leaving = 0
         for place, number in enumerate(self._indices(index)):
-            layer, whole = self._layer(number, recomputed)
+            layer, is_full = self._layer(number, recomputed)
             trained = number >= self.first
-            tape.run(self._known(LayerPasses.forward, layer, trained and not whole))
+            tape.run(self._known(LayerPasses.forward, layer, trained and not is_full))
             if not trained:
                 tape.free(residual)
             if is_offloaded(place, len(self._indices(index)), self.spec.layout.offload_layers):
@@ -206,9 +206,9 @@ class StepPeak:
         for place, number in reversed(list(enumerate(self._indices(index)))):
             if number < self.first:
                 break
-            layer, whole = self._layer(number, recomputed)
+            layer, is_full = self._layer(number, recomputed)
             tape.allocate(*(self._offloaded(index, each, recomputed) for each in comes_back[place]))
-            tape.run(self._known(LayerPasses.recomputed_forward if whole else LayerPasses.backward, layer))
+            tape.run(self._known(LayerPasses.recomputed_forward if is_full else LayerPasses.backward, layer))
             if number == self._indices(index)[-1] and not self._is_last(index) and not self.split:
                 tape.allocate(residual)  # the received gradient is held until the end
         if index == 0 and self.first < 0:

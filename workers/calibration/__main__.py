@@ -78,16 +78,16 @@ def _measure_cores(say: Callable[[str], None]) -> Measurements:
         row for ranks in (2, 4, MAX_RANKS) for row in gangs.run(collective_times, layout_document(tensor=ranks))[0]
     ]
     # Twice, half a minute apart: where others share the processor, a machine may be slower for some seconds.
-    again = _measure_one_rank(cores, say)
+    second = _measure_one_rank(cores, say)
     return dataclasses.replace(
         first,
-        products=first.products + again.products,
-        attention=first.attention + again.attention,
-        steps=first.steps + again.steps,
+        products=first.products + second.products,
+        attention=first.attention + second.attention,
+        steps=first.steps + second.steps,
         busy=busy,
         collectives=collectives,
-        other_cores=max((each for each in (first.other_cores, again.other_cores) if each is not None), default=None),
-        spread=again.spread,  # of everything
+        other_cores=max((each for each in (first.other_cores, second.other_cores) if each is not None), default=None),
+        spread=second.spread,  # of everything
     )
 
 

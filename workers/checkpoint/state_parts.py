@@ -58,8 +58,8 @@ _KINDS: dict[str, type[CheckpointError]] = {
 def agree(comm: Comm, problem: CheckpointError | None) -> None:
     """Raise the problem of the first rank that has one, on all ranks; return if there is none. Called on the training
     thread. Raises PeerLost."""
-    mine = None if problem is None else _Problem(str(problem), _kind_of(problem))
-    first = comm.shared_work.together(lambda: mine, _first, (_Problem | None, _Problem | None), comm.progress)
+    own_problem = None if problem is None else _Problem(str(problem), _kind_of(problem))
+    first = comm.shared_work.together(lambda: own_problem, _first, (_Problem | None, _Problem | None), comm.progress)
     if first is not None:
         raise _KINDS.get(first.kind, CheckpointError)(first.message) from problem
 

@@ -112,13 +112,13 @@ class ProcessGroups:
         for axis in axes:
             if axis in self._groups:
                 self.start_all_reduce(axis, probe, largest=False).wait()
-        mine, stages = self._indices["pipeline"], len(self._ranks["pipeline"])
+        own_index, stages = self._indices["pipeline"], len(self._ranks["pipeline"])
         neighbours = (1, stages - 1)
         pairs = [(a, b) for a in range(stages) for b in range(stages) if a != b and (a - b) % stages in neighbours]
         for source, to in pairs:
-            if mine == source:
+            if own_index == source:
                 self.send(to, probe).wait()
-            elif mine == to:
+            elif own_index == to:
                 self.receive(source, probe).wait()
             torch.cuda.synchronize(self._device)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from manta.workers.data.read_errors import read_error
 from manta.workers.data.sources import CorpusFile
-from manta.workers.data.steady_file import ADVICE, digest_of
+from manta.workers.data.unchanged_file import ADVICE, digest_of
 from manta.workers.errors import DataError
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location

@@ -32,7 +32,6 @@ from manta.workers.data.sources import (
     prefixes_of,
     split_tokens,
 )
-from manta.workers.data.steady_file import SteadyFile
 from manta.workers.data.token_cache import (
     NO_WATCHER,
     TokenInfo,
@@ -55,6 +54,7 @@ from manta.workers.data.tokenizer import (
     tokenizer_path,
 )
 from manta.workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
+from manta.workers.data.unchanged_file import UnchangedFile
 from manta.workers.errors import DataError
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
@@ -333,8 +333,8 @@ def _bounds(row: IndexedTokens, files: Sequence[CorpusFile], cache: Path | None,
     path = folder / "ids.json"
     with locked(folder, watcher):
         try:
-            said = json.loads(path.read_bytes())
-            return int(said["lowest"]), int(said["highest"])
+            recorded = json.loads(path.read_bytes())
+            return int(recorded["lowest"]), int(recorded["highest"])
         except (OSError, ValueError, KeyError, TypeError):
             lowest, highest = _scan(row, watcher)
             with contextlib.suppress(OSError):  # a full disk: the next start reads the dataset again
@@ -385,7 +385,7 @@ class ByteCorpus:
     def __init__(self, files: list[CorpusFile]):
         self._files = files
         self._ends = list(accumulate(file.size for file in files))
-        self._open: dict[int, SteadyFile] = {}
+        self._open: dict[int, UnchangedFile] = {}
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -406,12 +406,12 @@ class ByteCorpus:
             left, start, index = left[count:], start + count, index + 1
         return tokens.astype(np.int64)
 
-    def _opened(self, index: int) -> SteadyFile:
+    def _opened(self, index: int) -> UnchangedFile:
         if index not in self._open:
             if len(self._open) >= MAX_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             file = self._files[index]
-            self._open[index] = SteadyFile(file.path, file.size, file.digest)
+            self._open[index] = UnchangedFile(file.path, file.size, file.digest)
         return self._open[index]
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class CorpusFile:
     size: int
     """Bytes."""
     digest: str | None = None
-    """Digest of samples of the file's content (`steady_file.digest_of`), if it must not have changed."""
+    """Digest of samples of the file's content (`unchanged_file.digest_of`), if it must not have changed."""
 
 
 def corpus_files(data: DataConfig) -> list[CorpusFile]:

@@ -32,10 +32,10 @@ from manta.workers.data.indexed_dataset import IndexedTokens, boundaries, write_
 from manta.workers.data.read_errors import is_of_the_storage, read_error
 from manta.workers.data.shards import Shard, shards_of
 from manta.workers.data.sources import CorpusFile, describe_corpus
-from manta.workers.data.steady_file import digest_of
 from manta.workers.data.token_process import Order, ShardResult
 from manta.workers.data.token_processes import Counts, tokenize_shards
 from manta.workers.data.tokenizer import Tokenizer
+from manta.workers.data.unchanged_file import digest_of
 from manta.workers.errors import DataError, DataNotStored
 from manta.workers.system.regular_files import open_regular
 
@@ -62,7 +62,7 @@ class TokenInfo:
     seconds: float
     """Seconds that tokenizing took, excluding earlier attempts."""
     sample: str
-    """Digest of samples of the tokens (`steady_file.digest_of`)."""
+    """Digest of samples of the tokens (`unchanged_file.digest_of`)."""
     left_out: int = 0
     """Conversations without an answer."""
 
@@ -317,9 +317,9 @@ class _Progress:
         self._all = max(1, sum(section.bytes for shard in shards for section in shard))
         self._before = sum(result.bytes for result in done.values())
         self._began = self._reported_at = time.monotonic()
-        again = f", of which {len(done)} shards are done already" if done else ""
+        progress_note = f", of which {len(done)} shards are done already" if done else ""
         count = f"{len(files)} file{'' if len(files) == 1 else 's'}"
-        message = f"tokenizes {count} ({self._all / 1e6:.1f} MB) of {self._where}{again}"
+        message = f"tokenizes {count} ({self._all / 1e6:.1f} MB) of {self._where}{progress_note}"
         watcher.report("data_preparing", message, {"files": len(files), "bytes": self._all})
 
     def note(self, counts: Counts) -> None:

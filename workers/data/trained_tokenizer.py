@@ -132,8 +132,8 @@ def _run(order: dict[str, Any], watcher: Watcher) -> None:
                 time.sleep(POLL_SECONDS)
         finally:
             process.kill()
-        said = process.stdout.read() if process.stdout is not None else ""
-    raise_answered(json.loads(said) if said else {})
+        output = process.stdout.read() if process.stdout is not None else ""
+    raise_answered(json.loads(output) if output else {})
     if process.returncode:
         raise DataError(f"the process that trains the tokenizer ended with exit code {process.returncode}")
 

@@ -95,8 +95,8 @@ def question(template: ChatTemplate, text: str) -> str:
 
 def end_of_answer(template: ChatTemplate, tokens: TextTokens) -> End:
     """What the template writes after an answer. Raises DataError."""
-    said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    written = _written(template, said)
+    message = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    written = _written(template, message)
     tail = written[written.rfind("2") + 1 :].strip()
     ids = tokens.encode(tail) if tail else []
     return End(ids[0] if len(ids) == 1 else None, tail)

@@ -130,8 +130,8 @@ def _tensors(entry: Mapping[str, Any], side: str) -> str:
 def _sequence(group: str, what: Any, operations: list[FlightOperation]) -> FlightSequence:
     last = max(operation.number for operation in operations)
     if what == "messages":
-        kept = [operation for operation in operations if not operation.over][: BEFORE + AFTER]
+        nearby = [operation for operation in operations if not operation.over][: BEFORE + AFTER]
     else:
         first = next((at for at, operation in enumerate(operations) if not operation.over), len(operations))
-        kept = operations[max(0, first - BEFORE) : first + AFTER]
-    return FlightSequence(group, what, last, tuple(kept))
+        nearby = operations[max(0, first - BEFORE) : first + AFTER]
+    return FlightSequence(group, what, last, tuple(nearby))

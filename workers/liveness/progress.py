@@ -336,7 +336,7 @@ def _parse(memory: bytes, torn: bool) -> Record | None:
         return None
     position, waiting = layout.position, layout.waiting
     waits = waiting.peer_plus_1 > 0
-    kept = layout.step_times[: min(layout.commits, RECENT)]
+    recent = layout.step_times[: min(layout.commits, RECENT)]
     counts = dict(zip(COUNTED, layout.counts, strict=True))
     return Record(
         pid=layout.pid,
@@ -352,8 +352,8 @@ def _parse(memory: bytes, torn: bool) -> Record | None:
         commits=layout.commits,
         changed_at=layout.changed_at / 1e9,
         committed_at=layout.committed_at / 1e9,
-        step_seconds=tuple(times.all / 1e9 for times in kept),
-        own_seconds=tuple(times.own / 1e9 for times in kept),
+        step_seconds=tuple(times.all / 1e9 for times in recent),
+        own_seconds=tuple(times.own / 1e9 for times in recent),
         heartbeat=layout.moves + layout.sequence // 2 + sum(counts.values()) + layout.device.moves,
         torn=torn,
         device=_parse_device(layout.device) if layout.device.looked_at else None,

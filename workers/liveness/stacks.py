@@ -106,8 +106,8 @@ def from_kernel(pid: int) -> str:
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").strip()
             if name == "status":
-                kept = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk", "voluntary_ctxt", "nonvoluntary_ctxt")
-                text = "\n".join(line for line in text.splitlines() if line.startswith(kept))
+                fields = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk", "voluntary_ctxt", "nonvoluntary_ctxt")
+                text = "\n".join(line for line in text.splitlines() if line.startswith(fields))
             if text and text != "0":
                 facts.append(f"{name}: {text}" if "\n" not in text else text)
     return "\n".join(facts)

@@ -81,8 +81,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, r
 
 def _halves(x: torch.Tensor, parts: int, rotated: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Both halves of the parts that are rotated: [s, b, a, parts, d/2]."""
-    whole = x.view(*x.shape[:2], -1, parts, head_size)[..., :rotated, :]
-    return whole[..., : head_size // 2], whole[..., head_size // 2 :]
+    heads = x.view(*x.shape[:2], -1, parts, head_size)[..., :rotated, :]
+    return heads[..., : head_size // 2], heads[..., head_size // 2 :]
 
 
 def _rotated_copy(
@@ -90,8 +90,8 @@ def _rotated_copy(
 ) -> torch.Tensor:
     first, second = _halves(x, parts, rotated, head_size)
     rest = x.view(*x.shape[:2], -1, parts, head_size)[..., rotated:, :]
-    whole = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return torch.cat([whole, rest], -2).view(x.shape)
+    heads = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([heads, rest], -2).view(x.shape)
 
 
 def frequencies_of(rope: RopeConfig, head_size: int) -> tuple[torch.Tensor, float]:

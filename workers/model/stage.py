@@ -85,8 +85,8 @@ class Chunk(nn.Module):
         return x.transpose(0, 1) if run.batch_first else x
 
     def _layer(self, name: str, layer: nn.Module, run: ForwardPass, x: torch.Tensor) -> torch.Tensor:
-        whole = run.recompute.full_layer(int(name))
-        result: torch.Tensor = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
+        is_full = run.recompute.full_layer(int(name))
+        result: torch.Tensor = checkpointed(self.region.comm, layer, x, run) if is_full else layer(x, run)
         return result
 
     def _offloading(self) -> OffloadedPass | None:

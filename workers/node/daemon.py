@@ -258,13 +258,13 @@ class NodeDaemon:
 
     async def _maintain_sockets(self) -> None:
         """Keep the runtime folder and the socket for drains; the zygote and the MemoryServer keep theirs."""
-        said = ""
+        reported = ""
         while self._drains is not None and self._drain_listener is not None:
             await asyncio.sleep(POLL_SECONDS)
             try:
                 await asyncio.to_thread(self._runtime_folder.keep)
             except (OSError, UnsafePath) as error:
-                if said != (said := str(error)):
+                if reported != (reported := str(error)):
                     log.warning("the sockets of this node cannot be reached: %s; retrying", error)
                 continue
             if (successor := self._drain_listener.successor()) is not None:

@@ -148,16 +148,16 @@ class HeartbeatServer:
         received = self._received(connection)
         if received is None:
             return
-        said = self._unauthenticated[connection] + received
-        line, newline, _ = said.partition(b"\n")
+        buffered = self._unauthenticated[connection] + received
+        line, newline, _ = buffered.partition(b"\n")
         if newline and hmac.compare_digest(line, self.secret.encode()):
             del self._unauthenticated[connection]
             self._connections[connection] = None
             self._answer(connection)
-        elif newline or not received or len(said) > len(self.secret):
+        elif newline or not received or len(buffered) > len(self.secret):
             self._drop(connection)
         else:
-            self._unauthenticated[connection] = said
+            self._unauthenticated[connection] = buffered
 
     def _read(self, connection: Any) -> None:
         received = self._received(connection)

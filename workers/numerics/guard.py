@@ -52,8 +52,8 @@ class NumberGuard:
             self.history = history.with_roll_backs(self.history.roll_backs)
         self.history = self.history.with_roll_backs(known)
         copies = [] if self.copies is None else [copy for copy in self.copies.steps if copy <= step]
-        mine = _Known(self.history, copies)
-        agreed = self.comm.shared_work.together(lambda: mine, _agreed, (_Known, _Known), self.comm.progress)
+        own = _Known(self.history, copies)
+        agreed = self.comm.shared_work.together(lambda: own, _agreed, (_Known, _Known), self.comm.progress)
         self.history, common = agreed.history, agreed.copies
         if self.copies is not None:
             self.copies.forget(*(copy for copy in self.copies.steps if copy not in common))

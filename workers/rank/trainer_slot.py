@@ -92,9 +92,9 @@ class TrainerSlot:
             self._refuse_replaced(order)
             self._assign_rank(order.rank)
             order = replace(order, faults=tuple(self._waiting_faults()))
-            occupant, kept = self._occupant, False
+            occupant, was_reused = self._occupant, False
             if occupant is not None and occupant.trainer.at_rest:
-                kept = occupant.trainer.generation > 0  # otherwise it was only prepared
+                was_reused = occupant.trainer.generation > 0  # otherwise it was only prepared
                 occupant.trainer.go(order)
             else:
                 if occupant is not None:
@@ -104,7 +104,7 @@ class TrainerSlot:
                     if fault not in order.faults:  # it was armed meanwhile
                         occupant.trainer.arm(fault)
             self._attend(occupant, order)
-            return Launched(occupant.trainer.process.pid, kept)
+            return Launched(occupant.trainer.process.pid, was_reused)
 
     async def prepare(self, order: LaunchOrder) -> bool:
         """Have a trainer ready for an order like this one, but of a later generation, unless one is running. Returns

@@ -66,8 +66,8 @@ class SnapshotInterval:
         self._steps.append(seconds)
         if not self._auto or step % AGREE_EVERY or len(self._steps) < AGREE_EVERY:
             return  # the first steps of a generation touch all memory for the first time, and are not typical
-        mine = [statistics.median(self._stalls or [0.0]), statistics.median(self._steps)]
-        shared = torch.tensor(mine, dtype=torch.float64, device=comm.device)
+        medians = [statistics.median(self._stalls or [0.0]), statistics.median(self._steps)]
+        shared = torch.tensor(medians, dtype=torch.float64, device=comm.device)
         comm.all_reduce("world", shared, largest=True)
         agreed = shared.tolist()
         comm.confirm()

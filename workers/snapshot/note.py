@@ -34,8 +34,8 @@ class RowJournal:
 
     def forget_after(self, step: int) -> None:
         """Discard the rows of steps above `step`."""
-        kept = [line for line in self._lines if json.loads(line)["step"] <= step]
-        self._lines = deque(kept, JOURNAL_ROWS)
+        remaining = [line for line in self._lines if json.loads(line)["step"] <= step]
+        self._lines = deque(remaining, JOURNAL_ROWS)
 
     def note(self, history: NumericsHistory | None, max_bytes: int = NOTE_BYTES) -> bytes:
         """The note with these rows, of which the oldest are left out until it has at most `max_bytes` bytes; `history`:

@@ -163,8 +163,8 @@ class Snapshots:
         return self._pinned.error
 
     def _pin(self) -> PinnedMemory:
-        whole = torch.frombuffer(self._file.memory, dtype=torch.uint8)
-        return PinnedMemory(whole, on_gpu=any(tensor.is_cuda for tensor in self.state))
+        memory = torch.frombuffer(self._file.memory, dtype=torch.uint8)
+        return PinnedMemory(memory, on_gpu=any(tensor.is_cuda for tensor in self.state))
 
     def _views(self, slot: int) -> list[torch.Tensor]:
         position, views = self._file.form.payload_at(slot), []

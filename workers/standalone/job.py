@@ -143,8 +143,8 @@ def _threads_for(spec: JobSpec, device: torch.device, launcher: Launcher | None,
 
 def initial_threads(checkpoints: Location) -> int | None:
     """Threads of the job that saved checkpoints in this folder; None if no checkpoint is complete."""
-    whole = complete_checkpoints(checkpoints)
-    return stored_threads(whole[-1][1].spec) if whole else None
+    complete = complete_checkpoints(checkpoints)
+    return stored_threads(complete[-1][1].spec) if complete else None
 
 
 def restore_newest(trainer: Trainer, checkpoints: Location | None) -> None:
@@ -153,13 +153,13 @@ def restore_newest(trainer: Trainer, checkpoints: Location | None) -> None:
     path: Location | None = None
     skipped: list[str] = []
     if checkpoints is not None:
-        any_whole = bool(complete_checkpoints(checkpoints))
+        any_complete = bool(complete_checkpoints(checkpoints))
 
         def use(path: Location, step: int) -> None:
             trainer.restore(Resume("checkpoint", step, str(path)))
 
         path, skipped = newest_usable(checkpoints, use)
-        if path is None and any_whole:
+        if path is None and any_complete:
             raise CheckpointError("; ".join(skipped))
     if trainer.comm.rank == 0:
         for reason in skipped:

@@ -253,11 +253,11 @@ class RankState:
     def snapshot_parameters(self) -> list[torch.Tensor] | None:
         """This rank's weights of the last committed step, read from its snapshot, frozen ones last; None if it has no
         snapshot of that step."""
-        kept = self.snapshots.slot_tensors(self.step) if self.snapshots is not None else None
-        if kept is None:
+        tensors = self.snapshots.slot_tensors(self.step) if self.snapshots is not None else None
+        if tensors is None:
             return None
         changing = len(self.engine.state())
-        return [*kept[: len(self.engine.optimizer.parameters)], *kept[changing:]]
+        return [*tensors[: len(self.engine.optimizer.parameters)], *tensors[changing:]]
 
     def snapshot_figures(self) -> dict[str, float]:
         """For the row of metrics: the current interval between snapshots, in steps, and the seconds by which the last

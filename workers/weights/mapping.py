@@ -71,7 +71,7 @@ class HuggingFaceTensor:
 
 def huggingface_tensors(spec: JobSpec) -> list[HuggingFaceTensor]:
     """All tensors of the job's model with the names of transformers, in the model's order. The model must exist there
-    (`config_out.huggingface_config` says whether it does)."""
+    (`config_export.huggingface_config` says whether it does)."""
     model, vocabulary = spec.model, spec.vocabulary_size
     if model.family == "gpt":
         return _gpt2(model, vocabulary)

@@ -56,10 +56,10 @@ class Weights:
         here = self._at[tensor.name]
         try:
             with safe_open(here.file, framework="pt") as file:
-                whole = file.get_slice(here.name)
+                stored = file.get_slice(here.name)
                 for runs in _blocks(piece.runs(*rows), _rows_in_a_block(tensor)):
                     first, end = runs[0][1], runs[-1][1] + runs[-1][2]
-                    block = _cut(whole, tensor, (first, end), columns)
+                    block = _cut(stored, tensor, (first, end), columns)
                     for row, theirs, count in runs:
                         at = row - rows[0]
                         local[at : at + count, : block.shape[1]].copy_(block[theirs - first : theirs - first + count])
@@ -88,15 +88,15 @@ def _blocks(runs: Iterator[tuple[int, int, int]], max_rows: int) -> Iterator[lis
         yield group
 
 
-def _cut(whole: object, tensor: HuggingFaceTensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+def _cut(stored: object, tensor: HuggingFaceTensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
     """Rows and columns, in our order, of a slice of their tensor: [rows, columns]."""
     a, b, c, d = *rows, *columns
     if len(tensor.shape) == 1:
-        part = whole[a:b]  # type: ignore[index]
+        part = stored[a:b]  # type: ignore[index]
         return part.view(-1, 1)
     if tensor.transposed:
-        return whole[c:d, a:b].t()  # type: ignore[index]
-    return whole[a:b, c:d]  # type: ignore[index]
+        return stored[c:d, a:b].t()  # type: ignore[index]
+    return stored[a:b, c:d]  # type: ignore[index]
 
 
 def _unreadable(here: FileTensor, error: Exception) -> WeightsError:

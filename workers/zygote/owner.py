@@ -76,21 +76,21 @@ class ZygoteOwner:
 
     async def _end_of(self, process: subprocess.Popen[bytes]) -> None:
         """Wait until `process` has ended, and end it if it hangs. One that does not listen yet is still importing."""
-        stopped = silent = 0
-        asked = asyncio.create_task(_wait_for_answer(self._socket_path))
+        stopped = unanswered = 0
+        request = asyncio.create_task(_wait_for_answer(self._socket_path))
         try:
             while not await _ends_soon(process.pid):
                 state = process_state(process.pid)
                 stopped = stopped + 1 if state is not None and state.stopped else 0
-                silent = silent + 1 if not asked.done() else 0
-                if asked.done():
-                    asked = asyncio.create_task(_wait_for_answer(self._socket_path))
-                if stopped == MAX_STOPPED_POLLS or silent == MAX_UNANSWERED_POLLS:
+                unanswered = unanswered + 1 if not request.done() else 0
+                if request.done():
+                    request = asyncio.create_task(_wait_for_answer(self._socket_path))
+                if stopped == MAX_STOPPED_POLLS or unanswered == MAX_UNANSWERED_POLLS:
                     found = "is stopped" if stopped == MAX_STOPPED_POLLS else "does not answer"
                     log.warning("the zygote (process %d) %s, and is replaced", process.pid, found)
                     process.kill()
         finally:
-            asked.cancel()
+            request.cancel()
 
     def _respawn(self) -> bool:
         """False if the machine does not permit it: whatever took the zygote's memory may still have the rest of it."""

@@ -130,7 +130,7 @@ def _look(trainer: Trainer) -> RankOutcome:
         for each in placed(engine, kind, part, optimizer.held)
     ]
     loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_stored])
-    computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.whole)])
+    computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.total_size)])
     return RankOutcome(loaded, computing, engine.loss_scale.state.tolist(), [])
 
 

@@ -127,9 +127,9 @@ def run_steps_offloaded(comm: Comm, *given: Any) -> list:
 def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | None) -> tuple[Engine, list[Rectangle]]:
     """An engine with the given weights, and its parameters as rectangles of its flat buffer."""
     engine = Engine(spec, comm, dtype)
-    whole = [(0, engine.flat.whole)]
+    whole = [(0, engine.flat.total_size)]
     everything = rectangles_of(engine.flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
-    start = torch.zeros(engine.flat.whole, dtype=torch.float64)
+    start = torch.zeros(engine.flat.total_size, dtype=torch.float64)
     for rectangle in everything:
         where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
         rectangle.view(start).copy_(torch.as_tensor(weights[rectangle.name][where]))

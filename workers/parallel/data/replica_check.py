@@ -114,8 +114,8 @@ class ReplicaCheck:
             return set(), True
         parts = [[*self.flat.parts(replica), self.flat.frozen_part(replica)] for replica in range(size)]
         hashes = [self._hash(ranges) for ranges in parts]
-        mine = torch.stack([*hashes, hashes[0].new_tensor(sound)])
-        gathered = self.comm.all_gather("data", mine).view(size, size + 1).tolist()
+        own_hashes = torch.stack([*hashes, hashes[0].new_tensor(sound)])
+        gathered = self.comm.all_gather("data", own_hashes).view(size, size + 1).tolist()
         ranks = self.comm.grid.group("data", self.comm.rank)
         by_certainty: dict[bool, set[int]] = {True: set(), False: set()}
         sharded = self.optimizer.held == self.optimizer.owned

@@ -48,7 +48,7 @@ class ZeroOptimizer:
         """Ranges of the flat buffer whose state this rank keeps: the vectors below have them one after the other."""
         everything = self.held != self.owned
         self.frozen_owned = flat.frozen_part(comm.index("data"))
-        self.frozen_stored = (flat.size, flat.whole) if everything else self.frozen_owned
+        self.frozen_stored = (flat.size, flat.total_size) if everything else self.frozen_owned
         """Range of the frozen parameters in the flat buffer whose values this rank keeps, possibly empty;
         `frozen_owned` is the range that this replica saves."""
         self.frozen = flat.parameters[slice(*self.frozen_stored)]
@@ -200,7 +200,7 @@ class ZeroOptimizer:
 
     def publish_frozen(self) -> None:
         """Gather the frozen parameters that are held by all replicas. Raises PeerLost."""
-        if self.frozen_stored != (self.flat.size, self.flat.whole):
+        if self.frozen_stored != (self.flat.size, self.flat.total_size):
             into = self.flat.parameters[self.flat.size :]
             self.comm.start_all_gather("data", self.frozen.clone(), into)[1].wait()
 
@@ -316,8 +316,8 @@ class ArrivingParameters:
         numbers = range(len(parts))
         for number in (*numbers[-1:], *numbers[:-1]):
             start, end = self._flat.buckets[number]
-            whole = self._flat.parameters[start:end]
-            self._under_way[number] = self._comm.start_all_gather("data", parts[number], whole)[1]
+            full = self._flat.parameters[start:end]
+            self._under_way[number] = self._comm.start_all_gather("data", parts[number], full)[1]
 
     def wait_for(self, module: nn.Module) -> None:
         """Return once the module's parameters have come. Raises PeerLost."""

@@ -52,9 +52,9 @@ class HostBlocks:
 
     def release_block(self, block: torch.Tensor) -> None:
         """Return a block."""
-        whole = block.view(torch.uint8)
-        size = block_bytes(len(whole))
-        self._free[size].append(whole.as_strided((size,), (1,)))
+        storage = block.view(torch.uint8)
+        size = block_bytes(len(storage))
+        self._free[size].append(storage.as_strided((size,), (1,)))
 
 
 def block_bytes(size: int) -> int:
@@ -76,9 +76,9 @@ def memory_of(tensor: torch.Tensor) -> int:
 class _Stored:
     """Memory in which autograd keeps something; deleted when nothing in it is kept any more."""
 
-    def __init__(self, layer: OffloadedLayer, whole: torch.Tensor):
+    def __init__(self, layer: OffloadedLayer, storage: torch.Tensor):
         self.layer = layer
-        self.device: torch.Tensor | None = whole
+        self.device: torch.Tensor | None = storage
         """All of the memory as a vector, while it is on the device."""
         self.host: torch.Tensor | None = None
 
@@ -118,8 +118,8 @@ class OffloadedLayer:
             return tensor
         key = memory, tensor.dtype
         if key not in self._new:
-            whole = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
-            self._new[key] = _Stored(self, whole)
+            storage = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
+            self._new[key] = _Stored(self, storage)
         return _Saved(self._new[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
@@ -140,12 +140,14 @@ class OffloadedLayer:
         self._stored = [weakref.ref(stored) for stored in kept]
         if not kept:
             return
-        wholes = [stored.device for stored in kept if stored.device is not None]
-        self._device = wholes[0].device
-        self._streams = copy_streams(self._device) if wholes[0].is_cuda else None
-        for stored, whole in zip(kept, wholes, strict=True):
-            stored.host = self.host.acquire(whole)
-        pairs = [(stored.host, whole) for stored, whole in zip(kept, wholes, strict=True) if stored.host is not None]
+        storages = [stored.device for stored in kept if stored.device is not None]
+        self._device = storages[0].device
+        self._streams = copy_streams(self._device) if storages[0].is_cuda else None
+        for stored, storage in zip(kept, storages, strict=True):
+            stored.host = self.host.acquire(storage)
+        pairs = [
+            (stored.host, storage) for stored, storage in zip(kept, storages, strict=True) if stored.host is not None
+        ]
         self._copied = self._copy(pairs, 0)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], direction: int) -> torch.cuda.Event | None:

@@ -277,11 +277,11 @@ class HeadLoss:
         """Losses of x [s or s/t, b, h], contiguous, with targets in the order of its tokens; with `z_weight`, squares
         of log Z too. With `gradients` also the gradient of x, and the weight's gradient is added to its sum."""
         region = self.region
-        whole = gather(x, region)
-        x_nh = whole.reshape(-1, whole.shape[-1])
+        gathered = gather(x, region)
+        x_nh = gathered.reshape(-1, gathered.shape[-1])
         wide = torch.float32 if x.element_size() < 4 else x.dtype
         results_2n = torch.empty(2 if z_weight else 1, len(x_nh), dtype=wide, device=x.device)
-        grad = torch.empty_like(whole) if gradients is not None and gradients.of_input else None
+        grad = torch.empty_like(gathered) if gradients is not None and gradients.of_input else None
         reducing = None
         for tokens, is_last in self._parts(len(x_nh)):
             grad_mv = self._losses(x_nh[tokens], targets_n[tokens], z_weight, results_2n[:, tokens], gradients)

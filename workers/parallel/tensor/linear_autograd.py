@@ -62,9 +62,9 @@ def column_backward(
 
     def add_weight_gradients() -> None:
         if needed is not None:
-            whole = gathered[0] if gathered is not None else gather(needed, region)
+            full = gathered[0] if gathered is not None else gather(needed, region)
             trained = [each for each in zip(weights, grads_no, strict=True) if each[0].requires_grad]
-            whole_ni = whole.reshape(-1, whole.shape[-1])
+            whole_ni = full.reshape(-1, full.shape[-1])
             store.add_products([weight for weight, _ in trained], [grad_no for _, grad_no in trained], whole_ni)
         for grad_no, bias in zip(grads_no, biases, strict=True):
             if bias is not None and bias.requires_grad:
@@ -382,10 +382,10 @@ def _gathering(x: torch.Tensor, rows: _Rows, region: Region) -> tuple[torch.Tens
     return gathered, gathering or DONE
 
 
-def _of_each_rank(whole: torch.Tensor, rows: _Rows, ranks: int) -> torch.Tensor:
+def _of_each_rank(full: torch.Tensor, rows: _Rows, ranks: int) -> torch.Tensor:
     """The `rows` of every rank's part of the sequence: [s, b, o] -> [t, n, o], a view; n: tokens of a chunk of one
     rank's part."""
-    by_rank = whole.view(ranks, len(whole) // ranks, -1, whole.shape[-1])
+    by_rank = full.view(ranks, len(full) // ranks, -1, full.shape[-1])
     return by_rank[:, slice(*rows)].flatten(1, 2)
 
 

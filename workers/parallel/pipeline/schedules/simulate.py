@@ -77,8 +77,8 @@ def simulate(lists: list[list[Action]], kind: str, virtual_stages: int, times: P
     for rank in range(stages):
         for chunk in range(virtual_stages):
             part = share[virtual_stage(kind, stages, virtual_stages, rank, chunk)] / virtual_stages
-            before, behind = neighbours(kind, stages, virtual_stages, rank, chunk)
-            chunks[rank, chunk] = _Chunk(before, behind, _seconds(times, part))
+            before, following = neighbours(kind, stages, virtual_stages, rank, chunk)
+            chunks[rank, chunk] = _Chunk(before, following, _seconds(times, part))
     ranks = [_Rank(rank, [action for action in lists[rank] if action.kind in COMPUTE]) for rank in range(stages)]
     ends: dict[tuple[bool, ChunkLocation, int], float] = {}
     moved = True
@@ -108,7 +108,7 @@ class _Chunk:
     """Where a chunk's inputs come from, and how long its passes take."""
 
     before: ChunkLocation | None
-    behind: ChunkLocation | None
+    following: ChunkLocation | None
     seconds: dict[str, float]
 
 
@@ -135,7 +135,7 @@ class _Rank:
             chunk = chunks[place]
             start = self.now
             is_forward = action.kind == "forward"
-            source = chunk.before if is_forward else chunk.behind
+            source = chunk.before if is_forward else chunk.following
             if action.kind != "backward_weight" and source is not None:
                 ready = ends.get((is_forward, source, action.micro_batch))
                 if ready is None:
