@@ -61,7 +61,7 @@ from manta.service.store import (
 )
 from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.errors import MantaError
-from manta.workers.spec.problems import SpecError, rule_in_words
+from manta.workers.spec.problems import SpecError, describe_rule
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ _PATTERNS = {
 def _rule(entry: Any) -> str:
     """The rule that a parameter violates, in words."""
     pattern = entry.get("ctx", {}).get("pattern")
-    return _PATTERNS.get(pattern) or rule_in_words(entry)
+    return _PATTERNS.get(pattern) or describe_rule(entry)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

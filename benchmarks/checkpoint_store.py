@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.store_turns import Plan, Turn, train_in_turns
+from manta.workers.storage.locations import parse_location
 from manta.workers.storage.object_files import PART_BYTES, PARTS_AT_ONCE
-from manta.workers.storage.places import place_of
 
 LAYERS = 17
 VOCABULARY_SIZE = 65536
@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace) -> Report:
     arms = [arm for group in groups for arm in order.sample(group, len(group))]
     document = job(options.layers, options.vocabulary_size, options.seed)
     with tempfile.TemporaryDirectory(prefix="manta-benchmark-") as folder:
-        plan = Plan(tuple(arms), options.alone_steps, str(place_of(options.store)), folder)
+        plan = Plan(tuple(arms), options.alone_steps, str(parse_location(options.store)), folder)
         (seen,) = LocalRanks().run(train_in_turns, document, plan, seconds=SECONDS)
     turns = seen.turns
     _add_steps(report, turns)

@@ -30,7 +30,7 @@ from manta.workers.timing.recording import Recording
 from manta.workers.timing.step_phases import StepPhases
 from manta.workers.trainer import Trainer
 from manta.workers.training.reporter import Reporter
-from manta.workers.training.tracing import Make
+from manta.workers.training.tracing import BuildRecording
 
 WARM_UP, PHASES = 4, 20_000
 TURN = 5
@@ -161,8 +161,8 @@ def alternating(comm: Comm, spec: JobSpec, steps: int, turn: int) -> Seen:
     trainer = Trainer(spec, comm, Reporter(lambda _: None), 1e12)
     trainer.restore(Resume())
     timers, seen = _Timers(trainer), Seen([], [], [], [], [], [])
-    makes: list[Make] = []
-    trainer.tracing.take = lambda _number, make: makes.append(make)
+    makes: list[BuildRecording] = []
+    trainer.tracing.sink = lambda _number, make: makes.append(make)
     for number in range(WARM_UP + 2 * steps):
         trace, place = divmod(number - WARM_UP, turn)
         records = number >= WARM_UP and trace % 2 == 0

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from manta.service.cluster.node_shapes import InvalidNodeShapes, NodeShape, shapes_in
 from manta.workers.errors import MantaError
 from manta.workers.node.notice_sources import UnknownSource, notice_sources
-from manta.workers.storage.places import BadPlace, ObjectPath, Place, place_of
-from manta.workers.system.ports import BadPorts, PortRange
+from manta.workers.storage.locations import InvalidLocation, Location, ObjectPath, parse_location
+from manta.workers.system.ports import InvalidPortRange, PortRange
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
@@ -107,10 +107,10 @@ class Settings:
     jobs_kept_days: float = 0.0
     """How long a job is kept after its end: then it is deleted, with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: until a
     user deletes it."""
-    checkpoints: Place | None = None
+    checkpoints: Location | None = None
     """Where the checkpoints of all jobs are stored, such as `s3://bucket/manta` or a folder that all nodes share
     (MANTA_CHECKPOINTS); None: in the home."""
-    logs: Place | None = None
+    logs: Location | None = None
     """Where the logs of all jobs are stored in addition to the home's disk (MANTA_LOGS). If that is not set, the object
     store of MANTA_CHECKPOINTS, if that is one; None, or MANTA_LOGS=home: in the home only."""
     node_notices: str | None = None
@@ -231,18 +231,18 @@ def _file(source: Mapping[str, str], name: str) -> Path | None:
     return Path(source[name]).expanduser().absolute() if source.get(name) else None
 
 
-def _place(source: Mapping[str, str], name: str) -> Place | None:
+def _place(source: Mapping[str, str], name: str) -> Location | None:
     text = source.get(name)
     if not text:
         return None
     try:
-        place = place_of(text)
-    except BadPlace as error:
+        place = parse_location(text)
+    except InvalidLocation as error:
         raise InvalidSetting(f"{name}: {error}") from error
     return place.expanduser().absolute() if isinstance(place, Path) else place
 
 
-def _logs(source: Mapping[str, str]) -> Place | None:
+def _logs(source: Mapping[str, str]) -> Location | None:
     said = source.get("MANTA_LOGS", "").strip()
     if said.lower() == "home":
         return None
@@ -266,7 +266,7 @@ def _ports(source: Mapping[str, str], name: str) -> PortRange | None:
     text = source.get(name)
     try:
         return PortRange.of(text) if text else None
-    except BadPorts as error:
+    except InvalidPortRange as error:
         raise InvalidSetting(f"{name}: {error}") from error
 
 

@@ -36,7 +36,7 @@ SAFE = {
         workers/data/tokenize.py:write_dataset
         workers/data/trained_tokenizer.py:trained_tokenizer
         workers/liveness/progress.py:shared
-        workers/snapshot/backup.py:_give
+        workers/snapshot/backup.py:_send_snapshot
         workers/snapshot/backup.py:_run
         workers/snapshot/backup_transport.py:file_of
         workers/snapshot/backup_transport.py:send_slot
@@ -48,7 +48,7 @@ SAFE = {
     """,
     "a folder, which is opened to be locked or synced": """
         workers/node/folders.py:keep
-        workers/storage/files.py:write_whole
+        workers/storage/files.py:write_atomically
         workers/weights/export.py:_locked
         workers/weights/export.py:_sync
     """,

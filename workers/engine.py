@@ -76,7 +76,7 @@ class Engine:
         self.optimizer = ZeroOptimizer(
             self.flat, spec.train.optimizer, comm, self.reduction, sums, 1 if layout.zero else 0, one_pass
         )
-        if layout.gather == "beside_forward" and (arriving := self.optimizer.gather_beside_forward()) is not None:
+        if layout.gather == "beside_forward" and (arriving := self.optimizer.start_gather_with_forward()) is not None:
             wait_before_parts(self.model, arriving.wait_for)
         if spec.train.compile:
             compile_layers(self.model)
@@ -98,7 +98,7 @@ class Engine:
         parameter after the other, so that there is never more than one in addition to the state."""
         slots, device = (*self.flat.slots, *self.flat.frozen), self.comm.device
         memory = torch.empty(max(slot.end - slot.start for slot in slots), dtype=torch.float32, device=device)
-        for slot, end in zip(slots, [*(following.start for following in slots[1:]), self.flat.whole], strict=True):
+        for slot, end in zip(slots, [*(following.start for following in slots[1:]), self.flat.total_size], strict=True):
             part = memory[: slot.end - slot.start]
             fill(slot.entry, part.view(slot.entry.parameter.shape))
             self.comm.progress.moved()

@@ -52,7 +52,7 @@ class PeerLost(MantaError):
     """A collective failed because another rank is gone. This rank is not the cause."""
 
 
-class AskedToRest(PeerLost):
+class RestRequested(PeerLost):
     """All ranks leave the generation between two steps, since one of them was asked to. Nothing has failed: no rank is
     waiting for another, over any backend."""
 

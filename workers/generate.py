@@ -26,8 +26,10 @@ def main(arguments: list[str] | None = None, called: str = "python -m manta.work
     parser = options_for(called, "Let a trained model write.")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", help="what is to be continued; may be given several times")
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="the texts of a JSONL, or a whole file")
-    parser.add_argument("--chat", action="store_true", help="prompts are what a user says; an answer is written")
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="the texts of a JSONL file, or any other file as one prompt"
+    )
+    parser.add_argument("--chat", action="store_true", help="treat prompts as user messages, and generate the answer")
     add_template_to(parser)
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to write (default: 100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1)")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manta.workers.errors import MantaError
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 SHARED_MEMORY = Path("/dev/shm")
 RUNTIME_FOLDERS = Path("/tmp"), "manta-{user}-{tag}"
@@ -32,23 +32,23 @@ class Paths:
     """Path arithmetic of the service whose state lies in `home`. Creates nothing unless a method says so."""
 
     home: Path
-    checkpoints: Place | None = None
+    checkpoints: Location | None = None
     """Where the durable checkpoints of all jobs are; None: in the home."""
     installation: str = ""
     """The service's id, by which nodes see if they share its folders (`workers/node/folders.py`); empty: all do."""
 
-    logs: Place | None = None
+    logs: Location | None = None
     """Where the logs of all jobs are kept besides those in the home; None: nowhere."""
 
     @classmethod
     def of(
-        cls, home: str | Path, checkpoints: Place | None = None, installation: str = "", logs: Place | None = None
+        cls, home: str | Path, checkpoints: Location | None = None, installation: str = "", logs: Location | None = None
     ) -> Paths:
         """Paths of a home folder, made absolute so that its tag is the same from everywhere."""
         return cls(Path(home).expanduser().resolve(), checkpoints, installation, logs)
 
     @property
-    def checkpoint_root(self) -> Place:
+    def checkpoint_root(self) -> Location:
         """Folder below which the checkpoints of all jobs are."""
         return self.home if self.checkpoints is None else self.checkpoints
 
@@ -76,7 +76,7 @@ class Paths:
         """Folder of all durable files of `job`. Raises UnsafePath on a name that is none."""
         return self.home / "jobs" / safe_name(job)
 
-    def checkpoint_folder(self, job: str) -> Place:
+    def checkpoint_folder(self, job: str) -> Location:
         """Folder of the durable checkpoints of `job`. Raises UnsafePath on a name that is none."""
         return (self.job_folder(job) if self.checkpoints is None else self.checkpoints / safe_name(job)) / "checkpoints"
 
@@ -84,7 +84,7 @@ class Paths:
         """Folder of the log files of `job`."""
         return self.job_folder(job) / "logs"
 
-    def kept_log_folder(self, job: str) -> Place | None:
+    def stored_log_folder(self, job: str) -> Location | None:
         """Folder in which the log of `job` is kept besides that in the home; None: it is not."""
         return None if self.logs is None else self.logs / safe_name(job) / "logs"
 

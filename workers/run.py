@@ -23,7 +23,7 @@ from manta.workers.settings import Launcher, read_launcher
 from manta.workers.spec.problems import Problem, SpecError
 from manta.workers.spec.reading import load_job_spec
 from manta.workers.spec.submitted import with_vocabulary
-from manta.workers.storage.places import BadPlace, Place, place_of
+from manta.workers.storage.locations import InvalidLocation, Location, parse_location
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.run") -> int:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m manta.work
         help="write one JSON object a step to this file; of a run that it resumes, the steps so far stay",
     )
     parser.add_argument(
-        "--checkpoints", type=_place, help="save durable checkpoints in, and resume from, this folder or s3:// URL"
+        "--checkpoints", type=_location, help="save durable checkpoints in, and resume from, this folder or s3:// URL"
     )
     parser.add_argument("--cache", type=Path, help="keep tokens of corpora in this folder (default: MANTA_TOKEN_CACHE)")
     parser.add_argument(
@@ -78,10 +78,10 @@ def _spec_in(file: Path) -> JobSpec:
         raise SpecError([Problem("", f"cannot be read ({error.strerror or error})")]) from error
 
 
-def _place(text: str) -> Place:
+def _location(text: str) -> Location:
     try:
-        return place_of(text)
-    except BadPlace as error:
+        return parse_location(text)
+    except InvalidLocation as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 

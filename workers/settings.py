@@ -65,9 +65,9 @@ def read_pod() -> Pod | None:
 
 def read_token_cache(otherwise: Path | None = None) -> Path:
     """This machine's folder for tokens of corpora: MANTA_TOKEN_CACHE, else `otherwise`, or in the home (MANTA_HOME)."""
-    said = os.environ.get("MANTA_TOKEN_CACHE")
-    if said:
-        return Path(said).expanduser().absolute()
+    value = os.environ.get("MANTA_TOKEN_CACHE")
+    if value:
+        return Path(value).expanduser().absolute()
     return otherwise or Paths.of(os.environ.get("MANTA_HOME") or "~/.manta").token_cache
 
 

@@ -13,7 +13,7 @@ from manta.workers.data.batches import Batches, Prefetch
 from manta.workers.data.order import SkippedSamples
 from manta.workers.data.watch import DataWatch, check_same_tokens
 from manta.workers.engine import Engine
-from manta.workers.errors import AskedToRest, PeerLost, ReplicaDiffers
+from manta.workers.errors import PeerLost, ReplicaDiffers, RestRequested
 from manta.workers.liveness.rank_samples import RankSampler, Straggler, Stragglers
 from manta.workers.numerics.bad_numbers import BadStep
 from manta.workers.numerics.guard import error_of
@@ -21,7 +21,7 @@ from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.replica_check import ReplicaCheck
 from manta.workers.protocol.messages import Resume
 from manta.workers.training.learning_rate import learning_rate
-from manta.workers.training.rank_state import NO_PLACES, Places, RankState
+from manta.workers.training.rank_state import NO_PATHS, RankState, StatePaths
 from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
 from manta.workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
 from manta.workers.training.tracing import Tracing
@@ -31,7 +31,7 @@ from manta.workers.training.validation import Validation
 class Trainer:
     """One rank of a job: its stage of the model, its part of the optimizer, its share of every batch."""
 
-    def __init__(self, spec: JobSpec, comm: Comm, reporter: Reporter, peak_flops: float, places: Places = NO_PLACES):
+    def __init__(self, spec: JobSpec, comm: Comm, reporter: Reporter, peak_flops: float, paths: StatePaths = NO_PATHS):
         """`peak_flops`: peak FLOP/s of this rank's device, for MFU. Raises DataError if the corpus cannot be trained
         on, or has changed since the job began, SharedMemoryError if there is no room for the snapshots."""
         self.spec, self.comm, self.reporter = spec, comm, reporter
@@ -39,11 +39,11 @@ class Trainer:
         self.engine = Engine(spec, comm)
         reads, records = self.engine.model.reads_tokens, comm.rank == 0
         self.batches = Batches(
-            *(spec, comm.index("data"), comm.device, reads, places.corpus_record, records, places.token_cache),
+            *(spec, comm.index("data"), comm.device, reads, paths.corpus_record, records, paths.token_cache),
             DataWatch(comm, reporter),
         )
         self.prefetch = Prefetch(self.batches, spec.train.steps)
-        self.state = RankState(spec, self.engine, comm, reporter, places)
+        self.state = RankState(spec, self.engine, comm, reporter, paths)
         self.guard = self.state.guard
         self.validation = Validation(self.engine, self.batches, comm)
         self.tracing = Tracing(comm, reporter, peak_flops)
@@ -80,12 +80,12 @@ class Trainer:
 
     def train(self, stop_after_step: int | None = None) -> None:
         """Run all remaining steps, or those up to `stop_after_step`, or until some rank is asked to end early; also
-        make saves that the last generation did not complete. Raises AskedToRest between two steps if some rank was
+        make saves that the last generation did not complete. Raises RestRequested between two steps if some rank was
         asked to leave the generation, CheckpointNotSaved if the last checkpoint cannot be saved."""
         try:
             self._train(stop_after_step)
         finally:
-            self.tracing.break_off()
+            self.tracing.abort()
 
     def _train(self, stop_after_step: int | None) -> None:
         self.clock.restart()
@@ -94,11 +94,11 @@ class Trainer:
         ends = False
         while self.step < last and not ends:
             statistics = self.train_step()
-            ends = statistics.asked_to_end
-            if statistics.asked_to_rest and not ends and self.step < last:
+            ends = statistics.end_requested
+            if statistics.rest_requested and not ends and self.step < last:
                 self.engine.optimizer.wait_for_parameters()
                 self.comm.settle()
-                raise AskedToRest("was asked to rest after the step")
+                raise RestRequested("was asked to rest after the step")
         self.engine.optimizer.wait_for_parameters()
         if self.step < last:
             self.state.save_before_end()
@@ -160,7 +160,7 @@ class Trainer:
         step is given up: that rank leaves, and continues from an earlier state. Raises ReplicaDiffers on the ranks that
         differ, PeerLost on the others."""
         with self.comm.step.phase("replica_check"):
-            ranks, certain = self._replica_check.differing(self.state.kept_parameters())
+            ranks, certain = self._replica_check.differing(self.state.snapshot_parameters())
         if not ranks:
             return
         named = " and ".join(f"rank {rank}" for rank in ranks)

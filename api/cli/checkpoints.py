@@ -52,7 +52,7 @@ from manta.workers.checkpoint.checksums import DamagedCheckpoint
 from manta.workers.checkpoint.transfer import copy
 from manta.workers.errors import MantaError
 from manta.workers.interruption import cleaning_up_when_terminated
-from manta.workers.storage.places import Place, place_of
+from manta.workers.storage.locations import Location, parse_location
 
 if TYPE_CHECKING:
     from manta.workers.weights.export import Exported
@@ -174,7 +174,7 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Copy a local checkpoint to an object store or another folder, verifying every byte."""
-    place = place_of(what)
+    place = parse_location(what)
     if not what or (isinstance(place, Path) and not place.exists()):
         raise NoCheckpoint(f"there is no folder {what!r}; for a checkpoint of a job there is `manta checkpoints pull`")
     source = _in_place(place, step)
@@ -202,23 +202,23 @@ def export(
     if to_format is Format.dcp:
         if dtype is not None or shard_size is not None:
             raise fail("dcp is an exact copy: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)
-        _copy(source_of(job, step, url), place_of(to), as_json)
+        _copy(source_of(job, step, url), parse_location(to), as_json)
         return
     export_weights(source_of(job, step, url), to, to_format, dtype, shard_size, as_json)
 
 
-def source_of(what: str, step: int | None, url: str | None) -> Place:
+def source_of(what: str, step: int | None, url: str | None) -> Location:
     """The complete checkpoint at a path, or of a job if no local folder has this name. Raises NoCheckpoint, ApiError,
     ServiceUnreachable, UnreadableCheckpoint."""
     if what and not is_job_id(what) and ("/" in what or Path(what).exists()):  # Path("") is the current folder
-        return _in_place(place_of(what), step)
+        return _in_place(parse_location(what), step)
     with connect(url) as client:
         rows = _complete(client, _job_called(client, what))
     wanted = [row for row in rows if step is None or row.step == step]
     if not wanted:
         raise NoCheckpoint(f"{what} has no complete checkpoint{_of(step)}{_other_steps(row.step for row in rows)}")
     newest = max(wanted, key=lambda row: (generation_of(row.path) or 0, row.step))
-    return place_of(newest.path)
+    return parse_location(newest.path)
 
 
 def _job_called(client: Client, what: str) -> str:
@@ -241,7 +241,7 @@ def _all(client: Client, job: str) -> list[Checkpoint]:
     return [*to_the_last(lambda cursor: client.checkpoints(job_id, limit=PAGE, cursor=cursor))]
 
 
-def _in_place(place: Place, step: int | None) -> Place:
+def _in_place(place: Location, step: int | None) -> Location:
     """The checkpoint at `place`, or the newest in it."""
     if isinstance(place, Path) and not place.exists():
         raise NoCheckpoint(f"{place} is neither a job's id nor an existing folder; `manta ps` lists the jobs")
@@ -254,9 +254,9 @@ def _in_place(place: Place, step: int | None) -> Place:
     listing = list_checkpoints(place)
     if listing.problem is not None:
         raise NoCheckpoint(listing.problem)
-    whole = [path for path, manifest in listing.whole if step in (None, manifest.step)]
+    whole = [path for path, manifest in listing.complete if step in (None, manifest.step)]
     if not whole:
-        others = _other_steps(manifest.step for _, manifest in listing.whole)
+        others = _other_steps(manifest.step for _, manifest in listing.complete)
         raise NoCheckpoint(f"there is no complete checkpoint{_of(step)} in {place}{others}")
     return whole[-1]
 
@@ -269,14 +269,14 @@ def _other_steps(steps: Iterable[int]) -> str:
     return f"; it has those of steps {', '.join(map(str, known))}" if (known := sorted(steps)) else ""
 
 
-def _named_in(folder: str, source: Place) -> Place:
+def _named_in(folder: str, source: Location) -> Location:
     """Where a copy of `source` belongs in `folder`: in a folder of several only those with a checkpoint's name are
     found, whatever the source was renamed to."""
     manifest = manifest_of(source)
     return checkpoint_path(folder, manifest.step, manifest.generation)
 
 
-def _copy(source: Place, target: Place, as_json: bool) -> None:
+def _copy(source: Location, target: Location, as_json: bool) -> None:
     with Progress(transient=True, disable=as_json or not Console().is_terminal) as bar:
         task = bar.add_task("copying", total=None)
         tell: Callable[[int, int], None] = lambda done, of: bar.update(task, completed=done, total=of)  # noqa: E731
@@ -287,7 +287,7 @@ def _copy(source: Place, target: Place, as_json: bool) -> None:
     _print(target, manifest, as_json, f"is a copy of {source}")
 
 
-def _print(place: Place, manifest: Manifest, as_json: bool, what: str) -> None:
+def _print(place: Location, manifest: Manifest, as_json: bool, what: str) -> None:
     if as_json:
         about = {"path": str(place), "step": manifest.step, "generation": manifest.generation, "bytes": manifest.bytes}
         typer.echo(json.dumps({**about, "job": manifest.job}))
@@ -297,7 +297,7 @@ def _print(place: Place, manifest: Manifest, as_json: bool, what: str) -> None:
 
 
 def export_weights(
-    checkpoint: Place, to: str, to_format: Format, dtype: Dtype | None, shard_size: str | None, as_json: bool
+    checkpoint: Location, to: str, to_format: Format, dtype: Dtype | None, shard_size: str | None, as_json: bool
 ) -> None:
     """Write the weights of `checkpoint` to the folder `to`. Ends the command if that fails."""
     if "://" in to:

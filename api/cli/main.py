@@ -26,7 +26,7 @@ from manta.api.schemas import Job as JobView
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
 from manta.workers.protocol.messages import SPOKEN as SPOKEN_PROTOCOLS
-from manta.workers.spec.problems import Problem, SpecError, rule_in_words
+from manta.workers.spec.problems import Problem, SpecError, describe_rule
 
 T = TypeVar("T")
 
@@ -333,7 +333,7 @@ def bad_options(error: ValidationError, **called: str) -> typer.Exit:
     for entry in error.errors():
         field = str(entry["loc"][0]) if entry["loc"] else ""
         option = called.get(field) or (f"--{field.replace('_', '-')}" if field else "")
-        problems.append(f"{option}: {rule_in_words(entry)}" if option else rule_in_words(entry))
+        problems.append(f"{option}: {describe_rule(entry)}" if option else describe_rule(entry))
     return fail("; ".join(problems), EXIT_BAD_INPUT)
 
 

@@ -22,7 +22,7 @@ from manta.service.settings import Settings
 from manta.service.states import is_final
 from manta.workers.errors import MantaError
 from manta.workers.paths import Paths
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 
 POLL_SECONDS = 0.02
 UNHURRIED_SECONDS = 0.1
@@ -131,7 +131,7 @@ class OwnService:
     def committed(self, job_id: str, ranks: int) -> int:
         """The newest step that any rank has committed, out of shared memory; 0 before the first."""
         folder = self.paths.snapshot_folder(job_id)
-        return max((step for rank in range(ranks) for step in steps_kept(folder, rank)), default=0)
+        return max((step for rank in range(ranks) for step in stored_steps(folder, rank)), default=0)
 
     def rows(self, job_id: str) -> dict[int, tuple[Any, Any, Any]]:
         """Loss, gradient norm, and tokens trained on so far, by step."""

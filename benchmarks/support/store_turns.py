@@ -23,8 +23,8 @@ from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import Resume
 from manta.workers.storage import object_files
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import place_of
-from manta.workers.trainer import Places, Trainer
+from manta.workers.storage.locations import parse_location
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 WARM_UP_STEPS = 3
@@ -81,10 +81,10 @@ def train_in_turns(comm: Comm, spec: JobSpec, plan: Plan) -> Turns:
     rank = _Rank(comm, spec, plan)
     source = f"{plan.folder}/source"
     first = [rank.turn("alone", source), rank.turn("local", source), rank.turn("upload", f"{plan.store}/first")]
-    files_of(place_of(plan.store)).remove_folder(place_of(f"{plan.store}/first"))
+    files_of(parse_location(plan.store)).remove_folder(parse_location(f"{plan.store}/first"))
     turns = []
     for number, arm in enumerate(plan.arms):
-        to = place_of(f"{plan.store if arm in ('upload', 'plain_upload') else plan.folder}/{number}")
+        to = parse_location(f"{plan.store if arm in ('upload', 'plain_upload') else plan.folder}/{number}")
         turns.append(rank.turn(arm, str(to)))
         files_of(to).remove_folder(to)
     rank.trainer.close()
@@ -106,7 +106,7 @@ class _Rows(Reporter):
 class _Rank:
     def __init__(self, comm: Comm, spec: JobSpec, plan: Plan):
         self._plan, self._comm, self.rows = plan, comm, _Rows()
-        self.trainer = Trainer(spec, comm, self.rows, 1e12, Places("benchmark", None, plan.folder))
+        self.trainer = Trainer(spec, comm, self.rows, 1e12, StatePaths("benchmark", None, plan.folder))
         self.trainer.restore(Resume())
         for _ in range(WARM_UP_STEPS):
             self.trainer.train_step()

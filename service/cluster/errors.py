@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import NodeDescription
-from manta.workers.system.ports import address_towards
+from manta.workers.system.ports import address_facing
 
 OPEN_PORTS_ADVICE = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
 OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"
@@ -75,7 +75,7 @@ def problem_of(about: NodeDescription, other_code: bool) -> str | None:
 
 def problem_of_port(name: str, host: str, port: int) -> str:
     """The problem of a node whose daemon listens on a port that the control plane cannot reach."""
-    here = address_towards(host)
+    here = address_facing(host)
     return (
         f"port {port} of node {name} ({host}) cannot be reached from the control plane ({here}), though its Ray can: "
         f"{OPEN_PORTS_ADVICE}"

@@ -22,7 +22,7 @@ from manta.service.cluster.ray_head import IMPORTED_FROM, NAMESPACE, RayUnavaila
 from manta.service.cluster.ray_private import RAYLET, RECONNECT_SECONDS, START_COMMAND, Raylet, outlives_head, raylets
 from manta.service.settings import without_secrets
 from manta.workers.paths import Paths
-from manta.workers.system.ports import PortRange, address_towards
+from manta.workers.system.ports import PortRange, address_facing
 from manta.workers.system.processes import ends_of
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _own_addresses() -> set[str]:
 def _spawn(address: str, paths: Paths, ports: PortRange | None) -> subprocess.Popen[bytes]:
     options = {
         "address": address,
-        "node-ip-address": address_towards(address.rpartition(":")[0]),
+        "node-ip-address": address_facing(address.rpartition(":")[0]),
         "num-cpus": "0",
         "num-gpus": "0",
         "object-store-memory": str(OBJECT_STORE_BYTES),

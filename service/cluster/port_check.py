@@ -14,7 +14,7 @@ from manta.service.cluster.errors import OPEN_PORTS_ADVICE, OPEN_RAYS, problem_o
 from manta.service.cluster.nodes import RayNode
 from manta.workers.node.host import unreached
 from manta.workers.protocol.messages import Endpoint
-from manta.workers.system.ports import address_towards
+from manta.workers.system.ports import address_facing
 
 MAX_NODES, PEERS = 256, 16
 """If there are more nodes, this many are drawn, and each tries this many others: a thousand nodes would need a million
@@ -121,7 +121,7 @@ async def _try_from(party: _Party, ports: Sequence[_Port]) -> list[_Closed] | st
 async def _try_from_here(ports: Sequence[_Port]) -> list[_Closed]:
     by_address = {port.at: port for port in ports}
     missed = await unreached(list(by_address), CONNECT_SECONDS)
-    return [_Closed(by_address[address], f"the control plane ({address_towards(address.host)})") for address in missed]
+    return [_Closed(by_address[address], f"the control plane ({address_facing(address.host)})") for address in missed]
 
 
 def _problems(closed: Iterable[_Closed]) -> list[str]:

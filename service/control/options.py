@@ -12,7 +12,7 @@ from manta.service.settings import LOOPBACK_HOSTS
 from manta.workers.config import JobSpec
 from manta.workers.data.roots import ANYWHERE, DataRoots
 from manta.workers.spec.problems import Problem
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class ControlPlaneOptions:
 
     database_url: str | None = None
     """Where the job database is; None: in the home."""
-    checkpoints: Place | None = None
+    checkpoints: Location | None = None
     """Where the checkpoints of all jobs are stored; None: in the home."""
-    logs: Place | None = None
+    logs: Location | None = None
     """Where the logs of all jobs are stored in addition to the home; None: nowhere."""
     export_roots: Sequence[Path] = ()
     """Folders below which weights may be exported; none: `exports` in the home."""

@@ -18,7 +18,7 @@ from manta.service.store.health import refuse_none
 from manta.service.store.location import file_of, parse_url, recorded_location, shown, url_in
 from manta.workers.errors import MantaError
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 SKEW_SECONDS = 5.0
 """A larger difference between clocks makes times hard to read; S3 refuses clients that are off by 15 minutes."""
@@ -61,7 +61,7 @@ def _revision(store: Store) -> Finding:
     return Finding("database", "warning", text, "`manta up` brings it up to date; a newer one needs that release")
 
 
-def checkpoints(place: Place | None) -> Iterator[Finding]:
+def checkpoints(place: Location | None) -> Iterator[Finding]:
     """Whether files can be written, read and removed where the checkpoints are stored."""
     if place is None:
         yield Finding("checkpoints", "ok", "in the home (MANTA_CHECKPOINTS would put them elsewhere)")
@@ -79,13 +79,13 @@ def logs(settings: Settings) -> Iterator[Finding]:
         yield _usable("logs", settings.logs)
 
 
-def _usable(what: str, place: Place) -> Finding:
+def _usable(what: str, place: Location) -> Finding:
     probe = place / f"manta-doctor-{secrets.token_hex(8)}"
     said = secrets.token_bytes(32)
     try:
         files = files_of(place)
         files.make_folder(place)
-        files.write_whole(probe, said)
+        files.write_atomically(probe, said)
         try:
             same = files.read(probe) == said
         finally:

@@ -10,7 +10,7 @@ from manta.service.store import Store, installation_tables
 from manta.workers.errors import MantaError
 from manta.workers.node.folders import mark
 from manta.workers.paths import Paths
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.system.daemon_threads import answered_within
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class JobsElsewhere(MantaError):
 class HomeOfJobs:
     """The home of the jobs as seen by one control plane: its own home, until `find` says otherwise."""
 
-    def __init__(self, own: Path, checkpoints: Place | None, logs: Place | None):
+    def __init__(self, own: Path, checkpoints: Location | None, logs: Location | None):
         """`own`: the control plane's home; `checkpoints`, `logs`: where these are stored, None: in the home only."""
         self._own, self._checkpoints, self._logs = own, checkpoints, logs
         self._installation = ""

@@ -21,7 +21,7 @@ from manta.service.store.tables import Generation, Job
 from manta.service.stored_specs import stored_spec
 from manta.workers.checkpoint.catalog import Listing, list_checkpoints
 from manta.workers.config import JobSpec
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.system.daemon_threads import in_daemon_thread
 
 LISTING_SECONDS = 20.0
@@ -37,7 +37,7 @@ class FolderReader:
         self._under_way: Future[Listing] | None = None
         self._began = 0.0
 
-    async def list(self, folder: Place, seconds: float = LISTING_SECONDS, job: str | None = None) -> Listing:
+    async def list(self, folder: Location, seconds: float = LISTING_SECONDS, job: str | None = None) -> Listing:
         """The listing of `folder`, begun after this call; without an answer in `seconds` it has that as its `problem`.
         While an earlier listing, which may lack what was saved since, has not ended, calls wait for it only until
         `seconds` after its beginning: a job that recovers again and again does not wait that long each time. `job`: as
@@ -132,7 +132,7 @@ class JobContext:
         return self.record.id
 
     @property
-    def checkpoint_folder(self) -> Place:
+    def checkpoint_folder(self) -> Location:
         """The folder of its durable checkpoints."""
         return self.cluster.paths.checkpoint_folder(self.id)
 

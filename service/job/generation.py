@@ -17,7 +17,7 @@ from manta.service.recovery.decisions import SENTENCE_KINDS, Death, culprit_of, 
 from manta.workers.accounting.flops import rank_parameters
 from manta.workers.accounting.state_costs import STATE_BYTES
 from manta.workers.config import JobSpec
-from manta.workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
+from manta.workers.liveness.hang_timeouts import REST_BYTES_PER_SECOND
 from manta.workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting, TrainerStatus
 
 POLL_SECONDS = 30.0
@@ -290,4 +290,4 @@ def time_to_rest(spec: JobSpec) -> float:
     if spec.checkpoint.snapshots == "off" or not spec.model.is_counted:
         return REST_SECONDS
     owners = spec.layout.data if spec.layout.zero else 1
-    return REST_SECONDS + STATE_BYTES * max(rank_parameters(spec)) / owners / KEPT_BYTES_A_SECOND
+    return REST_SECONDS + STATE_BYTES * max(rank_parameters(spec)) / owners / REST_BYTES_PER_SECOND

@@ -13,7 +13,7 @@ from typing import TypeVar
 from manta.service.log_archive.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
 from manta.service.logs.pages import LogBytes, LogsUnavailable
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.system.daemon_threads import in_daemon_thread
 
 T = TypeVar("T")
@@ -34,9 +34,9 @@ class Blocks:
 
     def __init__(self, max_blocks: int = BLOCKS):
         self._max_blocks, self._lock = max_blocks, threading.Lock()
-        self._recent: OrderedDict[tuple[Place, int], bytes] = OrderedDict()
+        self._recent: OrderedDict[tuple[Location, int], bytes] = OrderedDict()
 
-    def known(self, part: Place, number: int) -> bytes | None:
+    def known(self, part: Location, number: int) -> bytes | None:
         """A block that is in memory."""
         with self._lock:
             if (part, number) not in self._recent:
@@ -44,7 +44,7 @@ class Blocks:
             self._recent.move_to_end((part, number))
             return self._recent[part, number]
 
-    def fetch(self, part: Place, number: int) -> bytes:
+    def fetch(self, part: Location, number: int) -> bytes:
         """A block from where it is stored; a short one is the last of its part. Raises OSError, FileNotFoundError."""
         block = bytearray(BLOCK_BYTES)
         with files_of(part).reader(part) as reader:
@@ -60,7 +60,7 @@ class Blocks:
 class ArchivedLog:
     """The log of one job: a `LogSource`. Safe for use by several threads."""
 
-    def __init__(self, folder: Place, blocks: Blocks):
+    def __init__(self, folder: Location, blocks: Blocks):
         """`folder`: of its parts."""
         self._folder, self._blocks = folder, blocks
         self._parts: list[PartName] = []
@@ -176,7 +176,7 @@ class ArchivedLog:
                 return decode_header(line + newline)
             size *= 2
 
-    def _bytes(self, part: Place, at: int, size: int) -> bytes:
+    def _bytes(self, part: Location, at: int, size: int) -> bytes:
         """Up to `size` bytes of `part` from byte `at` on. Raises OSError, FileNotFoundError, LogsUnavailable."""
         content, number = b"", at // BLOCK_BYTES
         while len(content) < at % BLOCK_BYTES + size:
@@ -188,7 +188,7 @@ class ArchivedLog:
                 break
         return content[at % BLOCK_BYTES :][:size]
 
-    def _fetched(self, part: Place, number: int) -> bytes:
+    def _fetched(self, part: Location, number: int) -> bytes:
         """A block that is not in memory. The first caller waits a moment for a place that does not answer, later ones
         not at all. Only this takes a thread: in a busy process, to change to one takes longer than to read memory."""
         no_answer = LogsUnavailable(OSError(f"{self._folder}: no answer"))

@@ -31,7 +31,7 @@ from manta.service.states import SUPERVISED, JobState, is_final
 from manta.service.store import Store, deletion, jobs
 from manta.workers.paths import Paths
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.system.daemon_threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class _Job:
 class _ArchivedLogs:
     """The recently read logs of all jobs. Safe for use by several threads."""
 
-    folder: Callable[[str], Place]
+    folder: Callable[[str], Location]
     _blocks: Blocks = field(default_factory=Blocks)
     _logs: OrderedDict[str, ArchivedLog] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -99,8 +99,8 @@ class LogArchiver:
         self._upload_slots = asyncio.Semaphore(MAX_UPLOADS)
         self._wake = asyncio.Event()
 
-    def _folder(self, job_id: str) -> Place:
-        folder = self._paths.kept_log_folder(job_id)
+    def _folder(self, job_id: str) -> Location:
+        folder = self._paths.stored_log_folder(job_id)
         assert folder is not None
         return folder
 
@@ -291,6 +291,6 @@ class LogArchiver:
         return await self._store.read_async(read_state)
 
 
-def _answers(folder: Place) -> None:
+def _answers(folder: Location) -> None:
     with contextlib.suppress(FileNotFoundError):
         files_of(folder).names(folder)

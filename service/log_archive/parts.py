@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 Mark = tuple[int, int]
 """Generation and sequence number of a report. A rank has one agent in a generation, so marks only increase."""
@@ -197,7 +197,7 @@ class PartWriter:
     """Writes the parts of one job's log, for the job's owner. Raises OSError whenever the place does not do what it is
     asked; a request may be repeated."""
 
-    def __init__(self, folder: Place):
+    def __init__(self, folder: Location):
         """`folder`: of the job's parts."""
         self._folder, self._files = folder, files_of(folder)
         self._sizes: dict[PartName, int] = {}
@@ -243,7 +243,7 @@ class PartWriter:
         content = encode(whole)
         part = PartName(self.next_number, self.next_number, self._stamp, closes)
         self._files.make_folder(self._folder)
-        self._files.write_whole(self._folder / str(part), content)
+        self._files.write_atomically(self._folder / str(part), content)
         self._sizes[part] = len(content)
         self.segments = {rank: segment for rank, (segment, _) in whole.items()}
 
@@ -258,7 +258,7 @@ class PartWriter:
             return
         content = encode(merged)
         whole = PartName(run[0].first, run[-1].last, self._stamp, run[-1].closes)
-        self._files.write_whole(self._folder / str(whole), content)
+        self._files.write_atomically(self._folder / str(whole), content)
         for part in run:
             del self._sizes[part]
         self._sizes[whole] = len(content)

@@ -18,7 +18,7 @@ from manta.service.planner.layer_time import LayerTime
 from manta.service.planner.operations import Budget, Passes, host_wait
 from manta.service.planner.pipeline import StageTimes
 from manta.service.planner.stage_shares import Counts, chunks_of
-from manta.workers.accounting.activation_bytes import kept_terms
+from manta.workers.accounting.activation_bytes import saved_terms
 from manta.workers.accounting.flops import frozen_of_layers, rank_parameters, trained_parameters
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.parallel.pipeline.stages import even_counts
@@ -163,7 +163,7 @@ class FrozenSizes:
             first = first_trained_layer(spec.model, spec.train.frozen)
             modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()
             layers = (
-                sum(kept_terms(spec, layer, candidate.recompute, modules).values()) if layer >= first else 0
+                sum(saved_terms(spec, layer, candidate.recompute, modules).values()) if layer >= first else 0
                 for layer in range(spec.model.layers)
             )
             self._kept[key] = tuple(accumulate(layers, initial=0))

@@ -23,7 +23,7 @@ from manta.service.planner.operations import (
     product_seconds,
 )
 from manta.service.planner.software import Software
-from manta.workers.accounting.activation_bytes import kept_terms, offloaded
+from manta.workers.accounting.activation_bytes import offloaded, saved_terms
 from manta.workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes
 from manta.workers.config import JobSpec
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
@@ -98,7 +98,7 @@ class LayerTime:
         if count == 0:
             return 0.0
         modules = layout.recompute_modules if layout.recompute == "selective" else ()
-        terms = kept_terms(self.spec, 0, layout.recompute, modules)
+        terms = saved_terms(self.spec, 0, layout.recompute, modules)
         rate = HOST_COPY if self.machine.gpu is None else self.machine.gpu.copy
         moved = sum(offloaded(self.spec, 0, 0, terms)) / rate
         return max(0.0, moved * count / layers - seconds)

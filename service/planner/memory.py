@@ -14,7 +14,7 @@ from manta.service.planner.hardware import GIB, Cluster, Machine, parts_of
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
 from manta.workers.accounting.device_bytes import bytes_of_stage
-from manta.workers.accounting.flops import stages_held
+from manta.workers.accounting.flops import stages_on_rank
 from manta.workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
@@ -131,7 +131,7 @@ def _kind_of(spec: JobSpec, rank: int) -> tuple[object, ...]:
     if not spec.train.frozen:
         return _layers_of(spec, rank)
     first, by_layer = first_trained_layer(spec.model, spec.train.frozen), frozen_by_layer(spec)
-    chunks = (layers_of(spec.model.layers, spec.layout, index) for index in stages_held(spec, rank))
+    chunks = (layers_of(spec.model.layers, spec.layout, index) for index in stages_on_rank(spec, rank))
     return tuple((len(layers), by_layer[max(first, layers.start) : layers.stop]) for layers in chunks)
 
 

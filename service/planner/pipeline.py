@@ -20,7 +20,7 @@ from typing import NamedTuple
 from manta.service.planner.candidates import rank_totals
 from manta.workers.parallel.pipeline.schedules import compute_of_rank, forward_only
 from manta.workers.parallel.pipeline.schedules.action import Action
-from manta.workers.parallel.pipeline.stages import place, virtual_stage
+from manta.workers.parallel.pipeline.stages import chunk_location, virtual_stage
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
 """Kinds of passes in the simulation."""
@@ -259,7 +259,7 @@ class Pipeline:
     def _by_rank(self, seconds: Sequence[float]) -> list[float]:
         total = [0.0] * self.stages
         for index, each in enumerate(seconds):
-            rank, _ = place(self.kind, self.stages, self.virtual_stages, index)
+            rank, _ = chunk_location(self.kind, self.stages, self.virtual_stages, index)
             total[rank] += each
         return total
 
@@ -275,7 +275,7 @@ class Pipeline:
         """Seconds of the incoming and of the outgoing message of each virtual stage: [is backward][index]. There is no
         message between virtual stages of the same rank."""
         count = len(self.times)
-        ranks = [place(self.kind, self.stages, self.virtual_stages, index)[0] for index in range(count)]
+        ranks = [chunk_location(self.kind, self.stages, self.virtual_stages, index)[0] for index in range(count)]
         between = [self.messages[i] if ranks[i] != ranks[i + 1] else 0.0 for i in range(count - 1)]
         before, behind = [0.0, *between], [*between, 0.0]
         return [before, behind], [behind, before]

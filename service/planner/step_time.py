@@ -24,7 +24,7 @@ from manta.service.planner.software import MANTA, Software, engine_on
 from manta.workers.accounting.flops import layer_matrices, padded_vocabulary, trained_parameters
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, STATE_BYTES
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.stages import ends_share_rank, layer_counts, layers_of, place
+from manta.workers.parallel.pipeline.stages import chunk_location, ends_share_rank, layer_counts, layers_of
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 from manta.workers.system.threads import decided_threads
 
@@ -159,7 +159,7 @@ class StepModel:
     def rank_of(self, index: int) -> int:
         """The pipeline rank of virtual stage `index`."""
         layout = self.spec.layout
-        return place(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0]
+        return chunk_location(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0]
 
     def message_to(self, same_node: bool) -> float:
         """Seconds of a message between stages on the same node or on two nodes."""

@@ -64,13 +64,13 @@ def durable_state(
 ) -> DurableState:
     """The combined information of the disk (`listing`) and the database: checkpoints that are `complete`, and those
     whose save has `begun` and ended unheard."""
-    listed = [checkpoint for checkpoint in listing.checkpoints if checkpoint.condition is Condition.WHOLE]
+    listed = [checkpoint for checkpoint in listing.checkpoints if checkpoint.condition is Condition.COMPLETE]
     whole = {str(each.path): (each.generation, each.step) for each in listed}
     reported = {row.path: (row.generation, row.step) for row in (*complete, *begun)}
     saved = {row.path for row in complete}
     unknown = {}
     for path in reported.keys() - whole.keys():
-        condition, problem = listing.look_up(path, saved)
+        condition, problem = listing.condition_of(path, saved)
         if condition is Condition.UNKNOWN:
             unknown[path] = problem if path in saved else f"whether its save was completed is unknown, {problem}"
     places = {**whole, **{path: reported[path] for path in unknown}}

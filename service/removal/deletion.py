@@ -27,7 +27,7 @@ from manta.workers.errors import MantaError
 from manta.workers.node.folders import shares
 from manta.workers.paths import Paths
 from manta.workers.storage.files import bytes_in, files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 _BEFORE_FIRST_STEP = (JobState.STARTING, JobState.RECOVERING, JobState.RESIZING)
 
@@ -45,7 +45,7 @@ class StillRemoving(MantaError):
 class FilesNotRemoved(MantaError):
     """Something in a job's folder cannot be removed."""
 
-    def __init__(self, job_id: str, folder: Place, error: OSError):
+    def __init__(self, job_id: str, folder: Location, error: OSError):
         self.job_id = job_id
         why = error.strerror or str(error) or type(error).__name__
         super().__init__(
@@ -132,7 +132,7 @@ def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
 def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     """Remove the folders of a job: checkpoints, logs and everything else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
-    checkpoints, log_archive = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
+    checkpoints, log_archive = paths.checkpoint_folder(job_id), paths.stored_log_folder(job_id)
     elsewhere = _remove_external_folders(paths, job_id, folder, checkpoints, log_archive)
     if not os.path.lexists(folder):
         return elsewhere
@@ -149,7 +149,7 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
 
 
 def _remove_external_folders(
-    paths: Paths, job_id: str, folder: Path, checkpoints: Place, logs: Place | None
+    paths: Paths, job_id: str, folder: Path, checkpoints: Location, logs: Location | None
 ) -> RemovedFiles:
     """Remove the job's folders that are not in its own, which contain nothing but its checkpoints and logs."""
     root = paths.checkpoint_root
@@ -163,14 +163,14 @@ def _remove_external_folders(
     return replace(removed, bytes=sum(_remove(job_id, other) for other in others))
 
 
-def _count(job_id: str, folder: Place) -> int:
+def _count(job_id: str, folder: Location) -> int:
     try:
         return _entries(folder)
     except OSError as error:
         raise FilesNotRemoved(job_id, folder, error) from error
 
 
-def _remove(job_id: str, folder: Place) -> int:
+def _remove(job_id: str, folder: Location) -> int:
     """Remove `folder`; returns how many bytes it contained. Raises FilesNotRemoved."""
     files = files_of(folder)
     try:
@@ -183,7 +183,7 @@ def _remove(job_id: str, folder: Place) -> int:
     return count
 
 
-def _entries(folder: Place) -> int:
+def _entries(folder: Location) -> int:
     try:
         return len(files_of(folder).names(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -243,7 +243,7 @@ def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: st
     return store.write(lambda session: _note(session, job_id, checkpoint_id, force))
 
 
-def _place(paths: Paths, row: Checkpoint) -> Place:
+def _place(paths: Paths, row: Checkpoint) -> Location:
     """Where the checkpoint is stored, which a trainer's report does not determine. Raises CheckpointNeeded."""
     place = checkpoint_path(paths.checkpoint_folder(row.job_id), row.step, row.generation)
     if str(place) != row.path:

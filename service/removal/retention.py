@@ -120,7 +120,11 @@ class Retention:
 
 def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:
     """Whether anything that belongs to a job, wherever it is, was written after `moment`, or cannot be read."""
-    folder, checkpoints, logs = paths.job_folder(job_id), paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
+    folder, checkpoints, logs = (
+        paths.job_folder(job_id),
+        paths.checkpoint_folder(job_id),
+        paths.stored_log_folder(job_id),
+    )
     elsewhere = [place for place in (checkpoints, logs) if place is not None and place.parent != folder]
     try:
         if any(isinstance(place, Path) and _is_parent_missing(place.parent) for place in elsewhere):

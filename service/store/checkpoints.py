@@ -150,14 +150,14 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
     names that no save gives, change no rows. Only for a job whose gang is at rest."""
     rows = list(session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)))
     saved = {row.path for row in rows if row.state == COMPLETE}
-    sizes = {str(path): manifest.bytes for path, manifest in listing.whole}
+    sizes = {str(path): manifest.bytes for path, manifest in listing.complete}
     for row in rows:
-        condition, _ = listing.look_up(row.path, saved)
-        if condition is Condition.WHOLE and row.state in (SAVING, FAILED):
+        condition, _ = listing.condition_of(row.path, saved)
+        if condition is Condition.COMPLETE and row.state in (SAVING, FAILED):
             complete(session, row.id, sizes[row.path])
-        elif condition is Condition.WHOLE and row.state == DELETED:
+        elif condition is Condition.COMPLETE and row.state == DELETED:
             row.state = COMPLETE  # it was restored
-        elif condition is Condition.NOT_WHOLE and row.state in (SAVING, COMPLETE):
+        elif condition is Condition.INCOMPLETE and row.state in (SAVING, COMPLETE):
             row.state = FAILED if row.state == SAVING else DELETED
     known, now = {row.id for row in rows}, time.time()  # when they were saved is not known
     for checkpoint in listing.checkpoints:

@@ -31,7 +31,7 @@ from manta.service.store import Store, deletion, jobs, keys
 from manta.service.store.location import url_in
 from manta.service.traces.traces import TracesNotInstalled
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.storage.places import ObjectPath
+from manta.workers.storage.locations import ObjectPath
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from benchmarks import (
 )
 from benchmarks.support.report import deliver
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import place_of
+from manta.workers.storage.locations import parse_location
 from tests.api.ui.browser import needs_chromium
 
 
@@ -123,7 +123,7 @@ def test_steps_are_timed_beside_uploads_and_plain_ones(tmp_path: Path) -> None:
     try:
         subprocess.run([*command, "--out", out], env={**os.environ, **environment_of(server.url)}, check=True)
         with reached_at(server.url):
-            assert not files_of(place_of("s3://bucket")).is_there(place_of("s3://bucket/of")), (
+            assert not files_of(parse_location("s3://bucket")).is_there(parse_location("s3://bucket/of")), (
                 "it removes what it stored"
             )
     finally:

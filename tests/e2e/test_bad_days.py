@@ -11,7 +11,7 @@ import pytest
 
 from manta.api.cli.service import stop_service
 from manta.service.home.own_files import HomeUnusable
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 from tests.e2e.manta import EVERY_STEP, PAIR, SECONDS, STEPS, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
 
@@ -119,7 +119,7 @@ def test_full_disk_under_the_database_while_a_rank_dies(manta, disk, pair_undist
     skip_unless_mounted(disk)
 
     def unwritten_steps():
-        newest = max(steps_kept(manta.paths.snapshot_folder(job), 0), default=0)
+        newest = max(stored_steps(manta.paths.snapshot_folder(job), 0), default=0)
         return newest - manta.client.job(job).step
 
     job = manta.submit_held(manta.spec(layout=PAIR, checkpoint=EVERY_STEP), 1)

@@ -3,7 +3,7 @@
 import contextlib
 import sqlite3
 
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 from tests.e2e.manta import EVERY_STEP, LASTING, PAIR
 
 
@@ -20,7 +20,7 @@ def locked(home):
 
 
 def newest_step(manta, job):
-    return max(steps_kept(manta.paths.snapshot_folder(job), 0), default=0)
+    return max(stored_steps(manta.paths.snapshot_folder(job), 0), default=0)
 
 
 def complaints(manta):

@@ -9,13 +9,13 @@ import pytest
 from manta.api.client import ApiError
 from manta.service.store import Store
 from manta.service.store.backup_file import restore
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 from tests.e2e.manta import EVERY_STEP, PAIR
 from tests.e2e.test_restored_database import check_that_a_newer_job_never_notices
 
 
 def newest_step(manta, job):
-    return max(steps_kept(manta.paths.snapshot_folder(job), 0), default=0)
+    return max(stored_steps(manta.paths.snapshot_folder(job), 0), default=0)
 
 
 @pytest.mark.soak  # a database that is locked: test_database_away.py

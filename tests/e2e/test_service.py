@@ -11,14 +11,14 @@ import pytest
 
 from benchmarks.support import own_processes
 from manta.api.serving.local_service import running_service
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 from tests.e2e.manta import MIDDLE, PAIR
 from tests.e2e.traces import traces_of
 
 
 def snapshot_step(manta, job):
     """The newest step in rank 0's shared memory."""
-    return max(steps_kept(manta.paths.snapshot_folder(job), 0))
+    return max(stored_steps(manta.paths.snapshot_folder(job), 0))
 
 
 def test_training_never_notices_that_the_service_ends(manta):

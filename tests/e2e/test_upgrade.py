@@ -21,7 +21,7 @@ from manta.service.cluster.ray_head import RayHead
 from manta.service.store.database import newest_revision
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import PROTOCOL, SPOKEN
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 
 ROOT = Path(__file__).parents[2]
 SECONDS, POLL_SECONDS = 90.0, 0.05
@@ -121,8 +121,8 @@ def test_upgrade_loses_no_step_of_a_running_job(last_release, home, corpus):
         assert "Traceback" not in said
         assert revision(home) == before
         memory = Paths.of(home).snapshot_folder(job)
-        seen = max(steps_kept(memory, 0))
-        until("steps without a service", lambda: max(steps_kept(memory, 0)) > seen)
+        seen = max(stored_steps(memory, 0))
+        until("steps without a service", lambda: max(stored_steps(memory, 0)) > seen)
         code, said = old.up()
         assert code == 0, said
         service = old

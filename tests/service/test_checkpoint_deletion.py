@@ -150,8 +150,8 @@ def test_one_in_an_object_store_goes_too(store, job, tmp_path, bucket):  # noqa:
     paths = Paths.of(tmp_path, bucket)
     places = [checkpoint_path(paths.checkpoint_folder(job), step, 1) for step in (5, 10)]
     for place, step in zip(places, (5, 10), strict=True):
-        files_of(place).write_whole(place / MANIFEST, b"{}")
-        files_of(place).write_whole(place / "data", b"x")
+        files_of(place).write_atomically(place / MANIFEST, b"{}")
+        files_of(place).write_atomically(place / "data", b"x")
         lies_at(store, job, step, place)
     assert delete_checkpoint(store, paths, job, id_of(job, 5)).state == "deleted"
     assert [files_of(place).is_there(place) for place in places] == [False, True]

@@ -202,12 +202,12 @@ def test_logs_that_are_kept_elsewhere_go_too_and_nothing_beside_them(tmp_path, p
     """With the checkpoints, or in a place of their own."""
     paths = Paths.of(tmp_path / "home", tmp_path / "shared", logs=tmp_path / place)
     for job_id in ("job-1", "job-2"):
-        for folder in (paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)):
+        for folder in (paths.checkpoint_folder(job_id), paths.stored_log_folder(job_id)):
             folder.mkdir(parents=True)
             (folder / "file").write_bytes(b"x" * 7)
     assert remove_files(paths, "job-1") == RemovedFiles(checkpoints=1, logs=1, bytes=14)
     assert not (tmp_path / "shared" / "job-1").exists() and not (tmp_path / place / "job-1").exists()
-    assert (paths.kept_log_folder("job-2") / "file").exists()
+    assert (paths.stored_log_folder("job-2") / "file").exists()
 
 
 def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_goes_on(

@@ -261,7 +261,7 @@ def test_what_is_in_the_way_of_a_deletion_is_said_once(store, ended):
 def test_job_of_which_anything_is_newer_wherever_it_is_is_not_old(tmp_path, newer):
     """One that has nothing in the home any more, but elsewhere, is as old as that says."""
     paths = Paths.of(tmp_path / "home", tmp_path / "shared", logs=tmp_path / "logs")
-    for kind, folder in (("checkpoints", paths.checkpoint_folder("j")), ("logs", paths.kept_log_folder("j"))):
+    for kind, folder in (("checkpoints", paths.checkpoint_folder("j")), ("logs", paths.stored_log_folder("j"))):
         folder.mkdir(parents=True)
         os.utime(folder, (OLD, OLD) if newer != kind else None)
     if newer == "home":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from manta.service.settings import InvalidSetting, RequestLimits, Settings, Tls, without_secrets
-from manta.workers.storage.places import ObjectPath
+from manta.workers.storage.locations import ObjectPath
 
 
 def test_without_an_environment_there_are_defaults():

@@ -7,7 +7,7 @@ import pytest
 from early_end_programs import train
 from engine_specs import axes, document
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.messages import Resume
 
@@ -43,12 +43,12 @@ def test_one_that_is_asked_is_enough_and_nothing_shows_it_afterwards(ranks, spec
     ended = run(Resume(), (last, 3))
     assert {(step, early) for step, early, _, _ in ended} == {(4, True)}
     assert all(kept[-1] == 4 for _, _, kept, _ in ended), "though no snapshot was due"
-    ((_, manifest),) = whole_checkpoints(tmp_path / "durable")
+    ((_, manifest),) = complete_checkpoints(tmp_path / "durable")
     assert manifest.step == 4
     from_memory = run(Resume("snapshot", 4), (0, 5))
     assert {(step, early) for step, early, _, _ in from_memory} == {(6, True)}
     shutil.rmtree(tmp_path / "shared")
-    (_, *_), (newest, manifest) = whole_checkpoints(tmp_path / "durable")
+    (_, *_), (newest, manifest) = complete_checkpoints(tmp_path / "durable")
     assert manifest.step == 6
     from_disk = run(Resume("checkpoint", 6, str(newest)))
     assert {(step, early) for step, early, _, _ in from_disk} == {(STEPS, False)}
@@ -59,4 +59,4 @@ def test_one_that_is_asked_is_enough_and_nothing_shows_it_afterwards(ranks, spec
 def test_who_is_asked_in_the_last_step_is_simply_done(ranks, spec, tmp_path):
     (trained,) = ranks.run(ParallelConfig(), train, spec((1, 1, 1)), str(tmp_path), Resume(), (0, STEPS - 1))
     assert trained[:2] == (STEPS, False)
-    assert whole_checkpoints(tmp_path / "durable") == []
+    assert complete_checkpoints(tmp_path / "durable") == []

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reported import rows_of
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import OptimizerConfig
 from manta.workers.protocol.messages import Resume
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.learning_rate import decay_steps, learning_rate
 from manta.workers.training.reporter import Reporter
 
@@ -149,7 +149,7 @@ def test_a_job_that_goes_on_from_a_checkpoint_has_the_rates_that_it_would_have_h
         checkpoint={"every_steps": 5},
     )
     whole = curve(job, str(tmp_path / "whole"), Resume())
-    path = whole_checkpoints(tmp_path / "whole")[0][0]
+    path = complete_checkpoints(tmp_path / "whole")[0][0]
     assert curve(job, str(tmp_path / "more"), Resume("checkpoint", 5, str(path))) == whole[5:]
     assert [rate for _, rate, _ in whole] == [learning_rate(job.train.optimizer, step, 8) for step in range(1, 9)]
 
@@ -160,7 +160,7 @@ def curve(job, folder: str, resume: Resume) -> list[tuple[int, float, float]]:
     reporter = Reporter(messages.extend)
     comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
     comm.generation = 1
-    trainer = Trainer(job, comm, reporter, 1e9, Places(checkpoints=folder))
+    trainer = Trainer(job, comm, reporter, 1e9, StatePaths(checkpoints=folder))
     trainer.restore(resume)
     trainer.train()
     trainer.close()

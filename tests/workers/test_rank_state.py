@@ -14,20 +14,20 @@ import torch
 from engine_specs import spec
 from reported import events_of, rows_of
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.checkpoint.checksums import SummingFile
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid, state_peers
 from manta.workers.errors import CheckpointNotSaved
 from manta.workers.protocol.messages import Resume
-from manta.workers.snapshot.files import snapshot_path, steps_kept
+from manta.workers.snapshot.files import snapshot_path, stored_steps
 from manta.workers.snapshot.node_memory import SnapshotMemory
 from manta.workers.snapshot.note import read_note
 from manta.workers.snapshot.snapshot_file import SnapshotFile
 from manta.workers.snapshot.snapshots import Snapshots
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training import rank_state
-from manta.workers.training.rank_state import NO_PLACES, RankState
+from manta.workers.training.rank_state import NO_PATHS, RankState
 from manta.workers.training.reporter import Reporter
 
 
@@ -43,13 +43,13 @@ class Rank:
             recovery=recovery or {},
         )  # fmt: skip
         comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
-        places = Places(snapshots=str(folder / "shared"), checkpoints=str(folder / "durable"))
+        places = StatePaths(snapshots=str(folder / "shared"), checkpoints=str(folder / "durable"))
         self.trainer = Trainer(job, comm, Reporter(self._messages.extend), 1e9, places)
 
     @property
     def snapshots(self) -> list[int]:
         """Steps of which there is a whole snapshot."""
-        return steps_kept(self.folder / "shared", 0)
+        return stored_steps(self.folder / "shared", 0)
 
     def train(self, steps: int) -> None:
         """So many steps, the snapshot of the last one included."""
@@ -96,7 +96,7 @@ def test_snapshots_of_steps_that_were_given_up_are_forgotten(tmp_path, source, l
         rank.train(1)
         rank.trainer.state.checkpoints.finish()
     assert rank.snapshots == [2, 3]
-    ((path, _),) = whole_checkpoints(tmp_path / "durable")
+    ((path, _),) = complete_checkpoints(tmp_path / "durable")
     if not lives_on:
         rank.end()
         rank = Rank(tmp_path, every_steps=2)
@@ -135,7 +135,7 @@ def test_rows_of_steps_that_a_roll_back_undid_do_not_come_back(tmp_path):
 
 def test_memory_of_another_layout_is_given_back_where_the_nodes_daemon_has_it(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(SnapshotMemory, "give_back", lambda memory: asked.append(memory.place))
+    monkeypatch.setattr(SnapshotMemory, "free_unlinked", lambda memory: asked.append(memory.place))
     for with_daemon in (False, True):
         monkeypatch.setattr(rank_state, "remove_other_layouts", lambda *_, there=with_daemon: there)
         (tmp_path / str(with_daemon)).mkdir()
@@ -175,7 +175,7 @@ def test_earlier_failed_save_does_not_fail_a_job_whose_last_checkpoint_is_whole(
     rank = Rank(tmp_path)
     rank.trainer.restore(Resume())
     rank.trainer.train()
-    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "durable")] == [5]
+    assert [manifest.step for _, manifest in complete_checkpoints(tmp_path / "durable")] == [5]
     rank.trainer.state.checkpoints.failure = "rank 1 is gone"
     rank.trainer.restore(Resume("snapshot", 5))
     rank.trainer.train()
@@ -194,7 +194,7 @@ def test_a_job_whose_last_checkpoint_cannot_be_saved_says_so_and_is_not_done(tmp
         rank.trainer.train()
     rank.trainer.restore(Resume("snapshot", 5))
     rank.trainer.train()
-    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "durable")] == [5]
+    assert [manifest.step for _, manifest in complete_checkpoints(tmp_path / "durable")] == [5]
     rank.end()
 
 
@@ -204,13 +204,13 @@ def test_whoever_stands_in_for_rank_0_keeps_its_rows_and_says_none(tmp_path):
     rank.trainer.restore(Resume())
     state.comm.rank = 1
     rank.train(1)
-    state._report_again([{"step": 0}])
+    state._resend_rows([{"step": 0}])
     rows, _ = read_note(state._note())
     assert [(row["step"], row.get("rank")) for row in rows] == [(1, 1), (0, None)]
-    state._keeps_rows = False
+    state._retains_rows = False
     state.keep(2, lambda: pytest.fail("nobody needs the row"))
     state.snapshots.finish()
-    state._report_again([{"step": 9}])
+    state._resend_rows([{"step": 9}])
     assert len(read_note(state._note())[0]) == 2
     assert rank.snapshots == [1, 2]
     assert rank.end() == []
@@ -221,8 +221,8 @@ def test_whoever_has_the_state_of_rank_0_keeps_its_rows():
     keep = []
     for rank in range(4):
         comm = Comm(RankGrid(job.layout), rank, torch.device("cpu"))
-        state = RankState(job, SimpleNamespace(), comm, Reporter(lambda messages: None), NO_PLACES)
-        keep.append(state._keeps_rows)
+        state = RankState(job, SimpleNamespace(), comm, Reporter(lambda messages: None), NO_PATHS)
+        keep.append(state._retains_rows)
     assert keep == [rank in state_peers(job.layout, 0) for rank in range(4)]
     assert keep.count(True) == 2
 
@@ -231,11 +231,11 @@ def test_weights_that_are_compared_are_those_of_the_last_snapshot(tmp_path):
     rank = Rank(tmp_path)
     rank.trainer.restore(Resume())
     rank.train(1)
-    kept, own = rank.trainer.state.kept_parameters(), rank.trainer.engine.optimizer.parameters
+    kept, own = rank.trainer.state.snapshot_parameters(), rank.trainer.engine.optimizer.parameters
     assert len(kept) == len(own)
     assert all(torch.equal(a, b) for a, b in zip(kept, own, strict=True))
     rank.trainer.state.snapshots.clear()
-    assert rank.trainer.state.kept_parameters() is None
+    assert rank.trainer.state.snapshot_parameters() is None
     rank.end()
 
 
@@ -247,7 +247,7 @@ def test_a_rank_at_rest_has_sums_that_other_nodes_ask_for_and_its_save_is_over(t
     with patch.object(snapshots, "wait_for_sums", wraps=snapshots.wait_for_sums) as waits:
         rank.trainer.rest()
     waits.assert_called_once_with()
-    assert rank.trainer.state.checkpoints._under_way is None
+    assert rank.trainer.state.checkpoints._pending is None
     (path,) = (tmp_path / "shared").glob("*.snapshot")
     file = SnapshotFile.open(path)
     assert file.sealed_sums(file.slot_of(1)) is not None
@@ -334,7 +334,7 @@ def test_what_a_roll_back_undoes_is_forgotten_only_once_all_ranks_have_what_they
     (_, saved, _), *others = done
     assert (done[0][0], saved) == ("save", back_to)
     assert others == [("finish",), ("barrier",), ("forget_after", back_to), ("undo_after", back_to)]
-    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "durable")] == list(range(1, back_to + 1))
+    assert [manifest.step for _, manifest in complete_checkpoints(tmp_path / "durable")] == list(range(1, back_to + 1))
     rank.end()
 
 

@@ -52,7 +52,7 @@ def test_what_takes_a_while_is_made_on_the_reporters_thread_and_stays_in_order()
 
     reporter = Reporter(listener)
     reporter.metrics({"step": 1})
-    reporter.made(make)
+    reporter.deferred(make)
     reporter.send(Finished(3))
     reporter.close()
     assert listener.payloads == [Metrics(({"step": 1},)), Finished(2), Finished(3)]
@@ -68,7 +68,7 @@ def test_what_cannot_be_made_keeps_nothing_else_from_being_heard(capfd):
     listener = Listener()
     reporter = Reporter(listener)
     reporter.metrics({"step": 1})
-    reporter.made(fail)
+    reporter.deferred(fail)
     reporter.send(Finished(2))
     reporter.close()
     assert listener.payloads == [Metrics(({"step": 1},)), Finished(2)]

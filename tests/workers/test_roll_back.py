@@ -6,7 +6,7 @@ import pytest
 from engine_specs import axes, document
 from number_programs import train
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.messages import Resume
 
@@ -184,8 +184,8 @@ def test_restart_in_the_middle_of_redone_steps(ranks, corpus, whole, tmp_path):
     kinds = [(event["type"], event["step"]) for event in by_rank[0].events if event["type"] != "checkpoint_saving"]
     assert ("rolled_back", BAD_STEP) in kinds
     assert ("checkpoint_deleted", 3) in kinds, "the checkpoint of step 5 was undone, and made again"
-    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "durable")] == [5, 10, 12]
-    for path, manifest in whole_checkpoints(tmp_path / "durable"):
+    assert [manifest.step for _, manifest in complete_checkpoints(tmp_path / "durable")] == [5, 10, 12]
+    for path, manifest in complete_checkpoints(tmp_path / "durable"):
         resume = Resume("checkpoint", manifest.step, str(path))
         rest = run(ranks, saved, NAN, None, resume, (), str(tmp_path / "other"), str(tmp_path / "more"))
         assert rest[0].statistics == {s: whole[0].statistics[s] for s in range(manifest.step + 1, STEPS + 1)}

@@ -20,7 +20,7 @@ from rank_programs import run_as_launched
 from their_models import saved
 
 from manta.workers import run
-from manta.workers.checkpoint.catalog import seal, whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints, seal
 from manta.workers.config import ParallelConfig
 from manta.workers.errors import CheckpointError, MantaError
 from manta.workers.settings import Launcher
@@ -120,7 +120,7 @@ def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
 def test_a_trace_has_the_steps_that_were_asked_for(config, tmp_path, capsys):
     trace = tmp_path / "trace.json"
     assert run.main([str(config), "--trace", str(trace), "--trace-steps", "2", "--trace-first-step", "3"]) == 0
-    assert "not whole" not in capsys.readouterr().err
+    assert "incomplete" not in capsys.readouterr().err
     (rank,) = json.loads(trace.read_text())["ranks"]
     assert [step["step"] for step in rank["steps"]] == [3, 4]
     assert {each["kind"] for each in rank["slices"]} >= {"loader", "forward", "backward", "optimizer", "validation"}
@@ -130,7 +130,7 @@ def test_a_trace_has_the_steps_that_were_asked_for(config, tmp_path, capsys):
         "rank 0 (tensor 0, pipeline 0, data 0)"
     ]
     assert run.main([str(config), "--trace", str(trace), "--trace-steps", "7"]) == 0
-    assert "is not whole: the recording was broken off" in capsys.readouterr().err
+    assert "is incomplete: the recording was broken off" in capsys.readouterr().err
     assert [step["step"] for step in json.loads(trace.read_text())["ranks"][0]["steps"]] == [2, 3, 4]
 
 
@@ -177,13 +177,13 @@ def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
         (tmp_path / str(step)).mkdir()
     first = job_file(tmp_path / "2", checkpoint={"every_steps": 2})
     assert run.main([str(first), "--checkpoints", str(folder)]) == 0
-    newest, manifest = whole_checkpoints(folder)[-1]
+    newest, manifest = complete_checkpoints(folder)[-1]
     assert manifest.step == 4
     (newest / "manifest.json").unlink()  # as if it had been killed while it saved the last one
     assert run.main([str(first), "--checkpoints", str(folder), "--metrics", str(again)]) == 0
     kept = [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(whole)]
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(again)] == kept[2:]
-    saved = [(manifest.generation, manifest.step) for _, manifest in whole_checkpoints(folder)]
+    saved = [(manifest.generation, manifest.step) for _, manifest in complete_checkpoints(folder)]
     assert saved == [(1, 2), (2, 4)], "each run is a generation of its own"
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_stops_early_computes_what_the_whole_one_does(tmp_path):
     assert run.main([config, "--metrics", str(part), "--checkpoints", str(folder), "--stop-after-step", "3"]) == 0
     curve = [(row["step"], row["loss"], row["grad_norm"], row["learning_rate"]) for row in rows_of(whole)]
     assert [(row["step"], row["loss"], row["grad_norm"], row["learning_rate"]) for row in rows_of(part)] == curve[:3]
-    assert [manifest.step for _, manifest in whole_checkpoints(folder)] == [2]
+    assert [manifest.step for _, manifest in complete_checkpoints(folder)] == [2]
 
 
 def test_a_bad_spec_is_reported_field_by_field(tmp_path, capsys):
@@ -281,7 +281,7 @@ def run_with_cores(monkeypatch, cores, config, folder=None):
     monkeypatch.setattr(standalone, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "set_num_threads", said.append)  # some that wait would keep the cores from other tests
     assert run.main([str(config), *([] if folder is None else ["--checkpoints", str(folder)])]) == 0
-    newest = whole_checkpoints(folder)[-1][1] if folder is not None else None
+    newest = complete_checkpoints(folder)[-1][1] if folder is not None else None
     return said[0], newest and newest.spec["resources"]["threads"]
 
 
@@ -302,7 +302,7 @@ def test_a_run_that_goes_on_keeps_its_threads_unless_it_is_told_otherwise(tmp_pa
 def test_a_run_that_began_before_threads_could_be_chosen_keeps_one(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     run_with_cores(monkeypatch, 1, job_file(tmp_path), folder)
-    for path, manifest in whole_checkpoints(folder):
+    for path, manifest in complete_checkpoints(folder):
         spec = {name: section for name, section in manifest.spec.items() if name != "resources"}
         seal(path, replace(manifest, spec=spec))
     assert run_with_cores(monkeypatch, 3, job_file(tmp_path, train={"steps": 6}), folder) == (1, 1)
@@ -381,7 +381,7 @@ def test_damaged_checkpoint_is_skipped_with_a_message_and_if_all_are_the_run_fai
     folder = tmp_path / "checkpoints"
     config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(folder)]
     assert run.main(config) == 0
-    paths = [path for path, _ in whole_checkpoints(folder)]
+    paths = [path for path, _ in complete_checkpoints(folder)]
     assert len(paths) == 2
 
     def damage(path):
@@ -396,7 +396,7 @@ def test_damaged_checkpoint_is_skipped_with_a_message_and_if_all_are_the_run_fai
     assert run.main([*config, "--metrics", str(metrics)]) == 0
     assert [row["step"] for row in rows_of(metrics)] == [3, 4]
     assert f"skipped: the checkpoint at {paths[1]} is damaged" in capsys.readouterr().err
-    for path, _ in whole_checkpoints(folder)[:1] + whole_checkpoints(folder)[2:]:
+    for path, _ in complete_checkpoints(folder)[:1] + complete_checkpoints(folder)[2:]:
         damage(path)
     assert run.main(config) == 1
     assert capsys.readouterr().err.startswith("CheckpointError: the checkpoint at ")
@@ -421,7 +421,7 @@ def test_weights_are_fine_tuned_on_conversations_with_the_loss_that_transformers
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     assert rows[0]["loss"] == pytest.approx(loss_of_answers(model, base), rel=1e-5), "one sample holds all of them"
     assert rows[1]["loss"] < rows[0]["loss"]
-    export(str(whole_checkpoints(checkpoints)[-1][0]), tmp_path / "exported")
+    export(str(complete_checkpoints(checkpoints)[-1][0]), tmp_path / "exported")
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", attn_implementation="eager")
     assert rows[1]["validation_loss_same"] == pytest.approx(loss_of_answers(tuned, tmp_path / "exported"), rel=1e-5)
 

@@ -14,20 +14,20 @@ from engine_specs import spec
 from reported import events_of, rows_of
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.engine import Engine
-from manta.workers.errors import AskedToRest, MantaError, NonFiniteError
+from manta.workers.errors import MantaError, NonFiniteError, RestRequested
 from manta.workers.liveness import rank_samples
 from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 from manta.workers.liveness.rank_samples import Straggler, unpacked
 from manta.workers.numerics.bad_numbers import BadStep
 from manta.workers.protocol.messages import Resume
 from manta.workers.protocol.reports import Metrics
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 from manta.workers.timing.step_phases import PARTS
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 
@@ -41,17 +41,17 @@ def test_last_step_is_saved_though_a_rank_died_while_it_was_being_saved(tmp_path
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
     job = spec(data={"paths": [str(corpus)]}, train={"steps": 2})
-    places = Places(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
+    places = StatePaths(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
     first = _trainer(job, places)
     first.restore(Resume())
     first.train()
-    assert [manifest.step for _, manifest in whole_checkpoints(places.checkpoints)] == [2]
+    assert [manifest.step for _, manifest in complete_checkpoints(places.checkpoints)] == [2]
     shutil.rmtree(places.checkpoints)  # as if the process had died before the manifest
 
     second = _trainer(job, places)
     second.restore(Resume("snapshot", 2))
     second.train()
-    assert [manifest.step for _, manifest in whole_checkpoints(places.checkpoints)] == [2]
+    assert [manifest.step for _, manifest in complete_checkpoints(places.checkpoints)] == [2]
 
 
 def test_micro_batches_that_cannot_be_recorded_are_told_of_once(tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_checkpoints_of_before_a_start_from_nothing_are_not_pruned(tmp_path, eac
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
     job = spec(data={"paths": [str(corpus)]}, train={"steps": 5}, checkpoint={"every_steps": 1, "keep": 1})
-    places = Places(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
+    places = StatePaths(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
 
     def made_by(generation, resume, steps):
         trainer = _trainer(job, places)
@@ -82,7 +82,7 @@ def test_checkpoints_of_before_a_start_from_nothing_are_not_pruned(tmp_path, eac
         trainer.restore(resume)
         trainer.train(stop_after_step=steps)
         trainer.close()
-        return [(each.generation, each.step) for _, each in whole_checkpoints(places.checkpoints)]
+        return [(each.generation, each.step) for _, each in complete_checkpoints(places.checkpoints)]
 
     assert made_by(1, Resume(), 3) == [(1, 3)]
     assert made_by(2, Resume(), 2) == [(1, 3), (2, 2)]
@@ -92,7 +92,7 @@ def test_checkpoints_of_before_a_start_from_nothing_are_not_pruned(tmp_path, eac
 
 def test_a_process_that_must_begin_anew_gives_the_same_bits_as_a_new_one(tmp_path):
     """A survivor whose peers' state cannot be had any more starts from nothing, moments included."""
-    trainer = _trainer(_two_step_job(tmp_path), Places())
+    trainer = _trainer(_two_step_job(tmp_path), StatePaths())
     losses = []
     for _ in range(2):
         trainer.restore(Resume())
@@ -114,7 +114,7 @@ def _poison(trainer):
 
 
 def test_a_step_that_is_not_finite_fails_the_job_and_names_its_samples(tmp_path):
-    trainer = _trainer(_two_step_job(tmp_path), Places())
+    trainer = _trainer(_two_step_job(tmp_path), StatePaths())
     trainer.restore(Resume())
     trainer.train_step()
     before = _poison(trainer)
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_finite_can_pass_without_an_update(tmp_path):
     job = _two_step_job(tmp_path, nonfinite="skip")
     comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
     reporter = Reporter(messages.extend)
-    trainer = Trainer(job, comm, reporter, 1e9, Places())
+    trainer = Trainer(job, comm, reporter, 1e9, StatePaths())
     trainer.restore(Resume())
     trainer.train_step()
     good = trainer.engine.flat.parameters.clone()
@@ -165,15 +165,15 @@ def test_a_step_without_an_update_changes_what_follows_no_more_than_a_restart_do
         trainer.close()
         return trainer.engine.flat.parameters
 
-    went_on = after_three_steps(Places(snapshots=str(tmp_path / "a")), restarts=False)
-    assert torch.equal(went_on, after_three_steps(Places(snapshots=str(tmp_path / "b")), restarts=True))
+    went_on = after_three_steps(StatePaths(snapshots=str(tmp_path / "a")), restarts=False)
+    assert torch.equal(went_on, after_three_steps(StatePaths(snapshots=str(tmp_path / "b")), restarts=True))
 
 
 def test_time_before_the_steps_belongs_to_none_of_them(tmp_path, monkeypatch):
     """It is the start, or the recovery: a rank may have rested for long."""
     messages, now, job = [], [0.0], _two_step_job(tmp_path)
     reporter = Reporter(messages.extend)
-    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, StatePaths())
     monkeypatch.setattr(trainer.clock, "_clock", lambda: now[0])
     for step in (1, 2):
         trainer.restore(Resume("snapshot" if step > 1 else "start", step - 1))
@@ -188,7 +188,7 @@ def test_every_kth_row_says_where_the_time_went(tmp_path):
     job = _two_step_job(tmp_path).model_copy(deep=True)
     job = job.model_copy(update={"train": job.train.model_copy(update={"time_parts_every": 2})})
     reporter = Reporter(messages.extend)
-    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, StatePaths())
     trainer.restore(Resume())
     trainer.train()
     reporter.close()
@@ -201,28 +201,28 @@ def test_every_kth_row_says_where_the_time_went(tmp_path):
 
 def test_the_snapshot_of_a_step_is_whole_before_the_next_update_and_only_then(tmp_path):
     """Held up until the next step asks for it, the copy is still that of the step before."""
-    trainer = _trainer(_two_step_job(tmp_path), Places(snapshots=str(tmp_path / "shared")))
+    trainer = _trainer(_two_step_job(tmp_path), StatePaths(snapshots=str(tmp_path / "shared")))
     trainer.restore(Resume())
     trainer.train_step()
     committed = [tensor.clone() for tensor in trainer.engine.state()]
     trainer.state.snapshots.finish()
     trainer.state.snapshots.clear()
-    let_go, finish = threading.Event(), trainer._before_update
+    unprotect, finish = threading.Event(), trainer._before_update
     seen = []
 
     def before_update():
         assert all(torch.equal(now, then) for now, then in zip(trainer.engine.state(), committed, strict=True))
-        seen.append(steps_kept(tmp_path / "shared", 0))
-        let_go.set()
+        seen.append(stored_steps(tmp_path / "shared", 0))
+        unprotect.set()
         finish()
-        seen.append(steps_kept(tmp_path / "shared", 0))
+        seen.append(stored_steps(tmp_path / "shared", 0))
 
     trainer._before_update = before_update
-    trainer.state.snapshots._copier._thread.submit(let_go.wait, 30)
+    trainer.state.snapshots._copier._thread.submit(unprotect.wait, 30)
     trainer.state.snapshots.start(1)
     trainer.train_step()
     assert seen == [[], [1]]
-    loaded = _trainer(trainer.spec, Places(snapshots=str(tmp_path / "shared")))
+    loaded = _trainer(trainer.spec, StatePaths(snapshots=str(tmp_path / "shared")))
     loaded.state.snapshots.load(1)
     assert all(torch.equal(now, then) for now, then in zip(loaded.engine.state(), committed, strict=True))
 
@@ -245,8 +245,8 @@ def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path, monkey
         monkeypatch.setattr(f"manta.workers.snapshot.{module}.time", clock)
     job = _two_step_job(tmp_path)
     (plain, state), (kept, kept_state) = (
-        _rows(job, Places()),
-        _rows(job, Places(snapshots=str(tmp_path / "shared"))),
+        _rows(job, StatePaths()),
+        _rows(job, StatePaths(snapshots=str(tmp_path / "shared"))),
     )
     assert [row["loss"] for row in plain] == [row["loss"] for row in kept]
     assert all(torch.equal(a, b) for a, b in zip(state, kept_state, strict=True))
@@ -254,19 +254,19 @@ def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path, monkey
     assert [row["snapshot_every_steps"] for row in kept] == [1, 1, 1]
     assert all(0 < row["snapshot_stall_seconds"] < row["seconds"]["wall"] for row in kept[1:])
     assert "snapshot_every_steps" not in plain[0]
-    assert steps_kept(tmp_path / "shared", 0) == [2, 3]
+    assert stored_steps(tmp_path / "shared", 0) == [2, 3]
 
 
 def test_a_number_of_steps_between_snapshots_is_kept_to(tmp_path):
     job = _two_step_job(tmp_path)
     every = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"snapshot_every_steps": 2})})
-    rows, _ = _rows(every, Places(snapshots=str(tmp_path / "shared")))
+    rows, _ = _rows(every, StatePaths(snapshots=str(tmp_path / "shared")))
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert steps_kept(tmp_path / "shared", 0) == [0, 2]
+    assert stored_steps(tmp_path / "shared", 0) == [0, 2]
 
 
 def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
-    trainer = _trainer(_two_step_job(tmp_path), Places(), Progress.shared(tmp_path, 0))
+    trainer = _trainer(_two_step_job(tmp_path), StatePaths(), Progress.shared(tmp_path, 0))
     trainer.restore(Resume())
     statistics = trainer.train_step()
     reader = ProgressReader(progress_path(tmp_path, 0))
@@ -280,7 +280,7 @@ def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
 
 
 def test_where_a_device_has_timed_a_step_the_record_keeps_that(tmp_path, monkeypatch):
-    trainer = _trainer(_two_step_job(tmp_path), Places(), Progress.shared(tmp_path, 0))
+    trainer = _trainer(_two_step_job(tmp_path), StatePaths(), Progress.shared(tmp_path, 0))
     monkeypatch.setattr(Comm, "device_step_seconds", (8.0, 3.0))
     trainer.restore(Resume())
     trainer.train_step()
@@ -300,7 +300,7 @@ def test_a_closed_trainer_is_freed_without_the_garbage_collector(tmp_path, recov
     gc.collect()
     gc.disable()
     try:
-        trainer = _trainer(job, Places(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable")))
+        trainer = _trainer(job, StatePaths(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable")))
         trainer.restore(Resume())
         trainer.train()
         tensors = [*trainer.engine.state(), trainer.engine.flat.gradients, trainer.engine.flat.parameters]
@@ -327,7 +327,7 @@ def test_whoever_holds_up_the_others_is_told_by_rank_0_unless_nobody_wants_to_kn
             return [straggler] if len(given) == 2 else []
 
     reporter = Reporter(messages.extend)
-    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, StatePaths())
     assert trainer._stragglers is not None
     trainer._stragglers = Stragglers()
     trainer.restore(Resume())
@@ -337,14 +337,14 @@ def test_whoever_holds_up_the_others_is_told_by_rank_0_unless_nobody_wants_to_kn
     (event,) = events_of(messages)
     assert (event["type"], event["step"], event["straggler"], event["slow_steps"]) == ("straggler", 2, 1, 20)
     assert event["message"] == straggler.sentence
-    assert _trainer(_two_step_job(tmp_path, stragglers="ignore"), Places())._stragglers is None
+    assert _trainer(_two_step_job(tmp_path, stragglers="ignore"), StatePaths())._stragglers is None
 
 
 def test_numbers_of_all_ranks_are_reported_now_and_then_with_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_samples, "EVERY_SECONDS", 0.0)
     messages, job = [], _two_step_job(tmp_path)
     reporter = Reporter(messages.extend)
-    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, StatePaths())
     trainer.restore(Resume())
     statistics = trainer.train_step()
     reporter.close()
@@ -361,7 +361,7 @@ def _of_two(tmp_path, rank, **parallel):
     corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
     job = spec(data={"paths": [str(corpus)]}, parallel=parallel)
     comm = Comm(RankGrid(job.layout), rank, torch.device("cpu"))
-    return Trainer(job, comm, Reporter(lambda messages: None), 1e9, Places())
+    return Trainer(job, comm, Reporter(lambda messages: None), 1e9, StatePaths())
 
 
 def test_utilisation_is_of_the_devices_of_all_ranks_and_stragglers_are_reported_by_one(tmp_path):
@@ -376,24 +376,24 @@ def test_ranks_are_compared_with_those_of_their_stage(tmp_path):
 
 
 def test_a_rank_that_is_to_leave_does_so_between_two_steps(tmp_path):
-    trainer = _trainer(_two_step_job(tmp_path), Places())
+    trainer = _trainer(_two_step_job(tmp_path), StatePaths())
     trainer.restore(Resume())
-    trainer.state.commit = _then(trainer.state.commit, lambda step, _: step == 1 and trainer.comm.ask_to_rest(1))
-    with pytest.raises(AskedToRest):
+    trainer.state.commit = _then(trainer.state.commit, lambda step, _: step == 1 and trainer.comm.request_rest(1))
+    with pytest.raises(RestRequested):
         trainer.train()
     assert trainer.settled_step == trainer.step == 2, "it was asked after the first step's agreement"
 
 
 def test_a_rank_that_is_to_leave_after_the_last_step_is_done_and_one_that_is_to_end_too_ends(tmp_path):
-    last = _trainer(_two_step_job(tmp_path), Places())
+    last = _trainer(_two_step_job(tmp_path), StatePaths())
     last.restore(Resume())
-    last.comm.ask_to_rest(1)
+    last.comm.request_rest(1)
     last.train(stop_after_step=1)
     assert (last.step, last.ends_early) == (1, False)
-    both = _trainer(_two_step_job(tmp_path), Places())
+    both = _trainer(_two_step_job(tmp_path), StatePaths())
     both.restore(Resume())
-    both.comm.ask_to_rest(1)
-    both.comm.ask_to_end(1)
+    both.comm.request_rest(1)
+    both.comm.request_end(1)
     both.train()
     assert (both.step, both.ends_early) == (1, True)
 
@@ -411,7 +411,7 @@ def _then(function, more):
 
 @pytest.mark.parametrize(("every", "compared"), [(0, []), (1, [1, 2, 3]), (2, [2])])
 def test_replicas_are_compared_before_the_update_of_every_so_many_steps(tmp_path, every, compared):
-    trainer, steps = _trainer(_two_step_job(tmp_path, check_replicas_every=every), Places()), []
+    trainer, steps = _trainer(_two_step_job(tmp_path, check_replicas_every=every), StatePaths()), []
     trainer._compare_replicas = lambda: steps.append(trainer.step + 1)
     trainer.restore(Resume())
     trainer.train()
@@ -420,7 +420,7 @@ def test_replicas_are_compared_before_the_update_of_every_so_many_steps(tmp_path
 
 @pytest.mark.parametrize(("kind", "key"), [("not_finite", "recovery.nonfinite"), ("spike", "recovery.spike.policy")])
 def test_a_job_that_fails_over_a_step_says_what_to_set_instead(tmp_path, kind, key):
-    trainer = _trainer(_two_step_job(tmp_path), Places())
+    trainer = _trainer(_two_step_job(tmp_path), StatePaths())
     trainer.restore(Resume())
     with pytest.raises(MantaError, match=f"set {key} to skip or roll_back"):
         trainer._apply_policy(1, BadStep(kind, "fail", "step 1 is bad"))

@@ -13,21 +13,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import accumulate
 
-from manta.workers.accounting.flops import padded_vocabulary, stages_held
-from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, walked
+from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
+from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, total_of_passes
 from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.parallel import recompute as recompute_policy
 from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from manta.workers.parallel.pipeline.schedules.action import Action
 from manta.workers.parallel.pipeline.stages import layers_of
-from manta.workers.parallel.recompute import recomputed, waits_on_host
+from manta.workers.parallel.recompute import is_offloaded, recomputed
 from manta.workers.spec.parameters import (
     TOKEN_EMBEDDING,
     first_trained_layer,
     frozen_by_layer,
     frozen_names,
+    needs_gradient,
     parameter_names,
-    takes_gradient,
     trained_in_layer,
 )
 
@@ -102,7 +102,7 @@ def _heads(spec: JobSpec) -> int:
     return spec.model.heads // spec.layout.tensor + value_heads_of(spec)
 
 
-def not_kept(spec: JobSpec, layer: int) -> set[str]:
+def unsaved_terms(spec: JobSpec, layer: int) -> set[str]:
     """Names of `layer_terms` that are not kept, since only the gradients of frozen weights would need them."""
     if not spec.train.frozen:
         return set()
@@ -142,7 +142,7 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     kinds = len(layers) if layout.offload_layers else min(layout.recompute_every, len(layers))
     for place in range(kinds):
         for layer, times in _alike(spec, layers[place::kinds], first):
-            terms = kept_terms(spec, layer, policy, modules)
+            terms = saved_terms(spec, layer, policy, modules)
             total += times * (sum(terms.values()) - sum(offloaded(spec, index, place, terms)))
     if index == 0 and first < 0 and model.dropout > 0:
         # The dropout's mask (arXiv:2205.05198, section 4.3). The few bytes per token that tell tensor ranks which rows
@@ -165,11 +165,11 @@ def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]
     return known.values()
 
 
-def kept_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str]) -> dict[str, int]:
+def saved_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str]) -> dict[str, int]:
     """The part of `layer_terms` that a layer keeps of a micro-batch that is recomputed by `policy`."""
     if policy == "full" and layer % spec.layout.recompute_every == 0:
         return {"attention_norm_input": layer_input_bytes(spec)}
-    dropped = not_kept(spec, layer)
+    dropped = unsaved_terms(spec, layer)
     return {name: size for name, size in layer_terms(spec, modules).items() if name not in dropped}
 
 
@@ -179,7 +179,7 @@ def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> l
     from frozen ones, which is kept for its gradient."""
     layout = spec.layout
     layers = layers_of(spec.model.layers, layout, index)
-    if not layout.offload_layers or not waits_on_host(place, len(layers), layout.offload_layers):
+    if not layout.offload_layers or not is_offloaded(place, len(layers), layout.offload_layers):
         return []
     begins = layers[place] == first_trained_layer(spec.model, spec.train.frozen)
     stays = "attention_norm_input" if begins or (place == 0 and index > 0) else ""
@@ -211,7 +211,7 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     if not layout.offload_layers:
         return 0
     shape = layout.schedule, rank, layout.pipeline, layout.virtual_stages, micro_batches
-    actions, indices = passes_of_rank(*shape), stages_held(spec, rank)
+    actions, indices = passes_of_rank(*shape), stages_on_rank(spec, rank)
     again, first = recomputed(actions, layout), first_trained_layer(spec.model, spec.train.frozen)
 
     def of_pass(action: Action) -> int:
@@ -223,11 +223,11 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
             1 << (size - 1).bit_length()
             for place, layer in layers
             if layer >= first
-            for size in offloaded(spec, index, place, kept_terms(spec, layer, policy, modules))
+            for size in offloaded(spec, index, place, saved_terms(spec, layer, policy, modules))
         )
 
     signs = {"forward": 1, "backward": -1, "backward_input": -1}
-    return max(accumulate(signs[each.kind] * of_pass(each) for each in actions if each.kind in signs))
+    return max(accumulate(signs[action.kind] * of_pass(action) for action in actions if action.kind in signs))
 
 
 def output_bytes(spec: JobSpec) -> int:
@@ -254,21 +254,23 @@ def output_weight(model: ModelConfig) -> str:
 
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     """Most bytes of activations of one pipeline rank, in a step of `micro_batches` micro-batches."""
-    stages, splits = stages_held(spec, rank), spec.layout.schedule in SPLIT_BACKWARD
-    put_off = [put_off_bytes(spec, index) if splits else 0 for index in stages]
+    stages, splits = stages_on_rank(spec, rank), spec.layout.schedule in SPLIT_BACKWARD
+    deferred = [deferred_bytes(spec, index) if splits else 0 for index in stages]
     sizes: dict[tuple[object, ...], int] = {}
     keys = [_kind_of_stage(spec, index) for index in stages]
 
     def change(kind: Kind) -> Pass:
-        key = keys[kind.chunk], kind.again
+        key = keys[kind.chunk], kind.recomputed
         if key not in sizes:
-            sizes[key] = chunk_bytes(spec, stages[kind.chunk], kind.again)
-        size, later = sizes[key], put_off[kind.chunk]
+            sizes[key] = chunk_bytes(spec, stages[kind.chunk], kind.recomputed)
+        size, later = sizes[key], deferred[kind.chunk]
         left = {"forward": size, "backward": -size, "backward_input": later - size, "backward_weight": -later}
         return Pass(max(0, left[kind.kind]), left[kind.kind])
 
-    takes = takes_gradient(spec)
-    return walked(blocks_of_rank(spec.layout, rank, micro_batches, [takes[index] for index in stages]), change).most
+    has_backward = needs_gradient(spec)
+    return total_of_passes(
+        blocks_of_rank(spec.layout, rank, micro_batches, [has_backward[index] for index in stages]), change
+    ).peak
 
 
 def layers_are_alike(spec: JobSpec) -> bool:
@@ -287,7 +289,7 @@ def _kind_of_stage(spec: JobSpec, index: int) -> tuple[int, ...]:
     return len(layers_of(spec.model.layers, spec.layout, index)), int(index == 0), int(index == count - 1)
 
 
-def put_off_bytes(spec: JobSpec, index: int) -> int:
+def deferred_bytes(spec: JobSpec, index: int) -> int:
     """Bytes of one full micro-batch that virtual stage `index` holds between the halves of its backward pass: inputs of
     the products and gradients of their results. The result of a row-parallel product is whole on each tensor rank;
     frozen weights of layers are counted as if they were trained."""
@@ -296,7 +298,7 @@ def put_off_bytes(spec: JobSpec, index: int) -> int:
     tokens, outside = tokens_of(spec)
     first = first_trained_layer(model, spec.train.frozen)
     layers = [layer for layer in layers_of(model.layers, layout, index) if layer >= first]
-    total = len(layers) * put_off_layer_bytes(spec)
+    total = len(layers) * deferred_layer_bytes(spec)
     if index == 0 and first < 0:
         total += width * tokens * h
     if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:
@@ -304,8 +306,8 @@ def put_off_bytes(spec: JobSpec, index: int) -> int:
     return total
 
 
-def put_off_layer_bytes(spec: JobSpec) -> int:
-    """The part of `put_off_bytes` that one layer holds."""
+def deferred_layer_bytes(spec: JobSpec) -> int:
+    """The part of `deferred_bytes` that one layer holds."""
     model, t, h = spec.model, spec.layout.tensor, spec.model.hidden_size
     tokens, outside = tokens_of(spec)
     inner = model.ffn_size // t

@@ -20,11 +20,11 @@ from manta.workers.accounting.flops import (
     layers_of_rank,
     padded_vocabulary,
     parameters_of_rank,
-    stages_held,
+    stages_on_rank,
     waiting_gradient_buffers,
 )
 from manta.workers.accounting.layer_passes import weight_bytes
-from manta.workers.accounting.state_costs import kept_elements, places_bytes
+from manta.workers.accounting.state_costs import owned_elements, slice_buffer_bytes
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import BatchPlan, leaf_share
@@ -67,10 +67,10 @@ def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
 def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBytes:
     """Memory of a rank of `stage`, in a step of `micro_batches` micro-batches."""
     spec = passes.spec
-    held, frozen = parameters_of_rank(spec, stage), frozen_parameters_of_rank(spec, stage)
+    stages, frozen = parameters_of_rank(spec, stage), frozen_parameters_of_rank(spec, stage)
     replicas, width = spec.layout.data, 4 if spec.train.precision == "fp32" else 2
-    trained, part = held - frozen, (held - frozen) // replicas
-    kept, offload = kept_elements(spec, stage), spec.train.optimizer.offload
+    trained, part = stages - frozen, (stages - frozen) // replicas
+    kept, offload = owned_elements(spec, stage), spec.train.optimizer.offload
     gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec)) + halves_bytes(spec, stage, micro_batches)
     # Without master weights, the parameters themselves are updated.
     masters = 0 if width == WIDE and not offload else kept
@@ -78,14 +78,14 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     # Updated parts are copied for the gather, when no activations are left; of offloaded state, slices are copied.
     copies = width * part if spec.layout.zero and replicas > 1 else 0
     if offload:
-        copies = places_bytes(kept)
+        copies = slice_buffer_bytes(kept)
     # On CPUs every replica's part of each bucket arrives before it is summed (`workers/comm/links_backend.py`).
     incoming = gradients // replicas * (replicas - 1)
     if passes.gpu or spec.train.deterministic == "elastic":
         incoming = arriving_bytes(spec, stage, passes.gpu)
     activations = bytes_of_rank(spec, stage, micro_batches)
     most = max(passes.of_rank(stage, micro_batches), copies, incoming)
-    parameters = width * held + weight_bytes(spec, stage)
+    parameters = width * stages + weight_bytes(spec, stage)
     workspace = max(0, most - activations) + _recorded_bytes(passes, stage)
     return DeviceBytes(parameters, gradients, optimizer, activations, workspace)
 
@@ -112,14 +112,14 @@ def halves_bytes(spec: JobSpec, stage: int, micro_batches: int) -> int:
     """Most bytes of half-made gradients of the tied embedding on a rank of this stage, if it has both ends of the
     model: passes of other micro-batches come between the two halves."""
     model, layout = spec.model, spec.layout
-    held, last = stages_held(spec, stage), layout.pipeline * layout.virtual_stages - 1
-    if spec.train.deterministic == "layout" or not model.tie_embeddings or not (0 in held and last in held):
+    stages, last = stages_on_rank(spec, stage), layout.pipeline * layout.virtual_stages - 1
+    if spec.train.deterministic == "layout" or not model.tie_embeddings or not (0 in stages and last in stages):
         return 0
     if TOKEN_EMBEDDING in frozen_names(spec):
         return 0
     split = layout.schedule in SPLIT_BACKWARD
-    of_table = ("backward_weight" if split else "backward", held.index(0))
-    of_output = ("backward_input" if split and spec.train.head_tokens else of_table[0], held.index(last))
+    of_table = ("backward_weight" if split else "backward", stages.index(0))
+    of_output = ("backward_input" if split and spec.train.head_tokens else of_table[0], stages.index(last))
     if of_table == of_output:
         return 0
     made: set[int] = set()
@@ -148,10 +148,10 @@ def _tail(spec: JobSpec, stage: int) -> int:
     """Elements of the last bucket except vectors (`workers/parallel/data/flat.py`): the table that another stage holds
     too, positions, and keys and values that several tensor ranks hold."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
-    held, last = stages_held(spec, stage), layout.pipeline * layout.virtual_stages - 1
-    is_shared = model.tie_embeddings and (0 in held) != (last in held)
+    stages, last = stages_on_rank(spec, stage), layout.pipeline * layout.virtual_stages - 1
+    is_shared = model.tie_embeddings and (0 in stages) != (last in stages)
     elements = padded_vocabulary(spec) // layout.tensor * h if is_shared else 0
-    if 0 in held and not model.parts.rotary:
+    if 0 in stages and not model.parts.rotary:
         elements += model.sequence_length * h
     copies = key_value_copies(model, layout.tensor)
     if copies > 1:

@@ -80,7 +80,7 @@ def frozen_parameters(spec: JobSpec) -> tuple[int, ...]:
 
 def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
     """The part of `rank_parameters` that is trained."""
-    return tuple(held - frozen for held, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
+    return tuple(total - frozen for total, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
 
 
 def frozen_of_layers(spec: JobSpec) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
     frozen, model = frozen_names(spec), spec.model
     if not frozen:
         return 0
-    indices, count = stages_held(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
+    indices, count = stages_on_rank(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
     first, last, of_layers = 0 in indices, count - 1 in indices, frozen_of_layers(spec)
     total = sum(of_layers[layer] for index in indices for layer in layers_of(model.layers, spec.layout, index))
     table = padded_vocabulary(spec) // spec.layout.tensor * model.hidden_size
@@ -109,7 +109,7 @@ def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
     return total + last * model.hidden_size * sum(f"final_norm.{part}" in frozen for part in ("weight", "bias"))
 
 
-def stages_held(spec: JobSpec, rank: int) -> tuple[int, ...]:
+def stages_on_rank(spec: JobSpec, rank: int) -> tuple[int, ...]:
     """Virtual stages of a pipeline rank, one for each chunk."""
     layout = spec.layout
     return stages_of_rank(layout.schedule, layout.pipeline, layout.virtual_stages, rank)
@@ -138,14 +138,14 @@ def layer_matrices(model: ModelConfig, tensor: int) -> dict[str, int]:
 def layers_of_rank(spec: JobSpec, rank: int) -> int:
     """How many layers pipeline rank `rank` has."""
     counts = layer_counts(spec.model.layers, spec.layout)
-    return sum(counts[index] for index in stages_held(spec, rank))
+    return sum(counts[index] for index in stages_on_rank(spec, rank))
 
 
 def parameters_of_rank(spec: JobSpec, rank: int) -> int:
     """Parameters of pipeline rank `rank`, on one tensor rank."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     count = layout.pipeline * layout.virtual_stages
-    indices, layers = stages_held(spec, rank), layers_of_rank(spec, rank)
+    indices, layers = stages_on_rank(spec, rank), layers_of_rank(spec, rank)
     first, last = 0 in indices, count - 1 in indices
     rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
     total = layers * _layer_parameters(model, layout.tensor) + rows * padded_vocabulary(spec) // layout.tensor * h
@@ -289,7 +289,7 @@ def recomputed_layer_passes(spec: JobSpec, sequences: int) -> int:
         return sequences * sum(layer >= first for layer in range(0, layers, _every(layout)))
     shares = [replica_micro_batches(range(sequences), spec, replica) for replica in range(layout.data)]
     sizes = [tuple(len(part) for part in share) for share in shares if share]
-    return sum(_passes_of_replica(layout, layers, first, each) for each in sizes)
+    return sum(_passes_of_replica(layout, layers, first, size) for size in sizes)
 
 
 def _every(layout: ParallelConfig) -> int:
@@ -305,6 +305,6 @@ def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: t
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):
         indices = stages_of_rank(kind, stages, virtual_stages, rank)
         for micro_batch, chunk in recomputed(actions, layout):
-            held = layers_of(layers, layout, indices[chunk])
-            passes += sizes[micro_batch] * sum(layer >= first and layer % _every(layout) == 0 for layer in held)
+            stage_layers = layers_of(layers, layout, indices[chunk])
+            passes += sizes[micro_batch] * sum(layer >= first and layer % _every(layout) == 0 for layer in stage_layers)
     return passes

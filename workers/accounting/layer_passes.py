@@ -15,8 +15,8 @@ from manta.workers.accounting.activation_bytes import (
     WIDE,
     core_attention_terms,
     layer_terms,
-    not_kept,
     tokens_of,
+    unsaved_terms,
     value_heads_of,
     width_of,
 )
@@ -42,7 +42,7 @@ class Sizes:
 
     width: int
     """Bytes of an element."""
-    whole: int
+    full: int
     """The residual stream of all tokens."""
     residual: int
     """This rank's part of the residual stream."""
@@ -62,13 +62,13 @@ class Sizes:
         """The sizes for a rank of the job `spec`."""
         model, t, width = spec.model, spec.layout.tensor, width_of(spec)
         tokens, outside = tokens_of(spec)
-        whole, context = width * tokens * model.hidden_size, width * tokens * model.attention_width // t
-        gathered = whole if spec.layout.sequence_parallel_on else 0
+        full, context = width * tokens * model.hidden_size, width * tokens * model.attention_width // t
+        gathered = full if spec.layout.sequence_parallel_on else 0
         rows = max(1, model.sequence_length // t)
         of_chunk = -(-rows // min(rows, spec.layout.forward_chunks))
         return cls(
             width,
-            whole,
+            full,
             residual=width * outside * model.hidden_size,
             gathered=gathered,
             in_chunks=gathered * min(rows, 2 * of_chunk) // rows,
@@ -92,7 +92,7 @@ class LayerPasses:
         if gpu and not spec.attention_is_explicit and sizes.keys != sizes.context:
             masked = self.model.window(layer) is not None
             self.repeated = 2 * sizes.context if masked or sizes.width == WIDE else 0
-        dropped = not_kept(spec, layer)
+        dropped = unsaved_terms(spec, layer)
         self.terms = {name: size for name, size in layer_terms(spec, modules).items() if name not in dropped}
         if self.repeated and "core_attention" not in modules:
             # The attention's kernel keeps the repeated keys and values instead of the original ones.
@@ -103,7 +103,7 @@ class LayerPasses:
                 self.terms["queries_keys_values"] -= 2 * sizes.keys
 
     @property
-    def kept(self) -> int:
+    def saved(self) -> int:
         """Bytes kept from forward to backward, including the layer's input."""
         return sum(self.terms.values())
 
@@ -113,39 +113,39 @@ class LayerPasses:
         self._attend(tape)
         # The output of the attention block is the input of the next one.
         of_mlp = sum(size for name, size in self.terms.items() if name.startswith("mlp_"))
-        of_attention = self.kept - of_mlp - residual if keeps else 0
+        of_attention = self.saved - of_mlp - residual if keeps else 0
         tape.free(tape.now - residual - of_attention)
         self.norm(tape, residual)
         self._enter(tape, self.gates * self.sizes.inner)
-        tape.take((self.gates + 1) * self.sizes.inner)
+        tape.allocate((self.gates + 1) * self.sizes.inner)
         self._leave(tape, self.sizes.inner)
-        tape.free(tape.now - residual - (self.kept - residual if keeps else 0))
-        return tape.whole()
+        tape.free(tape.now - residual - (self.saved - residual if keeps else 0))
+        return tape.total()
 
     def _attend(self, tape: Tape) -> None:
         """The attention block up to the sum with the residual; nothing that the block holds is freed before."""
         sizes, context, keys = self.sizes, self.sizes.context, self.sizes.keys
         self.norm(tape, sizes.residual)
         self._enter(tape, context + 2 * keys)
-        tape.take(context + 2 * keys)
+        tape.allocate(context + 2 * keys)
         if self.model.parts.query_key_norm:
             self.norm(tape, context)
             self.norm(tape, keys)
         if self.model.parts.rotary:
-            tape.for_a_moment(context // 2 if self.grouped else context)
-        tape.take(self.repeated)
+            tape.allocate_briefly(context // 2 if self.grouped else context)
+        tape.allocate(self.repeated)
         self._core(tape)
-        tape.take(context)
+        tape.allocate(context)
         self._leave(tape, context)
 
     def _core(self, tape: Tape) -> None:
         """Core attention: what it allocates in addition to its result stays."""
         terms = core_attention_terms(self.spec, recompute=False)
         if self.spec.attention_is_explicit:
-            tape.for_a_moment(self._scores, self._scores)
-            tape.take(terms.pop("softmax"))
-            tape.for_a_moment(terms.get("weights_dropout_mask", 0), self._hashed(self._scores))
-        tape.take(*terms.values())
+            tape.allocate_briefly(self._scores, self._scores)
+            tape.allocate(terms.pop("softmax"))
+            tape.allocate_briefly(terms.get("weights_dropout_mask", 0), self._hashed(self._scores))
+        tape.allocate(*terms.values())
 
     def _hashed(self, size: int) -> int:
         """Two blocks of 32-bit numbers for a mask of `size` bytes (`workers/parallel/tensor/dropout.py`)."""
@@ -154,16 +154,16 @@ class LayerPasses:
 
     def _enter(self, tape: Tape, size: int) -> None:
         """The products at the beginning of a block, with results of `size` bytes in total."""
-        tape.for_a_moment(self.sizes.in_chunks, size)
-        self.eight.product(tape, self.sizes.whole, self.sizes.gathered, size)
+        tape.allocate_briefly(self.sizes.in_chunks, size)
+        self.eight.product(tape, self.sizes.full, self.sizes.gathered, size)
 
     def _leave(self, tape: Tape, size: int) -> None:
         """The product at the end of a block, with an input of `size` bytes, and its sum over ranks, which stays."""
         residual = self.sizes.residual
-        self.eight.product(tape, size, self.sizes.whole)
+        self.eight.product(tape, size, self.sizes.full)
         if self.sizes.gathered:
-            tape.for_a_moment(self.sizes.in_chunks, residual)
-        tape.take(residual)
+            tape.allocate_briefly(self.sizes.in_chunks, residual)
+        tape.allocate(residual)
         self.drop_out(tape)
 
     def drop_out(self, tape: Tape) -> None:
@@ -171,7 +171,7 @@ class LayerPasses:
         if self.model.dropout > 0:
             residual = self.sizes.residual
             mask = residual // self.sizes.width
-            tape.for_a_moment(mask, max(self._hashed(residual), 2 * residual))
+            tape.allocate_briefly(mask, max(self._hashed(residual), 2 * residual))
 
     @property
     def _scores(self) -> int:
@@ -183,23 +183,23 @@ class LayerPasses:
         """A norm of `size` bytes of input: its output stays."""
         if self.model.parts.rms_norm:
             wide = size * WIDE // self.sizes.width
-            tape.for_a_moment(wide, wide if wide > size else 0)
-            tape.for_a_moment(size, wide if wide > size else 0)
-        tape.take(size)
+            tape.allocate_briefly(wide, wide if wide > size else 0)
+            tape.allocate_briefly(size, wide if wide > size else 0)
+        tape.allocate(size)
 
     def norm_gradient(self, tape: Tape, size: int) -> None:
         """The gradient of a norm: that of its input stays."""
         if self.model.parts.rms_norm:  # `_RMSNorm.backward`: the norm again, three products in fp32
-            tape.for_a_moment(size, 3 * (size * WIDE // self.sizes.width))
-        tape.take(size)
+            tape.allocate_briefly(size, 3 * (size * WIDE // self.sizes.width))
+        tape.allocate(size)
 
     def backward(self) -> Pass:
         """The whole backward; if products for weights are deferred, only what comes before them."""
         tape, sizes = Tape(), self.sizes
         self._leave_backward(tape, sizes.inner, "mlp_activation")
         if self.gates > 1:
-            tape.take(sizes.inner)
-            tape.for_a_moment(sizes.inner)
+            tape.allocate(sizes.inner)
+            tape.allocate_briefly(sizes.inner)
         if not self.split:
             self._free(tape, "mlp_activation")
         self._free(tape, "mlp_inner", "mlp_dropout_mask")
@@ -208,13 +208,13 @@ class LayerPasses:
         self._attend_backward(tape)
         projected = (sizes.context, 2 * sizes.keys) if self.grouped else (sizes.context + 2 * sizes.keys,)
         self._enter_backward(tape, projected, "attention_norm")
-        return tape.whole()
+        return tape.total()
 
-    def computed_again(self) -> Pass:
+    def recomputed_forward(self) -> Pass:
         """Backward of a layer that is recomputed as a whole, without any partial recomputation."""
         return self.forward().then(Pass(0, -self.sizes.residual)).then(self.backward())
 
-    def put_off(self) -> tuple[int, ...]:
+    def deferred(self) -> tuple[int, ...]:
         """Bytes that each deferred product for weights holds until it runs, in their order."""
         sizes = self.sizes
         leaving = sizes.gathered + sizes.residual
@@ -225,14 +225,14 @@ class LayerPasses:
             self._held("attention_norm_output", sizes.residual) + sizes.context + 2 * sizes.keys,
         )
 
-    def _again(self, name: str) -> bool:
+    def _recompute(self, name: str) -> bool:
         """Whether this input of a product is recomputed by itself."""
         module = "mlp_activation" if name == "mlp_activation" else "norm"
         return name != "context" and module in self.modules
 
     def _held(self, name: str, size: int) -> int:
         """Bytes of the input of a product, which is not kept for frozen weights."""
-        return size if name in self.terms or self._again(name) else 0
+        return size if name in self.terms or self._recompute(name) else 0
 
     def _free(self, tape: Tape, *names: str) -> None:
         """Free tensors that were kept from forward."""
@@ -241,13 +241,13 @@ class LayerPasses:
     def _leave_backward(self, tape: Tape, size: int, name: str) -> None:
         """Backward of the product at the end of a block, with its input `name`; that input's gradient stays. If it is
         deferred, the gathered gradient and the input are held."""
-        again = size if self._again(name) else 0
-        tape.take(self._dropped_out, self.sizes.gathered, again)
-        columns = self.eight.gradient_of_input(tape, [self.sizes.whole], size)
-        tape.take(size)
+        recomputed_bytes = size if self._recompute(name) else 0
+        tape.allocate(self._dropped_out, self.sizes.gathered, recomputed_bytes)
+        columns = self.eight.gradient_of_input(tape, [self.sizes.full], size)
+        tape.allocate(size)
         if not self.split:
             self.eight.gradients_of_weights(tape, columns, size, *LEAVING[name])
-            tape.free(self._dropped_out, self.sizes.gathered, again)
+            tape.free(self._dropped_out, self.sizes.gathered, recomputed_bytes)
 
     @property
     def _dropped_out(self) -> int:
@@ -259,26 +259,26 @@ class LayerPasses:
         gradient. Deferred products hold these gradients and the norm's output; the product at the end of the block also
         holds the incoming gradient."""
         sizes, output = self.sizes, f"{norm}_output"
-        again = sizes.residual if self._again(output) else 0
-        if again:
-            self.norm(tape, again)
+        recomputed_bytes = sizes.residual if self._recompute(output) else 0
+        if recomputed_bytes:
+            self.norm(tape, recomputed_bytes)
         gathered = sizes.gathered if self._held(output, 1) and not self.split else 0
-        columns = self.eight.gradient_of_input(tape, gradients, gathered + sizes.whole)
-        tape.take(gathered, sizes.whole)
+        columns = self.eight.gradient_of_input(tape, gradients, gathered + sizes.full)
+        tape.allocate(gathered, sizes.full)
         if sizes.gathered:
-            tape.take(sizes.residual)
+            tape.allocate(sizes.residual)
         if not self.split:
-            self.eight.gradients_of_weights(tape, columns, sizes.whole, *ENTERING[norm])
+            self.eight.gradients_of_weights(tape, columns, sizes.full, *ENTERING[norm])
         if sizes.gathered:
-            tape.free(sizes.whole)
+            tape.free(sizes.full)
         tape.free(gathered)
         if not self.split:
-            tape.free(*gradients, again)
+            tape.free(*gradients, recomputed_bytes)
             self._free(tape, output)
         self.norm_gradient(tape, sizes.residual)
         tape.free(sizes.residual)
         self._free(tape, f"{norm}_input", f"{norm}_statistics")
-        tape.for_a_moment(sizes.residual)
+        tape.allocate_briefly(sizes.residual)
         if not self.split or self._dropped_out:
             tape.free(sizes.residual)
 
@@ -288,36 +288,36 @@ class LayerPasses:
         before = tape.now
         if "core_attention" in self.modules:
             self._core(tape)
-            tape.take(self.repeated, 0 if self.spec.attention_is_explicit else context)
-        again = tape.now - before
+            tape.allocate(self.repeated, 0 if self.spec.attention_is_explicit else context)
+        recomputed_bytes = tape.now - before
         if self.spec.attention_is_explicit:
-            tape.for_a_moment(context, 2 * keys, 2 * self._scores)
-        tape.take(context, self.repeated or 2 * keys)
+            tape.allocate_briefly(context, 2 * keys, 2 * self._scores)
+        tape.allocate(context, self.repeated or 2 * keys)
         self._free(tape, *core_attention_terms(self.spec, recompute=False), "repeated", "attention_dropout_mask")
-        tape.free(context, again)
+        tape.free(context, recomputed_bytes)
         if self.repeated:
-            tape.take(2 * keys)
+            tape.allocate(2 * keys)
             tape.free(self.repeated)
         if not self.split:
             self._free(tape, "context")
         self._free(tape, "normed_queries_keys", "values_by_document")
         if self.model.parts.query_key_norm:
             for size, of_product in (keys, 2 * keys), (context, self.terms["queries_keys_values"] - 2 * keys):
-                self._turn_back(tape, size, size)
+                self._rotary_backward(tape, size, size)
                 self.norm_gradient(tape, size)
                 tape.free(size, of_product)
             self._free(tape, "query_key_norm_statistics")
         else:
             self._free(tape, "queries_keys_values")
         # Gradients of the parts of one product's result are concatenated.
-        tape.for_a_moment(2 * keys if self.grouped or self.model.parts.query_key_norm else context + 2 * keys)
+        tape.allocate_briefly(2 * keys if self.grouped or self.model.parts.query_key_norm else context + 2 * keys)
         if not self.model.parts.query_key_norm:
-            self._turn_back(tape, *((context, context) if self.grouped else (context + 2 * keys, context + keys)))
+            self._rotary_backward(tape, *((context, context) if self.grouped else (context + 2 * keys, context + keys)))
 
-    def _turn_back(self, tape: Tape, size: int, turned: int) -> None:
+    def _rotary_backward(self, tape: Tape, size: int, turned: int) -> None:
         """Gradients of one projection, of which `turned` bytes went through the rotary embedding."""
         if self.model.parts.rotary:
-            tape.for_a_moment(size, turned // 2)
+            tape.allocate_briefly(size, turned // 2)
 
 
 WEIGHT_BYTES = 2
@@ -353,7 +353,7 @@ class EightBits:
         """A forward product with an input of `x` bytes, with `beside` bytes of other tensors allocated meanwhile."""
         if self.on:
             self._cast(tape, x)
-            tape.for_a_moment(x // 2, *beside)
+            tape.allocate_briefly(x // 2, *beside)
 
     def gradient_of_input(self, tape: Tape, grads: Sequence[int], x: int) -> int:
         """Products with the gradients of layers that share an input of `x` bytes. Returns the bytes of what is kept of
@@ -364,7 +364,7 @@ class EightBits:
         for grad in grads:
             self._cast(tape, grad, columns, rows, result, both=True)
             columns, rows = columns + grad // 2, grad // 2
-            tape.for_a_moment(columns, rows, x, result)
+            tape.allocate_briefly(columns, rows, x, result)
             result = x
         return columns
 
@@ -374,10 +374,10 @@ class EightBits:
             return
         self._cast(tape, x, columns)
         wide = 2 if self.by_row else 4
-        tape.for_a_moment(columns, x // 2, wide * max(self.matrices.get(name, 0) for name in names))
+        tape.allocate_briefly(columns, x // 2, wide * max(self.matrices.get(name, 0) for name in names))
 
     def _cast(self, tape: Tape, x: int, *beside: int, both: bool = False) -> None:
         """A cast to rows or to columns, or with `both` to both; with a scale per row one after the other."""
         scaled = 0 if self.compiled else x
-        tape.for_a_moment(scaled, x // 2, x // 2 if both and self.by_row else 0, *beside)
-        tape.for_a_moment(x, *beside)
+        tape.allocate_briefly(scaled, x // 2, x // 2 if both and self.by_row else 0, *beside)
+        tape.allocate_briefly(x, *beside)

@@ -18,14 +18,14 @@ from manta.workers.parallel.recompute import recomputed_pairs
 class Pass(NamedTuple):
     """The effect of something on a rank's memory."""
 
-    most: int
+    peak: int
     """Bytes at its peak, relative to its beginning."""
-    left: int
+    net: int
     """Bytes at its end, relative to its beginning; negative if it frees more than it leaves."""
 
     def then(self, other: Pass) -> Pass:
         """This and then `other`."""
-        return Pass(max(self.most, self.left + other.most), self.left + other.left)
+        return Pass(max(self.peak, self.net + other.peak), self.net + other.net)
 
 
 NOTHING = Pass(0, 0)
@@ -35,29 +35,29 @@ class Tape:
     """Records what one pass allocates and frees, in order."""
 
     def __init__(self) -> None:
-        self.now = self.most = 0
+        self.now = self.peak = 0
 
-    def take(self, *sizes: int) -> None:
+    def allocate(self, *sizes: int) -> None:
         """Allocate tensors."""
         self.now += sum(sizes)
-        self.most = max(self.most, self.now)
+        self.peak = max(self.peak, self.now)
 
     def free(self, *sizes: int) -> None:
         """Free tensors."""
         self.now -= sum(sizes)
 
-    def for_a_moment(self, *sizes: int) -> None:
+    def allocate_briefly(self, *sizes: int) -> None:
         """Allocate tensors and free them again."""
-        self.most = max(self.most, self.now + sum(sizes))
+        self.peak = max(self.peak, self.now + sum(sizes))
 
     def run(self, other: Pass) -> None:
         """Something that is known as a whole."""
-        self.most = max(self.most, self.now + other.most)
-        self.now += other.left
+        self.peak = max(self.peak, self.now + other.peak)
+        self.now += other.net
 
-    def whole(self) -> Pass:
+    def total(self) -> Pass:
         """The effect of everything recorded."""
-        return Pass(self.most, self.now)
+        return Pass(self.peak, self.now)
 
 
 PERIODS = (1, 2, 3, 5, 6)
@@ -70,7 +70,7 @@ class Kind(NamedTuple):
 
     kind: str
     chunk: int
-    again: bool
+    recomputed: bool
     """Whether its micro-batch is recomputed by the layout's policy."""
     posted: int
     """Number of receives that are posted before it."""
@@ -86,60 +86,66 @@ def passes_of_rank(kind: str, rank: int, stages: int, virtual_stages: int, micro
     return compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
 
 
-def blocks_of_rank(layout: ParallelConfig, rank: int, micro_batches: int, takes: Sequence[bool]) -> Blocks:
-    """The passes of pipeline rank `rank` in a step of `micro_batches` micro-batches. `takes`: whether each of its
-    chunks has a backward pass."""
+def blocks_of_rank(layout: ParallelConfig, rank: int, micro_batches: int, has_backward: Sequence[bool]) -> Blocks:
+    """The passes of pipeline rank `rank` in a step of `micro_batches` micro-batches. `has_backward`: whether each of
+    its chunks has a backward pass."""
     shape = layout.schedule, rank, layout.pipeline, layout.virtual_stages, micro_batches
-    return _blocks(*shape, tuple(takes), None if layout.recompute == "none" else layout.recompute_keep)
+    return _blocks(*shape, tuple(has_backward), None if layout.recompute == "none" else layout.recompute_keep)
 
 
-def walked(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
+def total_of_passes(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
     """All passes, one after the other. Bytes are integers, so repetitions are counted exactly."""
     known: dict[Kind, Pass] = {}
-    most = held = 0
+    highest = net = 0
     for block, times in blocks:
         peak = now = 0
         for kind in block:
             if kind not in known:
                 known[kind] = of_kind(kind)
             one = known[kind]
-            peak, now = max(peak, now + one.most), now + one.left
-        most, held = max(most, held + peak + max(0, (times - 1) * now)), held + times * now
-    return Pass(most, held)
+            peak, now = max(peak, now + one.peak), now + one.net
+        highest, net = max(highest, net + peak + max(0, (times - 1) * now)), net + times * now
+    return Pass(highest, net)
 
 
 @lru_cache(maxsize=256)
-def comes_to(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[int, str]]:
+def passes_awaiting_messages(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[int, str]]:
     """(chunk, kind of pass) of this rank that need a message from another rank."""
     passes: set[tuple[int, str]] = set()
     for chunk in range(chunks):
-        before, behind = neighbours(kind, stages, chunks, rank, chunk)
+        before, following = neighbours(kind, stages, chunks, rank, chunk)
         if before is not None and before[0] != rank:
             passes.add((chunk, "forward"))
-        if behind is not None and behind[0] != rank:
+        if following is not None and following[0] != rank:
             passes |= {(chunk, "backward"), (chunk, "backward_input")}
     return frozenset(passes)
 
 
 @lru_cache(maxsize=4096)
 def _blocks(
-    kind: str, rank: int, stages: int, chunks: int, micro_batches: int, takes: tuple[bool, ...], keep: int | None
+    kind: str, rank: int, stages: int, chunks: int, micro_batches: int, has_backward: tuple[bool, ...], keep: int | None
 ) -> Blocks:
     """`keep`: number of micro-batches of which everything is kept; None: all."""
     if keep == 0:  # the same passes, all of which are recomputed
-        whole = _blocks(kind, rank, stages, chunks, micro_batches, takes, None)
-        return tuple((tuple(each._replace(again=True) for each in block), times) for block, times in whole)
+        without_recomputation = _blocks(kind, rank, stages, chunks, micro_batches, has_backward, None)
+        return tuple(
+            (tuple(each._replace(recomputed=True) for each in block), times) for block, times in without_recomputation
+        )
     actions = passes_of_rank(kind, rank, stages, chunks, micro_batches)
-    needs = {each for each in comes_to(kind, stages, chunks, rank) if each[1] == "forward" or takes[each[0]]}
+    needs = {
+        waiting
+        for waiting in passes_awaiting_messages(kind, stages, chunks, rank)
+        if waiting[1] == "forward" or has_backward[waiting[0]]
+    }
     # Each receive is posted one pass before the one that needs it; that of the first pass with the pass itself.
     posted = [int((chunk, kind) in needs) for kind, _, chunk in actions] + [0]
     posted[1] += posted[0]
-    again: Iterator[bool] = itertools.repeat(False)
+    recomputed: Iterator[bool] = itertools.repeat(False)
     if keep:
         pairs = recomputed_pairs(actions, keep * chunks)
-        again = iter([(micro_batch, chunk) in pairs for _, micro_batch, chunk in actions])
+        recomputed = iter([(micro_batch, chunk) in pairs for _, micro_batch, chunk in actions])
     kinds = [(kind, chunk) for kind, _, chunk in actions]
-    return tuple(_in_blocks(list(zip(kinds, again, posted[1:], strict=False))))
+    return tuple(_in_blocks(list(zip(kinds, recomputed, posted[1:], strict=False))))
 
 
 _Same = tuple[tuple[str, int], bool, int]
@@ -151,7 +157,7 @@ def _in_blocks(passes: list[_Same]) -> Iterator[tuple[tuple[Kind, ...], int]]:
     at = 0
     while at < len(passes):
         period, times = next(_repeating(passes, at), (1, 1))
-        yield tuple(Kind(*which, again, posted) for which, again, posted in passes[at : at + period]), times
+        yield tuple(Kind(*which, recomputed, posted) for which, recomputed, posted in passes[at : at + period]), times
         at += period * times
 
 

@@ -47,11 +47,11 @@ def _state_bytes(spec: JobSpec) -> int:
     return spec.layout.tensor * sum(state_bytes_of_ranks(spec))
 
 
-SLICE_ELEMENTS, PLACES = 2**22, 3
+SLICE_ELEMENTS, SLICE_BUFFERS = 2**22, 3
 """Elements of a slice, which is updated at once, and most slices that are on the device at a time."""
 
 
-def kept_elements(spec: JobSpec, stage: int) -> int:
+def owned_elements(spec: JobSpec, stage: int) -> int:
     """Parameters whose state a rank of this stage keeps."""
     trained = parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)
     return trained // spec.layout.data if spec.layout.zero else trained
@@ -59,13 +59,13 @@ def kept_elements(spec: JobSpec, stage: int) -> int:
 
 def host_state_bytes(spec: JobSpec, stage: int) -> int:
     """Bytes of state of a rank of this stage in host memory."""
-    return STATE_BYTES * kept_elements(spec, stage) if spec.train.optimizer.offload else 0
+    return STATE_BYTES * owned_elements(spec, stage) if spec.train.optimizer.offload else 0
 
 
-def places_bytes(kept: int) -> int:
+def slice_buffer_bytes(kept: int) -> int:
     """Bytes that the update of `kept` elements takes on the device."""
     slices = -(-kept // SLICE_ELEMENTS)
-    return STATE_BYTES * min(kept, SLICE_ELEMENTS) * min(PLACES, slices)
+    return STATE_BYTES * min(kept, SLICE_ELEMENTS) * min(SLICE_BUFFERS, slices)
 
 
 COPIES = 2
@@ -77,7 +77,7 @@ def copies_bytes(spec: JobSpec, stage: int) -> int:
     copies = COPIES if spec.recovery.rolls_back else 0
     if spec.checkpoint.snapshots == "off":
         copies += 1
-    return copies * STATE_BYTES * kept_elements(spec, stage)
+    return copies * STATE_BYTES * owned_elements(spec, stage)
 
 
 STALL_SHARE = 0.01

@@ -19,14 +19,14 @@ from collections.abc import Callable
 import torch
 
 from manta.workers.calibration import clock
-from manta.workers.calibration.collectives import between_gpus, collective_times, gpu_places
+from manta.workers.calibration.collectives import between_gpus, collective_times, gpu_devices
 from manta.workers.calibration.device import ON_GPU, attention_times, measure_gpu, product_times
 from manta.workers.calibration.local_ranks import LocalRanks
 from manta.workers.calibration.measurements import Measurements
 from manta.workers.calibration.steps import as_busy, busy_seconds, layout_document, step_times
 from manta.workers.comm.lost_peers import first_line
 from manta.workers.errors import MantaError
-from manta.workers.system.resources import OtherWork, keep_freed_memory, processor_name, usable_cores
+from manta.workers.system.resources import OtherCpuLoad, keep_freed_memory, processor_name, usable_cores
 
 MAX_RANKS = 8
 DEVICES = ("cpu", "cuda")
@@ -60,8 +60,8 @@ def measure(kind: str, say: Callable[[str], None]) -> Measurements:
 
 def _measure_gpus(say: Callable[[str], None]) -> Measurements:
     # First what lies between them: some GPUs are for one process at a time, and so far this one is on none.
-    collectives, problem = between_gpus(gpu_places(), say)
-    others = OtherWork()
+    collectives, problem = between_gpus(gpu_devices(), say)
+    others = OtherCpuLoad()
     measurements = _with_disturbances(measure_gpu(torch.device("cuda", 0), ON_GPU, say), others)
     return dataclasses.replace(measurements, collectives=collectives, links_problem=problem)
 
@@ -78,22 +78,22 @@ def _measure_cores(say: Callable[[str], None]) -> Measurements:
         row for ranks in (2, 4, MAX_RANKS) for row in gangs.run(collective_times, layout_document(tensor=ranks))[0]
     ]
     # Twice, half a minute apart: where others share the processor, a machine may be slower for some seconds.
-    again = _measure_one_rank(cores, say)
+    second = _measure_one_rank(cores, say)
     return dataclasses.replace(
         first,
-        products=first.products + again.products,
-        attention=first.attention + again.attention,
-        steps=first.steps + again.steps,
+        products=first.products + second.products,
+        attention=first.attention + second.attention,
+        steps=first.steps + second.steps,
         busy=busy,
         collectives=collectives,
-        other_cores=max((each for each in (first.other_cores, again.other_cores) if each is not None), default=None),
-        spread=again.spread,  # of everything
+        other_cores=max((each for each in (first.other_cores, second.other_cores) if each is not None), default=None),
+        spread=second.spread,  # of everything
     )
 
 
 def _measure_one_rank(cores: int, say: Callable[[str], None]) -> Measurements:
     """What one rank does alone. Ranks are not children of this process, so their work would count as other work."""
-    others, device = OtherWork(), torch.device("cpu")
+    others, device = OtherCpuLoad(), torch.device("cpu")
     say("matrix products and attention")
     products = product_times(device, torch.float32) + product_times(device, torch.bfloat16)
     attention = attention_times(device, torch.float32)
@@ -107,6 +107,6 @@ def busy_ranks(cores: int) -> list[int]:
     return sorted({1, cores, max(cores, min(MAX_RANKS, 4 * cores))})
 
 
-def _with_disturbances(measurements: Measurements, others: OtherWork) -> Measurements:
+def _with_disturbances(measurements: Measurements, others: OtherCpuLoad) -> Measurements:
     """With what says whether something else ran on this machine while this was measured."""
     return dataclasses.replace(measurements, other_cores=others.cores(), spread=statistics.median(clock.spreads))

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from manta.workers.calibration.clock import Run, joint_seconds, release
-from manta.workers.calibration.local_ranks import LocalRanks, Place
+from manta.workers.calibration.local_ranks import LocalRanks, RankDevice
 from manta.workers.calibration.measurements import CollectiveTime, ExchangeKind
 from manta.workers.calibration.steps import layout_document
 from manta.workers.comm.backend import Handle
@@ -90,33 +90,33 @@ OnRank = tuple[str, list[CollectiveTime]]
 """A rank's measurements, and the name of its GPU."""
 
 
-class UnlikeGpus(MantaError):
+class MixedGpus(MantaError):
     """The GPUs are of several kinds, so no two constants describe the links between them."""
 
 
-def gpu_places() -> list[Place]:
+def gpu_devices() -> list[RankDevice]:
     """A place on each GPU that this process sees. Creates no context on any of them."""
     count = torch.cuda.device_count()
     named = [each.strip() for each in read_visible_gpus().split(",") if each.strip()]
     names = (named or [str(each) for each in range(count)])[:count]
-    return [Place("cuda:0", "process_groups", name) for name in names]
+    return [RankDevice("cuda:0", "process_groups", name) for name in names]
 
 
 def between_gpus(
-    places: Sequence[Place], say: Callable[[str], None], sizes: Sequence[int] = GPU_SIZES
+    devices: Sequence[RankDevice], say: Callable[[str], None], sizes: Sequence[int] = GPU_SIZES
 ) -> tuple[list[CollectiveTime], str | None]:
     """Measurements of collectives and messages between these GPUs; or none, and why. `say` is called with the name of
     the next part: first pairs of neighbouring GPUs, all pairs at once, and then all GPUs together. This matches plans,
     in which all groups of a kind communicate at the same time."""
-    if len(places) < 2:
+    if len(devices) < 2:
         return [], "there is one GPU"
     rows: list[CollectiveTime] = []
     try:
         gangs = LocalRanks()
-        for what, axes, ranks in _gangs(len(places)):
+        for what, axes, ranks in _gangs(len(devices)):
             say(f"links between {what}")
             document = layout_document(**axes)
-            results = gangs.run(exchange_times, document, sizes, seconds=SECONDS, places=places[:ranks])
+            results = gangs.run(exchange_times, document, sizes, seconds=SECONDS, devices=devices[:ranks])
             rows.extend(of_all(results))
     except MantaError as error:
         return [], str(error)
@@ -134,9 +134,9 @@ def _gangs(count: int) -> Iterator[tuple[str, dict[str, int], int]]:
 
 
 def of_all(results: Sequence[OnRank]) -> list[CollectiveTime]:
-    """The rows of a gang's ranks, combined into those of the slowest, for which the others wait. Raises UnlikeGpus."""
+    """The rows of a gang's ranks, combined into those of the slowest, for which the others wait. Raises MixedGpus."""
     if len(names := sorted({name for name, _ in results})) > 1:
-        raise UnlikeGpus(f"they are of several kinds: {', '.join(names)}")
+        raise MixedGpus(f"they are of several kinds: {', '.join(names)}")
     alike = zip(*(rows for _, rows in results), strict=True)
     return [replace(rows[0], seconds=max(row.seconds for row in rows)) for rows in alike]
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.comm.host_names import ask_for_none
-from manta.workers.comm.lost_peers import in_short
+from manta.workers.comm.host_names import skip_reverse_lookups
+from manta.workers.comm.lost_peers import short_message
 from manta.workers.comm.secret import SECRET_LENGTH
 from manta.workers.errors import MantaError, PeerLost
 from manta.workers.node.host import visible
@@ -43,7 +43,7 @@ class RanksFailed(MantaError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankDevice:
     """The device that a rank computes on, and the backend it communicates over."""
 
     device: str = "cpu"
@@ -52,7 +52,7 @@ class Place:
     """The only GPU that its process sees, as for CUDA_VISIBLE_DEVICES; None: the same ones as this process."""
 
 
-ON_CPU = Place()
+ON_CPU = RankDevice()
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Failed:
     """The error that a rank raised."""
 
     why: str
-    by_others: bool
+    caused_by_peer: bool
     """Whether the cause is the loss of another rank, which reports its own error."""
 
 
@@ -70,7 +70,7 @@ class LocalRanks:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "manta.workers.trainer"])
-        ask_for_none()
+        skip_reverse_lookups()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._generation = 0
 
@@ -80,9 +80,9 @@ class LocalRanks:
         document: dict[str, Any],
         *arguments: Any,
         seconds: float = SECONDS,
-        places: Sequence[Place] = (ON_CPU,),
+        devices: Sequence[RankDevice] = (ON_CPU,),
     ) -> list[Any]:
-        """Run `program` on every rank of a job's layout and return the results by rank. `places`: one per rank, or one
+        """Run `program` on every rank of a job's layout and return the results by rank. `devices`: one per rank, or one
         for all. Raises RanksFailed, also after `seconds` without a result."""
         self._generation += 1
         world = parse_job_spec(document).layout.world_size
@@ -90,7 +90,7 @@ class LocalRanks:
         try:
             for rank in range(world):
                 ours, theirs = self._context.Pipe(duplex=False)
-                where = (rank, self._store.port, self._generation, secret, places[rank % len(places)])
+                where = (rank, self._store.port, self._generation, secret, devices[rank % len(devices)])
                 target = self._context.Process(
                     target=_run_rank, args=(theirs, where, program, document, arguments), daemon=True
                 )
@@ -118,7 +118,7 @@ def _collect(ranks: Sequence[tuple[BaseProcess, Connection]], seconds: float) ->
         for connection, rank in missing.items():
             if connection in ready:
                 results[rank] = result = _received(rank, *ranks[rank])
-                if isinstance(result, _Failed) and not result.by_others:
+                if isinstance(result, _Failed) and not result.caused_by_peer:
                     raise RanksFailed(f"rank {rank}: {result.why}")
     for rank, result in sorted(results.items()):
         if isinstance(result, _Failed):
@@ -138,7 +138,7 @@ def _received(rank: int, process: BaseProcess, connection: Connection) -> Any:
 
 def _run_rank(
     connection: Connection,
-    where: tuple[int, int, int, str, Place],
+    where: tuple[int, int, int, str, RankDevice],
     program: Program,
     document: dict[str, Any],
     arguments: tuple[Any, ...],
@@ -151,7 +151,7 @@ def _run_rank(
         comm = _joined(RankGrid(spec.layout), *where)
         connection.send(program(comm, spec, *arguments))
     except Exception as error:
-        why = str(error) if isinstance(error, MantaError) else f"{type(error).__name__}: {in_short(error)}"
+        why = str(error) if isinstance(error, MantaError) else f"{type(error).__name__}: {short_message(error)}"
         connection.send(_Failed(why, isinstance(error, PeerLost)))
         raise
     comm.close()
@@ -166,13 +166,13 @@ def end_with_reader(connection: Connection) -> None:
     os._exit(1)
 
 
-def _joined(grid: RankGrid, rank: int, port: int, generation: int, secret: str, place: Place) -> Comm:
+def _joined(grid: RankGrid, rank: int, port: int, generation: int, secret: str, place: RankDevice) -> Comm:
     """A Comm that has connected to the other ranks."""
     if place.visible_gpu is not None:  # before anything here uses CUDA
         os.environ.update(visible([place.visible_gpu]))
     device = torch.device(place.device)
     gpu.use(device)
-    ask_for_none()
+    skip_reverse_lookups()
     comm = Comm(grid, rank, device, place.backend)
     if grid.world_size > 1:
         comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, secret)

@@ -31,11 +31,11 @@ from manta.workers.checkpoint.checksums import (
 )
 from manta.workers.errors import CheckpointError
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place, place_of
+from manta.workers.storage.locations import Location, parse_location
 
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"^step-(\d{8,})-generation-(\d+)$")
-_OWN_SUM = b', "crc32": '
+_MANIFEST_SUM = b', "crc32": '
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Manifest:
         """Total size, in bytes."""
         return sum(self.files.values())
 
-    def sums(self, file: Place) -> FileSums:
+    def sums(self, file: Location) -> FileSums:
         """Size and checksums of `file`. Raises DamagedCheckpoint if it is not a file of this checkpoint."""
         if file.name not in self.files:
             raise damaged(file, f"is not in {MANIFEST}")
@@ -75,7 +75,7 @@ class Manifest:
 class RemovedCheckpoint(CheckpointError):
     """A checkpoint was removed while it was read, by its job's pruning or by a user."""
 
-    def __init__(self, path: Place):
+    def __init__(self, path: Location):
         super().__init__(
             f"the checkpoint at {path} is not there any more: it was removed while it was read (newer ones of its job "
             "replace it), or its folder was moved; take a newer one, or let the job keep more (checkpoint.keep)"
@@ -85,9 +85,9 @@ class RemovedCheckpoint(CheckpointError):
 class Condition(Enum):
     """Condition of a checkpoint on disk."""
 
-    WHOLE = "whole"
+    COMPLETE = "whole"
     """The checkpoint's manifest exists, and all files with the sizes in the manifest."""
-    NOT_WHOLE = "not whole"
+    INCOMPLETE = "not whole"
     """The checkpoint's save was interrupted, it is damaged, or it is missing from a folder in which others can be
     read."""
     UNKNOWN = "unknown"
@@ -98,7 +98,7 @@ class Condition(Enum):
 class ListedCheckpoint:
     """A checkpoint in a folder of checkpoints."""
 
-    path: Place
+    path: Location
     step: int
     """From its name."""
     generation: int
@@ -114,7 +114,7 @@ class ListedCheckpoint:
 class Listing:
     """The contents of a folder of checkpoints."""
 
-    folder: Place
+    folder: Location
     checkpoints: tuple[ListedCheckpoint, ...] = ()
     """In order of creation."""
     problem: str | None = None
@@ -123,26 +123,28 @@ class Listing:
     """Whether the folder exists, as far as known."""
 
     @property
-    def whole(self) -> list[tuple[Place, Manifest]]:
+    def complete(self) -> list[tuple[Location, Manifest]]:
         """The complete checkpoints."""
-        return [(each.path, each.manifest) for each in self.checkpoints if each.manifest is not None]
+        return [
+            (checkpoint.path, checkpoint.manifest) for checkpoint in self.checkpoints if checkpoint.manifest is not None
+        ]
 
-    def look_up(self, path: str, saved: Collection[str]) -> tuple[Condition, str]:
+    def condition_of(self, path: str, saved: Collection[str]) -> tuple[Condition, str]:
         """The condition of the checkpoint at `path`, and why it is not complete. `saved`: paths of checkpoints that are
         known to have been complete here; they distinguish the folder in which they were saved from an empty one in its
         place."""
-        for each in self.checkpoints:
-            if str(each.path) == path:
-                return each.condition, each.problem
+        for checkpoint in self.checkpoints:
+            if str(checkpoint.path) == path:
+                return checkpoint.condition, checkpoint.problem
         problem = self.problem or self._not_that_folder(saved)
         if problem is not None:
             return Condition.UNKNOWN, problem
-        return Condition.NOT_WHOLE, f"the checkpoint at {path} is gone"
+        return Condition.INCOMPLETE, f"the checkpoint at {path} is gone"
 
     def _not_that_folder(self, saved: Collection[str]) -> str | None:
         """Why this does not seem to be the folder that held `saved`; None if it does: one of them is here, in any
         state, or another complete checkpoint."""
-        read = [each for each in self.checkpoints if each.condition is not Condition.UNKNOWN]
+        read = [checkpoint for checkpoint in self.checkpoints if checkpoint.condition is not Condition.UNKNOWN]
         if not saved or any(each.manifest is not None or str(each.path) in saved for each in read):
             return None
         if not self.exists:
@@ -150,32 +152,32 @@ class Listing:
         return f"the folder {self.folder} holds none of the checkpoints that were saved in it"
 
 
-def checkpoint_path(folder: str | Place, step: int, generation: int) -> Place:
+def checkpoint_path(folder: str | Location, step: int, generation: int) -> Location:
     """Path of the checkpoint of `step` saved by `generation`."""
-    return place_of(folder) / _name(step, generation)
+    return parse_location(folder) / _name(step, generation)
 
 
 def _name(step: int, generation: int) -> str:
     return f"step-{step:08d}-generation-{generation}"
 
 
-def generation_of(path: str | Place) -> int | None:
+def generation_of(path: str | Location) -> int | None:
     """The generation that saved the checkpoint at `path`; None if it is not a checkpoint's name."""
-    match = _FOLDER.match(place_of(path).name)
+    match = _FOLDER.match(parse_location(path).name)
     return int(match[2]) if match else None
 
 
-def is_checkpoint(place: Place) -> bool:
-    """Whether `place` is a single checkpoint, complete or not: by its name, or by its manifest, since a copy may have
-    another name. Raises UnreadableCheckpoint if that is unknown."""
-    file = place / MANIFEST
+def is_checkpoint(location: Location) -> bool:
+    """Whether `location` is a single checkpoint, complete or not: by its name, or by its manifest, since a copy may
+    have another name. Raises UnreadableCheckpoint if that is unknown."""
+    file = location / MANIFEST
     try:
-        return generation_of(place) is not None or files_of(file).is_there(file)
+        return generation_of(location) is not None or files_of(file).is_there(file)
     except OSError as error:
         raise UnreadableCheckpoint(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def seal(path: Place, manifest: Manifest) -> None:
+def seal(path: Location, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint whose files are complete. It is durable when this returns. Raises OSError,
     also if files are missing here."""
     files = files_of(path)
@@ -183,14 +185,14 @@ def seal(path: Place, manifest: Manifest) -> None:
         if size != manifest.files[name]:
             raise OSError(f"{path / name} is not here as it was written: all nodes must share {path.parent}")
     text = json.dumps(asdict(manifest)).encode()[:-1]
-    files.write_whole(path / MANIFEST, text + _own_sum(text))
+    files.write_atomically(path / MANIFEST, text + _manifest_sum(text))
 
 
-def _own_sum(text: bytes) -> bytes:
-    return _OWN_SUM + str(zlib.crc32(text)).encode() + b"}"
+def _manifest_sum(text: bytes) -> bytes:
+    return _MANIFEST_SUM + str(zlib.crc32(text)).encode() + b"}"
 
 
-def manifest_of(path: Place) -> Manifest:
+def manifest_of(path: Location) -> Manifest:
     """The manifest of the checkpoint at `path`, regardless of the state of its files. Raises DamagedCheckpoint if there
     is none or it is not as written; UnreadableCheckpoint if that is unknown."""
     file = path / MANIFEST
@@ -209,8 +211,8 @@ def manifest_of(path: Place) -> Manifest:
     if not isinstance(document, dict):
         raise damaged(file, "is not a manifest")
     if document.pop("crc32", None) is not None:  # older ones have none
-        text, _, _ = content.rpartition(_OWN_SUM)
-        if content != text + _own_sum(text):
+        text, _, _ = content.rpartition(_MANIFEST_SUM)
+        if content != text + _manifest_sum(text):
             raise damaged(file, f"is not what was written, in the {len(content)} bytes from byte 0")
     try:
         manifest = Manifest(**document)
@@ -254,7 +256,7 @@ def _has_valid_sums(manifest: Manifest) -> bool:
 
 
 @contextmanager
-def while_read(path: Place) -> Iterator[None]:
+def while_read(path: Location) -> Iterator[None]:
     """Within the block, the checkpoint at `path`, which was complete, is read. If it is removed meanwhile, files that
     are missing are no damage: raises RemovedCheckpoint instead of what they raised."""
     try:
@@ -265,7 +267,7 @@ def while_read(path: Place) -> Iterator[None]:
         raise
 
 
-def _is_removed(path: Place) -> bool:
+def _is_removed(path: Location) -> bool:
     """Whether it is certain that there is no manifest, which is what pruning removes first."""
     try:
         files_of(path).read(path / MANIFEST)
@@ -276,7 +278,7 @@ def _is_removed(path: Place) -> bool:
     return False
 
 
-def look_at(path: Place, job: str | None = None) -> tuple[Condition, Manifest | None, str]:
+def inspect(path: Location, job: str | None = None) -> tuple[Condition, Manifest | None, str]:
     """The condition of the checkpoint at `path`, with its manifest if it is complete, otherwise with the problem. Only
     sizes and permissions of its files are checked. `job`: the job that must have saved it; None: any."""
     try:
@@ -286,13 +288,13 @@ def look_at(path: Place, job: str | None = None) -> tuple[Condition, Manifest | 
         for name, size in files_of(path).sizes(path, manifest.files):
             _check_size(path / name, size, manifest.files[name])
     except DamagedCheckpoint as error:
-        return Condition.NOT_WHOLE, None, str(error)
+        return Condition.INCOMPLETE, None, str(error)
     except UnreadableCheckpoint as error:
         return Condition.UNKNOWN, None, str(error)
-    return Condition.WHOLE, manifest, ""
+    return Condition.COMPLETE, manifest, ""
 
 
-def _check_size(file: Place, size: int | OSError, expected: int) -> None:
+def _check_size(file: Location, size: int | OSError, expected: int) -> None:
     """Raise DamagedCheckpoint if `file` is missing or its size is not `expected`, UnreadableCheckpoint if that is
     unknown or it cannot be opened."""
     if isinstance(size, OSError):
@@ -301,7 +303,7 @@ def _check_size(file: Place, size: int | OSError, expected: int) -> None:
         raise damaged(file, f"has {size} bytes and should have {expected}")
 
 
-def verify(path: Place) -> Manifest:
+def verify(path: Location) -> Manifest:
     """Verify every byte of the checkpoint at `path` and return its manifest. Reads all files sequentially. Raises
     DamagedCheckpoint with the first damaged file and byte, UnreadableCheckpoint."""
     manifest = manifest_of(path)
@@ -313,8 +315,8 @@ def verify(path: Place) -> Manifest:
 
 
 def newest_usable(
-    folder: str | Place, use: Callable[[Place, int], object] = lambda path, step: verify(path)
-) -> tuple[Place | None, list[str]]:
+    folder: str | Location, use: Callable[[Location, int], object] = lambda path, step: verify(path)
+) -> tuple[Location | None, list[str]]:
     """The newest checkpoint in `folder` that `use`(path, step) accepts, and the problems of those skipped.
 
     `use` raises DamagedCheckpoint to skip a checkpoint; other errors end the search, since an older checkpoint would
@@ -323,7 +325,7 @@ def newest_usable(
     fails on all ranks alike, they agree on the result. Raises UnreadableCheckpoint if `folder` cannot be listed.
     """
     skipped = []
-    for path, step, _ in reversed(_folders(place_of(folder)) or ()):
+    for path, step, _ in reversed(_folders(parse_location(folder)) or ()):
         try:
             use(path, step)
         except DamagedCheckpoint as error:
@@ -333,49 +335,49 @@ def newest_usable(
     return None, skipped
 
 
-def list_checkpoints(folder: str | Place, job: str | None = None) -> Listing:
+def list_checkpoints(folder: str | Location, job: str | None = None) -> Listing:
     """The contents of `folder`; with `job`, those of other jobs count as damaged. Raises nothing: errors are part of
     the result."""
-    folder = place_of(folder)
+    folder = parse_location(folder)
     try:
         named = _folders(folder)
     except UnreadableCheckpoint as error:
         return Listing(folder, problem=str(error))
     if named is None:
         return Listing(folder, exists=False)
-    listed = (ListedCheckpoint(path, step, made_by, *look_at(path, job)) for path, step, made_by in named)
+    listed = (ListedCheckpoint(path, step, made_by, *inspect(path, job)) for path, step, made_by in named)
     return Listing(folder, tuple(listed))
 
 
-def checkpoint_at(place: Place) -> Place:
-    """The checkpoint at `place`, or the newest complete one in that folder. Raises CheckpointError."""
-    if is_checkpoint(place):
-        return place
-    listing = list_checkpoints(place)
+def checkpoint_at(location: Location) -> Location:
+    """The checkpoint at `location`, or the newest complete one in that folder. Raises CheckpointError."""
+    if is_checkpoint(location):
+        return location
+    listing = list_checkpoints(location)
     if listing.problem is not None:
         raise CheckpointError(listing.problem)
     skipped = []
-    for each in reversed(listing.checkpoints):
-        if each.condition is Condition.WHOLE:
-            return each.path
-        if each.condition is Condition.UNKNOWN:  # otherwise an older one would be taken for the newest
-            raise CheckpointError(each.problem)
-        skipped.append(each.problem)
-    raise CheckpointError("; ".join([f"there is no whole checkpoint at {place}", *skipped]))
+    for checkpoint in reversed(listing.checkpoints):
+        if checkpoint.condition is Condition.COMPLETE:
+            return checkpoint.path
+        if checkpoint.condition is Condition.UNKNOWN:  # otherwise an older one would be taken for the newest
+            raise CheckpointError(checkpoint.problem)
+        skipped.append(checkpoint.problem)
+    raise CheckpointError("; ".join([f"there is no complete checkpoint at {location}", *skipped]))
 
 
-def whole_checkpoints(folder: str | Place) -> list[tuple[Place, Manifest]]:
+def complete_checkpoints(folder: str | Location) -> list[tuple[Location, Manifest]]:
     """All checkpoints in `folder` that are known to be complete, in order of creation."""
-    return list_checkpoints(folder).whole
+    return list_checkpoints(folder).complete
 
 
-def next_generation(folder: str | Place) -> int:
+def next_generation(folder: str | Location) -> int:
     """A generation number above that of every checkpoint in `folder`, complete or not; 1 if there is none. Raises
     UnreadableCheckpoint."""
-    return 1 + max((generation for _, _, generation in _folders(place_of(folder)) or ()), default=0)
+    return 1 + max((generation for _, _, generation in _folders(parse_location(folder)) or ()), default=0)
 
 
-def _folders(folder: Place) -> list[tuple[Place, int, int]] | None:
+def _folders(folder: Location) -> list[tuple[Location, int, int]] | None:
     """(path, step, generation) of all checkpoints, complete or not, in order of creation; None if the folder does not
     exist. Raises UnreadableCheckpoint if it cannot be listed.
 

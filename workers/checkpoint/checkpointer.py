@@ -19,18 +19,18 @@ import torch
 from manta.workers.checkpoint import catalog, durable, pruning
 from manta.workers.checkpoint.catalog import Condition, Manifest
 from manta.workers.checkpoint.checksums import FileSums
-from manta.workers.checkpoint.save import Look, Save
-from manta.workers.checkpoint.state_parts import agree, needed_rectangles, owned_rectangles, part_lengths, take_over
-from manta.workers.checkpoint.uploads import SharedRoom, Uploads
+from manta.workers.checkpoint.save import Save, SaveSearch
+from manta.workers.checkpoint.state_parts import agree, load_parts, needed_rectangles, owned_rectangles, part_lengths
+from manta.workers.checkpoint.uploads import SharedBuffer, Uploads
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.shared_work import WORLD
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointError, MantaError, PeerLost
-from manta.workers.snapshot.snapshots import HeldSlot, Snapshots
+from manta.workers.snapshot.snapshots import ProtectedSlot, Snapshots
 from manta.workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import ObjectPath, place_of
+from manta.workers.storage.locations import ObjectPath, parse_location
 from manta.workers.system.pinned import PinnedMemory
 
 Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
@@ -42,10 +42,10 @@ SAVE_WAITS = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt of a save that must be on disk before all ranks end."""
 PATIENCE_SECONDS = 1.0
 """Maximum total seconds that a save may delay training if other saves become due before it is written."""
-LEAVE_SECONDS = 2.0
+CLOSE_SECONDS = 2.0
 """Seconds that a rank that leaves a generation waits for a save that cannot be completed any more, or whose store does
 not answer. A process that uploads gets half of that to end."""
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between checks of whether an awaited save makes progress."""
 
 
@@ -71,12 +71,12 @@ class Checkpointer:
         self._owned, self._needed = owned_rectangles(engine), needed_rectangles(engine)
         self._lengths = part_lengths(engine)
         self._writer = _new_thread()
-        self._under_way: Future[str | None] | None = None
+        self._pending: Future[str | None] | None = None
         self._save: Save | None = None
         """The newest save."""
-        self._look: Look | None = None
+        self._search: SaveSearch | None = None
         """The search for a save that earlier generations did not complete, until all ranks know its result."""
-        self._aside: SharedRoom | None = None
+        self._copy_buffer: SharedBuffer | None = None
         self._pinned: PinnedMemory | None = None
         self._uploads: Uploads | None = None
         self._writes = 0
@@ -99,7 +99,7 @@ class Checkpointer:
     def enter_generation(self, began: int, step: int) -> None:
         """A generation begins at committed step `step`, with a state that descends from that of `began`, which began at
         step 0. Delayed saves are dropped, since a rank that is new to the job does not know of them."""
-        self.began, self._delayed, self._look = began, False, None
+        self.began, self._delayed, self._search = began, False, None
         self._forget_sealed_after(step)
 
     def _forget_sealed_after(self, step: int) -> None:
@@ -112,29 +112,29 @@ class Checkpointer:
         every = self.spec.checkpoint.every_steps
         return every > 0 and (step % every == 0 or step == self.spec.train.steps)
 
-    def wanted(self, step: int) -> bool:
+    def is_needed(self, step: int) -> bool:
         """Whether a save is due at `step`, is overdue since an earlier step, or may be missing."""
-        return self._delayed or self._look is not None or self.due(step)
+        return self._delayed or self._search is not None or self.due(step)
 
     def begin(self, step: int, numbers: dict[str, Any] | None = None) -> None:
         """`start`, unless some rank is still writing the last save: in that case the due save is delayed, without
         holding up training, to the first step at which no rank is. The save of the last step is not delayed. Raises
         PeerLost."""
-        look, is_last = self._look, step == self.spec.train.steps
-        is_due = self._delayed or (self.due(step) and (look is None or step != look.step))
+        search, is_last = self._search, step == self.spec.train.steps
+        is_due = self._delayed or (self.due(step) and (search is None or step != search.step))
         if is_last:
             self.finish()
-        are_free, is_missing = (True, False) if is_last and look is None else self._all_are_free()
+        are_free, is_missing = (True, False) if is_last and search is None else self._all_are_free()
         if not are_free:
             if is_due and not self._delayed:
                 self._delayed = True
                 self._report_delay(step)
             return
-        self._look = None
+        self._search = None
         if is_due or is_missing:
             self.start(step, numbers)
 
-    def begin_missing(self, step: int, numbers: dict[str, Any] | None = None) -> None:
+    def begin_missing_save(self, step: int, numbers: dict[str, Any] | None = None) -> None:
         """`begin` if no save since the last due one, up to committed step `step`, is complete on disk, because a rank
         died meanwhile. Rank 0 looks for it and informs the others: it reads the listing of all checkpoints, which not
         every rank should do to a shared store, and ranks might see different results. It does so concurrently with
@@ -143,17 +143,17 @@ class Checkpointer:
         due = step if self.due(step) else step - step % every if every else 0
         if not due:
             return
-        self._look = look = Look(step)
+        self._search = search = SaveSearch(step)
         self._started, self._patience = time.monotonic(), PATIENCE_SECONDS
         if self.comm.rank == 0:
-            self._under_way = self._writer.submit(self._look_for, look, due)
+            self._pending = self._writer.submit(self._search_saves, search, due)
         self.begin(step, numbers)
 
-    def _look_for(self, look: Look, due: int) -> str | None:
+    def _search_saves(self, search: SaveSearch, due: int) -> str | None:
         """Like `_write`, in whose place it runs: nothing here can fail."""
-        steps = range(due, look.step + 1)
-        look.is_missing = self._sealed not in steps and all(
-            each.step not in steps for _, each in catalog.whole_checkpoints(self.folder)
+        steps = range(due, search.step + 1)
+        search.is_missing = self._sealed not in steps and all(
+            each.step not in steps for _, each in catalog.complete_checkpoints(self.folder)
         )
         return None
 
@@ -162,23 +162,23 @@ class Checkpointer:
         all attempts failed; `waits` are the seconds before each attempt. Raises PeerLost."""
         self.finish()
         for seconds in waits:
-            if self._all_see(step):
+            if self._is_complete(step):
                 return True
             time.sleep(seconds)
-            self.start(step, numbers, "it is tried again" if seconds != waits[-1] else "the state stays in memory")
+            self.start(step, numbers, "it will be retried" if seconds != waits[-1] else "the state stays in memory")
             self.finish()
-        return self._all_see(step)
+        return self._is_complete(step)
 
-    def _all_see(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         """Whether this generation's checkpoint of `step` is complete according to rank 0, which seals checkpoints."""
         path, seen = catalog.checkpoint_path(self.folder, step, self.comm.generation), False
         if self.comm.rank == 0:
-            seen = catalog.look_at(path)[0] is Condition.WHOLE
-        return self._anywhere(seen)[0]
+            seen = catalog.inspect(path)[0] is Condition.COMPLETE
+        return self._on_any_rank(seen)[0]
 
-    def _anywhere(self, *said: bool) -> list[bool]:
+    def _on_any_rank(self, *values: bool) -> list[bool]:
         """For each of these values, whether it is true on any rank; the same on all ranks. Raises PeerLost."""
-        counts = torch.tensor([float(each) for each in said], device=self.comm.device)
+        counts = torch.tensor([float(value) for value in values], device=self.comm.device)
         self.comm.all_reduce("world", counts)
         answer = [bool(count) for count in counts.tolist()]
         self.comm.confirm()
@@ -197,33 +197,33 @@ class Checkpointer:
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
         then = if_it_fails or ("training continues" if step < self.spec.train.steps else "the job is not done")
         self._save = save = Save(step, path, self.comm.generation, self.comm.shared_work, loss_scale, numbers, then)
-        self._under_way = self._writer.submit(self._write, save, self._begin_parts(save))
+        self._pending = self._writer.submit(self._write, save, self._begin_parts(save))
 
     def _begin_parts(self, save: Save) -> Parts:
         if self._snapshots is not None:
             save.copied.set()
-            return partial(self._in_slot, self._snapshots.hold(save.step, self._note))
-        return partial(self._aside_of, event_after(self.optimizer.state()), save.copied)
+            return partial(self._in_slot, self._snapshots.protect(save.step, self._note))
+        return partial(self._copied_state, event_after(self.optimizer.state()), save.copied)
 
     @property
     def writing(self) -> bool:
         """Whether the newest save is in progress, or the search for a missing one."""
-        return self._under_way is not None and not self._under_way.done()
+        return self._pending is not None and not self._pending.done()
 
     def _all_are_free(self) -> tuple[bool, bool]:
         """Whether no rank is writing or searching any more; and after a search, whether a save is missing. Waits as
         long as the save's patience lasts: saves that take no longer are made at the requested steps."""
-        if self._under_way is not None:
+        if self._pending is not None:
             began = time.monotonic()
-            wait([self._under_way], self._patience)
+            wait([self._pending], self._patience)
             self._patience = max(0.0, self._patience - (time.monotonic() - began))
-        writing, is_missing = self._anywhere(self.writing, self._look is not None and self._look.is_missing)
+        writing, is_missing = self._on_any_rank(self.writing, self._search is not None and self._search.is_missing)
         return not writing, is_missing
 
     def _report_delay(self, step: int) -> None:
         seconds, data = time.monotonic() - self._started, {}
         reason = f"existing checkpoints have been searched for {seconds:.1f} s"
-        if self._look is None and self._save is not None:
+        if self._search is None and self._save is not None:
             reason = f"that of step {self._save.step} has been under way for {seconds:.1f} s and is not written yet"
             data = {"writing": self._save.step}
         message = f"the checkpoint due at step {step} waits: {reason}"
@@ -242,9 +242,9 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until the save in progress is on disk or has failed. While it makes progress, the rank does not count as
         hung; if it waits for another rank's part, the record shows that."""
-        if self._under_way is not None:
+        if self._pending is not None:
             writes, waits = self._writes, False
-            while not wait([self._under_way], LOOK_SECONDS).done:
+            while not wait([self._pending], POLL_SECONDS).done:
                 if self._writes != writes:
                     self.comm.progress.moved()
                     writes = self._writes
@@ -253,25 +253,25 @@ class Checkpointer:
                     waits = True
             if waits:
                 self.comm.progress.moved()
-            self.failure = self._under_way.result()
-            self._under_way = None
+            self.failure = self._pending.result()
+            self._pending = None
 
     def leave(self) -> None:
         """`finish` for a rank that comes to rest and has little time: an upload that is incomplete by now is aborted,
         and a store that does not answer is not waited for."""
-        if self._under_way is not None and self._has_left():
+        if self._pending is not None and self._has_left():
             if self._uploads is not None and self.writing:
-                self._uploads.give_up()
-            if wait([self._under_way], LEAVE_SECONDS).not_done:
-                self._leave_behind()
+                self._uploads.abort()
+            if wait([self._pending], CLOSE_SECONDS).not_done:
+                self._abandon_save()
         self.finish()
 
-    def _leave_behind(self) -> None:
+    def _abandon_save(self) -> None:
         """Continue with another thread. The abandoned one finishes only its current write: it ends when the store or
         file system answers, or with the process. It may still complete a checkpoint that all ranks have written."""
         if self._save is not None:
-            self._save.left_behind = True
-        self._under_way, self.failure = None, "it was not whole when its ranks left each other"
+            self._save.abandoned = True
+        self._pending, self.failure = None, "it was incomplete when its ranks disconnected"
         self._writer.shutdown(wait=False)
         self._writer = _new_thread()
 
@@ -283,7 +283,7 @@ class Checkpointer:
         """Some part of a save is written. Raises PeerLost if the rest is useless because its ranks have left each
         other, and a rank that comes to rest has little time."""
         self._writes += 1
-        if save.left_behind:
+        if save.abandoned:
             raise PeerLost("the ranks that saved have left each other")
         if self.comm.size("world") > 1:
             self.comm.raise_if_over()
@@ -298,7 +298,7 @@ class Checkpointer:
 
     def undo_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, which will be repeated. No rank may be saving one."""
-        self._delayed, self._look = False, None
+        self._delayed, self._search = False, None
         self._forget_sealed_after(step)
         for old in pruning.remove_after(self.folder, step, self.began) if self.comm.rank == 0 else ():
             self._report("checkpoint_deleted", step, f"deleted {old.name}, which was undone", {"path": str(old)})
@@ -315,61 +315,61 @@ class Checkpointer:
         except CheckpointError as error:
             problem = error
         agree(self.comm, problem)
-        take_over(self.engine, parts, manifest.loss_scale)
+        load_parts(self.engine, parts, manifest.loss_scale)
         return manifest.numbers
 
-    def make_room(self) -> None:
+    def prepare_memory(self) -> None:
         """Prepare the memory that is saved from, and the process that uploads it, before the first save and
         concurrently with training."""
         if self.spec.checkpoint.every_steps > 0:
             self._writer.submit(self._prepare)
 
     def _prepare(self) -> None:
-        room = self._room() if self._snapshots is None else self._snapshots.room
-        if self._uploads is not None and self._uploads.room is not room:
+        memory = self._buffer() if self._snapshots is None else self._snapshots.memory_file
+        if self._uploads is not None and self._uploads.buffer is not memory:
             self._uploads.close()
             self._uploads = None
-        if self._uploads is None and isinstance(place_of(self.folder), ObjectPath):
-            self._uploads = Uploads(room)
+        if self._uploads is None and isinstance(parse_location(self.folder), ObjectPath):
+            self._uploads = Uploads(memory)
             self._uploads.start()
 
-    def _room(self) -> SharedRoom:
+    def _buffer(self) -> SharedBuffer:
         """[kinds, elements that this rank holds]. It is kept between saves: allocating new pages takes longer than
         filling them, and the next step's update waits for that."""
-        if self._aside is None:
+        if self._copy_buffer is None:
             length = len(self.optimizer.exp_avg)
-            self._aside = SharedRoom((len(durable.KINDS), length), self.optimizer.exp_avg.dtype)
-            self._pinned = PinnedMemory(self._aside.tensor, self.optimizer.exp_avg.is_cuda)
-        return self._aside
+            self._copy_buffer = SharedBuffer((len(durable.KINDS), length), self.optimizer.exp_avg.dtype)
+            self._pinned = PinnedMemory(self._copy_buffer.tensor, self.optimizer.exp_avg.is_cuda)
+        return self._copy_buffer
 
     @contextmanager
-    def _aside_of(self, ready: Ready, copied: threading.Event) -> Iterator[dict[str, torch.Tensor]]:
+    def _copied_state(self, ready: Ready, copied: threading.Event) -> Iterator[dict[str, torch.Tensor]]:
         """A copy of the state, whose memory is reused by the next save."""
         try:
-            state = self._copy_aside(ready)
+            state = self._copy_state(ready)
         finally:
             copied.set()
         yield state
 
-    def _copy_aside(self, ready: Ready) -> dict[str, torch.Tensor]:
-        room, optimizer = self._room().tensor, self.optimizer
-        weights = room[0].split([len(each) for each in optimizer.parameters])
-        copy_tensors([*weights, room[1], room[2]], optimizer.state(), ready)
+    def _copy_state(self, ready: Ready) -> dict[str, torch.Tensor]:
+        buffer, optimizer = self._buffer().tensor, self.optimizer
+        weights = buffer[0].split([len(parameter) for parameter in optimizer.parameters])
+        copy_tensors([*weights, buffer[1], buffer[2]], optimizer.state(), ready)
         # Frozen parameters never change, so they need no copy.
-        return dict(zip(durable.KINDS, room, strict=True)) | {durable.FROZEN: optimizer.frozen.cpu()}
+        return dict(zip(durable.KINDS, buffer, strict=True)) | {durable.FROZEN: optimizer.frozen.cpu()}
 
     @contextmanager
-    def _in_slot(self, held: HeldSlot) -> Iterator[dict[str, torch.Tensor]]:
+    def _in_slot(self, slot: ProtectedSlot) -> Iterator[dict[str, torch.Tensor]]:
         """The state in its snapshot. Other processes can open that memory by its name, so what was written only counts
         if the slot's checksums still match afterwards."""
-        held.wait()
+        slot.wait()
         optimizer, count = self.optimizer, len(self.optimizer.parameters)
-        places = (0, count), (count, count + 1), (count + 1, count + 2)
-        parts = {kind: held.part(*place) for kind, place in zip(durable.KINDS, places, strict=True)}
+        ranges = (0, count), (count, count + 1), (count + 1, count + 2)
+        parts = {kind: slot.part(*indices) for kind, indices in zip(durable.KINDS, ranges, strict=True)}
         scale_at = count + 2  # between moments and frozen parameters (`Engine.state`, `Engine.frozen_state`)
-        frozen = held.part(scale_at + 1, scale_at + 2) if len(optimizer.frozen) else optimizer.frozen.cpu()
+        frozen = slot.part(scale_at + 1, scale_at + 2) if len(optimizer.frozen) else optimizer.frozen.cpu()
         yield parts | {durable.FROZEN: frozen}
-        held.check()
+        slot.check()
 
     def _write(self, save: Save, parts: Parts) -> str | None:
         """Returns why the save has failed; None if it has not."""
@@ -382,17 +382,17 @@ class Checkpointer:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             message = f"checkpoint of step {save.step} failed: {reason}; {save.if_it_fails}"
             self._report("checkpoint_failed", save.step, message, {"path": save.path})
-            place = place_of(save.path)
+            location = parse_location(save.path)
             # Its remains would keep a full disk full. In a store, which may be slow to answer, a later save removes
             # them.
-            in_store = isinstance(place, ObjectPath)
-            if self.comm.rank == 0 and not (in_store and (save.left_behind or self._has_left())):
-                files_of(place).remove_folder(place)
+            in_store = isinstance(location, ObjectPath)
+            if self.comm.rank == 0 and not (in_store and (save.abandoned or self._has_left())):
+                files_of(location).remove_folder(location)
             return reason
         finally:
             save.copied.set()
         # Later generations may have started over, and must not lose checkpoints because of this one.
-        if self.comm.rank == 0 and self.deletes_old and not save.left_behind:
+        if self.comm.rank == 0 and self.deletes_old and not save.abandoned:
             self._prune(save)
         return None
 
@@ -402,8 +402,8 @@ class Checkpointer:
         spec, block_bytes = self.spec.model_dump(mode="json"), next(iter(sums.values())).block_bytes
         about = (save.generation, save.step, files, spec, save.loss_scale, blocks, block_bytes, save.numbers)
         manifest = Manifest(self.job, *about)
-        catalog.seal(place_of(save.path), manifest)
-        if not save.left_behind:
+        catalog.seal(parse_location(save.path), manifest)
+        if not save.abandoned:
             self._sealed = save.step
         data = {"path": save.path, "bytes": manifest.bytes}
         self._report("checkpoint_saved", save.step, f"checkpoint of step {save.step} is complete", data)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from manta.workers.errors import CheckpointError
 from manta.workers.storage.files import Reader, Writer, files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 try:
     from zlib_ng.zlib_ng import crc32  # at about 20 GB/s
@@ -74,12 +74,12 @@ class UnreadableCheckpoint(CheckpointError):
     not mounted) or not accessible, or its storage does not respond. It may be readable later."""
 
 
-def damaged(file: Place, problem: str) -> DamagedCheckpoint:
+def damaged(file: Location, problem: str) -> DamagedCheckpoint:
     """The error for a problem of `file` of a checkpoint."""
     return DamagedCheckpoint(f"the checkpoint at {file.parent} is damaged: {file.name} {problem}")
 
 
-def unreadable(file: Place, error: OSError, at: int = 0) -> CheckpointError:
+def unreadable(file: Location, error: OSError, at: int = 0) -> CheckpointError:
     """The error for an OSError about `file`, from byte `at` on: damage if the file is gone from a folder that exists;
     anything else, such as missing permissions or a failing medium, is UnreadableCheckpoint, since it says nothing about
     what was written."""
@@ -159,7 +159,7 @@ class SummedFiles:
         """By name, for completed files."""
 
     @contextmanager
-    def create(self, file: Place) -> Iterator[io.BufferedWriter[SummingFile]]:
+    def create(self, file: Location) -> Iterator[io.BufferedWriter[SummingFile]]:
         """A new file, which is durable once the block has ended. Raises OSError."""
         with files_of(file).writer(file) as opened:
             summing = SummingFile(opened, self._wrote, self._block_bytes)
@@ -171,7 +171,7 @@ class SummedFiles:
 class CheckedFile(io.RawIOBase):
     """Reads a file block by block; returns no byte of a block before the whole block is verified."""
 
-    def __init__(self, file: Place, stream: Reader, sums: FileSums):
+    def __init__(self, file: Location, stream: Reader, sums: FileSums):
         self._file, self._stream, self._sums = file, stream, sums
         self._position = 0
         # The last two blocks, newest last: readers of archives go from their ends to their beginnings and back.
@@ -274,7 +274,7 @@ class Window(ReadOnlyBytes):
 
 
 @contextmanager
-def checked(file: Place, sums: FileSums) -> Iterator[CheckedFile]:
+def checked(file: Location, sums: FileSums) -> Iterator[CheckedFile]:
     """`file`, open for reading. Raises DamagedCheckpoint if it is missing or its size differs from that in `sums`."""
     with contextlib.ExitStack() as stack:
         try:

@@ -67,7 +67,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class WrittenRectangles:
+class EncodedRectangles:
     """The rectangles of a tensor that one rank has written."""
 
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class _Entry:
     shape: tuple[int, ...]
     dtype: str
     rows: dict[str, str]
-    """Rectangles by file, as in WrittenRectangles."""
+    """Rectangles by file, as in EncodedRectangles."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ def checked_types(tensors: dict[str, StoredTensor]) -> Contents:
     return Contents(from_json(_OldContents, to_json(_OldContents(tensors))).tensors)
 
 
-def as_text(shape: tuple[int, ...], dtype: str, rectangles: Iterable[StoredRectangle]) -> WrittenRectangles:
+def as_text(shape: tuple[int, ...], dtype: str, rectangles: Iterable[StoredRectangle]) -> EncodedRectangles:
     """The `rectangles` of a tensor that a rank has written to its single file."""
-    rows = [[*each.offsets, *each.sizes, each.at, each.bytes] for each in rectangles]
-    return WrittenRectangles(shape, dtype, json.dumps(rows, separators=(",", ":")))
+    rows = [[*rectangle.offsets, *rectangle.sizes, rectangle.at, rectangle.bytes] for rectangle in rectangles]
+    return EncodedRectangles(shape, dtype, json.dumps(rows, separators=(",", ":")))
 
 
 @dataclass(frozen=True)
@@ -178,21 +178,21 @@ class Merged:
     rectangles: int
 
 
-def merged(parts: Iterable[tuple[str, Mapping[str, WrittenRectangles]]]) -> Merged:
+def merged(parts: Iterable[tuple[str, Mapping[str, EncodedRectangles]]]) -> Merged:
     """What all ranks have written: (file, tensors) of each, in order. Raises MalformedMessage if they disagree about a
     tensor, or a list is invalid."""
     entries: dict[str, _Entry] = {}
     count = 0
     for file, tensors in parts:
-        for name, each in tensors.items():
-            entry = entries.setdefault(name, _Entry(each.shape, each.dtype, {}))
-            if (entry.shape, entry.dtype) != (each.shape, each.dtype):
-                one, other = (entry.shape, entry.dtype), (each.shape, each.dtype)
+        for name, tensor in tensors.items():
+            entry = entries.setdefault(name, _Entry(tensor.shape, tensor.dtype, {}))
+            if (entry.shape, entry.dtype) != (tensor.shape, tensor.dtype):
+                one, other = (entry.shape, entry.dtype), (tensor.shape, tensor.dtype)
                 raise MalformedMessage(f"{name} is {one} for one rank and {other} for another")
-            if not _OF_ROWS.issuperset(each.rows):
+            if not _OF_ROWS.issuperset(tensor.rows):
                 raise MalformedMessage(f"what lies in {file} of {name} is not a list of numbers")
-            entry.rows[file] = each.rows
-            count += max(0, each.rows.count("[") - 1)
+            entry.rows[file] = tensor.rows
+            count += max(0, tensor.rows.count("[") - 1)
     return Merged(_to_bytes(entries), count)
 
 
@@ -202,8 +202,8 @@ def _to_bytes(entries: Mapping[str, _Entry]) -> bytes:
 
 def _entry(tensor: StoredTensor) -> _Entry:
     by_file: dict[str, list[StoredRectangle]] = {}
-    for each in tensor.rectangles:
-        by_file.setdefault(each.file, []).append(each)
+    for rectangle in tensor.rectangles:
+        by_file.setdefault(rectangle.file, []).append(rectangle)
     rows = {file: as_text(tensor.shape, tensor.dtype, those).rows for file, those in by_file.items()}
     return _Entry(tensor.shape, tensor.dtype, rows)
 
@@ -231,12 +231,14 @@ def _is_table(rows: Any, columns: int) -> bool:
 
 
 def _check(name: str, tensor: StoredTensor, files: Mapping[str, int]) -> None:
-    for each in tensor.rectangles:
-        if Path(each.file).name != each.file or each.file not in files:
-            raise MalformedMessage(f"a part of {name} lies in {each.file!r}, which is not a file of this checkpoint")
-        if each.at < 0 or each.bytes < 0 or each.at + each.bytes > files[each.file]:
-            raise MalformedMessage(f"a part of {name} goes beyond the end of {each.file}")
-        dimensions = zip(each.offsets, each.sizes, tensor.shape, strict=False)
+    for rectangle in tensor.rectangles:
+        if Path(rectangle.file).name != rectangle.file or rectangle.file not in files:
+            raise MalformedMessage(
+                f"a part of {name} lies in {rectangle.file!r}, which is not a file of this checkpoint"
+            )
+        if rectangle.at < 0 or rectangle.bytes < 0 or rectangle.at + rectangle.bytes > files[rectangle.file]:
+            raise MalformedMessage(f"a part of {name} goes beyond the end of {rectangle.file}")
+        dimensions = zip(rectangle.offsets, rectangle.sizes, tensor.shape, strict=False)
         fits = all(at >= 0 and length > 0 and at + length <= size for at, length, size in dimensions)
-        if not fits or not len(each.offsets) == len(each.sizes) == len(tensor.shape):
+        if not fits or not len(rectangle.offsets) == len(rectangle.sizes) == len(tensor.shape):
             raise MalformedMessage(f"a part of {name} lies outside of its shape {tensor.shape}")

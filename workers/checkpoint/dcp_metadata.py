@@ -21,7 +21,7 @@ from manta.workers.checkpoint.opening import DTYPES, METADATA, read_contents
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import MalformedMessage
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import place_of
+from manta.workers.storage.locations import parse_location
 
 VERSION = "1.0.0"
 """Version of the format in torch."""
@@ -51,7 +51,7 @@ def metadata_file(contents: Contents) -> bytes:
         if tensor.dtype not in DTYPES:
             raise MalformedMessage(f"{name} is of {tensor.dtype!r}, which no checkpoint holds")
         tensors.append((_text(name), _tensor(tensor)))
-        places += [(_index(name, each), _place(each)) for each in tensor.rectangles]
+        places += [(_index(name, rectangle), _place(rectangle)) for rectangle in tensor.rectangles]
     metadata = _record(
         "Metadata",
         state_dict_metadata=_dict(tensors),
@@ -134,10 +134,10 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m manta.workers.checkpoint.dcp_metadata", description="Write a checkpoint's .metadata."
     )
     parser.add_argument("checkpoint", help="folder or s3:// URL of the checkpoint")
-    place = place_of(parser.parse_args(arguments).checkpoint)
+    location = parse_location(parser.parse_args(arguments).checkpoint)
     try:
-        content = metadata_file(read_contents(place, manifest_of(place)))
-        files_of(place).write_whole(place / METADATA, content)
+        content = metadata_file(read_contents(location, manifest_of(location)))
+        files_of(location).write_atomically(location / METADATA, content)
     except (MantaError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

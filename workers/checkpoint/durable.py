@@ -19,7 +19,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from manta.workers.checkpoint.catalog import Manifest, manifest_of
 from manta.workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
-from manta.workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, WrittenRectangles, as_text, merged
+from manta.workers.checkpoint.contents import CONTENTS, Contents, EncodedRectangles, StoredRectangle, as_text, merged
 from manta.workers.checkpoint.dcp_metadata import metadata_file
 from manta.workers.checkpoint.opening import METADATA, opened, read_contents, sentence
 from manta.workers.checkpoint.uploads import Uploads
@@ -27,7 +27,7 @@ from manta.workers.comm.shared_work import SharedWork
 from manta.workers.errors import CheckpointError
 from manta.workers.parallel.data.flat import FlatParameters, Range, Slot, answers_for, overlap
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import ObjectPath, Place, place_of
+from manta.workers.storage.locations import Location, ObjectPath, parse_location
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 FROZEN = "frozen"
@@ -85,8 +85,8 @@ def rectangles_of(
     for slot in (*flat.slots, *flat.frozen):
         if owned_only and not answers_for(slot.entry, tensor_index):
             continue
-        for wish in wanted:
-            first, last = overlap((slot.start, slot.end), wish)
+        for stored_range in wanted:
+            first, last = overlap((slot.start, slot.end), stored_range)
             if first < last:
                 shift = next(s for s, r in zip(starts, held, strict=True) if r[0] <= first and last <= r[1])
                 rectangles += _rectangles(slot, first, last, shift)
@@ -127,11 +127,11 @@ def _global_rectangle(
 
 
 @dataclass(frozen=True)
-class Written:
+class RankFiles:
     """What one rank has written."""
 
     file: str
-    tensors: dict[str, WrittenRectangles]
+    tensors: dict[str, EncodedRectangles]
     """Contents of the file, by the tensor's name."""
     sums: dict[str, FileSums]
     """Checksums by file."""
@@ -151,22 +151,22 @@ def save(
 
     Raises errors of the file system or, with several ranks, SharedWorkFailed on each of them.
     """
-    files, folder = SummedFiles(wrote), place_of(path)
+    files, folder = SummedFiles(wrote), parse_location(path)
 
-    def created(file: Place) -> AbstractContextManager[IO[bytes]]:
+    def created(file: Location) -> AbstractContextManager[IO[bytes]]:
         if uploads is not None and isinstance(file, ObjectPath):
             return uploads.create(file, wrote, files.sums)
         return files.create(file)
 
-    def write() -> Written:
+    def write() -> RankFiles:
         name = f"__{ranks.rank}_0.distcp"  # as DCP names a rank's file
         with parts() as state:
             files_of(folder).make_folder(folder)
             with created(folder / name) as stream:
                 tensors = _write_rectangles(stream, name, rectangles, state)
-        return Written(name, tensors, files.sums)
+        return RankFiles(name, tensors, files.sums)
 
-    def finish(written: list[Written]) -> list[dict[str, FileSums]]:
+    def finish(written: list[RankFiles]) -> list[dict[str, FileSums]]:
         contents = merged((each.file, each.tensors) for each in written)
         new = {CONTENTS: contents.content}
         if contents.rectangles <= MAX_IN_METADATA:
@@ -174,15 +174,15 @@ def save(
         for name, content in new.items():
             with files.create(folder / name) as stream:
                 stream.write(content)
-        together = {name: each for rank in written for name, each in rank.sums.items()}
+        together = {name: sums for rank in written for name, sums in rank.sums.items()}
         return [together | files.sums, *({} for _ in written[1:])]
 
-    return ranks.together(write, finish, (Written, dict[str, FileSums]))
+    return ranks.together(write, finish, (RankFiles, dict[str, FileSums]))
 
 
 def _write_rectangles(
     stream: IO[bytes], file: str, rectangles: Rectangles, parts: dict[str, torch.Tensor]
-) -> dict[str, WrittenRectangles]:
+) -> dict[str, EncodedRectangles]:
     """Append each rectangle of each part to the new `file` as a separate archive, and return where they are."""
     tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}
     for kind, part in parts.items():
@@ -234,7 +234,7 @@ def load(
 
     Raises DamagedCheckpoint naming file and byte, CheckpointError if it is of another model or cannot be read.
     """
-    manifest = manifest_of(place_of(path))
+    manifest = manifest_of(parse_location(path))
     parts = {kind: torch.zeros(lengths[kind]) for kind in rectangles}
     try:
         contents = read_contents(path, manifest)
@@ -311,11 +311,11 @@ def _reads(path: str, contents: Contents, name: str, wanted: Rectangle, view: to
 def _read(path: str, manifest: Manifest, reads: list[_Read], moved: Callable[[], object]) -> None:
     """Carry out `reads`, with each file read sequentially, so that each of its blocks is read once."""
     by_file: dict[str, list[_Read]] = {}
-    for each in reads:
-        by_file.setdefault(each.source.file, []).append(each)
+    for read in reads:
+        by_file.setdefault(read.source.file, []).append(read)
     for name, here in sorted(by_file.items()):
         in_order = sorted(here, key=lambda each: each.source.at)
-        with opened(place_of(path) / name, manifest) as stream:
+        with opened(parse_location(path) / name, manifest) as stream:
             stream.expect((each.source.at, each.source.bytes) for each in in_order)
             for each in in_order:
                 each.read(stream)

@@ -13,7 +13,7 @@ from manta.workers.checkpoint.catalog import Manifest
 from manta.workers.checkpoint.checksums import CheckedFile, checked, damaged
 from manta.workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, checked_types
 from manta.workers.errors import CheckpointError
-from manta.workers.storage.places import Place, place_of
+from manta.workers.storage.locations import Location, parse_location
 
 METADATA = ".metadata"
 
@@ -33,14 +33,14 @@ _RECORDS = {
 
 
 @contextmanager
-def opened(file: Place, manifest: Manifest) -> Iterator[CheckedFile]:
+def opened(file: Location, manifest: Manifest) -> Iterator[CheckedFile]:
     """A file of a checkpoint, verified while it is read. Problems with its content name it."""
     with checked(file, manifest.sums(file)) as stream, explained(file, manifest, stream):
         yield stream
 
 
 @contextmanager
-def explained(file: Place, manifest: Manifest, stream: CheckedFile) -> Iterator[None]:
+def explained(file: Location, manifest: Manifest, stream: CheckedFile) -> Iterator[None]:
     """Within the block, any problem with the content of `file`, open as `stream`, becomes a CheckpointError naming
     it."""
     try:
@@ -53,11 +53,11 @@ def explained(file: Place, manifest: Manifest, stream: CheckedFile) -> Iterator[
         raise CheckpointError(f"{file} is as it was written, but cannot be read: {sentence(error)}") from error
 
 
-def read_contents(path: str | Place, manifest: Manifest) -> Contents:
+def read_contents(path: str | Location, manifest: Manifest) -> Contents:
     """The contents of the checkpoint at `path` with that `manifest`; those of an older checkpoint are in `.metadata`.
     Raises CheckpointError."""
     name = CONTENTS if CONTENTS in manifest.files else METADATA
-    with opened(place_of(path) / name, manifest) as stream:
+    with opened(parse_location(path) / name, manifest) as stream:
         contents = Contents.from_bytes(stream.read()) if name == CONTENTS else read_metadata(stream)
         contents.check(manifest)
     return contents

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from manta.workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, list_checkpoints
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 
 def to_prune(
@@ -26,54 +26,57 @@ def to_prune(
     one that will replace it. `began`: no checkpoint of an earlier generation is deleted while any of those is complete
     or unknown.
     """
-    own = [each for each in listed if each.generation >= began]
-    earlier = [each for each in listed if each.generation < began]
-    whole = [each for each in own if each.condition is Condition.WHOLE]
-    to_delete = whole[:-keep]
+    own = [checkpoint for checkpoint in listed if checkpoint.generation >= began]
+    earlier = [checkpoint for checkpoint in listed if checkpoint.generation < began]
+    complete = [checkpoint for checkpoint in own if checkpoint.condition is Condition.COMPLETE]
+    to_delete = complete[:-keep]
     if undoes:
-        safe = [each for each in whole if each.step <= whole[-1].step - undoes]
-        successors = [each for each in to_delete if each not in safe]
-        to_delete = [each for each in to_delete if each not in (*safe[-1:], *successors[:1])]
-    if all(each.condition is Condition.NOT_WHOLE for each in earlier):
+        safe = [checkpoint for checkpoint in complete if checkpoint.step <= complete[-1].step - undoes]
+        successors = [checkpoint for checkpoint in to_delete if checkpoint not in safe]
+        to_delete = [checkpoint for checkpoint in to_delete if checkpoint not in (*safe[-1:], *successors[:1])]
+    if all(checkpoint.condition is Condition.INCOMPLETE for checkpoint in earlier):
         own = list(listed)
-    not_whole = [each for each in own if each.condition is Condition.NOT_WHOLE]
-    return [*to_delete, *(each for each in not_whole if (each.generation, each.step) < (generation, step))]
+    incomplete = [checkpoint for checkpoint in own if checkpoint.condition is Condition.INCOMPLETE]
+    return [
+        *to_delete,
+        *(checkpoint for checkpoint in incomplete if (checkpoint.generation, checkpoint.step) < (generation, step)),
+    ]
 
 
 def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int) -> list[ListedCheckpoint]:
     """Of the checkpoints `listed`, the complete ones of steps above `step`, by generation `began` and later."""
-    whole = [each for each in listed if each.condition is Condition.WHOLE]
-    return [each for each in whole if each.step > step and each.generation >= began]
+    complete = [checkpoint for checkpoint in listed if checkpoint.condition is Condition.COMPLETE]
+    return [checkpoint for checkpoint in complete if checkpoint.step > step and checkpoint.generation >= began]
 
 
 def prune(
-    folder: str | Place,
+    folder: str | Location,
     keep: int,
     generation: int,
     undoes: int = 0,
     began: int = 0,
     step: int = 0,
     job: str | None = None,
-) -> list[Place]:
+) -> list[Location]:
     """Delete what `to_prune` returns of the checkpoints of `job`. Returns what was deleted; the rest stays."""
     return _removed(to_prune(list_checkpoints(folder, job).checkpoints, keep, generation, undoes, began, step))
 
 
-def remove_after(folder: str | Place, step: int, began: int = 0) -> list[Place]:
+def remove_after(folder: str | Location, step: int, began: int = 0) -> list[Location]:
     """Delete what `to_undo` returns. Returns what was deleted; the rest stays."""
     return _removed(to_undo(list_checkpoints(folder).checkpoints, step, began))
 
 
-def remove_newer(folder: str | Place, than: str) -> list[Place]:
+def remove_newer(folder: str | Location, than: str) -> list[Location]:
     """Delete the checkpoints that were created after the one called `than`, complete or not; none if that one does not
     exist. Returns what was deleted; the rest stays."""
     listed = list_checkpoints(folder).checkpoints
-    names = [each.path.name for each in listed]
+    names = [checkpoint.path.name for checkpoint in listed]
     newer = listed[names.index(than) + 1 :] if than in names else ()
-    return _removed([each for each in newer if each.condition is not Condition.UNKNOWN])
+    return _removed([checkpoint for checkpoint in newer if checkpoint.condition is not Condition.UNKNOWN])
 
 
-def remove(checkpoint: Place) -> bool:
+def remove(checkpoint: Location) -> bool:
     """Delete one checkpoint, its manifest first; returns whether nothing of it is left. Of one that was put elsewhere,
     with a link in its place, only the link is deleted."""
     files = files_of(checkpoint)
@@ -87,11 +90,11 @@ def remove(checkpoint: Place) -> bool:
     return _is_gone(checkpoint)
 
 
-def _removed(to_delete: Sequence[ListedCheckpoint]) -> list[Place]:
-    return [each.path for each in to_delete if remove(each.path)]
+def _removed(to_delete: Sequence[ListedCheckpoint]) -> list[Location]:
+    return [checkpoint.path for checkpoint in to_delete if remove(checkpoint.path)]
 
 
-def _is_gone(path: Place) -> bool:
+def _is_gone(path: Location) -> bool:
     try:
         return not files_of(path).is_there(path)
     except OSError:

@@ -27,12 +27,12 @@ class Save:
     """The consequence of a failure, in words."""
     copied: threading.Event = field(default_factory=threading.Event)
     """Set once the state may change, since it has been copied."""
-    left_behind: bool = False
+    abandoned: bool = False
     """Whether its ranks have left each other, and nothing waits for it any more."""
 
 
 @dataclass
-class Look:
+class SaveSearch:
     """A search for a save that earlier generations did not complete."""
 
     step: int

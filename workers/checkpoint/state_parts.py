@@ -18,7 +18,7 @@ from manta.workers.parallel.data.flat import Range
 def needed_rectangles(engine: Engine) -> Rectangles:
     """Rectangles of all that the rank keeps."""
     optimizer = engine.optimizer
-    return _of_ranges(engine, optimizer.held, optimizer.frozen_held, owned_only=False)
+    return _of_ranges(engine, optimizer.held, optimizer.frozen_stored, owned_only=False)
 
 
 def owned_rectangles(engine: Engine) -> Rectangles:
@@ -35,7 +35,7 @@ def part_lengths(engine: Engine) -> dict[str, int]:
 def _of_ranges(engine: Engine, trained: list[Range], frozen: Range, owned_only: bool) -> Rectangles:
     optimizer, index = engine.optimizer, engine.comm.index("tensor")
     of_trained = rectangles_of(optimizer.flat, optimizer.held, trained, owned_only, index)
-    of_frozen = rectangles_of(optimizer.flat, [optimizer.frozen_held], [frozen], owned_only, index)
+    of_frozen = rectangles_of(optimizer.flat, [optimizer.frozen_stored], [frozen], owned_only, index)
     return dict.fromkeys(KINDS, of_trained) | {FROZEN: of_frozen}
 
 
@@ -58,8 +58,8 @@ _KINDS: dict[str, type[CheckpointError]] = {
 def agree(comm: Comm, problem: CheckpointError | None) -> None:
     """Raise the problem of the first rank that has one, on all ranks; return if there is none. Called on the training
     thread. Raises PeerLost."""
-    mine = None if problem is None else _Problem(str(problem), _kind_of(problem))
-    first = comm.shared_work.together(lambda: mine, _first, (_Problem | None, _Problem | None), comm.progress)
+    own_problem = None if problem is None else _Problem(str(problem), _kind_of(problem))
+    first = comm.shared_work.together(lambda: own_problem, _first, (_Problem | None, _Problem | None), comm.progress)
     if first is not None:
         raise _KINDS.get(first.kind, CheckpointError)(first.message) from problem
 
@@ -74,7 +74,7 @@ def _first(problems: list[_Problem | None]) -> list[_Problem | None]:
     return [first] * len(problems)
 
 
-def take_over(engine: Engine, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
+def load_parts(engine: Engine, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
     """Make `parts` (by KINDS, of the held ranges one after the other, and FROZEN) the state of this
     rank."""
     optimizer = engine.optimizer

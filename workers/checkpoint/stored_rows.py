@@ -19,7 +19,7 @@ from manta.workers.checkpoint.checksums import BLOCK_BYTES, CheckedFile
 from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
 from manta.workers.checkpoint.opening import explained, opened
 from manta.workers.errors import CheckpointError
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 MAX_OPEN = 4
 """Files that stay open when others are read, since they will probably be needed again."""
@@ -100,29 +100,29 @@ def in_file_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
     """The names, in the order in which the tensors begin in their files."""
 
     def begin(entry: tuple[str, StoredTensor]) -> tuple[str, int]:
-        return min(((each.file, each.at) for each in entry[1].rectangles), default=("", 0))
+        return min(((rectangle.file, rectangle.at) for rectangle in entry[1].rectangles), default=("", 0))
 
     return [name for name, _ in sorted(tensors, key=begin)]
 
 
-def most_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
+def peak_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
     """Most bytes that a `StoredRows` uses for these tensors, of which `rows_bytes` are read at a time."""
-    files = max((len(_side_by_side(tensor)) for tensor in tensors), default=1)
+    files = max((len(_adjacent_files(tensor)) for tensor in tensors), default=1)
     return max(files, MAX_OPEN) * max(SPAN_BYTES, rows_bytes + 2 * BLOCK_BYTES) + 2 * BLOCK_BYTES
 
 
-def _side_by_side(tensor: StoredTensor) -> set[str]:
+def _adjacent_files(tensor: StoredTensor) -> set[str]:
     """For the row that is spread over most files, these files."""
-    firsts = {each.offsets[0] for each in tensor.rectangles}
-    rows = ({each.file for each in tensor.overlapping(row, row + 1)} for row in firsts)
+    firsts = {rectangle.offsets[0] for rectangle in tensor.rectangles}
+    rows = ({rectangle.file for rectangle in tensor.overlapping(row, row + 1)} for row in firsts)
     return max(rows, key=len, default=set())
 
 
 class StoredRows:
     """Reads rows of one checkpoint's tensors. For one thread, and as long as the `with` block lasts."""
 
-    def __init__(self, place: Place, manifest: Manifest, contents: Contents):
-        self._place, self._manifest, self._contents = place, manifest, contents
+    def __init__(self, location: Location, manifest: Manifest, contents: Contents):
+        self._location, self._manifest, self._contents = location, manifest, contents
         self._open: dict[str, tuple[ExitStack, CheckedFile, CheckedSpan]] = {}
         """By name: files that the last rows were in, the last used one at the end."""
         self._known: dict[StoredRectangle, Elements] = {}
@@ -143,14 +143,14 @@ class StoredRows:
         """Rows [first, end) of the tensor `name`, in parts that together are all of them. Raises CheckpointError."""
         tensor = self._contents.tensors[name]
         here = tensor.overlapping(first, end)
-        self._prepare(name, tensor, {each.file for each in here})
+        self._prepare(name, tensor, {rectangle.file for rectangle in here})
         count = 0
-        for each in here:
-            part = self._part(tensor, each, first, end)
+        for rectangle in here:
+            part = self._part(tensor, rectangle, first, end)
             count += part.values.size
             yield part
         if count != (end - first) * rows_and_columns(tensor.shape)[1]:
-            raise CheckpointError(f"the checkpoint at {self._place} does not hold all of {name}")
+            raise CheckpointError(f"the checkpoint at {self._location} does not hold all of {name}")
 
     def _prepare(self, name: str, tensor: StoredTensor, files: set[str]) -> None:
         """Open these `files` and inform them of what will be requested; of other files keep the last used ones."""
@@ -161,35 +161,35 @@ class StoredRows:
         for file in sorted(files):
             if file not in self._open:
                 stack = ExitStack()
-                stream = stack.enter_context(opened(self._place / file, self._manifest))
+                stream = stack.enter_context(opened(self._location / file, self._manifest))
                 self._open[file] = stack, stream, CheckedSpan(stream)
             self._open[file] = self._open.pop(file)
             if file not in self._expected:
                 self._expected.add(file)
-                here = ((each.at, each.bytes) for each in tensor.rectangles if each.file == file)
+                here = ((rectangle.at, rectangle.bytes) for rectangle in tensor.rectangles if rectangle.file == file)
                 self._open[file][1].expect(sorted(here))
 
     def _close(self, files: list[str]) -> None:
         for file in files:
             self._open.pop(file)[0].close()
 
-    def _part(self, tensor: StoredTensor, each: StoredRectangle, first: int, end: int) -> Part:
-        low, high = max(first, each.offsets[0]), min(end, each.offsets[0] + each.sizes[0])
-        _, width = rows_and_columns(each.sizes)
-        column = each.offsets[1] if len(each.offsets) == 2 else 0
-        _, stream, span = self._open[each.file]
-        with explained(self._place / each.file, self._manifest, stream):
+    def _part(self, tensor: StoredTensor, rectangle: StoredRectangle, first: int, end: int) -> Part:
+        low, high = max(first, rectangle.offsets[0]), min(end, rectangle.offsets[0] + rectangle.sizes[0])
+        _, width = rows_and_columns(rectangle.sizes)
+        column = rectangle.offsets[1] if len(rectangle.offsets) == 2 else 0
+        _, stream, span = self._open[rectangle.file]
+        with explained(self._location / rectangle.file, self._manifest, stream):
             row_bytes = width * ITEM_BYTES[tensor.dtype]
-            at = each.at + self._elements(span, tensor, each).at + (low - each.offsets[0]) * row_bytes
+            at = rectangle.at + self._elements(span, tensor, rectangle).at + (low - rectangle.offsets[0]) * row_bytes
             content = span.piece(at, (high - low) * row_bytes)
         values = content.view(RAW[tensor.dtype]).reshape(high - low, width)
         return Part(slice(low - first, high - first), slice(column, column + width), values)
 
-    def _elements(self, span: CheckedSpan, tensor: StoredTensor, each: StoredRectangle) -> Elements:
+    def _elements(self, span: CheckedSpan, tensor: StoredTensor, rectangle: StoredRectangle) -> Elements:
         """Where the rectangle's elements are in its archive."""
-        if each not in self._known:
-            elements = elements_of(lambda at, count: span.piece(each.at + at, count), each.bytes)
-            if elements.sizes != each.sizes or elements.dtype != tensor.dtype:
-                raise ValueError(f"no {tensor.dtype}{each.sizes} begins at byte {each.at}")
-            self._known[each] = elements
-        return self._known[each]
+        if rectangle not in self._known:
+            elements = elements_of(lambda at, count: span.piece(rectangle.at + at, count), rectangle.bytes)
+            if elements.sizes != rectangle.sizes or elements.dtype != tensor.dtype:
+                raise ValueError(f"no {tensor.dtype}{rectangle.sizes} begins at byte {rectangle.at}")
+            self._known[rectangle] = elements
+        return self._known[rectangle]

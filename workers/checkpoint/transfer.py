@@ -10,21 +10,21 @@ from manta.workers.checkpoint.catalog import MANIFEST, Manifest, manifest_of, se
 from manta.workers.checkpoint.checksums import SummedFiles, checked, damaged
 from manta.workers.errors import CheckpointError
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
-PIECE_BYTES = 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
 
 
-class PlaceTaken(CheckpointError):
+class LocationExists(CheckpointError):
     """Something exists where a checkpoint was to be copied to."""
 
 
-def copy(source: Place, target: Place, progress: Callable[[int, int], None] = lambda done, of: None) -> Manifest:
+def copy(source: Location, target: Location, progress: Callable[[int, int], None] = lambda done, of: None) -> Manifest:
     """Copy the complete checkpoint at `source` to `target`, where nothing may exist yet except the remains of an
     interrupted copy, which are replaced. `progress` is called with (bytes copied, total bytes).
 
     Like any checkpoint the copy gets its manifest last, so it is complete or unusable. If `source` cannot be copied,
-    nothing is left of it. Raises DamagedCheckpoint, UnreadableCheckpoint, RemovedCheckpoint, PlaceTaken, OSError.
+    nothing is left of it. Raises DamagedCheckpoint, UnreadableCheckpoint, RemovedCheckpoint, LocationExists, OSError.
     """
     manifest = manifest_of(source)
     _clear(target, manifest.files)
@@ -41,7 +41,7 @@ def copy(source: Place, target: Place, progress: Callable[[int, int], None] = la
     return manifest
 
 
-def _copy_files(source: Place, target: Place, manifest: Manifest, progress: Callable[[int, int], None]) -> None:
+def _copy_files(source: Location, target: Location, manifest: Manifest, progress: Callable[[int, int], None]) -> None:
     files = SummedFiles(block_bytes=manifest.block_bytes)
     files_of(target).make_folder(target)
     done = 0
@@ -49,7 +49,7 @@ def _copy_files(source: Place, target: Place, manifest: Manifest, progress: Call
         sums = manifest.sums(source / name)
         with checked(source / name, sums) as stream, files.create(target / name) as new:
             stream.expect([(0, sums.size)])
-            while piece := stream.read(PIECE_BYTES):
+            while piece := stream.read(CHUNK_BYTES):
                 new.write(piece)
                 done += len(piece)
                 progress(done, manifest.bytes)
@@ -57,12 +57,12 @@ def _copy_files(source: Place, target: Place, manifest: Manifest, progress: Call
             raise damaged(target / name, "is not what was read")
 
 
-def _clear(target: Place, ours: Collection[str]) -> None:
+def _clear(target: Location, ours: Collection[str]) -> None:
     """Remove the remains of an interrupted copy of files called `ours`; nothing else is ever removed. Raises
-    PlaceTaken."""
+    LocationExists."""
     files = files_of(target)
     left = set(files.names(target)) if files.is_there(target) else set()
     if not left <= {*ours, f".{MANIFEST}"}:
-        raise PlaceTaken(f"there is something at {target} already: name another place, or remove it")
+        raise LocationExists(f"there is something at {target} already: name another place, or remove it")
     for name in left:
         files.remove(target / name)

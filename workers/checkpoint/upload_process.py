@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 from manta.workers.checkpoint.checksums import BLOCK_BYTES, FileSums, SummedFiles
 from manta.workers.errors import MantaError
 from manta.workers.storage import object_files
-from manta.workers.storage.places import place_of
+from manta.workers.storage.locations import parse_location
 
 PIECE = struct.Struct("<BQQ")
 BYTES, MEMORY, END = range(3)
@@ -31,7 +31,7 @@ NICER_BY = 5
 """Lets training go first if they share a core: about three times the weight (sched(7))."""
 
 
-class _Over(Exception):
+class _UploadAborted(Exception):
     """The requesting process is gone."""
 
 
@@ -62,7 +62,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], memory: memoryview) -> None:
         pieces = _pieces(requests, memory)
         try:
             sums = _upload(json.loads(line), pieces, lambda: answer(WROTE))
-        except _Over:
+        except _UploadAborted:
             return
         except (OSError, RuntimeError, MantaError) as error:
             for _ in pieces:
@@ -73,7 +73,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], memory: memoryview) -> None:
 
 
 def _upload(url: str, pieces: Iterator[memoryview], wrote: Any) -> FileSums:
-    files, file = SummedFiles(wrote), place_of(url)
+    files, file = SummedFiles(wrote), parse_location(url)
     with files.create(file) as stream:
         for piece in pieces:
             stream.write(piece)
@@ -81,7 +81,7 @@ def _upload(url: str, pieces: Iterator[memoryview], wrote: Any) -> FileSums:
 
 
 def _pieces(requests: IO[bytes], memory: memoryview) -> Iterator[memoryview]:
-    """Pieces up to the end of a file, each at most a block. Raises _Over."""
+    """Pieces up to the end of a file, each at most a block. Raises _UploadAborted."""
     while True:
         kind, first, second = PIECE.unpack(_read(requests, PIECE.size))
         if kind == END:
@@ -96,7 +96,7 @@ def _pieces(requests: IO[bytes], memory: memoryview) -> Iterator[memoryview]:
 def _read(requests: IO[bytes], count: int) -> bytes:
     content = requests.read(count)
     if len(content) < count:
-        raise _Over
+        raise _UploadAborted
     return content
 
 

@@ -19,8 +19,8 @@ import torch
 
 from manta.workers.checkpoint.checksums import BUFFER_BYTES, FileSums
 from manta.workers.checkpoint.upload_process import BYTES, END, MEMORY, PIECE
+from manta.workers.storage.locations import ObjectPath
 from manta.workers.storage.object_files import OPTIONS
-from manta.workers.storage.places import ObjectPath
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -31,7 +31,7 @@ ENDING_SECONDS = 1.0
 """Seconds until the exit code of a process is known after its last message."""
 
 
-class Room(Protocol):
+class StagingBuffer(Protocol):
     """Memory as an open file: a process that receives the file sees every byte."""
 
     bytes: int
@@ -59,11 +59,11 @@ class MappedFile:
         self._start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
     def offset_of(self, content: memoryview) -> int | None:
-        """See Room."""
+        """See StagingBuffer."""
         return offset_within(self._start, self.bytes, content)
 
 
-class SharedRoom:
+class SharedBuffer:
     """A tensor in memory shared with a child process, without a name by which others could open it. The memory is freed
     with the last process that uses it."""
 
@@ -79,7 +79,7 @@ class SharedRoom:
         """The tensor, with the requested shape."""
 
     def offset_of(self, content: memoryview) -> int | None:
-        """See Room."""
+        """See StagingBuffer."""
         return offset_within(self.tensor.data_ptr(), self.bytes, content)
 
     def close(self) -> None:
@@ -88,11 +88,11 @@ class SharedRoom:
 
 
 class Uploads:
-    """Uploads one file after the other. For one thread, except for `give_up`."""
+    """Uploads one file after the other. For one thread, except for `abort`."""
 
-    def __init__(self, room: Room):
-        """`room`: the memory that most written data is in."""
-        self.room = room
+    def __init__(self, buffer: StagingBuffer):
+        """`buffer`: the memory that most written data is in."""
+        self.buffer = buffer
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._ending: list[threading.Thread] = []
@@ -111,7 +111,7 @@ class Uploads:
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(str(file)).encode() + b"\n")
-            pieces = _Pieces(process.stdin, self.room)
+            pieces = _Pieces(process.stdin, self.buffer)
             with io.BufferedWriter(pieces, BUFFER_BYTES) as stream:
                 yield stream
             process.stdin.write(PIECE.pack(END, 0, 0))
@@ -123,7 +123,7 @@ class Uploads:
             raise
         sums[file.name] = self._answer(process, wrote)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """From any thread: the caller that uploads a file gets an OSError, even if the store does not answer."""
         self._end(in_use=True)
 
@@ -135,9 +135,9 @@ class Uploads:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            descriptor = self.room.descriptor
+            descriptor = self.buffer.descriptor
             command = [sys.executable, "-P", "-m", "manta.workers.checkpoint.upload_process"]
-            arguments = [str(descriptor), str(self.room.bytes), json.dumps(OPTIONS)]
+            arguments = [str(descriptor), str(self.buffer.bytes), json.dumps(OPTIONS)]
             self._process = subprocess.Popen(
                 [*command, *arguments],
                 stdin=subprocess.PIPE,
@@ -177,12 +177,12 @@ class Uploads:
             process, self._process = self._process, None
             if process is not None:
                 process.terminate()
-                self._ending = [each for each in self._ending if each.is_alive()]
-                self._ending.append(threading.Thread(target=_see_out, args=(process, in_use), daemon=True))
+                self._ending = [thread for thread in self._ending if thread.is_alive()]
+                self._ending.append(threading.Thread(target=_wait_for_exit, args=(process, in_use), daemon=True))
                 self._ending[-1].start()
 
 
-def _see_out(process: subprocess.Popen[bytes], in_use: bool) -> None:
+def _wait_for_exit(process: subprocess.Popen[bytes], in_use: bool) -> None:
     """Return when a process that was asked to end has ended; it is killed if that takes too long."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(ABORT_SECONDS)
@@ -196,8 +196,8 @@ def _see_out(process: subprocess.Popen[bytes], in_use: bool) -> None:
 class _Pieces(io.RawIOBase):
     """Forwards written data: its position in shared memory, or its content."""
 
-    def __init__(self, requests: IO[bytes], room: Room):
-        self._requests, self._room, self._size = requests, room, 0
+    def __init__(self, requests: IO[bytes], buffer: StagingBuffer):
+        self._requests, self._buffer, self._size = requests, buffer, 0
 
     def writable(self) -> bool:
         return True
@@ -208,7 +208,7 @@ class _Pieces(io.RawIOBase):
     def write(self, data: ReadableBuffer, /) -> int:
         """See io.RawIOBase."""
         content = memoryview(data).cast("B")
-        offset = self._room.offset_of(content) if content else None
+        offset = self._buffer.offset_of(content) if content else None
         if offset is None:
             self._requests.write(PIECE.pack(BYTES, len(content), 0))
             self._requests.write(content)

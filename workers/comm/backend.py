@@ -122,7 +122,7 @@ class Marked(Generic[H]):
     def wait(self) -> None:
         self._trail.waits(*self._about)
         self._work.wait()
-        self._trail.goes_on()
+        self._trail.wait_ended()
 
 
 class MarkedTransfer(Marked[Transfer]):

@@ -28,7 +28,7 @@ from manta.workers.comm.shared_work import SharedWork
 from manta.workers.errors import PeerLost
 from manta.workers.liveness.progress import Progress
 from manta.workers.protocol.messages import TraceOrder
-from manta.workers.system.ports import PortRange, address_towards
+from manta.workers.system.ports import PortRange, address_facing
 from manta.workers.timing.recording import TraceOrders
 from manta.workers.timing.step_phases import StepPhase, StepPhases
 
@@ -72,7 +72,7 @@ class Comm:
         self._regroup = regroup_for(device, in_place)
         self._backend: Backend | None = None
         self._work_links: Links | None = None
-        self._over = -1
+        self._last_ended = -1
         self._last_to_rest = self._last_to_save = -1
         self.saving = False
         """Whether this rank is writing a checkpoint; the others learn it with the step's agreement."""
@@ -88,7 +88,7 @@ class Comm:
         time.sleep(max(0.0, self._cut_until - time.monotonic()))
         self.raise_if_over()
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
-        host = address_towards(store_host)
+        host = address_facing(store_host)
         with naming_lost_peers(self.is_over):
             self._connect_backend(prefixed, host, Secret(secret, generation, "training"))
             peers, work_store = linked_through_first(self.grid, self.rank), dist.PrefixStore("shared-work", prefixed)
@@ -103,8 +103,10 @@ class Comm:
         self.progress.belongs_to(generation)
         self.step.enter("connecting")
         self.generation = generation
-        apart = dist.PrefixStore(f"repair-self-test-{generation}", store)
-        result = try_repair(*(self._new_groups, apart, self.rank, self.size("world"), self.device), self._regroup.way)
+        repair_store = dist.PrefixStore(f"repair-self-test-{generation}", store)
+        result = try_repair(
+            *(self._new_groups, repair_store, self.rank, self.size("world"), self.device), self._regroup.way
+        )
         with self._lock:
             self._backend = None
         if not result.passed:
@@ -130,27 +132,27 @@ class Comm:
         """Called by another thread: all generations up to this one are over. A thread that communicates in one gets
         PeerLost, at the latest with the next micro-batch, and cannot connect to one."""
         with self._lock:
-            self._over = max(self._over, generation)
+            self._last_ended = max(self._last_ended, generation)
             if self.is_over():
                 self._interrupt()
 
-    def ask_to_rest(self, generation: int) -> None:
+    def request_rest(self, generation: int) -> None:
         """Called by another thread: the ranks of the generations up to this one are to leave them, all after the same
         step. A rank that is asked informs the others with the step's agreement."""
         self._last_to_rest = max(self._last_to_rest, generation)
 
     @property
-    def asked_to_rest(self) -> bool:
+    def rest_requested(self) -> bool:
         """Whether this rank was asked to leave this generation after a step."""
         return self.generation <= self._last_to_rest
 
-    def ask_to_end(self, generation: int) -> None:
+    def request_end(self, generation: int) -> None:
         """Called by another thread: the ranks of the generations up to this one are to save their state and end, all
         after the same step. A rank that is asked informs the others with the step's agreement."""
         self._last_to_save = max(self._last_to_save, generation)
 
     @property
-    def asked_to_end(self) -> bool:
+    def end_requested(self) -> bool:
         """Whether this rank was asked to save and end in this generation."""
         return self.generation <= self._last_to_save
 
@@ -175,7 +177,7 @@ class Comm:
 
     def is_over(self) -> bool:
         """Whether the generation is over."""
-        return self.generation <= self._over
+        return self.generation <= self._last_ended
 
     def raise_if_over(self) -> None:
         """Raise PeerLost when the generation is over."""
@@ -218,7 +220,7 @@ class Comm:
         return self.device_step_seconds[0] if self.device_step_seconds is not None else self.progress.seconds()
 
     @property
-    def tells_idle_seconds(self) -> bool:
+    def measures_idle_seconds(self) -> bool:
         """Whether `idle_seconds` is known: only our links know when no data moves."""
         return self._kind == "links"
 

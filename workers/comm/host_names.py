@@ -31,7 +31,7 @@ class _Resolver(ctypes.Structure):
     )
 
 
-def ask_for_none() -> None:
+def skip_reverse_lookups() -> None:
     """From now on TCPStore resolves no names in this process and in those forked from it."""
     # A separate thread, so that all others keep their name servers.
     failing = threading.Thread(target=_fail_once, name="host names")
@@ -40,11 +40,11 @@ def ask_for_none() -> None:
 
 
 def _fail_once() -> None:
-    _ask_where_nobody_answers()
+    _query_unanswered()
     connect_once()
 
 
-def _ask_where_nobody_answers() -> None:
+def _query_unanswered() -> None:
     """Make this thread send its requests to a closed port. If names come from something other than glibc's resolver
     (another C library, systemd's `resolve` in nsswitch.conf), this has no effect."""
     library = ctypes.CDLL(None)

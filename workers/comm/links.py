@@ -26,7 +26,7 @@ from manta.workers.comm.secret import Secret
 from manta.workers.errors import MantaError, PeerLost
 from manta.workers.liveness.progress import Progress
 from manta.workers.system.ports import PortRange
-from manta.workers.system.resources import make_room
+from manta.workers.system.resources import reserve_files
 
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
 _BUFFER_BYTES = 4 * 1024 * 1024  # requested from the kernel, which may grant less
@@ -127,9 +127,9 @@ class Links:
         self.rank = rank
         self._progress = progress or Progress()
         peers = set(peers) - {rank}
-        make_room(len(peers))
+        reserve_files(len(peers))
         meeting = Meeting(rank, peers, store, secret, host, is_over, self._progress, ports)
-        self._links = {peer: _Link(peer, each) for peer, each in meeting.connections().items()}
+        self._links = {peer: _Link(peer, connection) for peer, connection in meeting.connections().items()}
         self._progress.moved()
 
     def send(self, peer: int, channel: int, tensor: torch.Tensor) -> Operation:

@@ -50,8 +50,8 @@ def is_lost_peer(error: RuntimeError) -> bool:
     if _OWN.search(text):
         return False
     if _ANY_REASON.search(text):
-        said = _LAST_ERROR.search(text)
-        return said is not None and _LOST.search(said.group(1)) is not None
+        last_error = _LAST_ERROR.search(text)
+        return last_error is not None and _LOST.search(last_error.group(1)) is not None
     return _LOST.search(text) is not None
 
 
@@ -73,8 +73,8 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def in_short(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """The message of `error`, without the stack that torch adds to it; for NCCL with its last error."""
-    said = _LAST_ERROR.search(str(error))
-    last = said.group(1).strip().splitlines() if said else []
+    last_error = _LAST_ERROR.search(str(error))
+    last = last_error.group(1).strip().splitlines() if last_error else []
     return f"{first_line(error)} ({last[0].strip()})" if last else first_line(error)

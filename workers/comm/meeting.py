@@ -45,7 +45,7 @@ DISBELIEF_SECONDS = 10.0
 _HELLO = struct.Struct(f"<QQ{NONCE_BYTES}s")  # generation, rank, nonce
 _BACKLOG = 4096
 # How often a rank that waits for connections checks whether its generation is over: nothing else can wake it there.
-_LOOK = timedelta(seconds=0.1)
+_POLL = timedelta(seconds=0.1)
 _REPUBLISH_SECONDS = 1.0
 
 
@@ -235,7 +235,7 @@ class Meeting:
             self._republish_address()
             self._progress.waits_for(peer, CONNECTING_CHANNEL, sending=False)
             try:
-                self._store.wait([key], _LOOK)
+                self._store.wait([key], _POLL)
                 address, _, proof = self._store.get(key).partition(b" ")
             except dist.DistStoreError:  # not there yet
                 continue
@@ -244,8 +244,8 @@ class Meeting:
                 return text
             if disbelieved > DISBELIEF_SECONDS:
                 raise PeerLost(f"the address of rank {peer} in the rendezvous store was not written by it")
-            time.sleep(_LOOK.total_seconds())
-            disbelieved += _LOOK.total_seconds()
+            time.sleep(_POLL.total_seconds())
+            disbelieved += _POLL.total_seconds()
 
     def _raise_if_over(self) -> None:
         if self._is_over():
@@ -256,17 +256,17 @@ class Meeting:
             self._raise_if_over()
             self._republish_address()
             self._progress.waits_for(self._missing(), CONNECTING_CHANNEL, sending=False)
-            for key, _ in self._selector.select(_LOOK.total_seconds()):
+            for key, _ in self._selector.select(_POLL.total_seconds()):
                 if key.fileobj is listener:
                     self._accept(listener)
                 elif isinstance(key.data, _Call):
                     self._proceed_with_call(key.data)
                 elif key.data in self._callers:  # otherwise it was just closed to make room
                     self._proceed_with_caller(key.data)
-            self._turn_away_the_slow()
-            self._give_up_the_unreached()
+            self._reject_slow()
+            self._drop_unreached()
 
-    def _give_up_the_unreached(self) -> None:
+    def _drop_unreached(self) -> None:
         before = time.monotonic() - REACH_SECONDS
         for call in self._calls:
             if not call.greeted and call.since < before:
@@ -299,14 +299,14 @@ class Meeting:
         self._callers[caller] = None
         self._selector.register(caller.connection, selectors.EVENT_READ, caller)
         if len(self._callers) > len(self._awaited) + MAX_UNAUTHENTICATED:
-            self._turn_away(next(iter(self._callers)))
+            self._reject(next(iter(self._callers)))
         self._proceed_with_caller(caller)  # its greeting may have arrived already
 
     def _proceed_with_caller(self, caller: _Caller) -> None:
         try:
             peer = caller.proceed(self._awaited)
         except _HungUp:
-            self._turn_away(caller)
+            self._reject(caller)
             return
         if peer is not None:
             self._selector.unregister(caller.connection)
@@ -314,12 +314,12 @@ class Meeting:
             self._awaited.discard(peer)
             self._met[peer] = caller.connection
 
-    def _turn_away_the_slow(self) -> None:
+    def _reject_slow(self) -> None:
         before = time.monotonic() - PATIENCE_SECONDS
         while self._callers and (caller := next(iter(self._callers))).since < before:
-            self._turn_away(caller)
+            self._reject(caller)
 
-    def _turn_away(self, caller: _Caller) -> None:
+    def _reject(self, caller: _Caller) -> None:
         self._selector.unregister(caller.connection)
         del self._callers[caller]
         caller.connection.close()

@@ -34,16 +34,16 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 # Messages towards later and towards earlier ranks of a pipeline: on GPUs each direction has its own communicator, so
 # that two neighbours that send to each other never wait for each other.
 _DIRECTIONS = ("pipeline_up", "pipeline_down")
-_LOOK = timedelta(seconds=0.5)
+_POLL = timedelta(seconds=0.5)
 """How often a rank that waits for others to come checks whether its generation is over."""
 
 
 class _Work:
     """A torch.distributed operation under way."""
 
-    def __init__(self, groups: ProcessGroups, work: dist.Work | None, heeds_time_outs: bool, *tensors: torch.Tensor):
-        """`heeds_time_outs`: over gloo; see `GlooWaits`."""
-        self._groups, self._work, self._heeds_time_outs = groups, work, heeds_time_outs
+    def __init__(self, groups: ProcessGroups, work: dist.Work | None, respects_timeouts: bool, *tensors: torch.Tensor):
+        """`respects_timeouts`: over gloo; see `GlooWaits`."""
+        self._groups, self._work, self._heeds_time_outs = groups, work, respects_timeouts
         self._tensors = tensors  # the backend uses them until the wait is over
 
     def wait(self) -> None:
@@ -89,7 +89,7 @@ class ProcessGroups:
         while True:
             self.confirm()
             try:
-                store.wait(["all-here"], _LOOK)
+                store.wait(["all-here"], _POLL)
                 return
             except dist.DistStoreError:
                 while missing < last and store.check([f"here/{missing}"]):
@@ -112,35 +112,35 @@ class ProcessGroups:
         for axis in axes:
             if axis in self._groups:
                 self.start_all_reduce(axis, probe, largest=False).wait()
-        mine, stages = self._indices["pipeline"], len(self._ranks["pipeline"])
+        own_index, stages = self._indices["pipeline"], len(self._ranks["pipeline"])
         neighbours = (1, stages - 1)
         pairs = [(a, b) for a in range(stages) for b in range(stages) if a != b and (a - b) % stages in neighbours]
         for source, to in pairs:
-            if mine == source:
+            if own_index == source:
                 self.send(to, probe).wait()
-            elif mine == to:
+            elif own_index == to:
                 self.receive(source, probe).wait()
             torch.cuda.synchronize(self._device)
 
     def start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool) -> Handle:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         with naming_lost_peers(self._interrupted):
-            return self._begun(dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), True, tensor)
+            return self._started(dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), True, tensor)
 
     def start_all_gather(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         with naming_lost_peers(self._interrupted):
             work = all_gather_single(out, tensor, group=self._groups[axis], async_op=True)
-            return self._begun(work, True, out, tensor)
+            return self._started(work, True, out, tensor)
 
     def start_reduce_scatter(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         with naming_lost_peers(self._interrupted):
             work = reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True)
-            return self._begun(work, False, out, tensor)
+            return self._started(work, False, out, tensor)
 
-    def _begun(self, work: dist.Work | None, heeds_time_outs: bool, *tensors: torch.Tensor) -> Handle:
+    def _started(self, work: dist.Work | None, respects_timeouts: bool, *tensors: torch.Tensor) -> Handle:
         if work is not None and self._gloo_waits is not None:
-            self._gloo_waits.begun(work, heeds_time_outs)
-        return _Work(self, work, heeds_time_outs, *tensors)
+            self._gloo_waits.started(work, respects_timeouts)
+        return _Work(self, work, respects_timeouts, *tensors)
 
     def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
         group, peers = self._groups[axis], self._ranks[axis]
@@ -153,7 +153,7 @@ class ProcessGroups:
         ]
         with naming_lost_peers(self._interrupted):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return Started([_Work(self, work, heeds_time_outs=False) for work in works])
+        return Started([_Work(self, work, respects_timeouts=False) for work in works])
 
     def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
         group = self._groups[_DIRECTIONS[stage < self._indices["pipeline"]]]
@@ -165,19 +165,19 @@ class ProcessGroups:
         with naming_lost_peers(self._interrupted):
             return _Work(self, dist.irecv(tensor, self._ranks["pipeline"][stage], group=group), False, tensor)
 
-    def wait(self, work: dist.Work, heeds_time_outs: bool) -> None:
+    def wait(self, work: dist.Work, respects_timeouts: bool) -> None:
         """Return once `work` is done, or over NCCL once it is queued. Raises PeerLost."""
         with naming_lost_peers(self._interrupted):
             if self._gloo_waits is None:
                 work.wait()
-            elif heeds_time_outs:
-                self._gloo_waits.in_turns(work)
+            elif respects_timeouts:
+                self._gloo_waits.wait_in_slices(work)
             else:
                 self._gloo_waits.by_thread(work)
 
     def interrupt(self) -> None:
         self._is_interrupted = True
-        self._regroup.break_off()
+        self._regroup.abort()
 
     def _interrupted(self) -> bool:
         return self._is_interrupted
@@ -193,8 +193,8 @@ class ProcessGroups:
         self._regroup.leave(all_ended)
 
 
-_TURN = timedelta(seconds=0.05)
-_SHORT_TURN = timedelta(milliseconds=10)  # torch takes less than a millisecond as no timeout at all
+_WAIT_SLICE = timedelta(seconds=0.05)
+_SHORT_WAIT_SLICE = timedelta(milliseconds=10)  # torch takes less than a millisecond as no timeout at all
 END_SECONDS = 0.1
 """How long an aborted operation may take to end before it counts as one that does not end."""
 _NOT_YET = "Operation timed out"
@@ -215,13 +215,13 @@ class GlooWaits:
         self._others: set[dist.Work] = set()
         self._waits: queue.SimpleQueue[_Wait | None] | None = None
 
-    def begun(self, collective: dist.Work, heeds_time_outs: bool) -> None:
-        """A collective has begun; a thread of gloo's is in it until it ends. `heeds_time_outs`: see `by_thread`."""
-        (self._collectives if heeds_time_outs else self._others).add(collective)
+    def started(self, collective: dist.Work, respects_timeouts: bool) -> None:
+        """A collective has begun; a thread of gloo's is in it until it ends. `respects_timeouts`: see `by_thread`."""
+        (self._collectives if respects_timeouts else self._others).add(collective)
 
-    def in_turns(self, work: dist.Work) -> None:
+    def wait_in_slices(self, work: dist.Work) -> None:
         """Wait for a collective. Raises PeerLost, RuntimeError."""
-        while not _ended_within(work, _TURN):
+        while not _ended_within(work, _WAIT_SLICE):
             self._raise_if_interrupted()
         work.wait()  # it may have ended just after its interval: its error is raised now
         self._collectives.discard(work)
@@ -230,7 +230,7 @@ class GlooWaits:
         """Wait in another thread for an operation that supports no short timeout: a send or a receive, whose timeout
         would end the whole group, and a reduce-scatter, which ignores it. Raises PeerLost, RuntimeError."""
         wait = self._begin_wait(work)
-        while not wait.ended.wait(_TURN.total_seconds()):
+        while not wait.ended.wait(_WAIT_SLICE.total_seconds()):
             self._raise_if_interrupted()
         self._others.discard(work)
         if wait.error is not None:
@@ -256,7 +256,7 @@ class GlooWaits:
         for work in self._collectives:
             while not work.is_completed() and time.monotonic() < deadline:
                 with contextlib.suppress(RuntimeError):
-                    work.wait(_SHORT_TURN)
+                    work.wait(_SHORT_WAIT_SLICE)
         others_ended = all(wait.ended.wait(max(0.0, deadline - time.monotonic())) for wait in waits)
         if self._waits is not None:
             self._waits.put(None)
@@ -299,7 +299,7 @@ def _ended_within(work: Any, time_out: timedelta) -> bool:
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
-def take_flight_record() -> FlightRecord | None:
+def capture_flight_record() -> FlightRecord | None:
     """This process's flight record by torch, without waiting for the device; None if there is none that can be read."""
     for name in _DUMPS:
         dump = getattr(_distributed_c10d, name, None)

@@ -51,7 +51,7 @@ Members = Mapping[str, Sequence[int]]
 Groups = dict[str, dist.ProcessGroup]
 
 
-class Breaking(Protocol):
+class GroupAborter(Protocol):
     """How communication over one kind of groups is aborted."""
 
     def begin(self) -> None:
@@ -66,7 +66,7 @@ class Breaking(Protocol):
         """The value for torch's `pg_options` of such a group."""
         ...
 
-    def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
+    def abort(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
         """Called by any thread: release the threads that wait in one of `groups`, or are creating them. `store`: the
         one through which they are being created; None once they are."""
         ...
@@ -76,7 +76,7 @@ class Breaking(Protocol):
         ...
 
 
-class GlooBreaking:
+class GlooAborter:
     """Gloo has no abort. But an error on a connection ends the waits on it, here and at its other end, as a peer's
     death would: so all connections that were opened for the groups are shut down. Destroying groups, which waits for
     gloo's own threads, then takes milliseconds, instead of as long as the longest wait. For waits that continue
@@ -96,7 +96,7 @@ class GlooBreaking:
     def options(self) -> Any:
         return None
 
-    def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
+    def abort(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
         own, before = self._own, self._before
         port = None if store is None else _server_of(store).port
 
@@ -111,7 +111,7 @@ class GlooBreaking:
         """Nothing to do: waits have ended with an error."""
 
 
-class NcclBreaking:
+class NcclAborter:
     """NCCL aborts communicators: their kernels end, and their results are meaningless. Without `wanted`, torch's
     default applies, in which its watchdog ends the process."""
 
@@ -138,7 +138,7 @@ class NcclBreaking:
             options.config.blocking = 0
         return options
 
-    def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
+    def abort(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
         if not self._wanted or not groups:
             return
         # Together: if two communicators wait for each other, aborting one alone would not finish.
@@ -170,12 +170,12 @@ class Regroup(Protocol):
         """The group of all `world` ranks, as "world", and `members`; all their ranks are here. Raises RuntimeError."""
         ...
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Called by any thread: threads that wait in groups, or make them, get an error; kernels on a device end."""
         ...
 
     def leave(self, all_ended: bool = True) -> None:
-        """After `break_off`: make sure that none of the groups' work is running; `make` may follow. `all_ended`:
+        """After `abort`: make sure that none of the groups' work is running; `make` may follow. `all_ended`:
         whether all aborted work has ended; the rest is abandoned. Raises DeviceLost."""
         ...
 
@@ -189,14 +189,14 @@ class NewGroups:
 
     way = "abort and new groups"
 
-    def __init__(self, kind: str, breaking: Breaking):
-        self._kind, self._breaking = kind, breaking
+    def __init__(self, kind: str, aborter: GroupAborter):
+        self._kind, self._aborter = kind, aborter
         self._groups: Groups = {}
         self._store: dist.Store | None = None
 
     def make(self, store: dist.Store, rank: int, world: int, members: Members) -> Groups:
         self._store = store
-        self._breaking.begin()
+        self._aborter.begin()
         distributed_c10d._world.group_count = 0  # it is part of keys, and includes groups whose creation was aborted
         dist.init_process_group(
             self._kind,
@@ -204,7 +204,7 @@ class NewGroups:
             rank=rank,
             world_size=world,
             timeout=MEETING_TIMEOUT,
-            pg_options=self._breaking.options(),
+            pg_options=self._aborter.options(),
         )
         assert dist.group.WORLD is not None
         self._groups = {"world": dist.group.WORLD}
@@ -213,23 +213,23 @@ class NewGroups:
             self._groups[name] = dist.new_group(
                 list(ranks),
                 timeout=MEETING_TIMEOUT,
-                pg_options=self._breaking.options(),
+                pg_options=self._aborter.options(),
                 use_local_synchronization=True,
                 group_desc=name,
             )
         for group in self._groups.values():
             group.set_timeout(COLLECTIVE_TIMEOUT)
-        self._breaking.made()
+        self._aborter.made()
         self._store = None
         return dict(self._groups)
 
-    def break_off(self) -> None:
-        self._breaking.break_off(list(self._groups.values()), self._store)
+    def abort(self) -> None:
+        self._aborter.abort(list(self._groups.values()), self._store)
 
     def leave(self, all_ended: bool = True) -> None:
         groups, self._groups, self._store = list(self._groups.values()), {}, None
         _forget_all(self._kind, groups, all_ended)
-        self._breaking.drain()
+        self._aborter.drain()
 
     def forget(self) -> None:
         """Nothing to do."""
@@ -244,8 +244,8 @@ class LastingGroups:
 
     way = "reconfigure"
 
-    def __init__(self, kind: str, breaking: Breaking):
-        self._kind, self._breaking = kind, breaking
+    def __init__(self, kind: str, aborter: GroupAborter):
+        self._kind, self._aborter = kind, aborter
         self._groups: Groups = {}
         self._store: dist.Store | None = None
         self._address: tuple[str, int] | None = None
@@ -255,7 +255,7 @@ class LastingGroups:
         if self._address != (server.host, server.port):
             self.forget()
         self._store, self._address = store, (server.host, server.port)
-        self._breaking.begin()
+        self._aborter.begin()
         try:
             if not self._groups:
                 distributed_c10d._world.group_count = 0
@@ -265,10 +265,10 @@ class LastingGroups:
             for name, ranks in everybody.items():
                 self._join(name, dist.PrefixStore(f"{name} of {ranks[0]}", store), ranks.index(rank), len(ranks))
         except BaseException:
-            self._breaking.break_off(list(self._groups.values()), store)
+            self._aborter.abort(list(self._groups.values()), store)
             self.forget()
             raise
-        self._breaking.made()
+        self._aborter.made()
         self._store = None
         return dict(self._groups)
 
@@ -276,17 +276,17 @@ class LastingGroups:
         """A group without any peers yet."""
         options: dict[str, Any] = {"enable_reconfigure": True}
         if name == "world":
-            options |= {"pg_options": self._breaking.options(), "timeout": MEETING_TIMEOUT}
+            options |= {"pg_options": self._aborter.options(), "timeout": MEETING_TIMEOUT}
             dist.init_process_group(self._kind, store=store, rank=rank, world_size=len(ranks), **options)
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        options |= {"backend_options": self._breaking.options(), "timeout": MEETING_TIMEOUT, "group_desc": name}
+        options |= {"backend_options": self._aborter.options(), "timeout": MEETING_TIMEOUT, "group_desc": name}
         private: Any = distributed_c10d  # `new_group` calls this, but does not pass on the flag
         group: dist.ProcessGroup
         group, _ = private._new_process_group_helper(
             *(len(ranks), ranks.index(rank), list(ranks), self._kind, store, f"{name} of {ranks[0]}"), **options
         )
-        distributed_c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+        distributed_c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
         return group
 
     def _join(self, name: str, store: dist.Store, index: int, size: int) -> None:
@@ -296,19 +296,19 @@ class LastingGroups:
         store.set(f"handle/{index}", private._get_reconfigure_handle(group))
         if index == 0:
             store.set("uuid", str(secrets.randbits(62)))
-        handles = [store.get(f"handle/{each}").decode() for each in range(size)]
+        handles = [store.get(f"handle/{member}").decode() for member in range(size)]
         uuid = int(store.get("uuid"))
         private._reconfigure(uuid, handles, group, timeout=MEETING_TIMEOUT).wait()
         group.set_timeout(COLLECTIVE_TIMEOUT)
 
-    def break_off(self) -> None:
-        self._breaking.break_off(list(self._groups.values()), self._store)
+    def abort(self) -> None:
+        self._aborter.abort(list(self._groups.values()), self._store)
 
     def leave(self, all_ended: bool = True) -> None:
         self._store = None
         if not all_ended:
             self._forget(all_ended)
-        self._breaking.drain()
+        self._aborter.drain()
 
     def forget(self) -> None:
         self._forget(all_ended=True)
@@ -323,11 +323,11 @@ def regroup_for(device: torch.device, in_place: bool) -> Regroup:
     """The Regroup for ranks on `device`. `in_place`: whether its process should survive the loss of a peer."""
     lasting = in_place and hasattr(distributed_c10d, "_reconfigure")
     if device.type == "cpu":
-        return LastingGroups("gloo", GlooBreaking()) if lasting else NewGroups("gloo", GlooBreaking())
+        return LastingGroups("gloo", GlooAborter()) if lasting else NewGroups("gloo", GlooAborter())
     # In torch 2.14 only the second NCCL backend, which is not the default, accepts new members.
     lasting = lasting and nccl_is_the_second()
-    breaking = NcclBreaking(device, in_place)
-    return LastingGroups("nccl", breaking) if lasting else NewGroups("nccl", breaking)
+    aborter = NcclAborter(device, in_place)
+    return LastingGroups("nccl", aborter) if lasting else NewGroups("nccl", aborter)
 
 
 def _forget_all(kind: str, groups: list[dist.ProcessGroup], all_ended: bool) -> None:

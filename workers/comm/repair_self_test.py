@@ -67,7 +67,7 @@ def try_repair(
     only. Leaves no groups behind."""
     began = time.monotonic()
 
-    def over_new_groups(part: Callable[[ProcessGroups], str], name: str) -> tuple[str, bool]:
+    def check_new_groups(part: Callable[[ProcessGroups], str], name: str) -> tuple[str, bool]:
         """The problem on some rank, if any, and whether this process can be used afterwards."""
         apart, usable = dist.PrefixStore(name, store), True
         try:
@@ -78,24 +78,24 @@ def try_repair(
             problem = first_line(error)
         return _of_all(apart, rank, world, problem), usable
 
-    def broken_off(groups: ProcessGroups) -> str:
+    def aborted(groups: ProcessGroups) -> str:
         if _sum(groups, 1.0, device) != world:
             return "a sum was wrong before anything was broken off"
         try:
             if rank < world - 1:
-                _break_off(groups, device)
+                _abort(groups, device)
         finally:
-            _say(store, "free", world)
+            _announce(store, "free", world)
         store.wait(["all-free"], PATIENCE)  # the end of the last rank would release the others
         return ""
 
-    def anew(groups: ProcessGroups) -> str:
+    def recreated(groups: ProcessGroups) -> str:
         right = _sum(groups, rank + 1.0, device) == world * (world + 1) / 2
         return "" if right else "the sum over the new groups is wrong"
 
-    problem, usable = over_new_groups(broken_off, "broken-off")
+    problem, usable = check_new_groups(aborted, "broken-off")
     if not problem:
-        problem, usable = over_new_groups(anew, "made-anew")
+        problem, usable = check_new_groups(recreated, "made-anew")
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
     seconds = round(time.monotonic() - began, 3)
     return RepairSelfTest(not problem, problem, seconds, way, torch.__version__, nccl, usable)
@@ -117,7 +117,7 @@ def _sum(groups: ProcessGroups, number: float, device: torch.device) -> float:
     return total
 
 
-def _break_off(groups: ProcessGroups, device: torch.device) -> None:
+def _abort(groups: ProcessGroups, device: torch.device) -> None:
     """Abort a sum that waits. Raises _Stuck if it goes on, RuntimeError if it did not wait or ended without error."""
     ended: list[BaseException | None] = []
 
@@ -143,7 +143,7 @@ def _break_off(groups: ProcessGroups, device: torch.device) -> None:
         raise RuntimeError(f"a sum that was broken off ended otherwise than by an error ({ended[0] or 'it returned'})")
 
 
-def _say(store: dist.Store, what: str, wanted: int) -> None:
+def _announce(store: dist.Store, what: str, wanted: int) -> None:
     """Note that this rank has come so far; the last of `wanted` announces it to all."""
     if store.add(what, 1) == wanted:
         store.set(f"all-{what}", "")
@@ -154,7 +154,7 @@ def _of_all(store: dist.Store, rank: int, world: int, problem: str) -> str:
     try:
         if problem:
             store.compare_set("problem", "", f"rank {rank}: {problem}")
-        _say(store, "done", world)
+        _announce(store, "done", world)
         store.wait(["all-done"], 2 * PATIENCE)
         return store.get("problem").decode() if store.check(["problem"]) else ""
     except RuntimeError as error:

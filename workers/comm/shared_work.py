@@ -64,13 +64,13 @@ class SharedWork:
         if self._links is None:
             return combine([part()])[0]
         parts, shares = (codec_of(kind) for kind in kinds)
-        mine = _attempt(part, self.rank)
+        own_result = _attempt(part, self.rank)
         if self.rank > 0:
-            self._send(0, parts, mine)
+            self._send(0, parts, own_result)
             value, problem = self._receive(0, shares, progress)
         else:
             others = [self._receive(rank, parts, progress) for rank in range(1, self._size)]
-            value, problem = self._combine([mine, *others], combine, shares)
+            value, problem = self._combine([own_result, *others], combine, shares)
         if problem is not None:
             raise SharedWorkFailed(problem)
         result: Share = value

@@ -77,7 +77,7 @@ class DataConfig(Section):
     """Additional texts whose losses are measured separately every train.validate_every steps."""
 
     @model_validator(mode="after")
-    def _with_conversations_apart(self) -> DataConfig:
+    def _with_separate_conversations(self) -> DataConfig:
         if self.source == "chat" and "documents" not in self.model_fields_set:
             self.__dict__["documents"] = "apart"  # not recorded as set by the user
         return self

@@ -62,7 +62,7 @@ ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
 Source = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "megatron"]
 
 
-MayBeOff = BeforeValidator(lambda value: "off" if value is False else value)
+FalseAsOff = BeforeValidator(lambda value: "off" if value is False else value)
 """For a string that may be `off`, which YAML reads as false unless it is quoted."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from manta.workers.config.fields import MIN_WINDOW, Count, MayBeOff, PositiveFloat, Section, Steps, StepsOrNever
+from manta.workers.config.fields import MIN_WINDOW, Count, FalseAsOff, PositiveFloat, Section, Steps, StepsOrNever
 
 
 class CheckpointConfig(Section):
@@ -18,7 +18,7 @@ class CheckpointConfig(Section):
     keep: Steps = 3
     """Number of newest durable checkpoints to keep; older ones are deleted when a newer one is complete. If a roll back
     could undo all of these, up to two earlier ones are kept too."""
-    snapshots: Annotated[Literal["auto", "shared_memory", "node_memory", "off"], MayBeOff] = "auto"
+    snapshots: Annotated[Literal["auto", "shared_memory", "node_memory", "off"], FalseAsOff] = "auto"
     """Where each rank keeps its last two snapshots, from which a job continues after a failure; they take 24 bytes per
     parameter whose moments the rank holds. shared_memory: /dev/shm of the rank's node; node_memory: memory of the
     node's daemon, which is not limited by the size of /dev/shm and is lost with the daemon; auto: shared memory, or the

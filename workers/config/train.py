@@ -10,8 +10,8 @@ from manta.workers.config.fields import (
     Batch,
     Count,
     Epsilon,
+    FalseAsOff,
     Fraction,
-    MayBeOff,
     NonNegativeFloat,
     ParameterGroup,
     PositiveFloat,
@@ -104,7 +104,7 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the computation. bf16 and fp16 keep master weights, moments and gradient sums in fp32; fp16 also
     scales the loss dynamically."""
-    fp8: Annotated[Literal["off", "tensorwise", "rowwise"], MayBeOff] = "off"
+    fp8: Annotated[Literal["off", "tensorwise", "rowwise"], FalseAsOff] = "off"
     """Whether the linear layers inside the transformer layers multiply 8-bit matrices, forward and backward; requires
     precision bf16. Embedding, output layer, norms and attention are unchanged, and so are master weights, gradient sums
     and the activations saved for backward. tensorwise: one scale per matrix, gradients in e5m2; rowwise: one scale per

@@ -87,12 +87,12 @@ def replica_micro_batches(samples: range, spec: JobSpec, replica: int) -> list[r
     if spec.train.deterministic == "layout":
         return micro_batches(replica_share(samples, spec.layout.data, replica), size)
     whole = micro_batches(samples, size)
-    mine = leaf_share(len(whole), spec.layout, replica)
-    return whole[mine.start : mine.stop]
+    own_range = leaf_share(len(whole), spec.layout, replica)
+    return whole[own_range.start : own_range.stop]
 
 
 def leaf_share(leaves: int, layout: ParallelConfig, replica: int) -> range:
     """Which of a global batch's micro-batches `replica` runs with `train.deterministic: elastic`."""
     unit = layout.micro_batch_unit
-    mine = replica_share(range(leaves // unit), layout.data, replica)
-    return range(mine.start * unit, mine.stop * unit)
+    own_range = replica_share(range(leaves // unit), layout.data, replica)
+    return range(own_range.start * unit, own_range.stop * unit)

@@ -19,13 +19,13 @@ import torch
 
 from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import BatchPlan, replica_micro_batches
-from manta.workers.data.order import Blend, SkippedSamples, blended, whole_shares
+from manta.workers.data.order import Blend, SkippedSamples, blended, integer_shares
 from manta.workers.data.packed_conversations import Marks
 from manta.workers.data.prepare import Corpus, open_corpus, splits_of
 from manta.workers.data.sources import check_validation_set
-from manta.workers.data.token_cache import SILENT, Watcher
+from manta.workers.data.token_cache import NO_WATCHER, Watcher
 from manta.workers.errors import DataError
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.training import metric_names
 
 # Target of a position that has none: it does not contribute to the loss and does not count as a token.
@@ -73,7 +73,7 @@ class HeldOut:
     """First token of the text."""
     tokens: int
     """Tokens in it."""
-    most_batches: int
+    max_batches: int
     """Global batches per validation, if there is enough text."""
 
     @property
@@ -88,7 +88,7 @@ class HeldOut:
     def batches(self, spec: JobSpec) -> int:
         """Global batches per validation: as configured, or fewer if the text is short."""
         whole = max(1, self.windows(spec.model.sequence_length) // spec.train.global_batch_size)
-        return min(self.most_batches, whole)
+        return min(self.max_batches, whole)
 
     def start(self, sample: int, length: int) -> int:
         """First token of sequence number `sample`; past the end of the text it wraps around."""
@@ -110,13 +110,13 @@ class BlendedHeldOut(HeldOut):
 
     def start(self, sample: int, length: int) -> int:
         """As for a single text; a part wraps around past the end of its text."""
-        part, number = self.blend.place(sample)
+        part, number = self.blend.locate(sample)
         first, tokens = self.parts[part]
         return first + (number % ((tokens - 1) // length)) * length
 
 
 def validation_sets(
-    spec: JobSpec, record: Place | None, records: bool, cache: Path | None = None, watcher: Watcher = SILENT
+    spec: JobSpec, record: Location | None, records: bool, cache: Path | None = None, watcher: Watcher = NO_WATCHER
 ) -> list[HeldOut]:
     """The validation sets of a job. `record`: file that records the training corpus as it was when the job began; the
     records of validation sets are next to it; the other parameters are those of `open_corpus`. Raises DataError if one
@@ -144,7 +144,7 @@ class MicroBatch:
     """Documents that attention does not cross, on all stages; None: it crosses them."""
 
 
-def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
+def with_separate_documents(batch: MicroBatch, end: int) -> MicroBatch:
     """`batch` with each document, whose last token is `end`, by itself: its last position has no target, since what
     follows belongs to another document."""
     inputs_sb, targets_sb = batch.inputs_sb, batch.targets_sb
@@ -153,16 +153,16 @@ def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
     return replace(batch, targets_sb=targets_sb.masked_fill(inputs_sb == end, NO_TARGET), documents=documents)
 
 
-def with_marks(batch: MicroBatch, marks: Sequence[Marks], apart: bool) -> MicroBatch:
-    """`batch` with targets only where the `marks` of its samples say so; `apart`: also with each conversation by
+def with_marks(batch: MicroBatch, marks: Sequence[Marks], separate: bool) -> MicroBatch:
+    """`batch` with targets only where the `marks` of its samples say so; `separate`: also with each conversation by
     itself."""
     targets_sb = batch.targets_sb
     assert targets_sb is not None
-    learned_bs = np.stack([each.learned[1:] for each in marks])
+    learned_bs = np.stack([mark.learned[1:] for mark in marks])
     learned_sb = torch.from_numpy(learned_bs).t()
     length = len(targets_sb)
-    starts = tuple(tuple(start for start in each.begins if start < length) for each in marks)
-    documents = Documents(starts, length) if apart else None
+    starts = tuple(tuple(start for start in mark.begins if start < length) for mark in marks)
+    documents = Documents(starts, length) if separate else None
     return replace(batch, targets_sb=targets_sb.masked_fill(~learned_sb, NO_TARGET), documents=documents)
 
 
@@ -186,20 +186,20 @@ class Batches:
         replica: int,
         device: torch.device,
         reads_tokens: bool = True,
-        record: Place | None = None,
+        record: Location | None = None,
         records: bool = False,
         cache: Path | None = None,
-        watcher: Watcher = SILENT,
+        watcher: Watcher = NO_WATCHER,
     ):
         """`reads_tokens`: whether this rank's stage is the first or the last; other stages only read tokens to find the
         ends of documents; `record`: file that records the corpus as it was when the job began; `records`: whether this
         rank writes it; `cache`: folder for tokens; `watcher`: observes how they are prepared."""
         self.spec, self.replica, self.device = spec, replica, device
-        self._apart = spec.data.documents == "apart"
-        self.reads_tokens = reads_tokens or self._apart
+        self._separate_documents = spec.data.documents == "apart"
+        self.reads_tokens = reads_tokens or self._separate_documents
         self.plan = BatchPlan(spec.train)
         self.corpus = open_corpus(spec, cache, record, records, watcher)
-        if self._apart and self.corpus.end_of_document is None and not self._are_conversations():
+        if self._separate_documents and self.corpus.end_of_document is None and not self._are_conversations():
             raise DataError(
                 "data.documents: apart needs to know the token that ends documents: set data.end_of_document, or the "
                 "tokenizer that a megatron dataset was made with"
@@ -207,7 +207,7 @@ class Batches:
         splits = splits_of(spec, self.corpus)
         training = [split[0] for split in splits]
         self.training_tokens, self.validation_tokens = sum(training), sum(split[1] for split in splits)
-        shares = (1,) if spec.data.weights is None else whole_shares(spec.data.weights)
+        shares = (1,) if spec.data.weights is None else integer_shares(spec.data.weights)
         shifts = spec.data.source != "chat"
         self.order = blended(shares, self.corpus.begins, training, spec.model.sequence_length, spec.train.seed, shifts)
         self.held_out = self._held_out([split[1] for split in splits], cache, record, records, watcher)
@@ -222,7 +222,7 @@ class Batches:
         return all(each.source == "chat" for each in self.spec.data.corpora)
 
     def _held_out(
-        self, tokens: list[int], cache: Path | None, record: Place | None, records: bool, watcher: Watcher
+        self, tokens: list[int], cache: Path | None, record: Location | None, records: bool, watcher: Watcher
     ) -> tuple[HeldOut, ...]:
         """`tokens`: of each part of the corpus, the tokens that are held out."""
         train = self.spec.train
@@ -271,9 +271,9 @@ class Batches:
         batch = MicroBatch(samples, tokens_sb[:-1], tokens_sb[1:])
         marks = [each for start in starts if (each := corpus.marks(start, length + 1)) is not None]
         if marks:
-            return with_marks(batch, marks, self._apart)
-        end = self.corpus.end_of_document if self._apart else None
-        return batch if end is None else with_documents_apart(batch, end)
+            return with_marks(batch, marks, self._separate_documents)
+        end = self.corpus.end_of_document if self._separate_documents else None
+        return batch if end is None else with_separate_documents(batch, end)
 
 
 class Prefetch:

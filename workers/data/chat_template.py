@@ -166,16 +166,16 @@ def _next_to_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> Cha
     """Searched like in `transformers`: a separate file takes precedence over tokenizer_config.json."""
     if is_there(folder / TEMPLATE):
         return ChatTemplate(_text(folder / TEMPLATE), tokens, str(folder / TEMPLATE))
-    said = _json(folder / SETTINGS).get("chat_template")
+    setting = _json(folder / SETTINGS).get("chat_template")
     name = f"chat_template in {folder / SETTINGS}"
-    if isinstance(said, list):  # several by name
-        named = {each.get("name"): each.get("template") for each in said if isinstance(each, dict)}
+    if isinstance(setting, list):  # several by name
+        named = {each.get("name"): each.get("template") for each in setting if isinstance(each, dict)}
         if "default" not in named:
             there = ", ".join(map(repr, named)) or "none"
             raise DataError(f"{name} has no template called 'default', only {there}: set data.template to a file")
-        said = named["default"]
-    if isinstance(said, str):
-        return ChatTemplate(said, tokens, name)
+        setting = named["default"]
+    if isinstance(setting, str):
+        return ChatTemplate(setting, tokens, name)
     raise DataError(
         f"{folder} has no chat template (looked for {TEMPLATE}, and chat_template in {SETTINGS}): set data.template to "
         f"a template's file, or to {CHATML}"
@@ -186,8 +186,8 @@ def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
     special: dict[str, str] = {}
     for content in (_json(folder / SPECIAL_TOKENS), _json(folder / SETTINGS)):  # the latter takes precedence
         for name in _TOKENS:
-            said = content.get(name)
-            text = said.get("content") if isinstance(said, dict) else said
+            setting = content.get(name)
+            text = setting.get("content") if isinstance(setting, dict) else setting
             if isinstance(text, str):
                 special[name] = text
     return tuple(sorted(special.items()))

@@ -37,12 +37,12 @@ def conversation_in(row: Mapping[str, Any], key: str, where: str) -> Conversatio
     if key not in row:
         there = ", ".join(map(repr, list(row)[:10])) or "none"
         raise DataError(f"{where}: no key {key!r}, only {there}: set data.text_key")
-    said = row[key]
-    if not isinstance(said, list):
-        raise DataError(f"{where}: {key!r} holds {kind_of(said)}, not a list of messages")
-    if not said:
+    content = row[key]
+    if not isinstance(content, list):
+        raise DataError(f"{where}: {key!r} holds {kind_of(content)}, not a list of messages")
+    if not content:
         raise DataError(f"{where}: {key!r} has no messages")
-    messages = [_message(each, f"{where}: message {number} of {key!r}") for number, each in enumerate(said, start=1)]
+    messages = [_message(each, f"{where}: message {number} of {key!r}") for number, each in enumerate(content, start=1)]
     tools = row.get("tools")
     return Conversation(messages, tools if isinstance(tools, list) and tools else None, where)
 
@@ -63,10 +63,10 @@ def as_text(conversation: Conversation, template: ChatTemplate, answers_only: bo
     return text, tuple(span for span in spans if span[0] < span[1])
 
 
-def _message(said: Any, where: str) -> dict[str, Any]:
-    if not isinstance(said, dict):
-        raise DataError(f"{where} is {kind_of(said)}, not an object with 'role' and 'content'")
-    message = {name: value for name, value in said.items() if value is not None}
+def _message(document: Any, where: str) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise DataError(f"{where} is {kind_of(document)}, not an object with 'role' and 'content'")
+    message = {name: value for name, value in document.items() if value is not None}
     if "role" not in message and "from" in message:  # as ShareGPT's
         speaker = message.pop("from")
         message["role"] = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from manta.workers.data.read_errors import read_error
 from manta.workers.data.sources import CorpusFile
-from manta.workers.data.steady_file import ADVICE, digest_of
+from manta.workers.data.unchanged_file import ADVICE, digest_of
 from manta.workers.errors import DataError
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.system.daemon_threads import answered_within
 from manta.workers.system.regular_files import open_regular
 
@@ -29,7 +29,7 @@ ANSWER_SECONDS = 5.0
 that replaces another would keep all of them waiting."""
 
 
-def as_recorded(files: Sequence[CorpusFile], record: Place, write: bool) -> list[CorpusFile]:
+def as_recorded(files: Sequence[CorpusFile], record: Location, write: bool) -> list[CorpusFile]:
     """`files` with the digests in `record`, which are compared when a file is first read.
 
     `write`: create the record if there is none. A record that cannot be read or written now does not prevent training:
@@ -58,7 +58,7 @@ def with_digests(files: Sequence[CorpusFile]) -> list[CorpusFile]:
     return [replace(file, digest=_present_digest(file)) for file in files]
 
 
-def as_recorded_tokens(tokens: dict[str, Any], record: Place, write: bool) -> bool:
+def as_recorded_tokens(tokens: dict[str, Any], record: Location, write: bool) -> bool:
     """Compare `tokens` (names and digests of a job's tokenizer and of its parts' tokens) with those in `record`; with
     `write`, add missing ones. Returns whether any were added. Raises DataError if they differ."""
     try:
@@ -76,14 +76,14 @@ def as_recorded_tokens(tokens: dict[str, Any], record: Place, write: bool) -> bo
     return True
 
 
-def _read(record: Place) -> bytes:
+def _read(record: Location) -> bytes:
     return _answered(lambda: files_of(record).read(record))
 
 
-def _write(record: Place, content: dict[str, Any]) -> None:
+def _write(record: Location, content: dict[str, Any]) -> None:
     def write() -> None:
         files_of(record).make_folder(record.parent)
-        files_of(record).write_whole(record, json.dumps(content).encode())
+        files_of(record).write_atomically(record, json.dumps(content).encode())
 
     _answered(write)
 
@@ -103,7 +103,7 @@ def _compare(file: CorpusFile | None, before: CorpusFile) -> None:
         raise DataError(f"{file.path} is not what it was when the job began: {ADVICE}")
 
 
-def _recorded_now(files: Sequence[CorpusFile], record: Place) -> list[CorpusFile]:
+def _recorded_now(files: Sequence[CorpusFile], record: Location) -> list[CorpusFile]:
     recorded = with_digests(files)
     entries = [asdict(file) for file in recorded]
     with contextlib.suppress(OSError):  # a full disk: the next start records it

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from manta.workers.config import DataConfig
 from manta.workers.data.read_errors import read_error
 from manta.workers.data.rows import kind_of, lines_of, object_in
-from manta.workers.data.shards import PIECE_BYTES, Section, pieces_of
+from manta.workers.data.shards import CHUNK_BYTES, Section, pieces_of
 from manta.workers.data.sources import is_compressed, kind_of_file
 from manta.workers.errors import DataError
 from manta.workers.system.regular_files import open_regular
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from manta.workers.data.chat_template import ChatTemplate
     from manta.workers.data.conversations import Conversation
 
-MAX_WHOLE_BYTES = 2**30
+MAX_UNSPLIT_BYTES = 2**30
 """Maximum size of a text that must not be split: tokenizing it takes up to a hundred times as much memory."""
 
 
@@ -86,8 +86,8 @@ def conversations_of(section: Section, data: DataConfig) -> Iterator[Conversatio
 def raw_pieces_of(section: Section) -> Iterator[Raw]:
     """The bytes of a section of source `text`: one token each, whatever they mean. Raises DataError."""
     content = _content(section)
-    for start in range(0, len(content), PIECE_BYTES):
-        stop = start + PIECE_BYTES
+    for start in range(0, len(content), CHUNK_BYTES):
+        stop = start + CHUNK_BYTES
         yield Raw(content[start:stop], ends=section.ends and stop >= len(content))
 
 
@@ -102,13 +102,13 @@ def _checked(text: str, where: str) -> Iterator[Text]:
 
 def _pieces(section: Section, cuts_are_exact: bool) -> Iterator[Text]:
     content = _content(section)
-    if not cuts_are_exact and len(content) > MAX_WHOLE_BYTES:
+    if not cuts_are_exact and len(content) > MAX_UNSPLIT_BYTES:
         raise DataError(
             f"{section.path} is one document of {len(content)} bytes, and this tokenizer makes other tokens of a text "
-            f"that is cut: give it as several files of at most {MAX_WHOLE_BYTES} bytes, or as jsonl"
+            f"that is cut: give it as several files of at most {MAX_UNSPLIT_BYTES} bytes, or as jsonl"
         )
     position = section.start
-    for piece in pieces_of(content, PIECE_BYTES) if cuts_are_exact else [content] * bool(content):
+    for piece in pieces_of(content, CHUNK_BYTES) if cuts_are_exact else [content] * bool(content):
         try:
             text = piece.decode()
         except UnicodeDecodeError as error:

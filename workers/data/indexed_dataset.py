@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manta.workers.data.read_errors import read_error
-from manta.workers.data.steady_file import CachedFile, SteadyFile
+from manta.workers.data.unchanged_file import CachedFile, UnchangedFile
 from manta.workers.errors import DataError
 from manta.workers.system.regular_files import open_regular
 
@@ -172,7 +172,7 @@ class IndexedTokens:
 
     def __init__(self, prefix: str | Path, known: tuple[str, int] | None = None, digest: str | None = None):
         """`known`: type and number of the tokens, if the index need not be read for them, of a dataset that can be made
-        anew, and `digest` of samples of its .bin (`steady_file.digest_of`). Raises DataError if the files cannot be
+        anew, and `digest` of samples of its .bin (`unchanged_file.digest_of`). Raises DataError if the files cannot be
         read, or do not match."""
         self.prefix = str(prefix)
         if known is None:
@@ -181,7 +181,7 @@ class IndexedTokens:
         else:
             self._dtype, self._length = np.dtype(known[0]), known[1]
         _check_size(prefix, self._dtype, self._length)
-        kind = SteadyFile if known is None else CachedFile
+        kind = UnchangedFile if known is None else CachedFile
         self._file = kind(f"{prefix}.bin", self._length * self._dtype.itemsize, digest)
 
     def __len__(self) -> int:

@@ -75,7 +75,7 @@ def _hash(*numbers: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
+def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
     """Integers in the ratio of the decimal representations of `weights`; if their sum would exceed MAX_PERIOD, the
     nearest ones with that sum, which deviate by less than one sample in a million."""
     exact = [Fraction(repr(weight)) for weight in weights]
@@ -116,7 +116,7 @@ class Blend:
         """Samples after which the order of the parts repeats itself."""
         return sum(self.shares)
 
-    def place(self, sample: int) -> tuple[int, int]:
+    def locate(self, sample: int) -> tuple[int, int]:
         """The part that sample number `sample` comes from, and its number among that part's samples."""
         if len(self.shares) == 1:
             return 0, sample
@@ -156,7 +156,7 @@ class BlendedOrder:
 
     def start(self, sample: int) -> int:
         """First token of global sample `sample` (from 0, over all steps of the job)."""
-        part, number = self.blend.place(sample)
+        part, number = self.blend.locate(sample)
         return self.begins[part] + self.parts[part].start(number)
 
 
@@ -199,18 +199,18 @@ class SkippedSamples:
                 merged.append(each)
         return cls(tuple(merged))
 
-    def sample(self, place: int) -> int:
-        """The sample at `place` of the order."""
+    def sample(self, index: int) -> int:
+        """The sample at `index` of the order."""
         for each in self.ranges:
-            if place < each.start:
+            if index < each.start:
                 break
-            place += len(each)
-        return place
+            index += len(each)
+        return index
 
-    def samples(self, places: range) -> list[range]:
-        """The samples at `places`, in order: one range, or several if skipped ones are in between."""
+    def samples(self, indices: range) -> list[range]:
+        """The samples at `indices`, in order: one range, or several if skipped ones are in between."""
         ranges: list[range] = []
-        for sample in map(self.sample, places):
+        for sample in map(self.sample, indices):
             if ranges and ranges[-1].stop == sample:
                 ranges[-1] = range(ranges[-1].start, sample + 1)
             else:

@@ -27,14 +27,13 @@ from manta.workers.data.sources import (
     CorpusFile,
     check_vocabulary,
     corpus_files,
-    in_words,
+    describe_corpus,
     parts_of,
     prefixes_of,
     split_tokens,
 )
-from manta.workers.data.steady_file import SteadyFile
 from manta.workers.data.token_cache import (
-    SILENT,
+    NO_WATCHER,
     TokenInfo,
     Watcher,
     cached_marks,
@@ -46,8 +45,8 @@ from manta.workers.data.token_cache import (
     write_json,
 )
 from manta.workers.data.tokenizer import (
+    CHAT_FILE,
     FILE_NAME,
-    KEPT_CHAT,
     FileTokenizer,
     Tokenizer,
     content_of,
@@ -55,9 +54,10 @@ from manta.workers.data.tokenizer import (
     tokenizer_path,
 )
 from manta.workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
+from manta.workers.data.unchanged_file import UnchangedFile
 from manta.workers.errors import DataError
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 _SCAN_TOKENS = 2**24
 
@@ -95,15 +95,15 @@ class Corpus:
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + length), which lie in one part. Raises IndexError, DataError."""
-        part, first = self._place(start)
+        part, first = self._locate(start)
         return part.read(first, length)
 
     def marks(self, start: int, length: int) -> Marks | None:
         """The marks of those tokens: None except for conversations. Raises IndexError."""
-        part, first = self._place(start)
+        part, first = self._locate(start)
         return part.marks(first, length) if isinstance(part, PackedConversations) else None
 
-    def _place(self, token: int) -> tuple[Row, int]:
+    def _locate(self, token: int) -> tuple[Row, int]:
         part = min(bisect.bisect_right(self._ends, token), len(self.parts) - 1)
         return self.parts[part], token - self.begins[part]
 
@@ -123,7 +123,7 @@ def splits_of(spec: JobSpec, corpus: Corpus) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _CachedPart:
     """A part that was read from the cache."""
 
     row: IndexedTokens | PackedConversations
@@ -134,9 +134,9 @@ class _Made:
 def open_corpus(
     spec: JobSpec,
     cache: Path | None = None,
-    record: Place | None = None,
+    record: Location | None = None,
     records: bool = False,
-    watcher: Watcher = SILENT,
+    watcher: Watcher = NO_WATCHER,
     data: DataConfig | None = None,
 ) -> Corpus:
     """The corpus of `spec`, tokenized first if necessary. `cache`: folder for tokens; `record`: file that records the
@@ -149,11 +149,11 @@ def open_corpus(
     except OSError as error:
         if not is_of_the_storage(error):
             raise
-        raise read_error(error.filename or in_words(data), error) from error
+        raise read_error(error.filename or describe_corpus(data), error) from error
 
 
 def _open(
-    spec: JobSpec, cache: Path | None, record: Place | None, records: bool, watcher: Watcher, data: DataConfig
+    spec: JobSpec, cache: Path | None, record: Location | None, records: bool, watcher: Watcher, data: DataConfig
 ) -> Corpus:
     parts = parts_of(data)
     files = [corpus_files(part) for part in parts]
@@ -194,42 +194,45 @@ class _Tokenized:
     spec: JobSpec
     data: DataConfig
     cache: Path
-    record: Place | None
+    record: Location | None
     records: bool
     watcher: Watcher
 
     def corpus(self, parts: Parts) -> Corpus:
         """Tokens of the corpus, which is tokenized unless the cache has it."""
         began = time.monotonic()
-        were_there = self._are_there(parts)
+        existed = self._all_exist(parts)
         # One lock for everything that a job needs, so that a single process creates it.
-        with nullcontext() if were_there else locked(self.cache / f"job-{self._key(parts)}", self.watcher):
+        with nullcontext() if existed else locked(self.cache / f"job-{self._key(parts)}", self.watcher):
             tokenizer, file = self._tokenizer()
             digest = {f"the tokenizer {self.spec.data.tokenizer}": tokenizer.digest}
             _pin(self.record, self.records, digest, file if self.data is self.spec.data else None)
             if self.data.source == "chat":
                 _pin_template(self.record, self.records, self.data)
-            made = [self._made(part, files, tokenizer, file) for part, files in parts]
+            cached = [self._cached_part(part, files, tokenizer, file) for part, files in parts]
         pins = {
-            f"what is made of {in_words(part)}": one.info.digest for (part, _), one in zip(parts, made, strict=True)
+            f"what is made of {describe_corpus(part)}": one.info.digest
+            for (part, _), one in zip(parts, cached, strict=True)
         }
         noted = _pin(self.record, self.records, pins)
-        if any(one.is_new for one in made) or (noted and were_there):
-            self._tell(made, sum(len(files) for _, files in parts), time.monotonic() - began)
-        whole = "".join([tokenizer.digest, *(one.info.digest for one in made)])
+        if any(one.is_new for one in cached) or (noted and existed):
+            self._report(cached, sum(len(files) for _, files in parts), time.monotonic() - began)
+        whole = "".join([tokenizer.digest, *(one.info.digest for one in cached)])
         digest_of_all = hashlib.sha256(whole.encode()).hexdigest()
-        return Corpus([one.row for one in made], digest_of_all, tokenizer.end_of_document)
+        return Corpus([one.row for one in cached], digest_of_all, tokenizer.end_of_document)
 
-    def _made(self, part: DataConfig, files: Sequence[CorpusFile], tokenizer: Tokenizer, file: Path | None) -> _Made:
+    def _cached_part(
+        self, part: DataConfig, files: Sequence[CorpusFile], tokenizer: Tokenizer, file: Path | None
+    ) -> _CachedPart:
         trained = file if part.tokenizer == "bpe" else None
         row, info, is_new = cached_tokens(self.cache, files, part, tokenizer, trained, self.watcher)
         if part.source != "chat":
-            return _Made(row, info, is_new)
+            return _CachedPart(row, info, is_new)
         length, held_out = self.spec.model.sequence_length, part.validation_fraction
-        packed = PackedConversations(row, cached_marks(row, info), length, held_out, in_words(part))
-        return _Made(packed, info, is_new)
+        packed = PackedConversations(row, cached_marks(row, info), length, held_out, describe_corpus(part))
+        return _CachedPart(packed, info, is_new)
 
-    def _are_there(self, parts: Parts) -> bool:
+    def _all_exist(self, parts: Parts) -> bool:
         """Whether all tokens already exist. Raises DataError."""
         trained = None
         if self.spec.data.tokenizer == "bpe":
@@ -259,32 +262,32 @@ class _Tokenized:
         check_vocabulary(self.spec, tokenizer.vocabulary, data.tokenizer_file or f"the {data.tokenizer} tokenizer")
         return tokenizer, path
 
-    def _tell(self, made: Sequence[_Made], files: int, seconds: float) -> None:
-        tokens, documents = sum(one.info.tokens for one in made), sum(one.info.documents for one in made)
-        new = any(one.is_new for one in made)
+    def _report(self, cached: Sequence[_CachedPart], files: int, seconds: float) -> None:
+        tokens, documents = sum(part.info.tokens for part in cached), sum(part.info.documents for part in cached)
+        new = any(part.is_new for part in cached)
         how = f"ready after {seconds:.1f} s" if new else "ready: they were made before"
-        message = f"has {tokens} tokens of {documents} documents in {files} files of {in_words(self.data)} {how}"
+        message = f"has {tokens} tokens of {documents} documents in {files} files of {describe_corpus(self.data)} {how}"
         data = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files, "made": new}
         if self.data.source == "chat":
-            without = sum(one.info.left_out for one in made)
-            cut = sum(one.row.cut for one in made if isinstance(one.row, PackedConversations))
+            without = sum(part.info.left_out for part in cached)
+            cut = sum(part.row.cut for part in cached if isinstance(part.row, PackedConversations))
             message += f"; {without} without an answer are left out, {cut} are cut at the sequence's length"
             data |= {"left_out": without, "cut": cut}
-        self.watcher.tell("data_prepared", message, data)
+        self.watcher.report("data_prepared", message, data)
 
 
-def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: Path | None = None) -> bool:
+def _pin(record: Location | None, records: bool, pins: dict[str, str], tokenizer: Path | None = None) -> bool:
     """Compare digests with the record, or add them, with a copy of the tokenizer's file; returns whether any were
     added."""
     if record is None or not as_recorded_tokens(pins, record, records):
         return False
     if tokenizer is not None:
         with contextlib.suppress(OSError, DataError):
-            files_of(record).write_whole(record.parent / FILE_NAME, content_of(tokenizer))
+            files_of(record).write_atomically(record.parent / FILE_NAME, content_of(tokenizer))
     return True
 
 
-def _pin_template(record: Place | None, records: bool, data: DataConfig) -> None:
+def _pin_template(record: Location | None, records: bool, data: DataConfig) -> None:
     """Compare the chat template's digest with the record, or add it and store the template."""
     from manta.workers.data.chat_template import open_template
 
@@ -292,23 +295,23 @@ def _pin_template(record: Place | None, records: bool, data: DataConfig) -> None
     if _pin(record, records, {"the chat template": template.digest}) and record is not None:
         with contextlib.suppress(OSError):
             content = json.dumps(template.as_document(), indent=1).encode()
-            files_of(record).write_whole(record.parent / KEPT_CHAT, content)
+            files_of(record).write_atomically(record.parent / CHAT_FILE, content)
 
 
 def _datasets(spec: JobSpec, parts: Sequence[Sequence[CorpusFile]], cache: Path | None, watcher: Watcher) -> list[Row]:
     """The datasets of each part as one row."""
-    with contextlib.ExitStack() as unkept:  # if one is refused, none is kept
-        rows = [_dataset(spec, files, cache, watcher, unkept) for files in parts]
-        unkept.pop_all()
+    with contextlib.ExitStack() as opened:  # if one is refused, none is kept
+        rows = [_dataset(spec, files, cache, watcher, opened) for files in parts]
+        opened.pop_all()
     return rows
 
 
 def _dataset(
-    spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher, unkept: contextlib.ExitStack
+    spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher, opened: contextlib.ExitStack
 ) -> Row:
     rows = []
     for prefix in prefixes_of(files):
-        row = unkept.enter_context(contextlib.closing(IndexedTokens(prefix)))
+        row = opened.enter_context(contextlib.closing(IndexedTokens(prefix)))
         if not len(row):
             row.close()
             continue
@@ -330,8 +333,8 @@ def _bounds(row: IndexedTokens, files: Sequence[CorpusFile], cache: Path | None,
     path = folder / "ids.json"
     with locked(folder, watcher):
         try:
-            said = json.loads(path.read_bytes())
-            return int(said["lowest"]), int(said["highest"])
+            recorded = json.loads(path.read_bytes())
+            return int(recorded["lowest"]), int(recorded["highest"])
         except (OSError, ValueError, KeyError, TypeError):
             lowest, highest = _scan(row, watcher)
             with contextlib.suppress(OSError):  # a full disk: the next start reads the dataset again
@@ -382,7 +385,7 @@ class ByteCorpus:
     def __init__(self, files: list[CorpusFile]):
         self._files = files
         self._ends = list(accumulate(file.size for file in files))
-        self._open: dict[int, SteadyFile] = {}
+        self._open: dict[int, UnchangedFile] = {}
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -403,12 +406,12 @@ class ByteCorpus:
             left, start, index = left[count:], start + count, index + 1
         return tokens.astype(np.int64)
 
-    def _opened(self, index: int) -> SteadyFile:
+    def _opened(self, index: int) -> UnchangedFile:
         if index not in self._open:
             if len(self._open) >= MAX_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             file = self._files[index]
-            self._open[index] = SteadyFile(file.path, file.size, file.digest)
+            self._open[index] = UnchangedFile(file.path, file.size, file.digest)
         return self._open[index]
 
     def close(self) -> None:

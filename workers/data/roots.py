@@ -11,8 +11,8 @@ from pathlib import Path
 from manta.workers.config import DataConfig, JobSpec
 from manta.workers.data.read_errors import is_of_the_storage, is_there
 from manta.workers.data.sources import CorpusFile, check_data, corpus_files
-from manta.workers.data.tokenizer import BESIDE_TOKENIZER, tokenizer_path
 from manta.workers.data.tokenizer import FILE_NAME as TOKENIZER
+from manta.workers.data.tokenizer import TOKENIZER_COMPANIONS, tokenizer_path
 from manta.workers.errors import DataError, DataUnreadable
 from manta.workers.spec.problems import Problem
 from manta.workers.weights.folder import INDEX, check_weights, weight_files
@@ -53,7 +53,7 @@ class DataRoots:
         chats = any(each.source == "chat" for each in spec.data.corpora)
         if chats and spec.data.tokenizer_file is not None:
             folder = tokenizer_path(spec.data.tokenizer_file).parent
-            self._check_links(str(folder / name) for name in BESIDE_TOKENIZER if is_there(folder / name))
+            self._check_links(str(folder / name) for name in TOKENIZER_COMPANIONS if is_there(folder / name))
         check_data(spec)
         for data in spec.data.corpora:
             self._check_links(file.path for file in self._files(data))

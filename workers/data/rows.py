@@ -180,7 +180,7 @@ def rows_of(section: Section, column: str, more: Sequence[str] = ()) -> Iterator
         for values in zip(*batch.columns, strict=True):
             row += 1
             where = f"{section.path}, row {row}"
-            yield where, {name: _value(each, where) for name, each in zip(batch.schema.names, values, strict=True)}
+            yield where, {name: _value(value, where) for name, value in zip(batch.schema.names, values, strict=True)}
 
 
 def _value(value: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ from manta.workers.system.regular_files import open_regular
 
 SHARD_BYTES = 2 * 2**20
 MAX_SHARDS = 4096
-PIECE_BYTES = 2**20
+CHUNK_BYTES = 2**20
 """Bytes of a text that are encoded at once, if it may be split."""
 _BLANK = rb"[\x00-\x20\x7f]|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
 """A character that is not visible, in UTF-8."""

@@ -22,7 +22,7 @@ SUFFIXES = {
 SUFFIXES["chat"] = SUFFIXES["jsonl"] | SUFFIXES["parquet"]
 """File name suffixes by source, for directories."""
 # Parts of the standard library's folder that do not belong to it, and its tests, which are as large as the rest.
-STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
+STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CorpusFile:
     size: int
     """Bytes."""
     digest: str | None = None
-    """Digest of samples of the file's content (`steady_file.digest_of`), if it must not have changed."""
+    """Digest of samples of the file's content (`unchanged_file.digest_of`), if it must not have changed."""
 
 
 def corpus_files(data: DataConfig) -> list[CorpusFile]:
@@ -68,21 +68,21 @@ def is_compressed(path: str) -> bool:
     return path.lower().endswith((".gz", ".zst"))
 
 
-def in_words(data: DataConfig) -> str:
+def describe_corpus(data: DataConfig) -> str:
     """The source of the corpus, for messages."""
     return ", ".join(data.paths) or f"the standard library's folder {sysconfig.get_path('stdlib')}"
 
 
 def _corpus_files(data: DataConfig) -> list[CorpusFile]:
     if data.source == "python-stdlib":
-        files = _files_below(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), STDLIB_LEFT_OUT, whole=False)
+        files = _files_below(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), STDLIB_EXCLUDED, whole=False)
     elif data.source == "megatron":
         files = [file for path in data.paths for file in _datasets_at(path)]
     else:
         files = [file for path in data.paths for file in _files_at(Path(path), data.source)]
     if not files:
         what = "text" if data.source in ("python-stdlib", "text") else "document"
-        raise DataError(f"the corpus is empty: no {what} in {in_words(data)}")
+        raise DataError(f"the corpus is empty: no {what} in {describe_corpus(data)}")
     return files
 
 
@@ -181,8 +181,8 @@ def _datasets_at(name: str) -> list[CorpusFile]:
         prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
         indices = [Path(f"{prefix}.idx")]
     files = []
-    for each in indices:
-        for file in (each.with_suffix(".bin"), each):
+    for index in indices:
+        for file in (index.with_suffix(".bin"), index):
             if not file.is_file():
                 raise DataError(f"no such file: {file} (an indexed dataset is a .bin and its .idx)")
             files.append(_readable(file))

@@ -31,11 +31,11 @@ from manta.workers.data import token_process
 from manta.workers.data.indexed_dataset import IndexedTokens, boundaries, write_index
 from manta.workers.data.read_errors import is_of_the_storage, read_error
 from manta.workers.data.shards import Shard, shards_of
-from manta.workers.data.sources import CorpusFile, in_words
-from manta.workers.data.steady_file import digest_of
+from manta.workers.data.sources import CorpusFile, describe_corpus
 from manta.workers.data.token_process import Order, ShardResult
 from manta.workers.data.token_processes import Counts, tokenize_shards
 from manta.workers.data.tokenizer import Tokenizer
+from manta.workers.data.unchanged_file import digest_of
 from manta.workers.errors import DataError, DataNotStored
 from manta.workers.system.regular_files import open_regular
 
@@ -62,7 +62,7 @@ class TokenInfo:
     seconds: float
     """Seconds that tokenizing took, excluding earlier attempts."""
     sample: str
-    """Digest of samples of the tokens (`steady_file.digest_of`)."""
+    """Digest of samples of the tokens (`unchanged_file.digest_of`)."""
     left_out: int = 0
     """Conversations without an answer."""
 
@@ -72,19 +72,19 @@ class Watcher:
 
     processes: int | None = None
     """Number of tokenizing processes; None: one per core."""
-    tell_seconds: float = 10.0
+    report_seconds: float = 10.0
     """Minimum seconds between progress reports."""
-    tell_growth: float = 0.05
+    report_growth: float = 0.05
     """Minimum time between progress reports, as a fraction of the elapsed time."""
 
     def alive(self) -> None:
         """Called several times a second while there is progress, also by another process."""
 
-    def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
+    def report(self, kind: str, message: str, data: dict[str, Any]) -> None:
         """A message for users; `kind` as for events."""
 
 
-SILENT = Watcher()
+NO_WATCHER = Watcher()
 
 
 def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _wait_for(descriptor: int, folder: Path, watcher: Watcher) -> None:
         except BlockingIOError:
             if not is_reported:
                 who = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                watcher.tell("data_awaited", f"waits for the tokens in {folder}, which {who} makes", {})
+                watcher.report("data_awaited", f"waits for the tokens in {folder}, which {who} is creating", {})
                 is_reported = True
             watcher.alive()
             time.sleep(WAIT_SECONDS)
@@ -163,7 +163,7 @@ def cached_tokens(
     data: DataConfig,
     tokenizer: Tokenizer,
     trained: Path | None = None,
-    watcher: Watcher = SILENT,
+    watcher: Watcher = NO_WATCHER,
 ) -> tuple[IndexedTokens, TokenInfo, bool]:
     """The tokens of `files`, created if missing, and whether this process created them. `trained`: the file of a
     trained tokenizer. Raises DataError, DataNotStored."""
@@ -313,25 +313,25 @@ class _Progress:
         done: dict[int, ShardResult],
         watcher: Watcher,
     ):
-        self._watcher, self._where = watcher, in_words(data)
+        self._watcher, self._where = watcher, describe_corpus(data)
         self._all = max(1, sum(section.bytes for shard in shards for section in shard))
         self._before = sum(result.bytes for result in done.values())
         self._began = self._reported_at = time.monotonic()
-        again = f", of which {len(done)} shards are done already" if done else ""
+        progress_note = f", of which {len(done)} shards are done already" if done else ""
         count = f"{len(files)} file{'' if len(files) == 1 else 's'}"
-        message = f"tokenizes {count} ({self._all / 1e6:.1f} MB) of {self._where}{again}"
-        watcher.tell("data_preparing", message, {"files": len(files), "bytes": self._all})
+        message = f"tokenizes {count} ({self._all / 1e6:.1f} MB) of {self._where}{progress_note}"
+        watcher.report("data_preparing", message, {"files": len(files), "bytes": self._all})
 
     def note(self, counts: Counts) -> None:
         """Work done so far, in addition to that of earlier attempts."""
         now = time.monotonic()
-        pause = max(self._watcher.tell_seconds, self._watcher.tell_growth * (now - self._began))
+        pause = max(self._watcher.report_seconds, self._watcher.report_growth * (now - self._began))
         if now - self._reported_at < pause:
             return
         self._reported_at = now
         share = (self._before + counts.bytes) / self._all
         rate = counts.tokens / (now - self._began)
-        self._watcher.tell(
+        self._watcher.report(
             "data_progress",
             f"tokenizes {self._where}: {share:.0%}, {rate:,.0f} tokens/s",
             {"percent": round(100 * share, 1), "tokens": counts.tokens, "tokens_per_second": round(rate)},

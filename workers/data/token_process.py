@@ -141,17 +141,17 @@ class _Writer:
         kinds = ("tokens", "npz", "json") if self._template is None else ("tokens", "marks", "npz", "json")
         with ExitStack() as opened:
             file, *more = (opened.enter_context(Path(f"{names}.{kind}.begun").open("wb")) for kind in kinds[:-2])
-            for each in self._sequences(sections):
-                content = each.ids.view(np.uint8).data
+            for sequence in self._sequences(sections):
+                content = sequence.ids.view(np.uint8).data
                 file.write(content)
                 digest.update(content)
-                if each.marks is not None:
-                    more[0].write(each.marks.view(np.uint8).data)
-                    digest.update(each.marks.view(np.uint8).data)
-                for length, end in each.parts:
+                if sequence.marks is not None:
+                    more[0].write(sequence.marks.view(np.uint8).data)
+                    digest.update(sequence.marks.view(np.uint8).data)
+                for length, end in sequence.parts:
                     lengths.append(length)
                     ends.append(end)
-                tokens += len(each.ids)
+                tokens += len(sequence.ids)
             for written in (file, *more):
                 written.flush()
                 os.fsync(written.fileno())
@@ -235,7 +235,7 @@ class _Writer:
             if len(batch) > 1:  # find out which it is
                 pairs = zip(texts, batch, strict=True)
                 return [ids for text, each in pairs for ids in self._encode([text], [each])]
-            raise DataError(f"{batch[0].where}: the tokenizer takes no such text ({error})") from error
+            raise DataError(f"{batch[0].where}: the tokenizer does not accept this text ({error})") from error
 
 
 def _template_of(document: dict[str, Any]) -> ChatTemplate:

@@ -20,7 +20,7 @@ from manta.workers.data.token_process import Order, ShardResult
 from manta.workers.errors import DataError
 from manta.workers.system.processes import process_state
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 MAX_TRIES = 3
 """Number of attempts for a shard whose process is killed."""
 
@@ -38,7 +38,7 @@ class Counts:
 class _Worker:
     process: subprocess.Popen[bytes]
     shard: int | None = None
-    begun: Counts = field(default_factory=Counts)
+    shard_progress: Counts = field(default_factory=Counts)
     """Progress with its present shard."""
     cpu_seconds: float = 0.0
     received: bytes = b""
@@ -49,7 +49,7 @@ class _Worker:
         assert self.process.stdout is not None
         return self.process.stdout
 
-    def ask(self, content: dict[str, Any]) -> None:
+    def send(self, content: dict[str, Any]) -> None:
         """Send a line."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is noticed when its answers are read
@@ -104,7 +104,7 @@ class _Work:
         for _ in range(processes):
             self._start()
         while len(self._results) < len(self._shards):
-            for key, _ in self._selector.select(LOOK_SECONDS):
+            for key, _ in self._selector.select(POLL_SECONDS):
                 self._receive(key.data)
             self._check_cpu_time()
         return self._results
@@ -122,17 +122,17 @@ class _Work:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         worker = _Worker(process)
         self._workers.add(worker)
-        worker.ask(asdict(self._order))
+        worker.send(asdict(self._order))
         self._selector.register(worker.answers, selectors.EVENT_READ, worker)
-        self._give_next(worker)
+        self._assign_next(worker)
 
-    def _give_next(self, worker: _Worker) -> None:
-        worker.shard, worker.begun = None, Counts()
+    def _assign_next(self, worker: _Worker) -> None:
+        worker.shard, worker.shard_progress = None, Counts()
         if not self._waiting:
             return
         number = worker.shard = self._waiting.pop()
         self._tries[number] += 1
-        worker.ask({"shard": number, "sections": [asdict(section) for section in self._shards[number]]})
+        worker.send({"shard": number, "sections": [asdict(section) for section in self._shards[number]]})
 
     def _receive(self, worker: _Worker) -> None:
         lines = worker.lines()
@@ -141,15 +141,15 @@ class _Work:
             return
         for line in lines:
             self._alive()
-            self._take(worker, json.loads(line))
+            self._handle(worker, json.loads(line))
 
-    def _take(self, worker: _Worker, answer: dict[str, Any]) -> None:
+    def _handle(self, worker: _Worker, answer: dict[str, Any]) -> None:
         raise_answered(answer)
         if "number" in answer:
             self._results.append(ShardResult(**answer))
-            self._give_next(worker)
+            self._assign_next(worker)
         else:
-            for counts in (worker.begun, self._done):
+            for counts in (worker.shard_progress, self._done):
                 counts.bytes += answer["bytes"]
                 counts.tokens += answer["tokens"]
             self._progress(self._done)
@@ -169,8 +169,8 @@ class _Work:
                 f"the process that tokenizes {sections[0].path} ended with exit code {worker.process.returncode}, "
                 "perhaps for lack of memory"
             )
-        self._done.bytes -= worker.begun.bytes
-        self._done.tokens -= worker.begun.tokens
+        self._done.bytes -= worker.shard_progress.bytes
+        self._done.tokens -= worker.shard_progress.tokens
         self._waiting.append(worker.shard)
         self._start()
 

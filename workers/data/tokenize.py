@@ -39,9 +39,9 @@ class ProgressLines(Watcher):
         self._line = out.isatty()
         self._open = False
         if self._line:
-            self.tell_seconds, self.tell_growth = 0.2, 0.0
+            self.report_seconds, self.report_growth = 0.2, 0.0
 
-    def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
+    def report(self, kind: str, message: str, data: dict[str, Any]) -> None:
         """Print it."""
         stays = kind != "data_progress" or not self._line
         before = "\r\x1b[K" if self._open else ""

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     import tokenizers
 
 FILE_NAME = "tokenizer.json"
-KEPT_CHAT = "chat.json"
+CHAT_FILE = "chat.json"
 """Name under which a job stores its chat template next to its tokenizer."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
-BESIDE_TOKENIZER = (TEMPLATE, SETTINGS, SPECIAL_TOKENS)
+TOKENIZER_COMPANIONS = (TEMPLATE, SETTINGS, SPECIAL_TOKENS)
 """Files next to the tokenizer that may contain chat templates and their variables."""
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|endofdocument|>", "[SEP]")
 """Special tokens that are known to end a document, in order of preference."""
 MAX_BYTES = 64 * 2**20
 """Maximum size of a tokenizer.json."""
-_WHOLE_TEXTS = (
+_SAMPLE_TEXTS = (
     "One line.\nAnother one, of 12 words\n\nand (more\n\n\n#  of\r\nthem\n  indented\n\tand\nso on);\n}\nend\n",
     "Ein Satz über Größe\nétude №5\nДва слова\n日本語の文\n한국어\n\n«quoted» text\n<b>\n123\n456\n\n\n",
 )
@@ -127,7 +127,7 @@ class FileTokenizer:
     def cuts_are_exact(self) -> bool:
         """See `Tokenizer`. Tested on sample texts, since a tokenizer's file may contain any rule."""
         if self._exact is None:
-            self._exact = all(self._survives_cuts(text) for text in _WHOLE_TEXTS)
+            self._exact = all(self._survives_cuts(text) for text in _SAMPLE_TEXTS)
         return self._exact
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

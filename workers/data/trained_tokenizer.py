@@ -24,14 +24,14 @@ from manta.workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, TRAINED
 from manta.workers.data.documents import texts_of
 from manta.workers.data.read_errors import answer_of, raise_answered
 from manta.workers.data.shards import Section, Shard, shards_of
-from manta.workers.data.sources import CorpusFile, in_words
+from manta.workers.data.sources import CorpusFile, describe_corpus
 from manta.workers.data.token_cache import FORMAT, Watcher, describe, key_of, locked
 from manta.workers.data.tokenizer import FILE_NAME, ByteTokenizer, library
 from manta.workers.errors import DataError, DataNotStored
 from manta.workers.system.processes import ParentDeathSignal, process_state
 
 TRAINING_BYTES = 2**28
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 def trained_tokenizer(root: Path, files: Sequence[CorpusFile], data: DataConfig, watcher: Watcher) -> Path:
@@ -42,8 +42,8 @@ def trained_tokenizer(root: Path, files: Sequence[CorpusFile], data: DataConfig,
     with locked(path.parent, watcher):
         if not path.exists():
             began = time.monotonic()
-            message = f"trains a tokenizer of {vocabulary} tokens on {in_words(data)}"
-            watcher.tell("tokenizer_training", message, {"vocabulary": vocabulary})
+            message = f"trains a tokenizer of {vocabulary} tokens on {describe_corpus(data)}"
+            watcher.report("tokenizer_training", message, {"vocabulary": vocabulary})
             order = {
                 "data": data.model_dump(mode="json"),
                 "files": [file.path for file in files],
@@ -54,7 +54,9 @@ def trained_tokenizer(root: Path, files: Sequence[CorpusFile], data: DataConfig,
             seconds = round(time.monotonic() - began, 3)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             message = f"has trained a tokenizer of {vocabulary} tokens in {seconds:.1f} s"
-            watcher.tell("tokenizer_trained", message, {"vocabulary": vocabulary, "seconds": seconds, "digest": digest})
+            watcher.report(
+                "tokenizer_trained", message, {"vocabulary": vocabulary, "seconds": seconds, "digest": digest}
+            )
     return path
 
 
@@ -82,7 +84,7 @@ def train(files: Sequence[CorpusFile], data: DataConfig, path: Path) -> None:
     tokenizer.train_from_iterator(list(texts) if data.source == "chat" else texts, trainer)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     if len(ids) < BYTE_VOCABULARY + 1:
-        raise DataError(f"a tokenizer trained on {in_words(data)} lacks bytes")  # a fault of the library
+        raise DataError(f"a tokenizer trained on {describe_corpus(data)} lacks bytes")  # a fault of the library
     begun = path.with_name(f"{path.name}.begun")
     with begun.open("w", encoding="utf-8") as file:
         file.write(tokenizer.to_str(pretty=False))
@@ -127,11 +129,11 @@ def _run(order: dict[str, Any], watcher: Watcher) -> None:
                 if state is not None and state.cpu_seconds > used:
                     used = state.cpu_seconds
                     watcher.alive()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
         finally:
             process.kill()
-        said = process.stdout.read() if process.stdout is not None else ""
-    raise_answered(json.loads(said) if said else {})
+        output = process.stdout.read() if process.stdout is not None else ""
+    raise_answered(json.loads(output) if output else {})
     if process.returncode:
         raise DataError(f"the process that trains the tokenizer ended with exit code {process.returncode}")
 

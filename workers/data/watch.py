@@ -23,7 +23,7 @@ class DataWatch(Watcher):
         """Record progress where the rank's agent reads it."""
         self._comm.step.enter("preparing")
 
-    def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
+    def report(self, kind: str, message: str, data: dict[str, Any]) -> None:
         """Report an event of the job."""
         self.alive()
         self._reporter.event(kind, 0, message, data)

@@ -13,7 +13,7 @@ from manta.workers.checkpoint.catalog import checkpoint_at
 from manta.workers.errors import MantaError
 from manta.workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
 from manta.workers.spec.problems import SpecError
-from manta.workers.storage.places import BadPlace, Place, place_of
+from manta.workers.storage.locations import InvalidLocation, Location, parse_location
 from manta.workers.system import gpu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,8 +24,8 @@ def options_for(called: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=called, description=description)
     parser.add_argument(
         "checkpoint",
-        type=_place,
-        help="a checkpoint, or a folder or s3:// URL of several, whose newest whole one counts",
+        type=_location,
+        help="a checkpoint, or a folder or s3:// URL of several, whose newest complete one is used",
     )
     parser.add_argument(
         "--device", type=_device, help="such as cuda:1; default: a GPU where there is one, else the CPU"
@@ -68,12 +68,12 @@ def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespa
     return 0
 
 
-def _place(text: str) -> Place:
+def _location(text: str) -> Location:
     try:
-        place = place_of(text)
-    except BadPlace as error:
+        location = parse_location(text)
+    except InvalidLocation as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return place.absolute() if isinstance(place, Path) else place
+    return location.absolute() if isinstance(location, Path) else location
 
 
 def _device(text: str) -> torch.device:

@@ -31,7 +31,7 @@ from manta.workers.parallel.pipeline.forward_pass import ForwardPass, KeyValueCa
 from manta.workers.parallel.tensor.shards import NamedShard
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 
 
 class LoadedModel:
@@ -49,7 +49,7 @@ class LoadedModel:
 
     @classmethod
     def of_checkpoint(
-        cls, checkpoint: Place, device: torch.device, dtype: torch.dtype = torch.float32
+        cls, checkpoint: Location, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> tuple[LoadedModel, Manifest]:
         """The model that `checkpoint` holds, in `dtype`, and the checkpoint's manifest. Only the weights are read.
 
@@ -159,7 +159,7 @@ class FileTokens:
         return self._tokenizer.decode(tokens)
 
 
-def text_tokens_of(spec: JobSpec, checkpoint: Place) -> TextTokens:
+def text_tokens_of(spec: JobSpec, checkpoint: Location) -> TextTokens:
     """The tokenizer that a job was trained with: the one stored with the record of its corpus, otherwise the file that
     its spec names. Raises DataError if there is none."""
     data = spec.data

@@ -21,7 +21,7 @@ _MAX_BYTES = 2**30
 """Maximum size of a file of questions or texts, which is read as a whole."""
 
 
-class BadTask(MantaError):
+class InvalidTask(MantaError):
     """A file of questions is invalid."""
 
 
@@ -54,9 +54,9 @@ class Accuracy:
 def text(
     model: LoadedModel, tokens: TextTokens, documents: Sequence[str], stride: int | None = None, batch_size: int = 8
 ) -> TextResult:
-    """How well each document is predicted, in windows at a distance of `stride` tokens. Raises BadTask."""
+    """How well each document is predicted, in windows at a distance of `stride` tokens. Raises InvalidTask."""
     if stride is not None and not 0 < stride <= model.longest:
-        raise BadTask(
+        raise InvalidTask(
             f"windows cannot move on by {stride} tokens: 1 to {model.longest} are what the model reads at once"
         )
     total, counted, size = 0.0, 0, 0
@@ -66,18 +66,18 @@ def text(
         if count:  # in a document of one token nothing is predicted, so its bytes do not count
             total, counted, size = total + log_likelihood, counted + count, size + len(document.encode())
     if not counted:
-        raise BadTask("there is nothing to predict: the text has less than two tokens")
+        raise InvalidTask("there is nothing to predict: the text has less than two tokens")
     loss = -total / counted
     return TextResult(loss, exponential(loss), -total / math.log(2) / size, counted)
 
 
 def last_word(model: LoadedModel, tokens: TextTokens, passages: Sequence[str], batch_size: int = 8) -> Accuracy:
-    """How often the last word of a passage is the most likely, as in LAMBADA (arXiv:1606.06031). Raises BadTask."""
+    """How often the last word of a passage is the most likely, as in LAMBADA (arXiv:1606.06031). Raises InvalidTask."""
     pairs = []
     for number, passage in enumerate(passages, start=1):
         before, space, word = passage.rstrip().rpartition(" ")
         if not before or not word:
-            raise BadTask(f"passage {number} has less than two words: {passage[:60]!r}")
+            raise InvalidTask(f"passage {number} has less than two words: {passage[:60]!r}")
         pairs.append((tokens.encode(before), tokens.encode(space + word)))
     scores = score(model, pairs, batch_size)
     loss = -sum(each.log_likelihood for each in scores) / sum(each.tokens for each in scores)
@@ -109,23 +109,23 @@ def choices(model: LoadedModel, tokens: TextTokens, questions: Sequence[Question
 
 
 def read_texts(path: Path) -> list[str]:
-    """The documents of a file: of JSONL the `text` of each line, otherwise the whole content. Raises BadTask."""
+    """The documents of a file: of JSONL the `text` of each line, otherwise the whole content. Raises InvalidTask."""
     if path.suffix != ".jsonl":
         return [_content(path)]
     return [_string(each.get("text"), f"{path}, line {line}: 'text'") for line, each in _lines(path)]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Lines of JSON with `question`, `choices` and `answer`. Raises BadTask."""
+    """Lines of JSON with `question`, `choices` and `answer`. Raises InvalidTask."""
     questions = []
     for line, each in _lines(path):
         where = f"{path}, line {line}"
         given, answer = each.get("choices"), each.get("answer")
         if not isinstance(given, list) or len(given) < 2:
-            raise BadTask(f"{where}: 'choices' must be a list of at least two texts")
+            raise InvalidTask(f"{where}: 'choices' must be a list of at least two texts")
         texts = tuple(_string(choice, f"{where}: each of 'choices'") for choice in given)
         if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(texts):
-            raise BadTask(f"{where}: 'answer' must be the number of the right choice, 0 to {len(texts) - 1}")
+            raise InvalidTask(f"{where}: 'answer' must be the number of the right choice, 0 to {len(texts) - 1}")
         questions.append(Question(_string(each.get("question"), f"{where}: 'question'"), texts, answer))
     return questions
 
@@ -134,14 +134,14 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     # Split at line feeds only: `splitlines` also splits at characters that a text may contain in JSON, such as U+2028.
     lines = [(number, line) for number, line in enumerate(_content(path).split("\n"), start=1) if line.strip()]
     if not lines:
-        raise BadTask(f"{path} is empty")
+        raise InvalidTask(f"{path} is empty")
     for number, line in lines:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise BadTask(f"{path}, line {number}: not JSON ({error})") from error
+            raise InvalidTask(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(value, dict):
-            raise BadTask(f"{path}, line {number}: must be an object in braces")
+            raise InvalidTask(f"{path}, line {number}: must be an object in braces")
         yield number, value
 
 
@@ -149,18 +149,18 @@ def _content(path: Path) -> str:
     try:
         return read_regular(path, _MAX_BYTES).decode()
     except OSError as error:
-        raise BadTask(f"cannot be read: {path} ({error.strerror})") from error
+        raise InvalidTask(f"cannot be read: {path} ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise BadTask(f"{path} is not UTF-8 at byte {error.start}") from error
+        raise InvalidTask(f"{path} is not UTF-8 at byte {error.start}") from error
 
 
 def _string(value: object, what: str) -> str:
     if not isinstance(value, str) or not value:
-        raise BadTask(f"{what} must be a text that is not empty")
+        raise InvalidTask(f"{what} must be a text that is not empty")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadTask(f"{what}: character {error.start + 1} is half of a surrogate pair") from error
+        raise InvalidTask(f"{what}: character {error.start + 1} is half of a surrogate pair") from error
     return value
 
 

@@ -19,7 +19,7 @@ from manta.workers.inference.command import checkpoint_at
 from manta.workers.inference.generation import Sampling, generate
 from manta.workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
 from manta.workers.inference.tasks import score, text_log_likelihood
-from manta.workers.storage.places import place_of
+from manta.workers.storage.locations import parse_location
 
 TOKENS = 256
 """Maximum number of generated tokens if a task does not set one."""
@@ -31,9 +31,9 @@ class MantaModel(LM):
     def __init__(self, checkpoint: str, device: str = "cpu", dtype: torch.dtype = torch.float32, batch_size: int = 8):
         """`checkpoint`: one, or the place of several, whose newest complete one is used. Raises CheckpointError."""
         super().__init__()
-        place = checkpoint_at(place_of(checkpoint))
-        self._model, _ = LoadedModel.of_checkpoint(place, torch.device(device), dtype)
-        self._tokens: TextTokens = text_tokens_of(self._model.spec, place)
+        location = checkpoint_at(parse_location(checkpoint))
+        self._model, _ = LoadedModel.of_checkpoint(location, torch.device(device), dtype)
+        self._tokens: TextTokens = text_tokens_of(self._model.spec, location)
         self._batch_size = batch_size
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -27,7 +27,7 @@ from manta.workers.checkpoint import pruning
 from manta.workers.checkpoint.catalog import checkpoint_path, next_generation
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.comm.host_names import ask_for_none
+from manta.workers.comm.host_names import skip_reverse_lookups
 from manta.workers.comm.secret import SECRET_LENGTH
 from manta.workers.config import JobSpec
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
@@ -36,13 +36,13 @@ from manta.workers.protocol.json_codec import spell
 from manta.workers.settings import read_token_cache
 from manta.workers.spec.reading import parse_job_spec, with_absolute_paths
 from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
-from manta.workers.standalone.job import restore_newest, threads_begun_with
+from manta.workers.standalone.job import initial_threads, restore_newest
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import ObjectPath, Place, place_of
+from manta.workers.storage.locations import Location, ObjectPath, parse_location
 from manta.workers.system import gpu
 from manta.workers.system.threads import threads_of, with_threads
 from manta.workers.trainer import Trainer
-from manta.workers.training.rank_state import Places
+from manta.workers.training.rank_state import StatePaths
 from manta.workers.training.reporter import Reporter
 
 METRICS_FOLDER = "metrics"
@@ -106,7 +106,7 @@ def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[
     with _connected(spec, context.get_world_rank(), folder, reported) as (comm, threads):
         spec = with_threads(spec, threads)
         torch.set_num_threads(threads)
-        places = Places(
+        places = StatePaths(
             job=context.get_experiment_name(),
             checkpoints=str(folder),
             corpus_record=folder / CORPUS_RECORD,
@@ -128,7 +128,7 @@ def _next_stop(spec: JobSpec, step: int, report_every_steps: int) -> int:
     return min([spec.train.steps, *(step - step % every + every for every in periods)])
 
 
-def _report(trainer: Trainer, folder: Place, rows: _Rows) -> None:
+def _report(trainer: Trainer, folder: Location, rows: _Rows) -> None:
     """Report the completed step to Ray Train, on all ranks, with its checkpoint if it is complete: for one that could
     not be saved Ray Train would delete an older one."""
     step, saved = trainer.step, trainer.state.checkpoints
@@ -138,9 +138,9 @@ def _report(trainer: Trainer, folder: Place, rows: _Rows) -> None:
     row, checkpoint = rows.newest, None
     if saved is not None and saved.due(step) and saved.failure is None:
         rows.save(folder / METRICS_FOLDER, step)
-        place = checkpoint_path(folder, step, trainer.comm.generation)
+        location = checkpoint_path(folder, step, trainer.comm.generation)
         filesystem = ray.train.get_context().get_storage().storage_filesystem
-        path = place.key if isinstance(place, ObjectPath) else str(place)
+        path = location.key if isinstance(location, ObjectPath) else str(location)
         checkpoint = ray.train.Checkpoint(path, filesystem)
     # It is already where Ray Train would copy it.
     ray.train.report(row, checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
@@ -165,11 +165,11 @@ class _Rows(Reporter):
         if kind not in _SHOWN_BY_REPORTS:
             print(message, flush=True)
 
-    def save(self, folder: Place, step: int) -> None:
+    def save(self, folder: Location, step: int) -> None:
         """Write the rows since the last call, up to `step`'s, as JSON lines; a run that repeats them overwrites it."""
         lines = [json.dumps(spell(row), allow_nan=False) + "\n" for row in self._rows]
         files_of(folder).make_folder(folder)
-        files_of(folder).write_whole(folder / f"step-{step:08d}.jsonl", "".join(lines).encode())
+        files_of(folder).write_atomically(folder / f"step-{step:08d}.jsonl", "".join(lines).encode())
         self._rows.clear()
 
 
@@ -188,19 +188,19 @@ class _Meeting:
 
 @contextlib.contextmanager
 def _connected(
-    spec: JobSpec, rank: int, folder: Place, reported: ray.train.Checkpoint | None
+    spec: JobSpec, rank: int, folder: Location, reported: ray.train.Checkpoint | None
 ) -> Iterator[tuple[Comm, int]]:
     """This rank's communication with all others, and the number of threads of each rank: one if the job sets none,
     since Ray Train gives a worker one CPU. Each start of the workers is a new generation."""
-    ask_for_none()
+    skip_reverse_lookups()
     details, store = None, None
     if rank == 0:
         if reported is not None:
-            pruning.remove_newer(folder, place_of(reported.path).name)  # which Ray Train does not know
+            pruning.remove_newer(folder, parse_location(reported.path).name)  # which Ray Train does not know
         store = dist.TCPStore(ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
         secret, generation = secrets.token_hex(SECRET_LENGTH // 2), next_generation(folder)
-        begun_with = threads_begun_with(folder) if spec.resources.threads == "auto" else None
-        details = asdict(_Meeting(store.host, store.port, secret, generation, begun_with or threads_of(spec)))
+        initial = initial_threads(folder) if spec.resources.threads == "auto" else None
+        details = asdict(_Meeting(store.host, store.port, secret, generation, initial or threads_of(spec)))
     meeting = _Meeting(**broadcast_from_rank_zero(details))
     comm = Comm(RankGrid(spec.layout), rank, _device(spec))
     comm.generation = meeting.generation
@@ -253,7 +253,7 @@ def _check_workers(spec: JobSpec, workers: int | tuple[int, int]) -> None:
         )
 
 
-def _run_folder() -> Place:
+def _run_folder() -> Location:
     """The run's folder on its storage. Raises RayTrainError if checkpoints cannot be stored there."""
     storage = ray.train.get_context().get_storage()
     kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path

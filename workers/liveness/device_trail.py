@@ -88,11 +88,11 @@ class DeviceTrail:
         self._mark(self._arrive, what, number)
 
     def waits(self, channel: int, number: int, peer: int = NOBODY, sending: bool = False) -> None:
-        """What is put into the stream from here to `goes_on` is a wait: for communication `number` along the axis with
-        number `channel`, or for `peer` if only one peer is waited for."""
+        """What is put into the stream from here to `wait_ended` is a wait: for communication `number` along the axis
+        with number `channel`, or for `peer` if only one peer is waited for."""
         self._mark(self._wait, channel, number, peer, sending)
 
-    def goes_on(self) -> None:
+    def wait_ended(self) -> None:
         """The whole wait is in the stream."""
         self._mark(self._end_wait)
 
@@ -107,7 +107,7 @@ class DeviceTrail:
                 passed(event, *about)
                 if event is not self._lap_began and event is not self._wait_began:
                     self._free.append(event)
-            self._progress.device_looked_at(before - len(self._marks), len(self._marks))
+            self._progress.device_polled(before - len(self._marks), len(self._marks))
 
     def forget(self) -> None:
         """The generation is over, and what is queued no longer matters. No marks are set until `begin_step`."""
@@ -154,7 +154,7 @@ class DeviceTrail:
         if began is not None:
             self._waited += began.elapsed_time(event) / 1000
             self._free.append(began)
-        self._progress.device_goes_on()
+        self._progress.device_wait_ended()
 
     def _look_on(self, stop: threading.Event) -> None:
         while not stop.wait(POLL_SECONDS):

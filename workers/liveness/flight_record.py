@@ -57,7 +57,7 @@ class FlightSequence:
     @property
     def open(self) -> FlightOperation | None:
         """The first unfinished operation; None if all are finished."""
-        return next((each for each in self.operations if not each.over), None)
+        return next((operation for operation in self.operations if not operation.over), None)
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ def _tensors(entry: Mapping[str, Any], side: str) -> str:
 
 
 def _sequence(group: str, what: Any, operations: list[FlightOperation]) -> FlightSequence:
-    last = max(each.number for each in operations)
+    last = max(operation.number for operation in operations)
     if what == "messages":
-        kept = [each for each in operations if not each.over][: BEFORE + AFTER]
+        nearby = [operation for operation in operations if not operation.over][: BEFORE + AFTER]
     else:
-        first = next((at for at, each in enumerate(operations) if not each.over), len(operations))
-        kept = operations[max(0, first - BEFORE) : first + AFTER]
-    return FlightSequence(group, what, last, tuple(kept))
+        first = next((at for at, operation in enumerate(operations) if not operation.over), len(operations))
+        nearby = operations[max(0, first - BEFORE) : first + AFTER]
+    return FlightSequence(group, what, last, tuple(nearby))

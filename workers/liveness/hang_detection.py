@@ -20,8 +20,8 @@ from manta.workers.snapshot.files import snapshot_files
 from manta.workers.snapshot.snapshot_file import SLOTS
 from manta.workers.system.processes import ProcessState, process_state
 
-LOOK_SECONDS = 0.25
-COMMIT_LOOK_SECONDS = 0.01
+POLL_SECONDS = 0.25
+COMMIT_POLL_SECONDS = 0.01
 COMMIT_SECONDS = 60.0
 DEVICE_SECONDS = 2.0
 """Seconds that an observation of a device stays valid: a process whose interpreter is blocked does not look any
@@ -43,7 +43,7 @@ class TrainerWatch:
         self._reader: ProgressReader | None = None
         self._record: Record | None = None
         self._process: ProcessState | None = None
-        self._still = Standstill(2 * LOOK_SECONDS)
+        self._still = Standstill(2 * POLL_SECONDS)
         self._reported_overdue = False
 
     def enter_generation(self, ranks: int) -> None:
@@ -54,21 +54,21 @@ class TrainerWatch:
     async def run(self) -> None:
         """Look repeatedly until the process is gone; polling, since a process that stands still causes no event."""
         try:
-            while self.look():
-                await asyncio.sleep(LOOK_SECONDS)
+            while self.poll():
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Look once, and report whether the process is overdue if that has changed; False if the process is gone."""
         self._process = process_state(self._pid)
         if self._process is None or self._process.letter in "ZX":
             return False
         self._record = self._read()
         heartbeat = self._record.heartbeat if self._record is not None else -1
-        self._still.look(time.monotonic(), heartbeat, self._process)
+        self._still.update(time.monotonic(), heartbeat, self._process)
         if self.overdue != self._reported_overdue:
             self._reported_overdue = self.overdue
             self._report(self.describe())
@@ -93,7 +93,7 @@ class TrainerWatch:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COMMIT_SECONDS):
                 while self._record is None or self._record.commits == before:
-                    await asyncio.sleep(COMMIT_LOOK_SECONDS)
+                    await asyncio.sleep(COMMIT_POLL_SECONDS)
                     self._record = self._read()
                 return True
         return False
@@ -115,7 +115,9 @@ class TrainerWatch:
         """Size of one of the rank's snapshots; 0 if it has none."""
         sizes = [0]
         with contextlib.suppress(OSError):  # files disappear when a new layout creates its own
-            own = (each for each in snapshot_files(self._path.parent) if each.rank == self._rank)
+            own = (
+                snapshot_file for snapshot_file in snapshot_files(self._path.parent) if snapshot_file.rank == self._rank
+            )
             sizes += [each.path.stat().st_size // SLOTS for each in own if not each.is_backup]
         return max(sizes)
 

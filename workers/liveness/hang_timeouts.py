@@ -39,9 +39,9 @@ LONG: Mapping[str, float] = {
 """Seconds allowed for phases that are long by nature. Preparing data, also in another process, reports progress all the
 time; building a model reports nothing, and allocating the memory of a large state takes minutes. Rest has no timeout of
 its own: the process that ordered it watches over it."""
-SNAPSHOT_BYTES_A_SECOND = 200e6
+SNAPSHOT_BYTES_PER_SECOND = 200e6
 """Lower bound for copying a snapshot, with eight GPUs copying at the same time from memory that is not pinned."""
-KEPT_BYTES_A_SECOND = 1e9
+REST_BYTES_PER_SECOND = 1e9
 """Lower bounds for copying and for checksumming a snapshot before its rank rests: one core of a busy machine reaches 8
 GB/s and 3 GB/s."""
 SET_UP = frozenset({"connecting", "restoring"})
@@ -74,7 +74,7 @@ def hang_timeout(
         return LONG["compiling"]
     set_up = SET_UP_SECONDS_A_RANK * (ranks - 1)
     if phase in LONG:
-        copying = snapshot_bytes / SNAPSHOT_BYTES_A_SECOND if phase == "snapshot" else 0.0
+        copying = snapshot_bytes / SNAPSHOT_BYTES_PER_SECOND if phase == "snapshot" else 0.0
         return LONG[phase] + (set_up if phase in SET_UP else 0.0) + copying
     if step_seconds:
         allowed = max(MIN_SECONDS, STEPS * slowest_ordinary(step_seconds))
@@ -112,7 +112,7 @@ class Standstill:
         """Whether the process used the processor, or waited for a device, during most of the standstill."""
         return self._burned > 0.5 * self.seconds
 
-    def look(self, now: float, heartbeat: int, process: ProcessState | None) -> None:
+    def update(self, now: float, heartbeat: int, process: ProcessState | None) -> None:
         """Record the state at `now`, in seconds of any clock. `process` is None if it cannot be inspected."""
         passed = min(now - self._time, self.longest_between) if self._time is not None else 0.0
         stopped = process is not None and process.stopped and heartbeat == self._heartbeat

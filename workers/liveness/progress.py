@@ -24,8 +24,8 @@ from manta.workers.liveness.record_layout import (
     COMMITTED_AT,
     COUNTED,
     COUNTS,
+    DEVICE_CHECKED_AT,
     DEVICE_COUNTS,
-    DEVICE_LOOKED_AT,
     DEVICE_MOVES,
     DEVICE_NUMBER,
     DEVICE_PENDING,
@@ -55,7 +55,7 @@ from manta.workers.liveness.record_layout import (
 from manta.workers.paths import rank_stem
 from manta.workers.system.regular_files import make_folder, open_regular, put
 
-_LOOKS = 64
+_READ_ATTEMPTS = 64
 
 
 def progress_path(folder: str | Path, rank: int) -> Path:
@@ -199,21 +199,21 @@ class Progress:
         self._words[DEVICE_NUMBER] = number
         self._words[DEVICE_WAITING] = waiting | 1 << PEER_BITS + CHANNEL_BITS + SENDING_BITS
 
-    def device_goes_on(self) -> None:
+    def device_wait_ended(self) -> None:
         """The device's wait is over."""
         self._words[DEVICE_WAITING] = 0
 
-    def device_looked_at(self, moves: int, pending: int) -> None:
+    def device_polled(self, moves: int, pending: int) -> None:
         """The device was looked at: it has passed `moves` more marks, and has `pending` left."""
         words = self._words
         words[DEVICE_MOVES] += moves
         words[DEVICE_PENDING] = pending
-        words[DEVICE_LOOKED_AT] = time.monotonic_ns()
+        words[DEVICE_CHECKED_AT] = time.monotonic_ns()
 
     def device_unknown(self) -> None:
         """The device is not followed any more, and its record is reset."""
         words = self._words
-        words[DEVICE_LOOKED_AT] = words[DEVICE_PENDING] = words[DEVICE_WAITING] = 0
+        words[DEVICE_CHECKED_AT] = words[DEVICE_PENDING] = words[DEVICE_WAITING] = 0
         for number in range(len(COUNTED)):
             words[DEVICE_COUNTS + number] = 0
 
@@ -322,7 +322,7 @@ class ProgressReader:
     def read(self) -> Record | None:
         """The current record; None until its writer has begun."""
         before = self._memory[:]
-        for _ in range(_LOOKS):
+        for _ in range(_READ_ATTEMPTS):
             now = self._memory[:]
             if now == before and not Layout.from_buffer_copy(now).sequence % 2:
                 return _parse(now, torn=False)
@@ -336,7 +336,7 @@ def _parse(memory: bytes, torn: bool) -> Record | None:
         return None
     position, waiting = layout.position, layout.waiting
     waits = waiting.peer_plus_1 > 0
-    kept = layout.step_times[: min(layout.commits, RECENT)]
+    recent = layout.step_times[: min(layout.commits, RECENT)]
     counts = dict(zip(COUNTED, layout.counts, strict=True))
     return Record(
         pid=layout.pid,
@@ -352,8 +352,8 @@ def _parse(memory: bytes, torn: bool) -> Record | None:
         commits=layout.commits,
         changed_at=layout.changed_at / 1e9,
         committed_at=layout.committed_at / 1e9,
-        step_seconds=tuple(times.all / 1e9 for times in kept),
-        own_seconds=tuple(times.own / 1e9 for times in kept),
+        step_seconds=tuple(times.all / 1e9 for times in recent),
+        own_seconds=tuple(times.own / 1e9 for times in recent),
         heartbeat=layout.moves + layout.sequence // 2 + sum(counts.values()) + layout.device.moves,
         torn=torn,
         device=_parse_device(layout.device) if layout.device.looked_at else None,

@@ -132,6 +132,6 @@ MAGIC_AT, SEQUENCE, PID, GENERATION = _word("magic"), _word("sequence"), _word("
 POSITION, CHANGED_AT, WAITING, MOVES = _word("position"), _word("changed_at"), _word("waiting"), _word("moves")
 COMMITTED, COMMITTED_AT, COMMITS = _word("committed"), _word("committed_at"), _word("commits")
 COUNTS, STEP_TIMES = _word("counts"), _word("step_times")
-DEVICE_LOOKED_AT, DEVICE_MOVES, DEVICE_PENDING = map(_device_word, ("looked_at", "moves", "pending"))
+DEVICE_CHECKED_AT, DEVICE_MOVES, DEVICE_PENDING = map(_device_word, ("looked_at", "moves", "pending"))
 DEVICE_POSITION, DEVICE_WAITING, DEVICE_NUMBER = map(_device_word, ("position", "waiting", "number"))
 DEVICE_COUNTS = _device_word("counts")

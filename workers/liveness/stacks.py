@@ -19,7 +19,7 @@ from manta.workers.system.regular_files import make_folder, open_regular, remove
 STACKS_SIGNAL = signal.SIGUSR2
 MAX_CHARACTERS = 16_000
 _ANSWER_SECONDS = 1.0
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 def stacks_path(folder: str | Path, rank: int) -> Path:
@@ -37,7 +37,7 @@ def answer_with_stacks(folder: str | Path, rank: int) -> None:
         faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
 
 
-async def take_stacks(pid: int, path: Path) -> str:
+async def capture_stacks(pid: int, path: Path) -> str:
     """The stacks of all threads of process `pid`, which writes them to `path`; the kernel's information if it does not
     answer within a second. At most MAX_CHARACTERS."""
     text = await _asked(pid, path) if _state_letter(pid) not in ("T", "t", "Z", "X", "") else ""
@@ -54,7 +54,7 @@ async def _asked(pid: int, path: Path) -> str:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ANSWER_SECONDS):
             while True:  # there is no event for a file that has stopped growing
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
                 now = _size(path) or 0
                 if now > before and now == seen and not _is_answering(pid):
                     break
@@ -106,8 +106,8 @@ def from_kernel(pid: int) -> str:
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").strip()
             if name == "status":
-                kept = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk", "voluntary_ctxt", "nonvoluntary_ctxt")
-                text = "\n".join(line for line in text.splitlines() if line.startswith(kept))
+                fields = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk", "voluntary_ctxt", "nonvoluntary_ctxt")
+                text = "\n".join(line for line in text.splitlines() if line.startswith(fields))
             if text and text != "0":
                 facts.append(f"{name}: {text}" if "\n" not in text else text)
     return "\n".join(facts)

@@ -11,11 +11,11 @@ from torch import nn
 from manta.workers.model.core_attention import cached_attention, explicit_attention, fused_attention
 from manta.workers.model.initial import INIT_STD, residual_std
 from manta.workers.model.rotary import Rotary
-from manta.workers.model.shared import Shared, first_place
+from manta.workers.model.shared import Shared, first_dropout
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
-from manta.workers.parallel.recompute.modules import Again
+from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor.dropout import derived_keys
-from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, both
+from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, paired_forward
 
 
 class Attention(nn.Module):
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         spec, region = shared.spec, shared.region
         model, t = spec.model, region.tensor_size
         h, d = model.hidden_size, model.head_size
-        self.region, self.visible, self.place, self.rotary = region, shared.visible(layer), first_place(layer), rotary
+        self.region, self.visible, self.place, self.rotary = region, shared.visible(layer), first_dropout(layer), rotary
         self.layer = layer
         self.rate, self.explicit = model.dropout, spec.attention_is_explicit
         self.heads, self.head_size = model.heads // t, d
@@ -56,10 +56,10 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = head_norms
 
     def forward(
-        self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
+        self, x: torch.Tensor, run: ForwardPass, recompute_norm: Recomputation | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual if one is given."""
-        q, k, v = self._projections(x, norm_again, run)
+        q, k, v = self._projections(x, recompute_norm, run)
         recompute = run.recompute.core_attention
         if run.cache is not None:
             context = cached_attention(q, *run.cache.extended(self.layer, k, v), self.visible)
@@ -71,16 +71,18 @@ class Attention(nn.Module):
             )
         return self.output(context.flatten(2), residual)
 
-    def _projections(self, x: torch.Tensor, norm_again: Again | None, run: ForwardPass) -> tuple[torch.Tensor, ...]:
+    def _projections(
+        self, x: torch.Tensor, recompute_norm: Recomputation | None, run: ForwardPass
+    ) -> tuple[torch.Tensor, ...]:
         """q [s, b, a/t, d], k and v [s, b, g/t, d]; if x is [b, s, h], these are [b, s, ...]."""
         rotary = self.rotary if self.q_norm is None else None  # with norms of heads, the rotation follows them
         if self.fused:
-            qkv = self.qkv(x, norm_again)
+            qkv = self.qkv(x, recompute_norm)
             if rotary is not None:
                 qkv = rotary(qkv, self.head_size, 3, 2, run)
             q, k, v = qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
         else:
-            q, kv = both(x, self.q, self.kv, norm_again)
+            q, kv = paired_forward(x, self.q, self.kv, recompute_norm)
             if rotary is not None:
                 q = rotary(q, self.head_size, 1, 1, run)
                 kv = rotary(kv, self.head_size, 2, 1, run)

@@ -14,7 +14,7 @@ from manta.workers.model.initial import INIT_STD, residual_std
 from manta.workers.model.layer import Embedding, Layer
 from manta.workers.model.shared import Shared
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
-from manta.workers.parallel.recompute.modules import Again
+from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
 from manta.workers.parallel.tensor.region import Region
 
@@ -29,10 +29,10 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(f, h, region, model.bias, residual_std(model), model.activation)
 
     def forward(
-        self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
+        self, x: torch.Tensor, run: ForwardPass, recompute_norm: Recomputation | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual if one is given."""
-        return self.down(self.up(x, norm_again), residual, run.recompute.mlp_activation)
+        return self.down(self.up(x, recompute_norm), residual, run.recompute.mlp_activation)
 
 
 def embedding(shared: Shared) -> Embedding:

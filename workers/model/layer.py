@@ -12,9 +12,9 @@ from torch import nn
 
 from manta.workers.model.attention import Attention
 from manta.workers.model.initial import INIT_STD
-from manta.workers.model.shared import EMBEDDING_PLACE, Shared, first_place
+from manta.workers.model.shared import EMBEDDING_DROPOUT, Shared, first_dropout
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
-from manta.workers.parallel.recompute.modules import Again, again
+from manta.workers.parallel.recompute.modules import Recomputation, recomputation
 from manta.workers.parallel.tensor.dropout import derived_keys, dropout
 from manta.workers.parallel.tensor.layers import PositionEmbedding, VocabularyParallelEmbedding
 from manta.workers.parallel.tensor.region import Region
@@ -38,27 +38,28 @@ class Layer(nn.Module):
     def __init__(
         self, shared: Shared, index: int, attention: Attention, mlp: nn.Module, norms: tuple[nn.Module, nn.Module]
     ):
-        """`mlp` maps (input, ForwardPass, Again or None, residual or None) to its output, as `attention` does."""
+        """`mlp` maps (input, ForwardPass, Recomputation or None, residual or None) to its output, as `attention`
+        does."""
         super().__init__()
         rate, region = shared.spec.model.dropout, shared.region
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
-        self.attention_dropout = Dropout(rate, first_place(index) + 1, region)
-        self.mlp_dropout = Dropout(rate, first_place(index) + 2, region)
+        self.attention_dropout = Dropout(rate, first_dropout(index) + 1, region)
+        self.mlp_dropout = Dropout(rate, first_dropout(index) + 2, region)
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""
         # Dropout comes between a block and the residual; without it the block's last product adds the residual itself.
         residual = x if run.keys_b is None else None
-        y = self.attention(self.attention_norm(x), run, self._norm_again(self.attention_norm, x, run), residual)
+        y = self.attention(self.attention_norm(x), run, self._norm_recomputation(self.attention_norm, x, run), residual)
         x = y if run.keys_b is None else x + self.attention_dropout(y, run.keys_b)
         residual = x if run.keys_b is None else None
-        y = self.mlp(self.mlp_norm(x), run, self._norm_again(self.mlp_norm, x, run), residual)
+        y = self.mlp(self.mlp_norm(x), run, self._norm_recomputation(self.mlp_norm, x, run), residual)
         return y if run.keys_b is None else x + self.mlp_dropout(y, run.keys_b)
 
     @staticmethod
-    def _norm_again(norm: nn.Module, x: torch.Tensor, run: ForwardPass) -> Again | None:
-        return again(norm, x) if run.recompute.norm else None
+    def _norm_recomputation(norm: nn.Module, x: torch.Tensor, run: ForwardPass) -> Recomputation | None:
+        return recomputation(norm, x) if run.recompute.norm else None
 
 
 class Embedding(nn.Module):
@@ -72,7 +73,7 @@ class Embedding(nn.Module):
         self.position: PositionEmbedding | None = None
         if learned_positions:
             self.position = PositionEmbedding(model.sequence_length, model.hidden_size, region, INIT_STD)
-        self.dropout = Dropout(model.dropout, EMBEDDING_PLACE, region)
+        self.dropout = Dropout(model.dropout, EMBEDDING_DROPOUT, region)
 
     def forward(self, tokens_sb: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """Tokens [s, b] -> [s or s/t, b, h]."""

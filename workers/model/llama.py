@@ -15,8 +15,8 @@ from manta.workers.model.initial import INIT_STD, residual_std
 from manta.workers.model.layer import Embedding, Layer
 from manta.workers.model.shared import Shared
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
-from manta.workers.parallel.recompute.modules import Again
-from manta.workers.parallel.tensor.layers import ColumnParallelLinear, GatedRowParallelLinear, both
+from manta.workers.parallel.recompute.modules import Recomputation
+from manta.workers.parallel.tensor.layers import ColumnParallelLinear, GatedRowParallelLinear, paired_forward
 from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.rms_norm import RMSNorm
 
@@ -32,10 +32,10 @@ class SwiGLU(nn.Module):
         self.down = GatedRowParallelLinear(f, h, region, model.bias, residual_std(model))
 
     def forward(
-        self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
+        self, x: torch.Tensor, run: ForwardPass, recompute_norm: Recomputation | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual if one is given."""
-        gate, up = both(x, self.gate, self.up, norm_again)
+        gate, up = paired_forward(x, self.gate, self.up, recompute_norm)
         return self.down(gate, up, residual, run.recompute.mlp_activation)
 
 

@@ -24,17 +24,17 @@ class Rotary:
         self._angles_sd = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, x: torch.Tensor, head_size: int, parts: int, turned: int, run: ForwardPass) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, head_size: int, parts: int, rotated: int, run: ForwardPass) -> torch.Tensor:
         """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): the first
-        `turned` of each head's `parts` are rotated, in place unless the code is being compiled."""
+        `rotated` of each head's `parts` are rotated, in place unless the code is being compiled."""
         cos, sin = self.tables(x)
         length = x.shape[1] if run.batch_first else x.shape[0]
         shape = (1, length, 1, 1, -1) if run.batch_first else (length, 1, 1, 1, -1)
         start = run.cache.first if run.cache is not None else 0
         cos, sin = (table[start : start + length].view(shape) for table in (cos, sin))
         if torch.compiler.is_compiling():
-            return _turned_in_new_memory(x, cos, sin, parts, turned, head_size)
-        result: torch.Tensor = _Turn.apply(x, cos, sin, parts, turned, head_size)
+            return _rotated_copy(x, cos, sin, parts, rotated, head_size)
+        result: torch.Tensor = _Rotation.apply(x, cos, sin, parts, rotated, head_size)
         return result
 
     def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ class Rotary:
         return [table for pair in self._tables.values() for table in pair]
 
 
-class _Turn(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     """A rotation in place; its backward rotates the gradient back and needs nothing that forward computed.
 
     Autograd is not informed that it is in place: it would refuse if x is a view of a product's result. Nothing else may
@@ -59,39 +59,39 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, turned: int, head_size: int
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, rotated: int, head_size: int
     ) -> torch.Tensor:
-        ctx.cos, ctx.sin, ctx.shape = cos, sin, (parts, turned, head_size)
-        _turn(x, cos, sin, *ctx.shape)
+        ctx.cos, ctx.sin, ctx.shape = cos, sin, (parts, rotated, head_size)
+        _rotate(x, cos, sin, *ctx.shape)
         return x.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = grads[0].clone(memory_format=torch.contiguous_format)
-        _turn(grad, ctx.cos, -ctx.sin, *ctx.shape)
+        _rotate(grad, ctx.cos, -ctx.sin, *ctx.shape)
         return grad, None, None, None, None, None
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, turned: int, head_size: int) -> None:
-    first, second = _halves(x, parts, turned, head_size)
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, rotated: int, head_size: int) -> None:
+    first, second = _halves(x, parts, rotated, head_size)
     before = first.clone()
     first.mul_(cos).addcmul_(second, sin, value=-1.0)
     second.mul_(cos).addcmul_(before, sin)
 
 
-def _halves(x: torch.Tensor, parts: int, turned: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(x: torch.Tensor, parts: int, rotated: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Both halves of the parts that are rotated: [s, b, a, parts, d/2]."""
-    whole = x.view(*x.shape[:2], -1, parts, head_size)[..., :turned, :]
-    return whole[..., : head_size // 2], whole[..., head_size // 2 :]
+    heads = x.view(*x.shape[:2], -1, parts, head_size)[..., :rotated, :]
+    return heads[..., : head_size // 2], heads[..., head_size // 2 :]
 
 
-def _turned_in_new_memory(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, turned: int, head_size: int
+def _rotated_copy(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, rotated: int, head_size: int
 ) -> torch.Tensor:
-    first, second = _halves(x, parts, turned, head_size)
-    rest = x.view(*x.shape[:2], -1, parts, head_size)[..., turned:, :]
-    whole = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return torch.cat([whole, rest], -2).view(x.shape)
+    first, second = _halves(x, parts, rotated, head_size)
+    rest = x.view(*x.shape[:2], -1, parts, head_size)[..., rotated:, :]
+    heads = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([heads, rest], -2).view(x.shape)
 
 
 def frequencies_of(rope: RopeConfig, head_size: int) -> tuple[torch.Tensor, float]:

@@ -11,8 +11,8 @@ from manta.workers.parallel.recompute.offload import HostBlocks
 from manta.workers.parallel.tensor.region import Region
 
 # Places in the model that have dropout; keys of different places are independent.
-EMBEDDING_PLACE = 0
-PLACES_A_LAYER = 3
+EMBEDDING_DROPOUT = 0
+DROPOUTS_PER_LAYER = 3
 
 
 class Shared:
@@ -45,6 +45,6 @@ class Shared:
         return self._visible[self.spec.model.window(layer)]
 
 
-def first_place(layer: int) -> int:
+def first_dropout(layer: int) -> int:
     """The first of a layer's places of dropout: attention weights, the attention's output, the MLP's output."""
-    return 1 + layer * PLACES_A_LAYER
+    return 1 + layer * DROPOUTS_PER_LAYER

@@ -42,7 +42,7 @@ class Chunk(nn.Module):
         parts = parts_of(model)
         self.shared, self.region, self.index = shared, region, index
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so the order of tokens concerns no other rank
+        self.has_full_sequence = count == 1 and region.tensor_size == 1  # so the order of tokens concerns no other rank
         self.before: Callable[[nn.Module], object] = lambda part: None
         """Called with each part before it computes: its parameters may not have arrived yet."""
         self._stays: frozenset[int] | None = None
@@ -59,7 +59,7 @@ class Chunk(nn.Module):
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """Tokens [s, b] in the first virtual stage, otherwise [s or s/t, b, h]. Returns logits [s, b, v/t] in the last
         one, or the input of the output layer, perhaps as a view of [b, s, v]; otherwise [s or s/t, b, h]."""
-        if self.sequence_is_whole and run.keys_b is None:
+        if self.has_full_sequence and run.keys_b is None:
             run = replace(run, batch_first=True)
             x = x.t().contiguous()
         if self.embedding is not None:
@@ -85,8 +85,8 @@ class Chunk(nn.Module):
         return x.transpose(0, 1) if run.batch_first else x
 
     def _layer(self, name: str, layer: nn.Module, run: ForwardPass, x: torch.Tensor) -> torch.Tensor:
-        whole = run.recompute.whole_layer(int(name))
-        result: torch.Tensor = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
+        is_full = run.recompute.full_layer(int(name))
+        result: torch.Tensor = checkpointed(self.region.comm, layer, x, run) if is_full else layer(x, run)
         return result
 
     def _offloading(self) -> OffloadedPass | None:
@@ -102,7 +102,11 @@ class Chunk(nn.Module):
 def _gradient_begins(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """The module's input. It requires a gradient if something in the module is trained, even if nothing before it is:
     the module's products only have a gradient if their input has one (workers/parallel/tensor/linear_autograd.py)."""
-    if not torch.is_grad_enabled() or x.requires_grad or not any(each.requires_grad for each in module.parameters()):
+    if (
+        not torch.is_grad_enabled()
+        or x.requires_grad
+        or not any(parameter.requires_grad for parameter in module.parameters())
+    ):
         return x
     return x.detach().requires_grad_()
 

@@ -62,25 +62,33 @@ class MetadataSource:
 
     def notice(self, now: datetime) -> Notice | None:
         """The cloud's notice at `now`, by this machine's clock; None if there is none. Raises MetadataUnavailable."""
-        return _ASK[self.cloud](_Service(self.url), now)
+        return _QUERIES[self.cloud](_Service(self.url), now)
 
 
 def aws_spot_notice(document: Any, now: datetime) -> Notice | None:
     """The notice in `spot/instance-action`."""
     at = datetime.fromisoformat(document["time"])
     action = document["action"]
-    return Notice(f"spot {action} {document['time']}", _until(at, now), f"AWS takes the spot instance back ({action})")
+    return Notice(
+        f"spot {action} {document['time']}", _seconds_until(at, now), f"AWS takes the spot instance back ({action})"
+    )
 
 
 def aws_maintenance_notice(document: Any, now: datetime) -> Notice | None:
     """The most urgent event in `events/maintenance/scheduled` that is near; None if there is none."""
-    coming = []
+    notices = []
     for event in document:
         at = parsedate_to_datetime(event["NotBefore"])
-        if event.get("State", "active") == "active" and event["Code"] in _AWS_ENDS and _until(at, now) <= LEAD_SECONDS:
+        if (
+            event.get("State", "active") == "active"
+            and event["Code"] in _AWS_ENDS
+            and _seconds_until(at, now) <= LEAD_SECONDS
+        ):
             name = event.get("EventId", f"{event['Code']} {event['NotBefore']}")
-            coming.append(Notice(str(name), _until(at, now), f"AWS has scheduled maintenance ({event['Code']})"))
-    return most_urgent(coming)
+            notices.append(
+                Notice(str(name), _seconds_until(at, now), f"AWS has scheduled maintenance ({event['Code']})")
+            )
+    return most_urgent(notices)
 
 
 def gcp_notice(preempted: str, maintenance: str) -> Notice | None:
@@ -95,19 +103,23 @@ def gcp_notice(preempted: str, maintenance: str) -> Notice | None:
 def azure_notice(document: Any, name: str, now: datetime) -> Notice | None:
     """The most urgent event in `scheduledevents` that ends the machine called `name`, which a freeze of some seconds
     does not; None if there is none."""
-    coming = []
+    notices = []
     for event in document["Events"]:
         kind = event["EventType"]
         if kind not in _AZURE_ENDS or name not in event["Resources"]:
             continue
-        least = AZURE_PREEMPT_SECONDS if kind == "Preempt" else 0.0
-        seconds = _until(parsedate_to_datetime(event["NotBefore"]), now) if event.get("NotBefore") else least
+        default_seconds = AZURE_PREEMPT_SECONDS if kind == "Preempt" else 0.0
+        seconds = (
+            _seconds_until(parsedate_to_datetime(event["NotBefore"]), now)
+            if event.get("NotBefore")
+            else default_seconds
+        )
         if seconds <= LEAD_SECONDS:
-            coming.append(Notice(str(event["EventId"]), seconds, f"Azure has scheduled an event ({kind})"))
-    return most_urgent(coming)
+            notices.append(Notice(str(event["EventId"]), seconds, f"Azure has scheduled an event ({kind})"))
+    return most_urgent(notices)
 
 
-def _until(at: datetime, now: datetime) -> float:
+def _seconds_until(at: datetime, now: datetime) -> float:
     return max(0.0, ((at if at.tzinfo else at.replace(tzinfo=UTC)) - now).total_seconds())
 
 
@@ -117,7 +129,7 @@ class _Service:
     def __init__(self, url: str):
         self._host = urlsplit(url).netloc
 
-    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+    def get(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
         """The answer; None if there is nothing at `path`. Raises MetadataUnavailable."""
         connection = http.client.HTTPConnection(self._host, timeout=ANSWER_SECONDS)
         try:
@@ -135,7 +147,7 @@ class _Service:
         return content
 
 
-def _understood(read: Callable[..., Notice | None], content: str, *about: Any) -> Notice | None:
+def _parsed(read: Callable[..., Notice | None], content: str, *about: Any) -> Notice | None:
     """The result of `read` for a JSON document. Raises MetadataUnavailable if its form is unknown."""
     try:
         return read(json.loads(content), *about)
@@ -143,35 +155,35 @@ def _understood(read: Callable[..., Notice | None], content: str, *about: Any) -
         raise MetadataUnavailable(f"the metadata service gave an unknown answer: {content[:200]!r}") from error
 
 
-def _ask_aws(service: _Service, now: datetime) -> Notice | None:
+def _query_aws(service: _Service, now: datetime) -> Notice | None:
     wanted = {"X-aws-ec2-metadata-token-ttl-seconds": _TOKEN_SECONDS}
-    token = service.ask("/latest/api/token", wanted, "PUT")
+    token = service.get("/latest/api/token", wanted, "PUT")
     headers = {} if token is None else {"X-aws-ec2-metadata-token": token}
-    spot = service.ask("/latest/meta-data/spot/instance-action", headers)
+    spot = service.get("/latest/meta-data/spot/instance-action", headers)
     if spot is not None:
-        return _understood(aws_spot_notice, spot, now)
-    maintenance = service.ask("/latest/meta-data/events/maintenance/scheduled", headers)
-    return None if maintenance is None else _understood(aws_maintenance_notice, maintenance, now)
+        return _parsed(aws_spot_notice, spot, now)
+    maintenance = service.get("/latest/meta-data/events/maintenance/scheduled", headers)
+    return None if maintenance is None else _parsed(aws_maintenance_notice, maintenance, now)
 
 
-def _ask_gcp(service: _Service, now: datetime) -> Notice | None:
+def _query_gcp(service: _Service, now: datetime) -> Notice | None:
     headers, instance = {"Metadata-Flavor": "Google"}, "/computeMetadata/v1/instance"
-    preempted = service.ask(f"{instance}/preempted", headers)
-    maintenance = service.ask(f"{instance}/maintenance-event", headers)
+    preempted = service.get(f"{instance}/preempted", headers)
+    maintenance = service.get(f"{instance}/maintenance-event", headers)
     return gcp_notice(preempted or "", maintenance or "")
 
 
-def _ask_azure(service: _Service, now: datetime) -> Notice | None:
+def _query_azure(service: _Service, now: datetime) -> Notice | None:
     headers = {"Metadata": "true"}
-    events = service.ask("/metadata/scheduledevents?api-version=2020-07-01", headers)
+    events = service.get("/metadata/scheduledevents?api-version=2020-07-01", headers)
     if events is None:
         return None
-    name = service.ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
-    return _understood(azure_notice, events, (name or "").strip(), now)
+    name = service.get("/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
+    return _parsed(azure_notice, events, (name or "").strip(), now)
 
 
-_ASK: dict[Cloud, Callable[[_Service, datetime], Notice | None]] = {
-    "aws": _ask_aws,
-    "gcp": _ask_gcp,
-    "azure": _ask_azure,
+_QUERIES: dict[Cloud, Callable[[_Service, datetime], Notice | None]] = {
+    "aws": _query_aws,
+    "gcp": _query_gcp,
+    "azure": _query_azure,
 }

@@ -39,10 +39,10 @@ from manta.workers.protocol.messages import (
     StorePort,
 )
 from manta.workers.protocol.remote_call import serve
-from manta.workers.snapshot.node_memory import MemoryKeeper
+from manta.workers.snapshot.node_memory import MemoryServer
 from manta.workers.system.daemon_threads import in_daemon_thread
 from manta.workers.system.ports import LOOPBACK, PortRange
-from manta.workers.system.unix_listener import LOOK_SECONDS, UnixListener
+from manta.workers.system.unix_listener import POLL_SECONDS, UnixListener
 from manta.workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from manta.workers.zygote.owner import ZygoteOwner
 
@@ -92,7 +92,7 @@ class NodeDaemon:
         self._ports = None if ports is None else PortRange.of(ports)
         self._socket_path = zygote_socket(self._paths.runtime_folder, this_host().node)
         self._zygote = ZygoteOwner(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
-        self._memory: MemoryKeeper | None = None
+        self._memory: MemoryServer | None = None
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None
@@ -114,10 +114,10 @@ class NodeDaemon:
             self._runtime_folder.keep()
             self._paths.make_snapshot_root()
             address = memory_socket(self._paths.runtime_folder, this_host().node)
-            self._memory = MemoryKeeper(address, self._paths.snapshot_root)
+            self._memory = MemoryServer(address, self._paths.snapshot_root)
             await self._zygote.start()
             await self._serve_drains(UnixListener(drain_socket(self._paths.runtime_folder, self._node)))
-            self._reachability = asyncio.create_task(self._stay_reachable(), name="runtime folder")
+            self._reachability = asyncio.create_task(self._maintain_sockets(), name="runtime folder")
             on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end", "SIGTERM"))
             for watch in self._notices:
                 watch.start()
@@ -200,7 +200,7 @@ class NodeDaemon:
             return
         shutil.rmtree(self._paths.snapshot_folder(job), ignore_errors=True)
         if self._memory is not None:
-            await asyncio.to_thread(self._memory.give_back)
+            await asyncio.to_thread(self._memory.free_unlinked)
 
     async def jobs(self) -> list[str]:
         """The jobs that have a store or snapshots here."""
@@ -256,16 +256,16 @@ class NodeDaemon:
             lambda seconds: self._heartbeat.drain(seconds, "the machine asks to be drained", MACHINE),
         )
 
-    async def _stay_reachable(self) -> None:
-        """Keep the runtime folder and the socket for drains; the zygote and the MemoryKeeper keep theirs."""
-        said = ""
+    async def _maintain_sockets(self) -> None:
+        """Keep the runtime folder and the socket for drains; the zygote and the MemoryServer keep theirs."""
+        reported = ""
         while self._drains is not None and self._drain_listener is not None:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             try:
                 await asyncio.to_thread(self._runtime_folder.keep)
             except (OSError, UnsafePath) as error:
-                if said != (said := str(error)):
-                    log.warning("the sockets of this node cannot be reached: %s; it is tried again", error)
+                if reported != (reported := str(error)):
+                    log.warning("the sockets of this node cannot be reached: %s; retrying", error)
                 continue
             if (successor := self._drain_listener.successor()) is not None:
                 self._drains.close()

@@ -23,7 +23,7 @@ from manta.workers.system.regular_files import read_regular
 MARK = ".installation"
 _MAX_BYTES = 1000
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How long callers wait for a look, from its beginning on."""
 
 TOUCH_SECONDS = 6 * 3600.0
@@ -68,7 +68,7 @@ class SharedFolders:
     def __init__(self, folders: Iterable[str], installation: str):
         """`installation`: the service's id."""
         self._folders, self._installation = tuple(folders), installation
-        self._looking: Future[None] | None = None
+        self._check: Future[None] | None = None
         self._began = 0.0
         """When the look began, by the monotonic clock."""
         self._unshared: tuple[str, ...] = ()
@@ -76,16 +76,16 @@ class SharedFolders:
     async def unshared(self) -> tuple[str, ...]:
         """Folders that this node does not share. While a file system does not answer, what was known before; at first
         all count as shared, since something is mounted there."""
-        looking = self._looking
-        if looking is None or looking.done():
-            looking = self._looking = in_daemon_thread("shared folders", self._look)
+        check = self._check
+        if check is None or check.done():
+            check = self._check = in_daemon_thread("shared folders", self._run_check)
             self._began = time.monotonic()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._began + LOOK_SECONDS - time.monotonic()):
-                await asyncio.wrap_future(looking)
+            async with asyncio.timeout(self._began + POLL_SECONDS - time.monotonic()):
+                await asyncio.wrap_future(check)
         return self._unshared
 
-    def _look(self) -> None:
+    def _run_check(self) -> None:
         """Store the result here, since it may come when nobody waits for it any more."""
         self._unshared = unshared(self._folders, self._installation)
 

@@ -23,9 +23,9 @@ EVENT_MILLISECONDS = 500
 class GpuWatch:
     """Reads all GPUs every few seconds, on a separate thread: a driver in trouble may take long to answer."""
 
-    def __init__(self, tell: Callable[[tuple[GpuReading, ...]], None], library: Any = None):
-        """`tell`: called with each reading, on that thread; `library`: replaces the module `pynvml`."""
-        self._tell, self._library = tell, library
+    def __init__(self, on_reading: Callable[[tuple[GpuReading, ...]], None], library: Any = None):
+        """`on_reading`: called with each reading, on that thread; `library`: replaces the module `pynvml`."""
+        self._on_reading, self._library = on_reading, library
         self._xids: Counter[tuple[int, int]] = Counter()  # by GPU and code
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpus", daemon=True)
@@ -60,7 +60,7 @@ class GpuWatch:
         gpus = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
         errors = _errors_of(library, gpus) if gpus else None
         while gpus and not self._stopped.is_set():
-            self._tell(tuple(self._reading(library, index, gpu) for index, gpu in enumerate(gpus)))
+            self._on_reading(tuple(self._reading(library, index, gpu) for index, gpu in enumerate(gpus)))
             due = time.monotonic() + SAMPLE_SECONDS
             while not self._stopped.is_set() and time.monotonic() < due:
                 if errors is None:
@@ -75,35 +75,35 @@ class GpuWatch:
             self._xids[library.nvmlDeviceGetIndex(event.device), int(event.eventData)] += 1
         except library.NVMLError as error:
             if error.value != library.NVML_ERROR_TIMEOUT:
-                log.warning("the driver did not say what is wrong with a GPU: %s", error)
+                log.warning("the driver did not report what is wrong with a GPU: %s", error)
                 self._stopped.wait(EVENT_MILLISECONDS / 1000)
             return False
         return True
 
     def _reading(self, library: Any, index: int, gpu: Any) -> GpuReading:
-        ask = _Asking(library, gpu)
-        memory, busy = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
-        milliwatts, clock = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM)
+        query = _GpuQuery(library, gpu)
+        memory, busy = query("nvmlDeviceGetMemoryInfo"), query("nvmlDeviceGetUtilizationRates")
+        milliwatts, clock = query("nvmlDeviceGetPowerUsage"), query("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM)
         errors = (library.NVML_MEMORY_ERROR_TYPE_CORRECTED, library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
         corrected, uncorrected = (
-            ask("nvmlDeviceGetTotalEccErrors", kind, library.NVML_VOLATILE_ECC) for kind in errors
+            query("nvmlDeviceGetTotalEccErrors", kind, library.NVML_VOLATILE_ECC) for kind in errors
         )
         return GpuReading(
             index=index,
             busy_ratio=None if busy is None else busy.gpu / 100,
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
-            temperature_celsius=ask("nvmlDeviceGetTemperature", library.NVML_TEMPERATURE_GPU),
+            temperature_celsius=query("nvmlDeviceGetTemperature", library.NVML_TEMPERATURE_GPU),
             power_watts=None if milliwatts is None else milliwatts / 1000,
             ecc_corrected=corrected,
             ecc_uncorrected=uncorrected,
             xids={str(code): count for (of, code), count in self._xids.items() if of == index},
-            answers=not ask.is_lost,
+            answers=not query.is_lost,
             clock_mhz=clock,
         )
 
 
-class _Asking:
+class _GpuQuery:
     """Asks the library about one GPU."""
 
     def __init__(self, library: Any, gpu: Any):

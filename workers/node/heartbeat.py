@@ -85,7 +85,7 @@ class HeartbeatServer:
         until = math.inf if seconds is None else time.monotonic() + seconds
         with self._changing:
             self._drains[source] = _Drain(until, reason)
-        self._tell()
+        self._notify()
 
     def withdraw(self, *sources: str) -> None:
         """The statements of these `sources` no longer hold."""
@@ -93,13 +93,13 @@ class HeartbeatServer:
             for source in sources:
                 self._drains.pop(source, None)
             self._withdrawn = True
-        self._tell()
+        self._notify()
 
     def note_gpus(self, readings: tuple[GpuReading, ...]) -> None:
         """The machine's GPUs: the next answer on each connection contains them."""
         self._gpus = readings
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with contextlib.suppress(OSError):
             self._waker.send(b"\n")
 
@@ -148,16 +148,16 @@ class HeartbeatServer:
         received = self._received(connection)
         if received is None:
             return
-        said = self._unauthenticated[connection] + received
-        line, newline, _ = said.partition(b"\n")
+        buffered = self._unauthenticated[connection] + received
+        line, newline, _ = buffered.partition(b"\n")
         if newline and hmac.compare_digest(line, self.secret.encode()):
             del self._unauthenticated[connection]
             self._connections[connection] = None
             self._answer(connection)
-        elif newline or not received or len(said) > len(self.secret):
+        elif newline or not received or len(buffered) > len(self.secret):
             self._drop(connection)
         else:
-            self._unauthenticated[connection] = said
+            self._unauthenticated[connection] = buffered
 
     def _read(self, connection: Any) -> None:
         received = self._received(connection)

@@ -116,16 +116,16 @@ class KubernetesSource:
 
 def node_notice(document: Any, taints: Mapping[str, float | None]) -> Notice | None:
     """The most urgent notice in a Node object, where `taints` are those that end a node; None if there is none."""
-    coming = []
+    notices = []
     for taint in document["spec"].get("taints") or ():
         key = taint["key"]
         if key in taints:
-            coming.append(Notice(f"taint {key}", taints[key], f"Kubernetes has tainted the node with {key}"))
+            notices.append(Notice(f"taint {key}", taints[key], f"Kubernetes has tainted the node with {key}"))
     for condition in (document.get("status") or {}).get("conditions") or ():
         kind = condition["type"]
         if kind in CONDITIONS and condition["status"] == "True":
             reason = f"Kubernetes says {kind} of the node"
-            coming.append(Notice(f"condition {kind}", NOTICE_SECONDS, reason))
+            notices.append(Notice(f"condition {kind}", NOTICE_SECONDS, reason))
     if document["metadata"].get("deletionTimestamp"):
-        coming.append(Notice("deletion", NOTICE_SECONDS, "the node is being deleted from Kubernetes"))
-    return most_urgent(coming)
+        notices.append(Notice("deletion", NOTICE_SECONDS, "the node is being deleted from Kubernetes"))
+    return most_urgent(notices)

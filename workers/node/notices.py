@@ -17,7 +17,7 @@ from manta.workers.errors import MantaError
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 """The interval that AWS recommends; the shortest notice is 30 s."""
 
 NOTICE_SECONDS = 25.0
@@ -68,11 +68,11 @@ class NoticeWatch:
         source: NoticeSource,
         noticed: Callable[[Notice], None],
         withdrawn: Callable[[], None],
-        look_seconds: float = LOOK_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
     ):
         """`noticed` is called once with each notice, `withdrawn` when none is left; both on the watch's thread."""
         self._source, self._noticed, self._withdrawn = source, noticed, withdrawn
-        self._look_seconds = look_seconds
+        self._poll_seconds = poll_seconds
         self._stopped = threading.Event()
         self._known: Notice | None = None
         self._problem = ""
@@ -88,16 +88,16 @@ class NoticeWatch:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self.look()
-            self._stopped.wait(self._look_seconds)
+            self.poll()
+            self._stopped.wait(self._poll_seconds)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Ask once. An unanswered question is asked again, and changes nothing."""
         try:
             notice = self._source.notice(datetime.now(UTC))
         except SourceUnavailable as error:
             if not self._problem:
-                log.warning("%s; it is asked again", error)
+                log.warning("%s; retrying", error)
             self._problem = str(error)
             return
         if self._problem:

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from manta.workers.protocol.json_codec import JsonObject, from_json, to_json
 from manta.workers.protocol.messages import StoreArgument, StorePort
 from manta.workers.system.ports import listen
-from manta.workers.system.resources import OTHER_FILES, raise_limit
+from manta.workers.system.resources import RESERVED_FILES, raise_limit
 
 BACKLOG = 1024
 MAX_CONNECTIONS = 16_384
@@ -31,7 +31,7 @@ def run(argument: JsonObject, control: socket.socket) -> int:
     """
     wanted = from_json(StoreArgument, argument)
     # Uses a listening socket of our own, because TCPStore's would be open on every interface of the machine.
-    raise_limit(MAX_CONNECTIONS + OTHER_FILES)
+    raise_limit(MAX_CONNECTIONS + RESERVED_FILES)
     listener = listen(wanted.host, wanted.ports, BACKLOG)
     port = listener.getsockname()[1]
     store = TCPStore(

@@ -39,7 +39,7 @@ class RollBack:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; a range of samples as [first, one past the last]."""
-        ranges = [[each.start, each.stop] for each in self.samples]
+        ranges = [[sample.start, sample.stop] for sample in self.samples]
         return {"bad_step": self.step, "back_to": self.back_to, "samples": ranges}
 
     @classmethod
@@ -72,7 +72,7 @@ class NumericsHistory:
     @property
     def skipped_samples(self) -> list[range]:
         """The samples of all roll backs."""
-        return [each for roll_back in self.roll_backs for each in roll_back.samples]
+        return [sample for roll_back in self.roll_backs for sample in roll_back.samples]
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; floats keep their bits."""
@@ -89,15 +89,17 @@ def merged_roll_backs(roll_backs: Iterable[RollBack]) -> tuple[RollBack, ...]:
     """Each roll back once, in an order that depends only on the roll backs. Two that skipped the same samples are the
     same: one of them was repeated after a restart, when there may have been no copy of an equally early step."""
     by_samples: dict[tuple[range, ...], RollBack] = {}
-    for each in sorted(roll_backs, key=lambda each: (each.step, each.back_to)):
-        by_samples.setdefault(each.samples, each)
+    for roll_back in sorted(roll_backs, key=lambda roll_back: (roll_back.step, roll_back.back_to)):
+        by_samples.setdefault(roll_back.samples, roll_back)
     return tuple(sorted(by_samples.values(), key=lambda each: (each.step, [(r.start, r.stop) for r in each.samples])))
 
 
 def merged_histories(histories: Sequence[NumericsHistory]) -> NumericsHistory:
     """The history that all ranks continue with, given each rank's history as of the same committed step."""
     recent = next((history.recent for history in histories if history.recent), ())
-    return NumericsHistory(recent).with_roll_backs(each for history in histories for each in history.roll_backs)
+    return NumericsHistory(recent).with_roll_backs(
+        roll_back for history in histories for roll_back in history.roll_backs
+    )
 
 
 def limits(history: NumericsHistory, recovery: RecoveryConfig) -> tuple[float, float]:

@@ -52,15 +52,15 @@ class NumberGuard:
             self.history = history.with_roll_backs(self.history.roll_backs)
         self.history = self.history.with_roll_backs(known)
         copies = [] if self.copies is None else [copy for copy in self.copies.steps if copy <= step]
-        mine = _Known(self.history, copies)
-        agreed = self.comm.shared_work.together(lambda: mine, _agreed, (_Known, _Known), self.comm.progress)
+        own = _Known(self.history, copies)
+        agreed = self.comm.shared_work.together(lambda: own, _agreed, (_Known, _Known), self.comm.progress)
         self.history, common = agreed.history, agreed.copies
         if self.copies is not None:
             self.copies.forget(*(copy for copy in self.copies.steps if copy not in common))
             if not common:
                 self.copies.start(step, self.history)
         heard = {each.samples for each in known}
-        return [each for each in self.history.roll_backs if each.samples not in heard]
+        return [roll_back for roll_back in self.history.roll_backs if roll_back.samples not in heard]
 
     def begin_step(self) -> None:
         """Make the next step update nothing if its numbers are above their limits."""

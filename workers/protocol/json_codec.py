@@ -83,7 +83,7 @@ def codec_of(kind: Any) -> Codec:
     if origin is Literal:
         return Codec(_same, functools.partial(_scalar, tuple({type(value) for value in arguments})))
     if origin in (Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
-        return _optional(codec_of(next(each for each in arguments if each is not type(None))))
+        return _optional(codec_of(next(argument for argument in arguments if argument is not type(None))))
     if origin is list or (origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis):
         return _sequence(origin, codec_of(arguments[0]))
     if origin is dict and arguments[0] is str:
@@ -96,8 +96,8 @@ def _fields(cls: Any) -> tuple[tuple[str, Codec, bool], ...]:
     """Name, codec, and whether it must be sent, of each field."""
     hints, missing = typing.get_type_hints(cls), dataclasses.MISSING
     return tuple(
-        (each.name, codec_of(hints[each.name]), each.default is missing and each.default_factory is missing)
-        for each in dataclasses.fields(cls)
+        (field.name, codec_of(hints[field.name]), field.default is missing and field.default_factory is missing)
+        for field in dataclasses.fields(cls)
     )
 
 

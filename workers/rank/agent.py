@@ -218,7 +218,7 @@ class AgentOnNode(Agent):
         logs = home if paths.home == Path(home) and not reports_lines else None
         self._snapshot_folder = str(paths.snapshot_folder(job))
         self._token_cache = str(read_token_cache(paths.token_cache))
-        self._keeper = str(memory_socket(paths.runtime_folder, this_host().node))
+        self._memory_socket = str(memory_socket(paths.runtime_folder, this_host().node))
         self._ports = None if ports is None else PortRange.of(ports)
         super().__init__(job, rank, logs, str(paths.runtime_folder), self._snapshot_folder, group, self._ports)
 
@@ -232,5 +232,5 @@ class AgentOnNode(Agent):
 
     def _here(self, order: LaunchOrder) -> LaunchOrder:
         snapshots = None if order.snapshot_folder is None else self._snapshot_folder
-        own = replace(order, token_cache=self._token_cache, memory_keeper=self._keeper, ports=self._ports)
+        own = replace(order, token_cache=self._token_cache, memory_keeper=self._memory_socket, ports=self._ports)
         return replace(own, snapshot_folder=snapshots)

@@ -154,12 +154,14 @@ def reports_of(order: LaunchOrder, messages: list[Message]) -> list[Report]:
     for are_metrics, neighbours in groupby(messages, lambda message: isinstance(message.payload, Metrics)):
         if are_metrics:
             payloads = [message.payload for message in neighbours if isinstance(message.payload, Metrics)]
-            samples = [each.ranks for each in payloads if each.ranks is not None]
-            rows = tuple(row for each in payloads for row in each.rows)
+            samples = [payload.ranks for payload in payloads if payload.ranks is not None]
+            rows = tuple(row for payload in payloads for row in payload.rows)
             metrics = Metrics(rows, samples[-1] if samples else None)
             reports.append(Report(metrics, order.generation, order.rank, time.time()))
         else:
-            reports += [Report(each.payload, order.generation, order.rank, each.time) for each in neighbours]
+            reports += [
+                Report(neighbour.payload, order.generation, order.rank, neighbour.time) for neighbour in neighbours
+            ]
     return reports
 
 

@@ -141,4 +141,4 @@ def _listening_ports(process: psutil.Process) -> set[int]:
         connections = process.net_connections(kind="tcp")
     except psutil.NoSuchProcess:  # it has ended meanwhile
         return set()
-    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}

@@ -11,7 +11,7 @@ from manta.workers.node.host import this_host
 from manta.workers.paths import rank_stem
 from manta.workers.protocol.messages import Endpoint, StoredSnapshot
 from manta.workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
-from manta.workers.snapshot.files import snapshot_files, steps_kept
+from manta.workers.snapshot.files import snapshot_files, stored_steps
 from manta.workers.snapshot.node_memory import SnapshotMemory
 from manta.workers.snapshot.snapshot_file import committed_steps
 from manta.workers.system.ports import PortRange
@@ -23,16 +23,16 @@ class SnapshotSharing:
 
     def __init__(self, folder: str | None, ports: PortRange | None = None, keeper: Path | None = None):
         """`folder`: the job's, in shared memory; `ports`: to listen on, None: any; `keeper`: socket of the node's
-        MemoryKeeper."""
+        MemoryServer."""
         self._folder, self._ports = folder, ports
-        self._memory = SnapshotMemory(keeper=keeper)
+        self._memory = SnapshotMemory(server=keeper)
         self._server: BackupServer | None = None
         self._sender: BackupSender | None = None
 
     def steps(self, rank: int, layout: str | None = None) -> list[int]:
         """Committed steps whose state is complete in the own files of `rank`, ascending; with `layout`, only those of
         the layout with that tag."""
-        return [] if self._folder is None else steps_kept(self._folder, rank, layout)
+        return [] if self._folder is None else stored_steps(self._folder, rank, layout)
 
     def files(self) -> list[StoredSnapshot]:
         """The job's snapshot files on this node, of all ranks and layouts."""

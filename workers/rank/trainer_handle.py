@@ -68,7 +68,7 @@ class TrainerHandle:
         certain point."""
         self._received = 0
         """How many reports and chunks of output were read."""
-        self._ending = asyncio.create_task(self._until_ended(), name=f"trainer {process.pid}")
+        self._ending = asyncio.create_task(self._wait_for_exit(), name=f"trainer {process.pid}")
 
     @property
     def ended(self) -> bool:
@@ -114,7 +114,7 @@ class TrainerHandle:
             await self.stop(f"was killed by its agent, since it did not come to rest within {grace + patience:.0f} s")
         return self.at_rest
 
-    def become(self, rank: int, log: LineSink) -> None:
+    def assign_rank(self, rank: int, log: LineSink) -> None:
         """From now on the trainer's output and reports are those of `rank`."""
         self._rank, self._log = rank, log
 
@@ -173,7 +173,7 @@ class TrainerHandle:
         self._killed_for = reason
         self.process.kill()
 
-    async def _until_ended(self) -> Exit:
+    async def _wait_for_exit(self) -> Exit:
         pumps = [
             asyncio.create_task(self._pump_reports()),
             asyncio.create_task(self._pump_output("stdout", self.process.stdout, LineSplitter())),

@@ -26,10 +26,9 @@ from manta.workers.accounting.device_peak import peak_of_rank
 from manta.workers.checkpoint.checksums import UnreadableCheckpoint
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.comm.process_groups import take_flight_record
+from manta.workers.comm.process_groups import capture_flight_record
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import (
-    AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
     DataError,
@@ -40,6 +39,7 @@ from manta.workers.errors import (
     NonFiniteError,
     PeerLost,
     ReplicaDiffers,
+    RestRequested,
     SharedMemoryError,
     SpikeError,
 )
@@ -74,12 +74,12 @@ from manta.workers.rank.faults import (
 from manta.workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
 from manta.workers.snapshot.node_memory import SnapshotMemory
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.storage.places import place_of
+from manta.workers.storage.locations import parse_location
 from manta.workers.system import gpu
 from manta.workers.system.processes import lower_priority
 from manta.workers.system.threads import threads_of
 from manta.workers.timing.recording import TraceOrders
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
@@ -143,7 +143,7 @@ class TrainerProcess:
         self._faults = Faults(self._strike)
         self._trace_orders = TraceOrders()
         self._commands = CommandReader(
-            *(control, self._end, self._save_and_end, self._arm, self._trace_orders.ask, self._send_flight_record),
+            *(control, self._end, self._save_and_end, self._arm, self._trace_orders.add, self._send_flight_record),
             orphaned,
         )
 
@@ -187,7 +187,7 @@ class TrainerProcess:
             trainer.train()
             self._print(f"{'ends early, after' if trainer.ends_early else 'is done with'} step {trainer.step}")
         except PeerLost as error:
-            if not (self.order.in_place or isinstance(error, AskedToRest)):
+            if not (self.order.in_place or isinstance(error, RestRequested)):
                 raise
             self._lost_peer = str(error)  # not the error, whose frames hold the aborted step's activations
             return False
@@ -237,7 +237,7 @@ class TrainerProcess:
         self._faults.arm(order.faults)
         self._watch_for_faults()
         self._comm.end(self._ended_generation)
-        self._comm.ask_to_end(self._last_to_save)
+        self._comm.request_end(self._last_to_save)
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None or order.secret is None:
                 raise ValueError("a job of several ranks needs a rendezvous store and a secret in its launch order")
@@ -268,7 +268,7 @@ class TrainerProcess:
     def _build(self) -> None:
         """Create what the order needs, unless it exists: another layout needs another rank's model."""
         order = self.order
-        if self._built is not None and _same_place(self._built, order):
+        if self._built is not None and _has_same_position(self._built, order):
             return
         if self._trainer is not None:
             self._trainer.close()
@@ -285,7 +285,7 @@ class TrainerProcess:
     def _end(self, generation: int, after_step: bool) -> None:
         if after_step:
             if self._comm is not None:
-                self._comm.ask_to_rest(generation)
+                self._comm.request_rest(generation)
             return
         self._ended_generation = max(self._ended_generation, generation)
         if self._comm is not None:
@@ -294,7 +294,7 @@ class TrainerProcess:
     def _save_and_end(self, generation: int) -> None:
         self._last_to_save = max(self._last_to_save, generation)
         if self._comm is not None:
-            self._comm.ask_to_end(generation)
+            self._comm.request_end(generation)
 
     def _report(self, payload: Payload) -> None:
         self.reporter.send(payload)
@@ -316,11 +316,11 @@ class TrainerProcess:
     def _send_flight_record(self) -> None:
         """On a separate thread: commands that may release this rank must not wait for NCCL's recorder."""
 
-        def tell() -> None:
-            record = take_flight_record() or FlightRecord()
+        def send_record() -> None:
+            record = capture_flight_record() or FlightRecord()
             self._send([Report(record, self.order.generation, self.order.rank, time.time())])
 
-        threading.Thread(target=tell, name="flight record", daemon=True).start()
+        threading.Thread(target=send_record, name="flight record", daemon=True).start()
 
     def _watch_for_faults(self) -> None:
         if self._comm is not None and self._faults.armed:
@@ -340,7 +340,7 @@ class TrainerProcess:
             case "oom":
                 run_out_of_memory()
             case "exception":
-                raise InjectedError(f"fault {fault.id} was asked for")
+                raise InjectedError(f"fault {fault.id} was requested")
             case "slow":
                 self._faults.slow_down(fault.seconds)
             case "node":
@@ -351,7 +351,7 @@ class TrainerProcess:
                 self._comm.cut(fault.seconds)
 
 
-def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
+def _has_same_position(one: LaunchOrder, other: LaunchOrder) -> bool:
     """Whether what was built for `one` can be used for `other`."""
     return (one.spec, one.rank, one.snapshot_folder) == (other.spec, other.rank, other.snapshot_folder)
 
@@ -381,12 +381,12 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports, in_place)
     comm.step.enter("preparing")  # memory for the state and its snapshots is allocated at some GB/s
     peak = peak_of_rank(device, spec, order.peak_flops)
-    record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
+    record = parse_location(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None
     keeps = spec.checkpoint.snapshots
     snapshots, keeper = (None, None) if keeps == "off" else (order.snapshot_folder, order.memory_keeper)
     memory = SnapshotMemory("auto" if keeps == "off" else keeps, Path(keeper) if keeper else None)
-    places = Places(order.job, snapshots, order.checkpoint_folder, record, cache, memory=memory)
+    places = StatePaths(order.job, snapshots, order.checkpoint_folder, record, cache, memory=memory)
     return comm, Trainer(spec, comm, reporter, peak, places)
 
 

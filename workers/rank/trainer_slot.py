@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from manta.workers.errors import MantaError
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.liveness.hang_detection import TrainerWatch
-from manta.workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
-from manta.workers.liveness.stacks import stacks_path, take_stacks
+from manta.workers.liveness.hang_timeouts import REST_BYTES_PER_SECOND
+from manta.workers.liveness.stacks import capture_stacks, stacks_path
 from manta.workers.node.host import this_host, visible
 from manta.workers.paths import Paths, zygote_socket
 from manta.workers.protocol.json_codec import to_json
@@ -90,11 +90,11 @@ class TrainerSlot:
         self.generation = order.generation  # from now on, older orders that wait for the lock are stale
         async with self._lock:
             self._refuse_replaced(order)
-            self._become(order.rank)
+            self._assign_rank(order.rank)
             order = replace(order, faults=tuple(self._waiting_faults()))
-            occupant, kept = self._occupant, False
+            occupant, was_reused = self._occupant, False
             if occupant is not None and occupant.trainer.at_rest:
-                kept = occupant.trainer.generation > 0  # otherwise it was only prepared
+                was_reused = occupant.trainer.generation > 0  # otherwise it was only prepared
                 occupant.trainer.go(order)
             else:
                 if occupant is not None:
@@ -104,7 +104,7 @@ class TrainerSlot:
                     if fault not in order.faults:  # it was armed meanwhile
                         occupant.trainer.arm(fault)
             self._attend(occupant, order)
-            return Launched(occupant.trainer.process.pid, kept)
+            return Launched(occupant.trainer.process.pid, was_reused)
 
     async def prepare(self, order: LaunchOrder) -> bool:
         """Have a trainer ready for an order like this one, but of a later generation, unless one is running. Returns
@@ -120,7 +120,7 @@ class TrainerSlot:
             if (occupant := self._occupant) is None:
                 return False
             if occupant.watch is not None:
-                grace = max(grace, occupant.watch.snapshot_bytes() / KEPT_BYTES_A_SECOND)
+                grace = max(grace, occupant.watch.snapshot_bytes() / REST_BYTES_PER_SECOND)
             return await occupant.trainer.rest(generation, grace, patience)
 
     def save_and_end(self, generation: int) -> bool:
@@ -160,7 +160,7 @@ class TrainerSlot:
     def status(self) -> TrainerStatus | None:
         """The trainer's position; None if none is running, or none is watched."""
         occupant = self._running()
-        if occupant is None or occupant.watch is None or not occupant.watch.look():
+        if occupant is None or occupant.watch is None or not occupant.watch.poll():
             return None
         return occupant.watch.describe()
 
@@ -169,7 +169,7 @@ class TrainerSlot:
         answer; empty if it is not here. They are also written to the rank's log."""
         if self.pid != pid or self._snapshot_folder is None:
             return ""
-        stacks = await take_stacks(pid, stacks_path(self._snapshot_folder, self.rank))
+        stacks = await capture_stacks(pid, stacks_path(self._snapshot_folder, self.rank))
         self._log.write(self.generation, "agent", stacks.splitlines())
         return stacks
 
@@ -224,12 +224,12 @@ class TrainerSlot:
     def _waiting_faults(self) -> list[Fault]:
         return [fault for fault in self._faults.values() if fault.id not in self._struck]
 
-    def _become(self, rank: int) -> None:
+    def _assign_rank(self, rank: int) -> None:
         """Become another rank: the ranks of a smaller layout are renumbered."""
         if rank != self.rank:
             self.rank, self._log = rank, self._log_of(rank)
             if self._occupant is not None:
-                self._occupant.trainer.become(rank, self._log)
+                self._occupant.trainer.assign_rank(rank, self._log)
 
     def _log_of(self, rank: int) -> LineSink:
         if self._home is None:

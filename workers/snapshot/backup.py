@@ -18,7 +18,7 @@ from typing import Any
 from manta.workers.errors import MantaError, SharedMemoryError
 from manta.workers.snapshot import backup_transport as wire
 from manta.workers.snapshot.backup_transport import BackupError
-from manta.workers.snapshot.files import NotificationPipe, backup_path, notification_path, snapshot_path, steps_kept
+from manta.workers.snapshot.files import NotificationPipe, backup_path, notification_path, snapshot_path, stored_steps
 from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from manta.workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from manta.workers.system.ports import PortRange, listen
@@ -27,7 +27,7 @@ from manta.workers.system.regular_files import put, remove
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach a partner that refuses or is gone."""
 CONNECT_SECONDS = 5.0
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between checks of whether files are at their paths, and for steps that no notification told of: its pipe may
 have been removed too."""
 MAX_UNAUTHENTICATED = 64
@@ -121,9 +121,11 @@ class BackupSender:
         self.state.problem = None
         last: tuple[int, tuple[int, ...]] | None = None
         while not self._stopped.is_set() and file.is_at_its_path():
-            newest = next((each for each in wire.sealed_slots(file) if each.step % self._every == 0), None)
+            newest = next(
+                (sealed_slot for sealed_slot in wire.sealed_slots(file) if sealed_slot.step % self._every == 0), None
+            )
             if newest is None or (newest.step, newest.sums) == last:
-                self._notifications.wait(LOOK_SECONDS, connection)
+                self._notifications.wait(POLL_SECONDS, connection)
                 wire.expect_silence(connection)
                 continue
             began = time.perf_counter()
@@ -178,12 +180,12 @@ class BackupServer:
             former = [key for key, (generation, _, _) in self._writers.items() if generation < self._generation]
         removed = []
         for of, layout in former:
-            backup, own = backup_path(self.folder, of, layout), steps_kept(self.folder, rank, layout)
+            backup, own = backup_path(self.folder, of, layout), stored_steps(self.folder, rank, layout)
             if own and max(committed_steps(backup), default=own[0]) < own[0]:
                 removed.append(in_node_memory(backup))
                 remove(backup)
         if any(removed):
-            self._memory.give_back()
+            self._memory.free_unlinked()
 
     def close(self) -> None:
         """Stop listening, close all connections and remove the backups that were written here."""
@@ -245,9 +247,9 @@ class BackupServer:
             return
         wire.agree(connection)
         if request.do == "put":
-            self._take((rank, layout), backup, connection)
+            self._receive_snapshot((rank, layout), backup, connection)
         else:
-            _give(max((own, backup), key=lambda path: max(committed_steps(path), default=-1)), connection)
+            _send_snapshot(max((own, backup), key=lambda path: max(committed_steps(path), default=-1)), connection)
 
     def _claim(self, key: tuple[int, str], generation: int, connection: socket.socket) -> None:
         """Become the writer of a backup. A writer of an older generation, or one that is gone, is stopped."""
@@ -260,7 +262,7 @@ class BackupServer:
             _shut(before[1])
             before[2].join()
 
-    def _take(self, key: tuple[int, str], path: Path, connection: socket.socket) -> None:
+    def _receive_snapshot(self, key: tuple[int, str], path: Path, connection: socket.socket) -> None:
         form = wire.receive_form(connection)
         try:
             opened = wire.file_of(path, form, self._memory)
@@ -276,7 +278,7 @@ class BackupServer:
                 wire.receive_slot(connection, file)
 
 
-def _give(path: Path, connection: socket.socket) -> None:
+def _send_snapshot(path: Path, connection: socket.socket) -> None:
     """Send all slots that have checksums, the older one first."""
     with contextlib.closing(SnapshotFile.open(path)) as file:
         wire.send_form(connection, file.form)
@@ -319,7 +321,7 @@ def fetch(
                     wire.receive_slot(connection, file)
             steps = committed_steps(arriving)
             if not steps:
-                raise BackupError(f"no snapshot of rank {rank} came whole from {holder[0]}:{holder[1]}")
+                raise BackupError(f"no complete snapshot of rank {rank} arrived from {holder[0]}:{holder[1]}")
             put(arriving, path)
         finally:
             arriving.unlink(missing_ok=True)

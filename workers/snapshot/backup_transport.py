@@ -238,11 +238,11 @@ def receive_slot(connection: socket.socket, file: SnapshotFile) -> int | None:
     if note > NOTE_BYTES + 8:
         raise BackupError(f"a note of {note} bytes is not of this protocol")
     step, form = number - 1, file.form
-    held = [file.step(slot) for slot in range(SLOTS)]
-    for slot, other in enumerate(held):
+    steps = [file.step(slot) for slot in range(SLOTS)]
+    for slot, other in enumerate(steps):
         if other is not None and other > step:
             file.begin(slot)  # of a step that was rolled back
-    slot = held.index(step) if step in held else file.oldest()
+    slot = steps.index(step) if step in steps else file.oldest()
     file.begin(slot)
     start = form.payload_at(slot)
     with memoryview(file.memory) as memory, memory[start : start + form.payload + note] as target:

@@ -63,7 +63,7 @@ def snapshot_files(folder: str | Path) -> list[SnapshotEntry]:
     return [SnapshotEntry(path, int(match[2]), match[3] or "", match[1] is not None) for path, match in names if match]
 
 
-def steps_kept(folder: str | Path, rank: int, layout: str | None = None) -> list[int]:
+def stored_steps(folder: str | Path, rank: int, layout: str | None = None) -> list[int]:
     """Committed steps of `rank` that are complete in its own files on this node, ascending; with `layout`, only those
     of the layout with that tag."""
     own = [file for file in snapshot_files(folder) if file.rank == rank and not file.is_backup]

@@ -11,7 +11,7 @@ costs at most k - 1 + n steps. That follows from these:
 
 - The steps that are multiples of k are snapshotted, and the snapshot of one is whole on all ranks before any rank
   commits a later step. So the newest step s that any rank has committed is at most k steps after the newest snapshot
-  that all ranks have: k where s is itself a multiple of k whose snapshot is not whole yet.
+  that all ranks have: k where s is itself a multiple of k whose snapshot is not complete yet.
 - While a checkpoint is written its snapshot is held, and the steps after it take turns in the other slot (decision
   0025): then the death of processes may cost the steps since that one, and the row says so where those are more than k.
 - The interval changes only after a multiple of AGREE_EVERY was committed, which may be up to k - 1 steps after the last
@@ -66,8 +66,8 @@ class SnapshotInterval:
         self._steps.append(seconds)
         if not self._auto or step % AGREE_EVERY or len(self._steps) < AGREE_EVERY:
             return  # the first steps of a generation touch all memory for the first time, and are not typical
-        mine = [statistics.median(self._stalls or [0.0]), statistics.median(self._steps)]
-        shared = torch.tensor(mine, dtype=torch.float64, device=comm.device)
+        medians = [statistics.median(self._stalls or [0.0]), statistics.median(self._steps)]
+        shared = torch.tensor(medians, dtype=torch.float64, device=comm.device)
         comm.all_reduce("world", shared, largest=True)
         agreed = shared.tolist()
         comm.confirm()

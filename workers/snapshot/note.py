@@ -34,16 +34,16 @@ class RowJournal:
 
     def forget_after(self, step: int) -> None:
         """Discard the rows of steps above `step`."""
-        kept = [line for line in self._lines if json.loads(line)["step"] <= step]
-        self._lines = deque(kept, JOURNAL_ROWS)
+        remaining = [line for line in self._lines if json.loads(line)["step"] <= step]
+        self._lines = deque(remaining, JOURNAL_ROWS)
 
-    def note(self, history: NumericsHistory | None, most: int = NOTE_BYTES) -> bytes:
-        """The note with these rows, of which the oldest are left out until it has at most `most` bytes; `history`: as
-        of the same step, None if nothing depends on it."""
+    def note(self, history: NumericsHistory | None, max_bytes: int = NOTE_BYTES) -> bytes:
+        """The note with these rows, of which the oldest are left out until it has at most `max_bytes` bytes; `history`:
+        as of the same step, None if nothing depends on it."""
         lines = deque(self._lines)
         if history is not None:
             lines.append(json.dumps({"numbers": history.to_json()}).encode())
-        while sum(len(line) + 1 for line in lines) > most:
+        while sum(len(line) + 1 for line in lines) > max_bytes:
             lines.popleft()
         return b"\n".join(lines)
 

@@ -17,7 +17,7 @@ import torch
 
 from manta.workers.checkpoint.checksums import BLOCK_BYTES
 from manta.workers.checkpoint.durable import FROZEN, KINDS, Rectangle, Rectangles
-from manta.workers.checkpoint.state_parts import agree, needed_rectangles, part_lengths, take_over
+from manta.workers.checkpoint.state_parts import agree, load_parts, needed_rectangles, part_lengths
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import state_peers
 from manta.workers.engine import Engine
@@ -217,5 +217,5 @@ def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], ste
     except CheckpointError as error:
         problem = error
     agree(comm, problem)
-    take_over(engine, state.parts, state.loss_scale)
+    load_parts(engine, state.parts, state.loss_scale)
     return state.note

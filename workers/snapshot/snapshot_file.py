@@ -41,7 +41,7 @@ _WORD = struct.Struct("<Q")
 _SEAL = struct.Struct("<QQ")  # marker, CRC-32 of marker and sums
 _MARKERS_AT, _SEALS_AT, _TABLE_AT = 128, 256, 4096
 _STEP_BITS = 40
-NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+NO_SPACE_ERRORS = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 NOTHING_KNOWN: Mapping[int, int] = {}
 
 
@@ -162,11 +162,11 @@ class SnapshotFile:
         remove(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            lay_out(descriptor, form)
+            allocate_file(descriptor, form)
         except OSError as error:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-            if error.errno not in NO_ROOM:
+            if error.errno not in NO_SPACE_ERRORS:
                 raise
             free = min(shutil.disk_usage(path.parent).free, memory_available())
             raise SharedMemoryError(
@@ -208,7 +208,7 @@ class SnapshotFile:
         except OSError:
             return False
 
-    def take_over(self, other: SnapshotFile) -> None:
+    def copy_from(self, other: SnapshotFile) -> None:
         """Copy all that `other`, which has the same form, holds into this new file: markers and seals last."""
         with memoryview(other.memory) as theirs:
             for at in range(self.form.data_at, self.form.size, BLOCK_BYTES):
@@ -343,9 +343,9 @@ class SnapshotFile:
             raise damaged_at(self.path, start, f"these {end - start} bytes of step {step} are not what was written")
 
 
-def lay_out(descriptor: int, form: Form) -> None:
-    """Make the empty file `descriptor` a file with `form` and without any step. Raises OSError, with one of NO_ROOM if
-    there is not enough memory."""
+def allocate_file(descriptor: int, form: Form) -> None:
+    """Make the empty file `descriptor` a file with `form` and without any step. Raises OSError, with one of
+    NO_SPACE_ERRORS if there is not enough memory."""
     if form.size > memory_available():  # more files may be allocated in memory than the machine has
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     # Allocated now: a write into full memory would kill the process instead of failing.

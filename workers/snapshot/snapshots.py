@@ -44,28 +44,28 @@ class _Constants:
         first = -(-sum(sizes[:changing]) // BLOCK_BYTES)
         self._changing, self._count = changing, len(state)
         self._blocks = range(first, -(-sum(sizes) // BLOCK_BYTES)) if changing < len(state) else range(0)
-        self._there = [False] * SLOTS
+        self._present = [False] * SLOTS
         self.sums: list[dict[int, int]] = [{} for _ in range(SLOTS)]
         """Known checksums for each slot."""
 
     def to_copy(self, slot: int) -> int:
         """How many tensors of the state must be copied to the slot, which then has all of them."""
-        there, self._there[slot] = self._there[slot], True
+        there, self._present[slot] = self._present[slot], True
         return self._changing if there else self._count
 
-    def keep_sums(self, slot: int, sums: Sequence[int]) -> None:
+    def store_sums(self, slot: int, sums: Sequence[int]) -> None:
         """Keep the checksums of the slot's constant blocks; `sums` has those of all its blocks."""
-        if self._there[slot]:
+        if self._present[slot]:
             self.sums[slot] = {block: sums[block] for block in self._blocks}
 
     def forget(self) -> None:
         """The constant part has changed, so no slot has it."""
-        self._there = [False] * SLOTS
+        self._present = [False] * SLOTS
         self.sums = [{} for _ in range(SLOTS)]
 
 
 @dataclass(frozen=True)
-class HeldSlot:
+class ProtectedSlot:
     """A slot that is protected from being overwritten. For any thread."""
 
     part: Callable[[int, int], torch.Tensor]
@@ -112,7 +112,7 @@ class Snapshots:
         self._unusable: CheckpointError | None = None
         """Why an existing file is not used."""
         self._memory = memory
-        self._room: MappedFile | None = None
+        self._memory_file: MappedFile | None = None
         self._file = self._opened(form) or memory.create(self.path, form)
         self._slots = [self._views(slot) for slot in range(SLOTS)]
         """For each slot, a tensor over its memory for each tensor of the state."""
@@ -127,12 +127,12 @@ class Snapshots:
         self._summer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot-sums")
         self._summing: Future[None] | None = None
         self._stalled = 0.0
-        self._turns = [0] * SLOTS
+        self._slot_versions = [0] * SLOTS
         """How many times each slot was begun: checksums are dropped if the slot was begun again meanwhile."""
         self._lock = threading.Lock()
         self._newest: tuple[int, int] | None = None
         """Step and slot of the last copy that was begun."""
-        self._spared: int | None = None
+        self._protected: int | None = None
         """The protected slot."""
         self._retry_at = 0.0
         """When a removed file may be made anew, by the monotonic clock."""
@@ -163,8 +163,8 @@ class Snapshots:
         return self._pinned.error
 
     def _pin(self) -> PinnedMemory:
-        whole = torch.frombuffer(self._file.memory, dtype=torch.uint8)
-        return PinnedMemory(whole, on_gpu=any(tensor.is_cuda for tensor in self.state))
+        memory = torch.frombuffer(self._file.memory, dtype=torch.uint8)
+        return PinnedMemory(memory, on_gpu=any(tensor.is_cuda for tensor in self.state))
 
     def _views(self, slot: int) -> list[torch.Tensor]:
         position, views = self._file.form.payload_at(slot), []
@@ -183,9 +183,9 @@ class Snapshots:
         self.finish()
         if len(note) > NOTE_BYTES:
             raise ValueError(f"a note of {len(note)} bytes does not fit into {NOTE_BYTES}")
-        self.stay_at_path()
+        self.ensure_at_path()
         self._unusable = None
-        slot = self._file.oldest(self._spared)
+        slot = self._file.oldest(self._protected)
         self._newest = step, slot
         self._copier.start(self.state, partial(self._copy, slot, step, note, then))
         self._stalled = time.perf_counter() - began
@@ -204,7 +204,7 @@ class Snapshots:
 
     def _copy(self, slot: int, step: int, note: bytes, then: Callable[[], object] | None, ready: Ready) -> Done:
         began = time.perf_counter()
-        turn = self._begin(slot)
+        version = self._begin(slot)
         count = self._constants.to_copy(slot)
         done = copy_tensors(self._slots[slot][:count], self.state[:count], ready)
         self._file.write_note(slot, note)
@@ -212,26 +212,26 @@ class Snapshots:
         self.copy_seconds = time.perf_counter() - began
         if then is not None:
             then()
-        self._summing = self._summer.submit(self._seal, slot, step, turn)
+        self._summing = self._summer.submit(self._seal, slot, step, version)
         return done
 
     def _begin(self, slot: int) -> int:
         with self._lock:
-            self._turns[slot] += 1
+            self._slot_versions[slot] += 1
             self._file.begin(slot)
-            return self._turns[slot]
+            return self._slot_versions[slot]
 
-    def _seal(self, slot: int, step: int, turn: int) -> None:
+    def _seal(self, slot: int, step: int, version: int) -> None:
         began, sums = time.perf_counter(), []
         for block_sum in self._file.sums(slot, self._constants.sums[slot]):
-            if self._turns[slot] != turn:
+            if self._slot_versions[slot] != version:
                 return
             sums.append(block_sum)
         with self._lock:
-            if self._turns[slot] != turn:
+            if self._slot_versions[slot] != version:
                 return
             self._file.seal(slot, step, sums)
-            self._constants.keep_sums(slot, sums)
+            self._constants.store_sums(slot, sums)
         self.sum_seconds = time.perf_counter() - began
         notify(self._notification)
 
@@ -256,7 +256,7 @@ class Snapshots:
         self._constants.forget()
         self.forget_after(step)
         if not sealed:
-            self._summing = self._summer.submit(self._seal, slot, step, self._turns[slot])
+            self._summing = self._summer.submit(self._seal, slot, step, self._slot_versions[slot])
         return self._file.note(slot)
 
     def _discard_damaged(self) -> None:
@@ -268,41 +268,41 @@ class Snapshots:
                 self._begin(slot)
         self._constants.forget()
 
-    def kept(self, step: int) -> list[torch.Tensor] | None:
+    def slot_tensors(self, step: int) -> list[torch.Tensor] | None:
         """The copy of the state of `step`, in the order of `state`; None if there is none. The second copy from now
         overwrites it."""
         self.finish()
         slot = next((slot for slot in range(SLOTS) if self._file.step(slot) == step), None)
         return None if slot is None else self._slots[slot]
 
-    def hold(self, step: int, make_note: Callable[[], bytes]) -> HeldSlot:
+    def protect(self, step: int, make_note: Callable[[], bytes]) -> ProtectedSlot:
         """The snapshot of committed step `step`, which is started now if it was not yet, with a note from `make_note`.
-        Until `let_go` its slot is not overwritten, and all snapshots use the other one."""
+        Until `unprotect` its slot is not overwritten, and all snapshots use the other one."""
         slot = self._slot_of(step)
         if slot is None:
             self.start(step, make_note())
             slot = self._slot_of(step)
             assert slot is not None
-        self._spared = slot
-        return HeldSlot(partial(self._part, slot), partial(self._check, slot), self._copier.under_way)
+        self._protected = slot
+        return ProtectedSlot(partial(self._part, slot), partial(self._check, slot), self._copier.under_way)
 
-    def let_go(self) -> None:
+    def unprotect(self) -> None:
         """The protected slot may be overwritten again. All ranks do this at the same step, or they would end up with no
         common step."""
-        self._spared = None
+        self._protected = None
 
     @property
-    def held_step(self) -> int | None:
+    def protected_step(self) -> int | None:
         """The step whose snapshot is protected; None if none is."""
-        return None if self._spared is None else self._file.step(self._spared)
+        return None if self._protected is None else self._file.step(self._protected)
 
     @property
-    def room(self) -> MappedFile:
+    def memory_file(self) -> MappedFile:
         """The memory of all slots; it changes if the file does."""
         file = self._file
-        if self._room is None or self._room.descriptor != file.descriptor:
-            self._room = MappedFile(file.descriptor, file.memory)
-        return self._room
+        if self._memory_file is None or self._memory_file.descriptor != file.descriptor:
+            self._memory_file = MappedFile(file.descriptor, file.memory)
+        return self._memory_file
 
     def _slot_of(self, step: int) -> int | None:
         """The slot that holds `step`, or is being filled with it."""
@@ -324,8 +324,8 @@ class Snapshots:
         """Discard all steps above `step`."""
         self.finish()
         for slot in range(SLOTS):
-            held = self._file.step(slot)
-            if held is not None and held > step:
+            slot_step = self._file.step(slot)
+            if slot_step is not None and slot_step > step:
                 self._begin(slot)
 
     def _follow(self) -> None:
@@ -335,34 +335,34 @@ class Snapshots:
             return
         file = self._opened(self._file.form)
         if file is not None:
-            self._go_on_in(file)
+            self._switch_to(file)
 
-    def stay_at_path(self) -> None:
+    def ensure_at_path(self) -> None:
         """If the file was removed, or another is in its place, make it anew with all that it holds: others find it by
         its path, and what no path leads to ends with this process. What prevents that is logged, and does not end the
         training."""
         self.finish()
         # A protected slot is being read: that comes first.
-        if self._spared is not None or self._file.is_at_its_path() or time.monotonic() < self._retry_at:
+        if self._protected is not None or self._file.is_at_its_path() or time.monotonic() < self._retry_at:
             return
         try:
             file = self._memory.create(self.path, self._file.form)
         except (OSError, SharedMemoryError) as error:
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            lost = f"the snapshot file {self.path} was removed and cannot be made anew yet: {error}"
-            print(f"{lost}; training goes on, and if this process ends its state is lost", flush=True)
+            lost = f"the snapshot file {self.path} was removed and cannot be recreated yet: {error}"
+            print(f"{lost}; training continues, but if this process ends, its state is lost", flush=True)
             return
         self.wait_for_sums()
-        file.take_over(self._file)
-        self._go_on_in(file)
-        print(f"the snapshot file {self.path} was removed, and has been made anew; nothing is lost", flush=True)
+        file.copy_from(self._file)
+        self._switch_to(file)
+        print(f"the snapshot file {self.path} was removed and has been recreated; nothing is lost", flush=True)
 
-    def _go_on_in(self, file: SnapshotFile) -> None:
+    def _switch_to(self, file: SnapshotFile) -> None:
         self.wait_for_sums()
         self._constants.forget()
-        self.let_go()
+        self.unprotect()
         self._pinned.release()
-        before, self._file, self._room = self._file, file, None
+        before, self._file, self._memory_file = self._file, file, None
         self._slots = [self._views(slot) for slot in range(SLOTS)]
         self._pinned = self._pin()
         before.close()
@@ -377,7 +377,7 @@ class Snapshots:
         """Discard everything: the job starts from a different state. A file that was removed is created again."""
         self.finish()
         if not self._file.is_at_its_path():
-            self._go_on_in(self._memory.create(self.path, self._file.form))
+            self._switch_to(self._memory.create(self.path, self._file.form))
         self._constants.forget()
         for slot in range(SLOTS):
             self._begin(slot)

@@ -160,8 +160,8 @@ class HostCopies(Generic[Note]):
         self.forget(step)
         slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
         if not slot.tensors:
-            whole, slot.tensors = _memory_for(self.state)
-            self._pinned.append(PinnedMemory(whole, on_gpu=any(tensor.is_cuda for tensor in self.state)))
+            memory, slot.tensors = _memory_for(self.state)
+            self._pinned.append(PinnedMemory(memory, on_gpu=any(tensor.is_cuda for tensor in self.state)))
         slot.step = None  # a copy that fails leaves part of the new state in it
         self._copier.start(self.state, partial(copy_tensors, slot.tensors, self.state))
         slot.step, slot.note = step, note
@@ -196,9 +196,9 @@ def _memory_for(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch
     """Memory for a copy of `state`: all of it as bytes, in pages of its own, since whole pages are pinned; and a tensor
     in it for each tensor. torch's own pinned memory would take up to twice as much: its sizes are powers of two."""
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in state]
-    whole = torch.frombuffer(mmap.mmap(-1, max(1, sum(sizes))), dtype=torch.uint8)
-    parts = [part[: like.nbytes] for part, like in zip(whole[: sum(sizes)].split(sizes), state, strict=True)]
-    return whole, [part.view(like.dtype).view(like.shape) for part, like in zip(parts, state, strict=True)]
+    memory = torch.frombuffer(mmap.mmap(-1, max(1, sum(sizes))), dtype=torch.uint8)
+    parts = [part[: like.nbytes] for part, like in zip(memory[: sum(sizes)].split(sizes), state, strict=True)]
+    return memory, [part.view(like.dtype).view(like.shape) for part, like in zip(parts, state, strict=True)]
 
 
 def _release(pinned: list[PinnedMemory]) -> None:

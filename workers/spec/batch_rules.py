@@ -81,7 +81,7 @@ def _interleaving_unit(spec: JobSpec) -> int:
     return replicas * layout.pipeline * spec.train.micro_batch_size
 
 
-def _unit_in_words(spec: JobSpec) -> str:
+def _describe_unit(spec: JobSpec) -> str:
     layout, size = spec.layout, spec.train.micro_batch_size
     if spec.train.deterministic == "elastic":
         return f"pipeline x micro_batch_size ({layout.pipeline} x {size})"
@@ -110,7 +110,7 @@ def _interleaving_fits_batches(spec: JobSpec) -> Iterator[Problem]:
         if size % unit:
             yield Problem(
                 path,
-                f"{size} must be a multiple of {_unit_in_words(spec)}: interleaving takes one micro-batch per stage "
+                f"{size} must be a multiple of {_describe_unit(spec)}: interleaving takes one micro-batch per stage "
                 "at a time",
                 str(nearest),
             )

@@ -129,7 +129,7 @@ def _weights_match_paths(spec: JobSpec) -> Iterator[Problem]:
         yield Problem(
             "data.weights",
             f"the largest weight is more than {MAX_BETWEEN_WEIGHTS} times the smallest: leave that path out",
-            "[" + ", ".join(f"{max(each, max(weights) / MAX_BETWEEN_WEIGHTS):.6f}" for each in weights) + "]",
+            "[" + ", ".join(f"{max(weight, max(weights) / MAX_BETWEEN_WEIGHTS):.6f}" for weight in weights) + "]",
         )
 
 

@@ -18,7 +18,7 @@ from manta.workers.parallel.pipeline.stages import layers_of
 
 TOKEN_EMBEDDING = "embedding.token.weight"
 """Layout-independent name of the weight that the output layer may share."""
-_PLACES = re.compile(r"(\d+)-(\d+)")
+_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 TILE_ROWS = 128
@@ -92,7 +92,7 @@ def matching(pattern: str, names: tuple[str, ...]) -> list[str]:
 def _expression(pattern: str) -> re.Pattern[str]:
     parts = []
     for part in pattern.split("."):
-        places = _PLACES.fullmatch(part)
+        places = _RANGE.fullmatch(part)
         if places is None:
             parts.append(".*".join(map(re.escape, part.split("*"))))
         else:
@@ -162,7 +162,7 @@ def _first_trained(shape: _Shape, patterns: tuple[str, ...]) -> int:
     return min((int(parts[1]) for parts in places if parts[0] == "layers"), default=shape.layers)
 
 
-def takes_gradient(spec: JobSpec) -> tuple[bool, ...]:
+def needs_gradient(spec: JobSpec) -> tuple[bool, ...]:
     """For each virtual stage, in model order, whether backward has work there: it, or one before it, has trained
     parameters. True for the last one, since some parameters are trained."""
     layout, model = spec.layout, spec.model

@@ -153,7 +153,7 @@ def _problem_of(path: str, item: Any) -> Problem:
     if kind == "string_pattern_mismatch" and context["pattern"] in _TEXTS:
         rule, other, instead, most, otherwise = _TEXTS[context["pattern"]]
         return Problem(path, rule, re.sub(other, instead, value).strip("._ -")[:most] or otherwise)
-    return Problem(path, rule_in_words(item), _example_of(path))
+    return Problem(path, describe_rule(item), _example_of(path))
 
 
 def _unquoted(value: Any) -> str:
@@ -163,7 +163,7 @@ def _unquoted(value: Any) -> str:
     return _UNQUOTED if isinstance(value, int | float | date) else ""
 
 
-def rule_in_words(item: Any) -> str:
+def describe_rule(item: Any) -> str:
     """The rule that one of pydantic's errors is about, as a sentence about the value."""
     context = item.get("ctx", {})
     for name, text in _BOUNDS.items():

@@ -17,9 +17,9 @@ from manta.workers.data.tokenizer import file_tokenizer, tokenizer_path
 from manta.workers.errors import DataError, DataUnreadable, WeightsError
 from manta.workers.spec.problems import Problem, SpecError
 from manta.workers.spec.rules import find_problems
-from manta.workers.weights.config_in import CONFIG, Shape, read_config, shape_of
+from manta.workers.weights.config_import import CONFIG, Shape, read_config, shape_of
 
-_SAID_OF_THIS_MACHINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
+_MACHINE_SPECIFIC_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 """Errors in reading a file that another machine, or another user, may not have."""
 
 
@@ -64,14 +64,14 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
     if isinstance(length, int) and length > shape.positions:
         rule = f"{length} tokens are more than the model has positions for: {where} says {shape.positions_name} "
         yield Problem("model.sequence_length", f"{rule}{shape.positions}", str(shape.positions))
-    said = _read(shape.section, shape.positions)
+    known = _read(shape.section, shape.positions)
     for key in _SHAPE & model.keys():
         given = model[key]
         if given is None and ModelConfig.model_fields[key].default is None:
             continue  # as if it were left out
-        expected = said.get(key)
+        expected = known.get(key)
         if _read({**shape.section, key: given}, shape.positions).get(key) != expected:
-            name = shape.their_names.get(key, "nothing")
+            name = shape.huggingface_names.get(key, "nothing")
             theirs = f"{name} {_shown(expected)}" if key in shape.section else f"a {shape.section['family']} without it"
             yield Problem(f"model.{key}", f"{_shown(given)} is not what {where} says: {theirs}", _shown(expected))
 
@@ -100,9 +100,9 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
         if spec.data.tokenizer_vocabulary is not None and _may_be_readable_elsewhere(error):
             return spec  # where the job runs it is tried again
         raise SpecError([Problem("data.tokenizer", at_submission(error))]) from error
-    said, size = spec.data.tokenizer_vocabulary, tokenizer.vocabulary
-    if said not in (None, size):
-        problem = f"tokenizer_vocabulary is {said}, but {file} has {size} token ids"
+    declared, size = spec.data.tokenizer_vocabulary, tokenizer.vocabulary
+    if declared not in (None, size):
+        problem = f"tokenizer_vocabulary is {declared}, but {file} has {size} token ids"
         raise SpecError([Problem("data.tokenizer_vocabulary", problem, str(size))])
     resolved = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer_vocabulary": size})})
     problems = find_problems(resolved)
@@ -114,4 +114,4 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
 def _may_be_readable_elsewhere(error: DataError) -> bool:
     """Whether `error` says nothing about the tokenizer's content, nor about its name."""
     cause = error.__cause__
-    return isinstance(error, DataUnreadable) or (isinstance(cause, OSError) and cause.errno in _SAID_OF_THIS_MACHINE)
+    return isinstance(error, DataUnreadable) or (isinstance(cause, OSError) and cause.errno in _MACHINE_SPECIFIC_ERRORS)

@@ -18,9 +18,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._written += 1
-        if self._written > MAX_WRITTEN:
+        if self._written > MAX_WRITTEN_VALUES:
             mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem=f"it has more than {MAX_WRITTEN} values", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem=f"it has more than {MAX_WRITTEN_VALUES} values", problem_mark=mark)
         return super().compose_node(parent, index)
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
@@ -68,7 +68,7 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 MAX_DIGITS = 1000
 """Maximum length of a number: YAML 1.1 has integers in base 60, whose value takes time that grows with its square, and
 Python writes none of more than 4300 digits."""
-MAX_WRITTEN = 50_000
+MAX_WRITTEN_VALUES = 50_000
 """Maximum number of values written in a document, all of which take about two seconds."""
 MAX_VALUES = 1_000_000
 """Maximum number of values in a document, with aliases expanded: a few lines of aliases can expand to any number."""

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from manta.workers.accounting.device_peak import peak_of_rank
-from manta.workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints, newest_usable, next_generation
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.comm.host_names import ask_for_none
+from manta.workers.comm.host_names import skip_reverse_lookups
 from manta.workers.comm.secret import SECRET_LENGTH
 from manta.workers.config import JobSpec
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
@@ -33,23 +33,23 @@ from manta.workers.step_traces.assembly import StepTrace, assembled
 from manta.workers.step_traces.document import analysis_document, rank_documents
 from manta.workers.step_traces.perfetto import perfetto
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.system import gpu
 from manta.workers.system.regular_files import open_regular
 from manta.workers.system.resources import usable_cores
 from manta.workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
 from manta.workers.timing.recording import PackedRecording, Recording
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.metric_names import VALIDATION_LOSS
 from manta.workers.training.reporter import Reporter
-from manta.workers.training.tracing import Make
+from manta.workers.training.tracing import BuildRecording
 
 
 def train(
     spec: JobSpec,
     launcher: Launcher | None,
     metrics: Path | None,
-    checkpoints: Place | None,
+    checkpoints: Location | None,
     stop_after_step: int | None = None,
     cache: Path | None = None,
     trace: TraceFile | None = None,
@@ -65,7 +65,7 @@ def train(
     comm = _comm_of(spec, launcher, device, generation, store)
     with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
         reporter = Reporter(sink.write)
-        places = Places(
+        places = StatePaths(
             checkpoints=str(checkpoints) if checkpoints else None,
             corpus_record=checkpoints / CORPUS_RECORD if checkpoints else None,
             token_cache=(cache or read_token_cache()).absolute(),
@@ -91,7 +91,7 @@ def _store_of(launcher: Launcher | None) -> dist.Store | None:
     """The store through which the ranks meet; None if there is only one rank."""
     if launcher is None or launcher.world_size == 1:
         return None
-    ask_for_none()
+    skip_reverse_lookups()
     is_host = launcher.rank == 0 and not launcher.store_is_running
     return dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
 
@@ -114,7 +114,11 @@ def _comm_of(
 
 
 def _with_threads(
-    spec: JobSpec, device: torch.device, launcher: Launcher | None, store: dist.Store | None, checkpoints: Place | None
+    spec: JobSpec,
+    device: torch.device,
+    launcher: Launcher | None,
+    store: dist.Store | None,
+    checkpoints: Location | None,
 ) -> JobSpec:
     """`spec` with the number of threads, which rank 0 decides for all ranks."""
     if spec.resources.threads != "auto":
@@ -128,34 +132,34 @@ def _with_threads(
     return with_threads(spec, threads)
 
 
-def _threads_for(spec: JobSpec, device: torch.device, launcher: Launcher | None, checkpoints: Place | None) -> int:
+def _threads_for(spec: JobSpec, device: torch.device, launcher: Launcher | None, checkpoints: Location | None) -> int:
     """The number that the job began with; for a new job, the one that suits this machine."""
-    begun_with = threads_begun_with(checkpoints) if checkpoints else None
-    if begun_with is not None:
-        return begun_with
+    initial = initial_threads(checkpoints) if checkpoints else None
+    if initial is not None:
+        return initial
     ranks = launcher.local_world_size if launcher else 1
     return decided_threads(spec, [(usable_cores(), ranks)] if device.type == "cpu" else [])
 
 
-def threads_begun_with(checkpoints: Place) -> int | None:
+def initial_threads(checkpoints: Location) -> int | None:
     """Threads of the job that saved checkpoints in this folder; None if no checkpoint is complete."""
-    whole = whole_checkpoints(checkpoints)
-    return stored_threads(whole[-1][1].spec) if whole else None
+    complete = complete_checkpoints(checkpoints)
+    return stored_threads(complete[-1][1].spec) if complete else None
 
 
-def restore_newest(trainer: Trainer, checkpoints: Place | None) -> None:
+def restore_newest(trainer: Trainer, checkpoints: Location | None) -> None:
     """Continue from the newest undamaged checkpoint, or start if none was ever complete. Raises CheckpointError if all
     complete ones are damaged now."""
-    path: Place | None = None
+    path: Location | None = None
     skipped: list[str] = []
     if checkpoints is not None:
-        any_whole = bool(whole_checkpoints(checkpoints))
+        any_complete = bool(complete_checkpoints(checkpoints))
 
-        def use(path: Place, step: int) -> None:
+        def use(path: Location, step: int) -> None:
             trainer.restore(Resume("checkpoint", step, str(path)))
 
         path, skipped = newest_usable(checkpoints, use)
-        if path is None and any_whole:
+        if path is None and any_complete:
             raise CheckpointError("; ".join(skipped))
     if trainer.comm.rank == 0:
         for reason in skipped:
@@ -164,12 +168,12 @@ def restore_newest(trainer: Trainer, checkpoints: Place | None) -> None:
         trainer.restore(Resume())
 
 
-def refuse_unwritable(checkpoints: Place) -> None:
+def refuse_unwritable(checkpoints: Location) -> None:
     """Before steps are trained that nothing could save. Raises CheckpointError."""
     files, probe = files_of(checkpoints), checkpoints / f".probe-{secrets.token_hex(8)}"
     try:
         files.make_folder(checkpoints)
-        files.write_whole(probe, b"manta")
+        files.write_atomically(probe, b"manta")
         files.remove(probe)
     except OSError as error:
         reason = error.strerror or error
@@ -233,7 +237,7 @@ class MetricsFile:
                 for row in payload.rows:
                     self._metrics(row)
             elif isinstance(payload, Event):
-                self._say(payload.message)
+                self._print(payload.message)
 
     def _metrics(self, row: dict[str, Any]) -> None:
         if self._file is not None:
@@ -246,12 +250,12 @@ class MetricsFile:
         losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
         utilisation = f"  mfu_causal {row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
         validation = "".join(f"  {name.replace('_', ' ', 2)} {loss:.4f}" for name, loss in losses.items())
-        self._say(
+        self._print(
             f"step {row['step']}/{self._steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
             f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}"
         )
 
-    def _say(self, words: str) -> None:
+    def _print(self, words: str) -> None:
         """Print `words`, until stdout is closed: a closed pipe (`| head`) must not end the file."""
         if not self._is_heard:
             return
@@ -308,15 +312,15 @@ class TraceFile:
         """Have a rank's `trainer` record steps, up to `last` at most. Raises MantaError if there is none to record."""
         if max(self._first_step, trainer.step + 2) > last:  # ranks agree on it one step earlier
             raise self._nothing_recorded()
-        trainer.tracing.take = self._take
+        trainer.tracing.sink = self._take
         if trainer.comm.rank == 0:
             order = TraceOrder(NUMBER, trainer.comm.generation, self._steps, self._first_step)
-            trainer.comm.trace_orders.ask(order)
+            trainer.comm.trace_orders.add(order)
 
     def _nothing_recorded(self) -> MantaError:
         return MantaError(f"no step is traced: from step {max(2, self._first_step)} on there is none to record")
 
-    def _take(self, _number: int, make: Make) -> None:
+    def _take(self, _number: int, make: BuildRecording) -> None:
         self._recording = make()
 
     def end(self, trainer: Trainer, store: dist.Store | None) -> None:
@@ -329,8 +333,8 @@ class TraceFile:
         if trainer.comm.rank == 0:
             trace = assembled(recordings, trainer.comm.grid)
             self._path.write_bytes(perfetto(trace) if self._path.suffix == ".pftrace" else _as_json(trace))
-            for problem in sorted({each.problem for each in recordings.values()} - {""}):
-                print(f"the trace in {self._path} is not whole: {problem}", file=sys.stderr)
+            for problem in sorted({recording.problem for recording in recordings.values()} - {""}):
+                print(f"the trace in {self._path} is incomplete: {problem}", file=sys.stderr)
 
     def _exchanged(self, rank: int, world: int, store: dist.Store) -> dict[int, Recording]:
         """All ranks' recordings, on rank 0 only."""
@@ -338,10 +342,10 @@ class TraceFile:
         store.set(f"manta/trace/{rank}", json.dumps(asdict(self._recording.pack())))
         if rank != 0:
             return {}
-        texts = {each: store.get(f"manta/trace/{each}").decode() for each in range(world)}
-        return {each: from_json(PackedRecording, json.loads(text)).unpack() for each, text in texts.items()}
+        texts = {rank: store.get(f"manta/trace/{rank}").decode() for rank in range(world)}
+        return {rank: from_json(PackedRecording, json.loads(text)).unpack() for rank, text in texts.items()}
 
 
 def _as_json(trace: StepTrace) -> bytes:
-    nodes = {each.rank: platform.node() for each in trace.ranks}
+    nodes = {rank.rank: platform.node() for rank in trace.ranks}
     return json.dumps({**analysis_document(trace), "ranks": rank_documents(trace, nodes)}).encode()

@@ -62,11 +62,11 @@ def critical_path(trace: StepTrace) -> list[Place]:
     path: dict[Place, None] = {}
     waits: set[Place] = set()
     while (wait := _last_binding(meetings, lanes[rank], now, waits)) is not None:
-        index, other, begun = wait
+        index, other, start = wait
         path |= dict.fromkeys((rank, each) for each in lanes[rank].between(lanes[rank].slices[index].end, now))
         path[rank, index] = None
         waits.add((rank, index))
-        rank, now = other, min(begun, now)
+        rank, now = other, min(start, now)
     path |= dict.fromkeys((rank, each) for each in lanes[rank].between(-1.0, now))
     return list(path)
 
@@ -75,7 +75,7 @@ def _last_binding(meetings: _Meetings, lane: _Lane, now: float, seen: set[Place]
     """The last communication before `now` in which the lane's rank was held up: its index, the rank that held it up,
     and when that rank began it."""
     for index in lane.waits_before(now):
-        held_up = meetings.held_up_by(lane.rank, lane.slices[index])
+        held_up = meetings.blocked_by(lane.rank, lane.slices[index])
         if held_up is not None and (lane.rank, index) not in seen:
             return index, *held_up
     return None
@@ -122,10 +122,10 @@ class _Meetings:
         for rank in trace.ranks:
             for each in rank.slices:
                 if each.kind == "send" and each.peer is not None and each.number is not None:
-                    self._sent[rank.rank, each.peer, each.number] = _begun(each)
+                    self._sent[rank.rank, each.peer, each.number] = _start_of(each)
                 elif each.kind == "collective" and (key := self._key(rank.rank, each)) is not None:
-                    came = [*self._last.get(key, []), (_begun(each), rank.rank)]
-                    self._last[key] = sorted(came, reverse=True)[:2]
+                    arrivals = [*self._last.get(key, []), (_start_of(each), rank.rank)]
+                    self._last[key] = sorted(arrivals, reverse=True)[:2]
 
     def _key(self, rank: int, each: Slice) -> tuple[str, int, int] | None:
         axis = next((axis for axis in AXES if axis == each.axis), None)
@@ -133,7 +133,7 @@ class _Meetings:
             return None
         return axis, self._grid.group(axis, rank)[0], each.number
 
-    def held_up_by(self, rank: int, each: Slice) -> tuple[int, float] | None:
+    def blocked_by(self, rank: int, each: Slice) -> tuple[int, float] | None:
         """The rank, if any, that `rank` waited for, since it began the communication later; and when it did."""
         if each.kind == "receive":
             if each.peer is None or each.number is None:
@@ -141,11 +141,11 @@ class _Meetings:
             sent = self._sent.get((each.peer, rank, each.number))
             return (each.peer, sent) if sent is not None and sent > each.start else None
         key = self._key(rank, each)
-        others = [(begun, other) for begun, other in self._last.get(key, ()) if other != rank] if key else []
+        others = [(start, other) for start, other in self._last.get(key, ()) if other != rank] if key else []
         if not others or others[0][0] <= each.start:
             return None
         return others[0][1], others[0][0]
 
 
-def _begun(each: Slice) -> float:
+def _start_of(each: Slice) -> float:
     return each.start if each.issued is None else each.issued

@@ -71,7 +71,7 @@ class StepTrace:
     @property
     def end(self) -> TracedRank | None:
         """The rank whose last step ends last; None if nothing was recorded."""
-        return max((each for each in self.ranks if each.steps), key=lambda each: each.steps[-1].end, default=None)
+        return max((rank for rank in self.ranks if rank.steps), key=lambda each: each.steps[-1].end, default=None)
 
     def replica_pass_ends(self, rank: int) -> list[float]:
         """When the last pass of the replica that contains `rank` ends in each step, on whichever of its ranks."""
@@ -80,8 +80,8 @@ class StepTrace:
     @cached_property
     def _pass_ends(self) -> dict[int, list[float]]:
         ends: dict[int, list[list[float]]] = {}
-        for each in self.ranks:
-            ends.setdefault(self.grid.coordinates(each.rank).data, []).append(each.pass_ends)
+        for rank in self.ranks:
+            ends.setdefault(self.grid.coordinates(rank.rank).data, []).append(rank.pass_ends)
         return {
             data: [max(of_step) for of_step in zip_longest(*of_ranks, fillvalue=0.0)] for data, of_ranks in ends.items()
         }
@@ -90,17 +90,21 @@ class StepTrace:
 def assembled(recordings: Mapping[int, Recording], grid: RankGrid) -> StepTrace:
     """One trace of what ranks of `grid` have recorded, on one clock that begins with the first step."""
     offsets = clock_offsets(recordings)
-    begins = [each.steps[0].start - offsets[each.clock].seconds for each in recordings.values() if each.steps]
+    begins = [
+        recording.steps[0].start - offsets[recording.clock].seconds
+        for recording in recordings.values()
+        if recording.steps
+    ]
     begin = min(begins, default=0.0)
     ranks = [_shifted(rank, each, begin + offsets[each.clock].seconds) for rank, each in sorted(recordings.items())]
-    of_devices = max((each.error_seconds for each in recordings.values()), default=0.0)
-    of_clocks = max((each.error_seconds for each in offsets.values()), default=0.0)
-    devices = bool(recordings) and all(each.device for each in recordings.values())
+    of_devices = max((recording.error_seconds for recording in recordings.values()), default=0.0)
+    of_clocks = max((offset.error_seconds for offset in offsets.values()), default=0.0)
+    devices = bool(recordings) and all(recording.device for recording in recordings.values())
     return StepTrace(grid, tuple(ranks), of_clocks + of_devices, devices)
 
 
 def _shifted(rank: int, recording: Recording, by: float) -> TracedRank:
-    steps = tuple(TracedStep(each.step, each.start - by, each.end - by) for each in recording.steps)
+    steps = tuple(TracedStep(step.step, step.start - by, step.end - by) for step in recording.steps)
     slices = tuple(
         each._replace(
             start=each.start - by, end=each.end - by, issued=None if each.issued is None else each.issued - by
@@ -146,8 +150,8 @@ class ClockOffset:
 class _Meeting:
     """One collective over all ranks, as the ranks of one machine saw it."""
 
-    last_begun: float = -math.inf
-    first_over: float = math.inf
+    last_started: float = -math.inf
+    first_finished: float = math.inf
 
 
 def clock_offsets(recordings: Mapping[int, Recording]) -> dict[str, ClockOffset]:
@@ -175,9 +179,9 @@ def _meetings(recordings: Iterable[Recording]) -> dict[int, _Meeting]:
         for each in recording.slices:
             if each.axis == WORLD and each.number is not None:
                 meeting = meetings.setdefault(each.number, _Meeting())
-                begun = each.start if each.issued is None else each.issued
-                meeting.last_begun = max(meeting.last_begun, begun)
-                meeting.first_over = min(meeting.first_over, each.end)
+                started = each.start if each.issued is None else each.issued
+                meeting.last_started = max(meeting.last_started, started)
+                meeting.first_finished = min(meeting.first_finished, each.end)
     return meetings
 
 
@@ -186,8 +190,8 @@ def _between(reference: Mapping[int, _Meeting], other: Mapping[int, _Meeting]) -
     least, most = -math.inf, math.inf
     for number in reference.keys() & other.keys():
         here, there = reference[number], other[number]
-        most = min(most, there.first_over - here.last_begun)
-        least = max(least, there.last_begun - here.first_over)
+        most = min(most, there.first_finished - here.last_started)
+        least = max(least, there.last_started - here.first_finished)
     if math.isinf(least):
         return None
     return ClockOffset((least + most) / 2, abs(most - least) / 2)

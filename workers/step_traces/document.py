@@ -49,7 +49,7 @@ def slice_document(each: Slice) -> dict[str, Any]:
 
 def rank_documents(trace: StepTrace, nodes: Mapping[int, str | None]) -> list[dict[str, Any]]:
     """The ranks, with everything that each did. `nodes`: the node of each rank."""
-    return [_rank_document(trace, each, nodes.get(each.rank)) for each in trace.ranks]
+    return [_rank_document(trace, rank, nodes.get(rank.rank)) for rank in trace.ranks]
 
 
 def _rank_document(trace: StepTrace, rank: TracedRank, node: str | None) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _rank_document(trace: StepTrace, rank: TracedRank, node: str | None) -> dict
         "data": at.data,
         "context": at.context,
         "node": node,
-        "steps": [{"step": each.step, "start": round(each.start, 7), "end": round(each.end, 7)} for each in rank.steps],
+        "steps": [{"step": step.step, "start": round(step.start, 7), "end": round(step.end, 7)} for step in rank.steps],
         "slices": [slice_document(each) for each in rank.slices],
     }
 

@@ -44,8 +44,8 @@ def _track(uuid: int, name: str, parent: int | None = None) -> bytes:
 
 def _events(rank: TracedRank) -> Iterator[bytes]:
     """The begin and end of each slice of a rank, in order. Each step is a slice around what happens in it."""
-    steps = [Slice("loader", each.start, each.end, each.step) for each in rank.steps]
-    names = {id(each): f"step {each.step}" for each in steps}
+    steps = [Slice("loader", step.start, step.end, step.step) for step in rank.steps]
+    names = {id(step): f"step {step.step}" for step in steps}
     everything = sorted([*steps, *rank.slices], key=lambda each: (each.start, -each.end, id(each) not in names))
     ends: list[float] = []
     for each, around in nested(everything):

@@ -20,7 +20,7 @@ import numpy
 
 from manta.workers.errors import MantaError
 from manta.workers.storage.files import Reader, Writer
-from manta.workers.storage.places import ObjectPath, Place
+from manta.workers.storage.locations import Location, ObjectPath
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -95,57 +95,57 @@ class ObjectFiles:
 
         return call
 
-    def names(self, folder: Place) -> list[str]:
+    def names(self, folder: Location) -> list[str]:
         """Names of everything under the prefix, up to the next slash."""
         key = _key(folder)
-        paths = self._asked(folder, self._store.ls, key, detail=False)
-        return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each.rstrip("/") != key})
+        paths = self._request(folder, self._store.ls, key, detail=False)
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != key})
 
-    def check_folder(self, folder: Place) -> None:
+    def check_folder(self, folder: Location) -> None:
         """Raises FileNotFoundError unless anything is under the prefix, or has that name."""
         if not self.is_there(folder):
             raise FileNotFoundError(f"there is nothing under {folder}")
 
-    def is_there(self, folder: Place) -> bool:
+    def is_there(self, folder: Location) -> bool:
         """Whether anything is under the prefix, or has that name."""
-        if self._asked(folder, self._store.exists, _key(folder)):
+        if self._request(folder, self._store.exists, _key(folder)):
             return True
         self._refuse_bucket(folder)
         return False
 
-    def bytes_in(self, folder: Place) -> int:
+    def bytes_in(self, folder: Location) -> int:
         """Size of all objects under the prefix."""
         try:
-            sizes = self._asked(folder, self._store.find, _key(folder), detail=True)
+            sizes = self._request(folder, self._store.find, _key(folder), detail=True)
         except FileNotFoundError:
             return 0
-        return sum(int(each["size"]) for each in sizes.values())
+        return sum(int(size["size"]) for size in sizes.values())
 
-    def newest(self, folder: Place) -> float | None:
+    def newest(self, folder: Location) -> float | None:
         """See `Files`; by the store's clock."""
         try:
-            details = self._asked(folder, self._store.find, _key(folder), detail=True)
+            details = self._request(folder, self._store.find, _key(folder), detail=True)
         except FileNotFoundError:
             return None
         if not details:
             self._refuse_bucket(folder)
-        return max((each["LastModified"].timestamp() for each in details.values()), default=None)
+        return max((detail["LastModified"].timestamp() for detail in details.values()), default=None)
 
-    def make_folder(self, folder: Place) -> None:
+    def make_folder(self, folder: Location) -> None:
         """A prefix need not be created."""
 
-    def read(self, file: Place) -> bytes:
+    def read(self, file: Location) -> bytes:
         """The whole contents."""
-        content: bytes = self._asked(file, self._store.cat_file, _key(file))
+        content: bytes = self._request(file, self._store.cat_file, _key(file))
         return content
 
-    def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
+    def sizes(self, folder: Location, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
         """From a single listing of the folder."""
         listed: dict[str, int] | OSError
         try:
             listed = {
                 each["name"].rpartition("/")[2]: int(each["size"])
-                for each in self._asked(folder, self._store.ls, _key(folder), detail=True)
+                for each in self._request(folder, self._store.ls, _key(folder), detail=True)
             }
         except OSError as error:
             listed = error
@@ -156,12 +156,12 @@ class ObjectFiles:
                 yield name, listed.get(name, FileNotFoundError(f"there is no {folder / name}"))
 
     @contextmanager
-    def reader(self, file: Place) -> Iterator[Reader]:
+    def reader(self, file: Location) -> Iterator[Reader]:
         """Reads ranges, several at once."""
-        size = int(self._asked(file, self._store.info, _key(file))["size"])
+        size = int(self._request(file, self._store.info, _key(file))["size"])
 
         def fetch(at: int, count: int) -> bytes:
-            content: bytes = self._asked(file, self._store.cat_file, _key(file), start=at, end=at + count)
+            content: bytes = self._request(file, self._store.cat_file, _key(file), start=at, end=at + count)
             return content
 
         reader = _ObjectReader(size, fetch)
@@ -171,10 +171,10 @@ class ObjectFiles:
             reader.close()
 
     @contextmanager
-    def writer(self, file: Place) -> Iterator[Writer]:
+    def writer(self, file: Location) -> Iterator[Writer]:
         """Uploaded in parts while it is written; the object does not exist before the block has ended."""
         bucket, _, key = _key(file).partition("/")
-        upload = S3Upload(partial(self._asked, file, self._call_s3), bucket, key)
+        upload = S3Upload(partial(self._request, file, self._call_s3), bucket, key)
         try:
             yield upload
             upload.complete()
@@ -183,38 +183,38 @@ class ObjectFiles:
                 upload.abort()
             raise
 
-    def write_whole(self, file: Place, content: bytes) -> None:
+    def write_atomically(self, file: Location, content: bytes) -> None:
         """One request."""
-        self._asked(file, self._store.pipe_file, _key(file), content)
+        self._request(file, self._store.pipe_file, _key(file), content)
 
-    def remove(self, file: Place) -> None:
+    def remove(self, file: Location) -> None:
         """Remove one object."""
         with suppress(FileNotFoundError):
-            self._asked(file, self._store.rm_file, _key(file))
+            self._request(file, self._store.rm_file, _key(file))
 
-    def remove_folder(self, folder: Place) -> None:
+    def remove_folder(self, folder: Location) -> None:
         """Remove all objects under the prefix."""
         with suppress(OSError):
-            self._asked(folder, self._store.rm, _key(folder), recursive=True)
+            self._request(folder, self._store.rm, _key(folder), recursive=True)
 
-    def _refuse_bucket(self, place: Place) -> None:
+    def _refuse_bucket(self, location: Location) -> None:
         """Raise OSError if there is no such bucket: its emptiness would say nothing about what was stored."""
-        bucket = ObjectPath(_object(place).scheme, _object(place).bucket)
-        if not self._asked(bucket, self._store.exists, bucket.key):
+        bucket = ObjectPath(_object(location).scheme, _object(location).bucket)
+        if not self._request(bucket, self._store.exists, bucket.key):
             raise OSError(f"there is no bucket {bucket}")
 
-    def _asked(self, place: Place, ask: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    def _request(self, location: Location, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """The store's answer. Raises OSError for whatever goes wrong, FileNotFoundError only for a missing key."""
         try:
-            return ask(*arguments, **named)
+            return call(*arguments, **named)
         except FileNotFoundError:
-            if _object(place).key != _object(place).bucket:
-                self._refuse_bucket(place)
+            if _object(location).key != _object(location).bucket:
+                self._refuse_bucket(location)
             raise
         except OSError:
             raise
         except Exception as error:  # each store's client has its own kinds
-            raise OSError(f"{place}: {_sentence(error)}") from error
+            raise OSError(f"{location}: {_sentence(error)}") from error
 
 
 class _ObjectReader:
@@ -249,13 +249,13 @@ class _ObjectReader:
             self._under_way[piece] = self._pool.submit(self._fetch, *piece)
 
 
-def _object(place: Place) -> ObjectPath:
-    assert isinstance(place, ObjectPath)
-    return place
+def _object(location: Location) -> ObjectPath:
+    assert isinstance(location, ObjectPath)
+    return location
 
 
-def _key(place: Place) -> str:
-    return _object(place).key
+def _key(location: Location) -> str:
+    return _object(location).key
 
 
 def _sentence(error: BaseException) -> str:

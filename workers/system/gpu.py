@@ -88,7 +88,7 @@ def named(error: RuntimeError) -> Exception:
     if _NO_KERNEL not in str(error):
         return error
     return ModelError(
-        "no fused attention kernel of this GPU takes this model's attention (head size, precision, window): set "
+        "no fused attention kernel of this GPU supports this model's attention (head size, precision, window): set "
         "train.attention: explicit, which keeps s x s numbers a head, or change model.head_dim or train.precision"
     )
 
@@ -96,9 +96,9 @@ def named(error: RuntimeError) -> Exception:
 def as_lost(error: Exception) -> Exception:
     """`error`, or DeviceLost if it says that the GPU itself has failed: the job can continue on another one."""
     lines = str(error).splitlines() if isinstance(error, RuntimeError) else []
-    said = next((line.strip() for line in lines if _HARDWARE.search(line)), None)
-    if said is None:
+    line = next((line.strip() for line in lines if _HARDWARE.search(line)), None)
+    if line is None:
         return error
-    lost = DeviceLost(f"the GPU has failed: {said}")
+    lost = DeviceLost(f"the GPU has failed: {line}")
     lost.__cause__ = error
     return lost

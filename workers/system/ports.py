@@ -28,7 +28,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def address_towards(host: str) -> str:
+def address_facing(host: str) -> str:
     """Address of this machine on the route to `host`. Raises OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _DISCARD_PORT))  # sends nothing: a datagram socket only picks its route
@@ -38,12 +38,12 @@ def address_towards(host: str) -> str:
 def outward_address() -> str:
     """Address of the interface that leads out of this machine; its loopback address if there is no network."""
     try:
-        return address_towards(_SOMEWHERE_ELSE)
+        return address_facing(_SOMEWHERE_ELSE)
     except OSError:
         return LOOPBACK
 
 
-class BadPorts(MantaError):
+class InvalidPortRange(MantaError):
     """A text is not a range of ports."""
 
 
@@ -56,12 +56,14 @@ class PortRange:
 
     @classmethod
     def of(cls, text: str) -> PortRange:
-        """From `FIRST-LAST`. Raises BadPorts."""
+        """From `FIRST-LAST`. Raises InvalidPortRange."""
         first, separator, last = text.strip().partition("-")
         if not separator or not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
-            raise BadPorts(f"{text!r} is not a range of ports; write one such as 20000-20999")
+            raise InvalidPortRange(f"{text!r} is not a range of ports; write one such as 20000-20999")
         if not LOWEST <= int(first) <= int(last) <= HIGHEST:
-            raise BadPorts(f"{text!r} is not a range of ports from {LOWEST} to {HIGHEST}, with the lower one first")
+            raise InvalidPortRange(
+                f"{text!r} is not a range of ports from {LOWEST} to {HIGHEST}, with the lower one first"
+            )
         return cls(int(first), int(last))
 
     def __str__(self) -> str:

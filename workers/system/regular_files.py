@@ -45,16 +45,16 @@ def open_regular(
     return os.fdopen(descriptor, mode, buffering)
 
 
-def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes. Raises OSError, whose `strerror` names the limit."""
+def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """The content of a regular file of at most `max_bytes` bytes. Raises OSError, whose `strerror` names the limit."""
     content = bytearray()
     with open_regular(path, buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        while size <= most and (block := os.read(file.fileno(), _BLOCK)):  # what it says may be too little
+        while size <= max_bytes and (block := os.read(file.fileno(), _BLOCK)):  # what it says may be too little
             content += block
             size = max(size, len(content))
-    if size > most:
-        raise OSError(errno.EFBIG, f"it has {size} bytes or more, and at most {most} are read", os.fspath(path))
+    if size > max_bytes:
+        raise OSError(errno.EFBIG, f"it has {size} bytes or more, and at most {max_bytes} are read", os.fspath(path))
     return bytes(content)
 
 

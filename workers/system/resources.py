@@ -29,7 +29,7 @@ _NEVER = -1
 # Larger blocks still come from the kernel and go back to it.
 _LARGEST_KEPT_BYTES = 1 << 30
 
-OTHER_FILES = 256
+RESERVED_FILES = 256
 """Number of files that a process opens besides its connections: data, snapshots, libraries, the store."""
 
 
@@ -84,7 +84,7 @@ def node_type() -> str:
     return f"{name[:80]}-{usable_cores()}"
 
 
-class OtherWork:
+class OtherCpuLoad:
     """Counts, from its creation on, the computing of processes other than this one and the children that it has waited
     for."""
 
@@ -106,7 +106,7 @@ def _busy_seconds() -> float | None:
         columns = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1 : 1 + _COUNTED]
     except OSError:
         return None
-    ticks = [int(each) for each in columns]
+    ticks = [int(column) for column in columns]
     return (sum(ticks) - sum(ticks[_IDLE])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -175,9 +175,9 @@ def raise_limit(wanted: int) -> int:
     return allowed
 
 
-def make_room(connections: int) -> None:
+def reserve_files(connections: int) -> None:
     """Make room for this many connections in addition to everything else. Raises OpenFilesError."""
-    wanted = connections + OTHER_FILES
+    wanted = connections + RESERVED_FILES
     allowed = raise_limit(wanted)
     if allowed < wanted:
         raise OpenFilesError(

@@ -31,9 +31,9 @@ def decided_threads(spec: JobSpec, nodes: Iterable[tuple[int, int]]) -> int:
     its own. `nodes`: for each node with ranks on its CPU, its cores and the most ranks that the job may have there. 1
     if there are none, and if the number of replicas must not change any bit: another job, with other replicas, must get
     the same number."""
-    said = spec.resources.threads
-    if said != "auto":
-        return said
+    threads = spec.resources.threads
+    if threads != "auto":
+        return threads
     if spec.train.deterministic == "elastic":
         return 1
     return max(1, min((cores // ranks for cores, ranks in nodes), default=1))
@@ -47,12 +47,12 @@ def with_threads(spec: JobSpec, threads: int) -> JobSpec:
 def threads_of(spec: JobSpec) -> int:
     """Threads of a rank with this spec. If nothing was decided that is one, since the spec was written without this
     choice in mind."""
-    said = spec.resources.threads
-    return BEFORE if said == "auto" else said
+    threads = spec.resources.threads
+    return BEFORE if threads == "auto" else threads
 
 
 def stored_threads(document: Mapping[str, Any]) -> int:
     """Threads of a job whose spec was stored as `document` after it had begun."""
     resources = document.get("resources")
-    said = resources.get("threads", BEFORE) if isinstance(resources, Mapping) else BEFORE
-    return said if isinstance(said, int) else BEFORE
+    threads = resources.get("threads", BEFORE) if isinstance(resources, Mapping) else BEFORE
+    return threads if isinstance(threads, int) else BEFORE

@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two looks whether a socket's file is still there."""
 
 

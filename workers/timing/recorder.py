@@ -100,7 +100,7 @@ class DeviceMoments:
         first = self._first
         assert first is not None
         self._settle()
-        return [self._began + first.elapsed_time(each) / 1000 for each in moments]
+        return [self._began + first.elapsed_time(moment) / 1000 for moment in moments]
 
 
 class _Open:
@@ -140,12 +140,12 @@ class Recorder:
         steps: int,
         moments: Moments,
         idle_seconds: Callable[[], float] | None = None,
-        most_slices: int = MAX_SLICES,
+        max_slices: int = MAX_SLICES,
     ):
         """`number`: of the trace; `steps`: how many to record; `idle_seconds`: how long this rank has waited for others
         so far while nothing was transferred; None if that is not known."""
         self.number, self._left, self.moments = number, steps, moments
-        self._idle_seconds, self._most = idle_seconds, most_slices
+        self._idle_seconds, self._max_slices = idle_seconds, max_slices
         self.open: list[_Open] = []
         """Phases in progress, the innermost last."""
         self._step, self._began = 0, None
@@ -205,7 +205,7 @@ class Recorder:
         """What began at `began` is over. `more`: the other fields of a slice."""
         if not self._is_full:
             self._slices.append((kind, began, self.moments.now(), self._step, stage, micro_batch, *more))
-            self._is_full = len(self._slices) > self._most
+            self._is_full = len(self._slices) > self._max_slices
 
     def collective(self, work: Handle, operation: str, axis: str, number: int, size: int) -> RecordedWait:
         """Records the wait for `work`, an `operation` on `size` bytes that has begun, the `number`-th along `axis`."""
@@ -261,8 +261,10 @@ class Recorder:
         if not self._is_full:
             return ""
         if not self._steps:
-            return f"a step has more than {self._most:,} slices"
-        return f"only the first {len(self._steps)} of its steps are kept, more would have over {self._most:,} slices"
+            return f"a step has more than {self._max_slices:,} slices"
+        return (
+            f"only the first {len(self._steps)} of its steps are kept, more would have over {self._max_slices:,} slices"
+        )
 
 
 class RecordedWait:

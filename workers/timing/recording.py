@@ -186,19 +186,19 @@ class TraceOrders:
 
     def __init__(self) -> None:
         self._waiting: dict[int, TraceOrder] = {}
-        self._begun: set[tuple[int, int]] = set()
+        self._started: set[tuple[int, int]] = set()
         self._late: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
 
-    def ask(self, order: TraceOrder) -> None:
+    def add(self, order: TraceOrder) -> None:
         """Want a trace, unless it has begun or is wanted already: a control plane that takes over asks again."""
         with self._lock:
-            if (order.generation, order.number) not in self._begun:
+            if (order.generation, order.number) not in self._started:
                 self._waiting[order.number] = order
             else:
                 self._late |= {(order.number, rank) for rank in order.profiler_ranks}
 
-    def came_late(self, number: int, rank: int) -> bool:
+    def is_late(self, number: int, rank: int) -> bool:
         """Whether an order to profile `rank` for that trace came after it had begun."""
         return (number, rank) in self._late
 
@@ -216,5 +216,5 @@ class TraceOrders:
     def take(self, generation: int, number: int) -> TraceOrder | None:
         """The recording of that trace begins; returns its order, None if this rank has none."""
         with self._lock:
-            self._begun.add((generation, number))
+            self._started.add((generation, number))
             return self._waiting.pop(number, None)

@@ -32,12 +32,12 @@ from manta.workers.snapshot.note import RowJournal, read_note
 from manta.workers.snapshot.reshard import describe, restore_from_snapshots
 from manta.workers.snapshot.snapshot_file import committed_steps
 from manta.workers.snapshot.snapshots import Snapshots
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
 
 
 @dataclass(frozen=True)
-class Places:
+class StatePaths:
     """Where a rank keeps its state outside of its process; None turns the kind off."""
 
     job: str = "local"
@@ -46,7 +46,7 @@ class Places:
     """Folder of the snapshots, in shared memory."""
     checkpoints: str | None = None
     """Folder for durable checkpoints."""
-    corpus_record: Place | None = None
+    corpus_record: Location | None = None
     """File that describes the corpus as it was when the job began."""
     token_cache: Path | None = None
     """Folder for tokens; None if the corpus needs none."""
@@ -56,33 +56,33 @@ class Places:
     """Which memory the snapshots use."""
 
 
-NO_PLACES = Places()
+NO_PATHS = StatePaths()
 
 
 class RankState:
     """Restores, keeps and rolls back the state of one rank. All ranks call the same methods at the same steps, on their
     training threads."""
 
-    def __init__(self, spec: JobSpec, engine: Engine, comm: Comm, reporter: Reporter, places: Places):
+    def __init__(self, spec: JobSpec, engine: Engine, comm: Comm, reporter: Reporter, paths: StatePaths):
         """Raises SharedMemoryError if there is no room for the snapshots."""
         self.spec, self.engine, self.comm, self.reporter = spec, engine, comm, reporter
-        self._places = places
+        self._paths = paths
         self.guard = NumberGuard(spec.recovery, engine, comm)
         self.interval = SnapshotInterval(spec.checkpoint.snapshot_every_steps)
-        self.snapshots = open_snapshots(spec, engine, comm, places)
+        self.snapshots = open_snapshots(spec, engine, comm, paths)
         self._journal = RowJournal()
         # Not a method of this object: a reference back to it would delay freeing its memory.
         make_note = partial(_note_of, self._journal, self.guard)
         self.checkpoints: Checkpointer | None = None
-        if places.checkpoints is not None:
-            whose = (places.job, spec, engine, comm, reporter.event)
-            self.checkpoints = Checkpointer(places.checkpoints, *whose, self.snapshots, make_note)
-            self.checkpoints.deletes_old = places.deletes_old_checkpoints
+        if paths.checkpoints is not None:
+            identity = (paths.job, spec, engine, comm, reporter.event)
+            self.checkpoints = Checkpointer(paths.checkpoints, *identity, self.snapshots, make_note)
+            self.checkpoints.deletes_old = paths.deletes_old_checkpoints
         self.step = 0
         """Last committed step."""
         self._restored = False
         # Rank 0 may be restored from a rank with the same state, so those keep its rows as well.
-        self._keeps_rows = state_peers(spec.layout, comm.rank)[0] == 0
+        self._retains_rows = state_peers(spec.layout, comm.rank)[0] == 0
 
     @property
     def settled_step(self) -> int | None:
@@ -96,8 +96,8 @@ class RankState:
         self.comm.step.enter("restoring")
         self.comm.step.parts.drop()
         self.engine.optimizer.forget_arriving()
-        stays = resume.source == "snapshot" and self.settled_step == resume.step
-        if not stays:
+        is_current = resume.source == "snapshot" and self.settled_step == resume.step
+        if not is_current:
             self._restored = False
             self._journal.clear()
         if self.snapshots is not None:
@@ -108,17 +108,17 @@ class RankState:
             began = self.comm.generation if resume.source == "start" else resume.began
             self.checkpoints.enter_generation(began, resume.step)
         if self.snapshots is not None:
-            self.snapshots.let_go()
+            self.snapshots.unprotect()
         self.guard.finish()
         self.interval.restart()
-        note, history = (b"", None) if stays else self._load(resume)
+        note, history = (b"", None) if is_current else self._load(resume)
         if resume.source != "start":
             self.engine.optimizer.publish_parameters()
             self.engine.optimizer.publish_frozen()
         self.engine.optimizer.set_step(resume.step)
         self._settle(resume.step)
         rows, noted = read_note(note)
-        self._report_again(rows)
+        self._resend_rows(rows)
         self._agree_on_history(noted or history, roll_backs)
         if self.snapshots is not None:
             if resume.source != "snapshot":
@@ -127,7 +127,7 @@ class RankState:
             # After its sum over all ranks, each has its own snapshot, and has read what it needs of other layouts'.
             self._report_snapshot_memory()
             if remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.layout)):
-                self._places.memory.give_back()
+                self._paths.memory.free_unlinked()
 
     def _report_snapshot_memory(self) -> None:
         """Report if the snapshots of some ranks did not fit into shared memory, or are in memory that a GPU's driver
@@ -136,7 +136,7 @@ class RankState:
         outside, refused = self.snapshots.bytes_outside, self.snapshots.pin_error != 0
         counts = torch.tensor([outside, outside > 0, refused], dtype=torch.float64, device=self.comm.device)
         self.comm.all_reduce("world", counts)
-        total, ranks, unpinned = (round(each) for each in counts.tolist())
+        total, ranks, unpinned = (round(count) for count in counts.tolist())
         self.comm.confirm()
         everybody = self.comm.size("world")
         if ranks and self.spec.checkpoint.snapshots == "auto":
@@ -149,7 +149,7 @@ class RankState:
         if unpinned:
             message = (
                 f"the GPU's driver does not pin the memory of the snapshots of {unpinned} of {everybody} ranks: each "
-                "takes much longer and holds the GPU up. Allow them more locked memory (ulimit -l)"
+                "takes much longer and stalls the GPU. Allow them more locked memory (ulimit -l)"
             )
             data = {"ranks": unpinned}
             announce(self.comm, self.reporter, "snapshots_not_pinned", self.step, message, data)
@@ -167,7 +167,7 @@ class RankState:
             history = self.checkpoints.restore(resume.path)
             return b"", NumericsHistory() if history is None else NumericsHistory.from_json(history)
         else:
-            raise ValueError(f"cannot resume from {resume} without a place for it")
+            raise ValueError(f"cannot resume from {resume} without a location for it")
         return b"", NumericsHistory()
 
     def _begin(self) -> None:
@@ -180,15 +180,15 @@ class RankState:
 
             self.engine.begin_with(Weights(self.spec, self.comm.progress.moved).fill)
 
-    def _report_again(self, rows: list[dict[str, Any]]) -> None:
+    def _resend_rows(self, rows: list[dict[str, Any]]) -> None:
         """Report, on rank 0, the rows that came with a snapshot; the receiver knows most of them already."""
-        for row in rows if self._keeps_rows else ():
+        for row in rows if self._retains_rows else ():
             self._journal.add(row)
             if self.comm.rank == 0:
                 self.reporter.metrics(row)
 
     def _agree_on_history(self, history: NumericsHistory | None, roll_backs: Sequence[dict[str, Any]]) -> None:
-        known = [RollBack.from_json(each) for each in roll_backs]
+        known = [RollBack.from_json(roll_back) for roll_back in roll_backs]
         for each in self.guard.restored(self.step, history, known):
             # The rank that announced it may have died before the event arrived.
             self._announce(each, f"step {each.step} had bad numbers")
@@ -201,7 +201,7 @@ class RankState:
         """The state is that of `step`, which is complete on all ranks."""
         self._settle(step)
         if self.snapshots is not None and not statistics.saving:
-            self.snapshots.let_go()
+            self.snapshots.unprotect()
         self.guard.committed(step, statistics)
 
     def keep(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
@@ -209,7 +209,7 @@ class RankState:
         snapshot also holds the rows of the last steps, since a killed process loses those that it has not shipped; so
         do the snapshots of ranks with the same state as rank 0."""
         report: Callable[[], None] | None = None
-        if self._keeps_rows:
+        if self._retains_rows:
             row = make_row() | self._when() | ({"rank": self.comm.rank} if self.comm.rank else {})
             self._journal.add(row)
             if self.comm.rank == 0:
@@ -250,14 +250,14 @@ class RankState:
         """Seconds by which the last snapshot delayed the training thread."""
         return self.snapshots.stall_seconds if self.snapshots is not None else 0.0
 
-    def kept_parameters(self) -> list[torch.Tensor] | None:
+    def snapshot_parameters(self) -> list[torch.Tensor] | None:
         """This rank's weights of the last committed step, read from its snapshot, frozen ones last; None if it has no
         snapshot of that step."""
-        kept = self.snapshots.kept(self.step) if self.snapshots is not None else None
-        if kept is None:
+        tensors = self.snapshots.slot_tensors(self.step) if self.snapshots is not None else None
+        if tensors is None:
             return None
         changing = len(self.engine.state())
-        return [*kept[: len(self.engine.optimizer.parameters)], *kept[changing:]]
+        return [*tensors[: len(self.engine.optimizer.parameters)], *tensors[changing:]]
 
     def snapshot_figures(self) -> dict[str, float]:
         """For the row of metrics: the current interval between snapshots, in steps, and the seconds by which the last
@@ -265,8 +265,8 @@ class RankState:
         that all ranks have, so its age counts too."""
         if self.snapshots is None:
             return {}
-        held = self.snapshots.held_step
-        every = self.interval.every if held is None else max(self.interval.every, self.step - held)
+        protected_step = self.snapshots.protected_step
+        every = self.interval.every if protected_step is None else max(self.interval.every, self.step - protected_step)
         return {"snapshot_every_steps": every, "snapshot_stall_seconds": self.stall_seconds}
 
     def roll_back(self, step: int, samples: list[range], bad: BadStep, sentence: str) -> None:
@@ -288,7 +288,7 @@ class RankState:
             self.checkpoints.finish()
         self.comm.barrier()
         if self.snapshots is not None:
-            self.snapshots.let_go()
+            self.snapshots.unprotect()
             self.snapshots.forget_after(self.step)
         if self.checkpoints is not None:
             self.checkpoints.undo_after(self.step)
@@ -301,7 +301,7 @@ class RankState:
 
     def save_checkpoint(self, step: int) -> None:
         """Begin a durable checkpoint of committed step `step` if one is due. Raises PeerLost."""
-        if self.checkpoints is not None and self.checkpoints.wanted(step):
+        if self.checkpoints is not None and self.checkpoints.is_needed(step):
             with self.comm.step.phase("checkpoint"):
                 self.checkpoints.begin(step, self._numbers())
 
@@ -313,8 +313,8 @@ class RankState:
         with self.comm.step.phase("checkpoint"):
             if self.checkpoints is not None:
                 self.checkpoints.failure = None  # of an earlier generation
-                self.checkpoints.begin_missing(self.step, self._numbers())
-                self.checkpoints.make_room()
+                self.checkpoints.begin_missing_save(self.step, self._numbers())
+                self.checkpoints.prepare_memory()
 
     def finish(self) -> None:
         """After the job's last step: return once all ranks have saved everything. Raises CheckpointNotSaved if the last
@@ -348,10 +348,10 @@ class RankState:
         """Make sure that this rank's snapshot has the newest state, since other ranks may read it."""
         if self.snapshots is None:
             return
-        self.snapshots.stay_at_path()  # before this rank reports which step it can resume from
-        held = self.settled_step
-        if held is not None and held not in committed_steps(self.snapshots.path):
-            self.snapshots.save(held, self._note())  # for ranks of another layout
+        self.snapshots.ensure_at_path()  # before this rank reports which step it can resume from
+        protected_step = self.settled_step
+        if protected_step is not None and protected_step not in committed_steps(self.snapshots.path):
+            self.snapshots.save(protected_step, self._note())  # for ranks of another layout
         self.snapshots.wait_for_sums()  # snapshots are only copied to other nodes with their checksums
 
     def close(self) -> None:
@@ -368,13 +368,13 @@ def _note_of(journal: RowJournal, guard: NumberGuard) -> bytes:
     return journal.note(guard.history if guard.active else None)
 
 
-def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) -> Snapshots | None:
-    """The snapshots of a rank; None if `places` has no folder for them. Raises SharedMemoryError if there is no
+def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, paths: StatePaths) -> Snapshots | None:
+    """The snapshots of a rank; None if `paths` has no folder for them. Raises SharedMemoryError if there is no
     room for them."""
-    if places.snapshots is None:
+    if paths.snapshots is None:
         return None
-    table = describe(places.job, spec.layout.model_dump(mode="json"), engine, comm)
+    table = describe(paths.job, spec.layout.model_dump(mode="json"), engine, comm)
     identity, layout = fingerprint(spec, state_peers(spec.layout, comm.rank)[0]), layout_tag(spec.layout)
     constant = engine.frozen_state()
     parts = (engine.state(), identity, layout, table, constant)
-    return Snapshots(places.snapshots, comm.rank, *parts, places.memory)
+    return Snapshots(paths.snapshots, comm.rank, *parts, paths.memory)

@@ -22,7 +22,7 @@ Sink = Callable[[list[Message]], None]
 
 
 @dataclass(frozen=True)
-class _Unmade:
+class _Deferred:
     make: Callable[[], Payload]
     time: float
 
@@ -32,7 +32,7 @@ class Reporter:
 
     def __init__(self, sink: Sink):
         self._sink = sink
-        self._queue: queue.SimpleQueue[Message | _Unmade | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Message | _Deferred | None] = queue.SimpleQueue()
         self._urgent = threading.Event()
         self._ranks: RankSample | None = None
         self._thread = threading.Thread(target=self._ship, name="reporter", daemon=True)
@@ -56,9 +56,9 @@ class Reporter:
         self._put(payload)
         self._urgent.set()
 
-    def made(self, make: Callable[[], Payload]) -> None:
+    def deferred(self, make: Callable[[], Payload]) -> None:
         """Something that takes a while to be built, which is done on the reporter's thread. Left out if that fails."""
-        self._queue.put(_Unmade(make, time.time()))
+        self._queue.put(_Deferred(make, time.time()))
 
     def _put(self, payload: Payload) -> None:
         self._queue.put(Message(payload, time.time()))
@@ -75,7 +75,7 @@ class Reporter:
             self._urgent.clear()
             while not self._queue.empty():
                 batch.append(self._queue.get())
-            messages = [made for each in batch if each is not None and (made := _made(each)) is not None]
+            messages = [message for entry in batch if entry is not None and (message := _built(entry)) is not None]
             try:
                 if messages:
                     self._sink(messages)
@@ -86,7 +86,7 @@ class Reporter:
             self._urgent.wait(BATCH_SECONDS)
 
 
-def _made(message: Message | _Unmade) -> Message | None:
+def _built(message: Message | _Deferred) -> Message | None:
     """The message; None if it cannot be built, which must not keep others from being sent."""
     if isinstance(message, Message):
         return message
@@ -106,7 +106,7 @@ def announce(comm: Comm, reporter: Reporter, kind: str, step: int, message: str,
 
 def named_samples(samples: Sequence[range]) -> str:
     """The samples of a step as text, such as `32 to 47`."""
-    return " and ".join(f"{each.start} to {each.stop - 1}" for each in samples)
+    return " and ".join(f"{sample.start} to {sample.stop - 1}" for sample in samples)
 
 
 def sample_data(samples: Sequence[range]) -> dict[str, Any]:
@@ -115,5 +115,5 @@ def sample_data(samples: Sequence[range]) -> dict[str, Any]:
     return {
         "first_sample": samples[0].start,
         "last_sample": samples[-1].stop - 1,
-        "samples": [[each.start, each.stop] for each in samples],
+        "samples": [[sample.start, sample.stop] for sample in samples],
     }

@@ -24,9 +24,9 @@ from manta.workers.timing.recorder import DeviceMoments, HostMoments, Moments, R
 from manta.workers.timing.recording import INTERRUPTED, Recording
 from manta.workers.training.reporter import Reporter
 
-Make = Callable[[], Recording]
+BuildRecording = Callable[[], Recording]
 """Builds this rank's recording, on any thread. Raises RuntimeError if its device has failed."""
-Take = Callable[[int, Make], None]
+RecordingSink = Callable[[int, BuildRecording], None]
 """Takes the number of a trace, and the function that builds this rank's recording."""
 
 
@@ -37,7 +37,7 @@ class Tracing:
         """`peak_flops`: of this rank's device, FLOP/s."""
         self._comm, self._reporter = comm, reporter
         self._peak_flops = peak_flops
-        self.take: Take = self._report
+        self.sink: RecordingSink = self._report
         """Takes completed recordings; by default they are reported."""
         self._next: tuple[int, int] | None = None
         self._first_step = 0
@@ -56,7 +56,7 @@ class Tracing:
             order = self._comm.trace_orders.take(self._comm.generation, number)
             if order is not None and self._comm.rank in order.profiler_ranks:
                 self._profile = TorchProfile(self._comm.device)
-            idle = self._comm.idle_seconds if self._comm.tells_idle_seconds else None
+            idle = self._comm.idle_seconds if self._comm.measures_idle_seconds else None
             step_phases.recorder = Recorder(number, steps, self._moments(), idle)
             if self._comm.rank == 0:
                 self._reporter.send(TraceBegan(number, step))
@@ -78,7 +78,7 @@ class Tracing:
         if statistics.trace is not None:
             self._next = statistics.trace
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Stop recording: of an unfinished recording, the complete steps are kept."""
         recorder, self._next = self._comm.step.recorder, None
         if recorder is not None:
@@ -91,18 +91,18 @@ class Tracing:
             recording = recorder.recording()
             return replace(recording, problem=recording.problem or problem, peak_flops=self._peak_flops)
 
-        self.take(recorder.number, make)
+        self.sink(recorder.number, make)
 
-    def _report(self, number: int, make: Make) -> None:
+    def _report(self, number: int, make: BuildRecording) -> None:
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()
         made = _Made(number, self._first_step, make, profile)
         if profile is not None:
-            self._reporter.made(made.profiled)
-        elif self._comm.trace_orders.came_late(number, self._comm.rank):
-            made.left_out = "the profiler was asked for too late"
-        self._reporter.made(made.traced)
+            self._reporter.deferred(made.profiled)
+        elif self._comm.trace_orders.is_late(number, self._comm.rank):
+            made.left_out = "the profiler was requested too late"
+        self._reporter.deferred(made.traced)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Made:
 
     number: int
     first_step: int
-    make: Make
+    make: BuildRecording
     profile: TorchProfile | None
     left_out: str = ""
     """Why there is no profile, although one was requested."""

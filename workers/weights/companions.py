@@ -9,15 +9,15 @@ from typing import Any
 
 from manta.workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, JobSpec
 from manta.workers.data.read_errors import weights_error
+from manta.workers.data.tokenizer import CHAT_FILE as CHAT
 from manta.workers.data.tokenizer import FILE_NAME as TOKENIZER
-from manta.workers.data.tokenizer import KEPT_CHAT as CHAT
 from manta.workers.data.tokenizer import MAX_BYTES, TEMPLATE, FileTokenizer, content_of, tokenizer_path
 from manta.workers.errors import DataError, WeightsError
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
-from manta.workers.weights.config_in import CONFIG, Keys, read_config, shape_of
-from manta.workers.weights.config_out import TOKENS, their_config
+from manta.workers.weights.config_export import TOKENS, huggingface_config
+from manta.workers.weights.config_import import CONFIG, Keys, read_config, shape_of
 
 GENERATION = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
@@ -37,14 +37,14 @@ def source_config(spec: JobSpec) -> Keys | None:
         return None
 
 
-def companion_files(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, str]:
+def companion_files(spec: JobSpec, dtype: str, checkpoint: Location) -> dict[str, str]:
     """Names and texts of the JSON files. `dtype`: of the weights, as torch calls it. Raises WeightsError if
     transformers has no model that computes the same."""
     source = source_config(spec)
     positions, tokens = _of_source(source)
     if source is None and (end := _end_of_documents(spec, _tokenizer(spec, checkpoint))) is not None:
         tokens = {"eos_token_id": end[0]}
-    config = their_config(spec, dtype, positions) | tokens
+    config = huggingface_config(spec, dtype, positions) | tokens
     generation: dict[str, Any] = {"_from_model_config": True, **tokens}
     texts = {CONFIG: _json(config), GENERATION: _json(generation)}
     if source is not None and spec.model.from_ is not None:
@@ -66,7 +66,7 @@ def _of_source(source: Keys | None) -> tuple[int | None, dict[str, Any]]:
     return positions, {name: source.values[name] for name in TOKENS if name in source.values}
 
 
-def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
+def add_tokenizer(spec: JobSpec, checkpoint: Location, folder: Path) -> None:
     """Copy the tokenizer that the job was trained with into `folder`: the one of bytes; the one stored with the record
     of its corpus, above the `checkpoint`, like its chat template; or the file that its spec names, with that
     tokenizer's other files. If none is known, as for tokens that others have made, there is none. Raises OSError."""
@@ -92,7 +92,7 @@ def _named(spec: JobSpec) -> Path | None:
     return None if spec.data.tokenizer_file is None else tokenizer_path(spec.data.tokenizer_file)
 
 
-def _tokenizer(spec: JobSpec, checkpoint: Place) -> bytes | None:
+def _tokenizer(spec: JobSpec, checkpoint: Location) -> bytes | None:
     """The tokenizer.json, if one is known. Raises OSError."""
     data, named, kept = spec.data, _named(spec), _kept(checkpoint, TOKENIZER)
     if kept is None and data.tokenizer == "bytes" and data.source != "megatron":
@@ -114,16 +114,16 @@ def _end_of_documents(spec: JobSpec, tokenizer: bytes | None) -> tuple[int, str]
     return None
 
 
-def _kept(checkpoint: Place, name: str) -> bytes | None:
+def _kept(checkpoint: Location, name: str) -> bytes | None:
     for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
         with contextlib.suppress(OSError):
             return files_of(folder).read(folder / name)
     return None
 
 
-def _content(file: Path, most: int) -> bytes:
+def _content(file: Path, max_bytes: int) -> bytes:
     try:
-        return read_regular(file, most)
+        return read_regular(file, max_bytes)
     except OSError as error:
         raise weights_error(file, error) from error
 

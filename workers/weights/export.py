@@ -36,10 +36,10 @@ from manta.workers.errors import CheckpointError, MantaError, WeightsError
 from manta.workers.interruption import cleaning_up_when_terminated
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.storage.places import Place, place_of
+from manta.workers.storage.locations import Location, parse_location
 from manta.workers.weights.companions import add_tokenizer, companion_files, source_config
 from manta.workers.weights.folder import INDEX, NewFiles, NewTensor, index_of, plan_files, write_text
-from manta.workers.weights.mapping import Dtype, Format, Piece, TheirTensor, their_tensors
+from manta.workers.weights.mapping import Dtype, Format, HuggingFaceTensor, Piece, huggingface_tensors
 from manta.workers.weights.stream_out import DTYPES, Source, write_tensors
 
 SHARD_BYTES = 5 * 10**9
@@ -79,14 +79,14 @@ def export(
     bytes of how many are written. Raises CheckpointError if the checkpoint cannot be read, WeightsError if transformers
     has no such model or a number does not fit the dtype, OSError.
     """
-    place = place_of(checkpoint)
-    manifest = manifest_of(place)
-    with while_read(place):
-        return _export(place, manifest, target, to, dtype, shard_bytes, progress)
+    location = parse_location(checkpoint)
+    manifest = manifest_of(location)
+    with while_read(location):
+        return _export(location, manifest, target, to, dtype, shard_bytes, progress)
 
 
 def _export(
-    place: Place,
+    location: Location,
     manifest: Manifest,
     target: Path,
     to: Format,
@@ -94,11 +94,11 @@ def _export(
     shard_bytes: int,
     progress: Callable[[int, int], object],
 ) -> Exported:
-    spec = _spec_of(place, manifest)
+    spec = _spec_of(location, manifest)
     named = DTYPES[dtype] if dtype is not None else _source_dtype(spec)
-    source = Source(place, manifest, read_contents(place, manifest))
+    source = Source(location, manifest, read_contents(location, manifest))
     if to == "hf":
-        texts, tensors = companion_files(spec, named, place), their_tensors(spec)
+        texts, tensors = companion_files(spec, named, location), huggingface_tensors(spec)
     else:
         texts, tensors = {SPEC: json.dumps(manifest.spec, indent=2) + "\n"}, _our_tensors(source.contents)
     files = plan_files([NewTensor(tensor.name, tensor.shape) for tensor in tensors], named, shard_bytes)
@@ -118,11 +118,11 @@ def _export(
         for name, text in texts.items():
             write_text(folder / name, text)
         if to == "hf":
-            add_tokenizer(spec, place, folder)
+            add_tokenizer(spec, location, folder)
     return Exported(manifest, len(files), size, named)
 
 
-def _spec_of(checkpoint: Place, manifest: Manifest) -> JobSpec:
+def _spec_of(checkpoint: Location, manifest: Manifest) -> JobSpec:
     try:
         return parse_job_spec(manifest.spec)
     except SpecError as error:
@@ -136,11 +136,13 @@ def _source_dtype(spec: JobSpec) -> str:
     return named if isinstance(named, str) and named in DTYPES.values() else "float32"
 
 
-def _our_tensors(contents: Contents) -> list[TheirTensor]:
+def _our_tensors(contents: Contents) -> list[HuggingFaceTensor]:
     """Our tensors with their own names."""
     names = [name for name in contents.tensors if name.startswith("model.")]
     shapes = {name.removeprefix("model."): contents.tensors[name].shape for name in names}
-    return [TheirTensor(name, shape, (Piece(0, name, 0, shape[0], shape[0], 1),)) for name, shape in shapes.items()]
+    return [
+        HuggingFaceTensor(name, shape, (Piece(0, name, 0, shape[0], shape[0], 1),)) for name, shape in shapes.items()
+    ]
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     _check(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_over(target)
+    _remove_leftovers(target)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_UNFINISHED, dir=target.parent))
     try:
         lock = _locked(folder)
@@ -175,7 +177,7 @@ def _check(target: Path) -> None:
         raise WeightsError(f"there is something at {target} already: name another place, or remove it")
 
 
-def _remove_left_over(target: Path) -> None:
+def _remove_leftovers(target: Path) -> None:
     for folder in target.parent.glob(f".{_escaped(target.name)}.*{_UNFINISHED}"):
         lock = None
         with suppress(OSError):
@@ -221,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m manta.workers.weights.export", description="Export a checkpoint's weights."
     )
     parser.add_argument(
-        "checkpoint", help="a checkpoint, or a folder or s3:// URL of several, whose newest whole one counts"
+        "checkpoint", help="a checkpoint, or a folder or s3:// URL of several, whose newest complete one is used"
     )
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where nothing may be yet")
     parser.add_argument("--format", choices=("hf", "safetensors"), default="hf")
@@ -233,12 +235,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print progress and result as lines of JSON")
     options = parser.parse_args(arguments)
-    tell = _tell if options.json else lambda done, of: None
+    progress = _print_progress if options.json else lambda done, of: None
     try:
         target = options.to.absolute()
-        checkpoint = str(checkpoint_at(place_of(options.checkpoint)))
+        checkpoint = str(checkpoint_at(parse_location(options.checkpoint)))
         with cleaning_up_when_terminated():
-            done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, tell)
+            done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, progress)
     except MantaError as error:
         print(error, file=sys.stderr)
         return 1
@@ -253,5 +255,5 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _tell(done: int, of: int) -> None:
+def _print_progress(done: int, of: int) -> None:
     print(json.dumps({"done": done, "of": of}), flush=True)

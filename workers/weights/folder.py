@@ -24,7 +24,7 @@ from manta.workers.config import JobSpec
 from manta.workers.data.read_errors import is_of_the_storage, weights_error
 from manta.workers.errors import WeightsError
 from manta.workers.system.regular_files import open_regular, read_regular
-from manta.workers.weights.mapping import TheirTensor, their_tensors
+from manta.workers.weights.mapping import HuggingFaceTensor, huggingface_tensors
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -98,11 +98,12 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
 
 
 def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
-    """Where each of `their_tensors(spec)` is in the folder `spec.model.from_`, by its name there. Raises WeightsError
-    if one is missing, has another shape or a dtype that cannot be read, or if there is a tensor of unknown purpose."""
+    """Where each of `huggingface_tensors(spec)` is in the folder `spec.model.from_`, by its name there. Raises
+    WeightsError if one is missing, has another shape or a dtype that cannot be read, or if there is a tensor of unknown
+    purpose."""
     folder = Path(spec.model.from_ or "")
     headers = read_headers(folder)
-    wanted = their_tensors(spec)
+    wanted = huggingface_tensors(spec)
     at, used = {}, set()
     for tensor in wanted:
         here = next((headers[name] for name in _spellings(tensor.name) if name in headers), None)
@@ -128,7 +129,7 @@ def _spellings(name: str) -> tuple[str, ...]:
     return name, name.removeprefix("model.").removeprefix("transformer.")
 
 
-def _check(tensor: TheirTensor, here: FileTensor) -> None:
+def _check(tensor: HuggingFaceTensor, here: FileTensor) -> None:
     where = f"{here.file}: {here.name}"
     if here.dtype not in BYTES:
         raise WeightsError(f"{where} has dtype {here.dtype}: what can be read is {', '.join(BYTES)}")
@@ -207,16 +208,16 @@ class NewTensor:
     shape: tuple[int, ...]
 
 
-def plan_files(tensors: Sequence[NewTensor], dtype: str, most_bytes: int) -> dict[str, list[NewTensor]]:
-    """Which file contains which tensors, in their order: as few files as possible, each of at most `most_bytes`, or
+def plan_files(tensors: Sequence[NewTensor], dtype: str, max_bytes: int) -> dict[str, list[NewTensor]]:
+    """Which file contains which tensors, in their order: as few files as possible, each of at most `max_bytes`, or
     with a single tensor that is larger."""
     shards: list[list[NewTensor]] = [[]]
-    room = most_bytes
+    room = max_bytes
     for tensor in tensors:
         size = math.prod(tensor.shape) * BYTES[NAMES[dtype]]
         if shards[-1] and size > room:
             shards.append([])
-            room = most_bytes
+            room = max_bytes
         shards[-1].append(tensor)
         room -= size
     if len(shards) == 1:

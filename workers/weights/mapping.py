@@ -50,7 +50,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class TheirTensor:
+class HuggingFaceTensor:
     """One of their tensors, made of our rows."""
 
     name: str
@@ -69,16 +69,16 @@ class TheirTensor:
         return self.shape[::-1] if self.transposed else self.shape
 
 
-def their_tensors(spec: JobSpec) -> list[TheirTensor]:
+def huggingface_tensors(spec: JobSpec) -> list[HuggingFaceTensor]:
     """All tensors of the job's model with the names of transformers, in the model's order. The model must exist there
-    (`config_out.their_config` says whether it does)."""
+    (`config_export.huggingface_config` says whether it does)."""
     model, vocabulary = spec.model, spec.vocabulary_size
     if model.family == "gpt":
         return _gpt2(model, vocabulary)
     return _llama(model, vocabulary)
 
 
-def _llama(model: ModelConfig, vocabulary: int) -> list[TheirTensor]:
+def _llama(model: ModelConfig, vocabulary: int) -> list[HuggingFaceTensor]:
     hidden, inner, names = (
         model.hidden_size,
         model.ffn_size,
@@ -100,12 +100,12 @@ def _llama(model: ModelConfig, vocabulary: int) -> list[TheirTensor]:
     return [*names, *_head(model, vocabulary)]
 
 
-def _gpt2(model: ModelConfig, vocabulary: int) -> list[TheirTensor]:
+def _gpt2(model: ModelConfig, vocabulary: int) -> list[HuggingFaceTensor]:
     hidden, inner, length = model.hidden_size, model.ffn_size, model.sequence_length
     positions = _piece("embedding.position.weight", length)
     names = [
         _whole("transformer.wte.weight", _TOKEN, vocabulary, model),
-        TheirTensor("transformer.wpe.weight", (length, hidden), (positions,), may_be_longer=True),
+        HuggingFaceTensor("transformer.wpe.weight", (length, hidden), (positions,), may_be_longer=True),
     ]
     for n in range(model.layers):
         ours, them = f"layers.{n}.", f"transformer.h.{n}."
@@ -122,7 +122,7 @@ def _gpt2(model: ModelConfig, vocabulary: int) -> list[TheirTensor]:
 _TOKEN = "embedding.token.weight"
 
 
-def _head(model: ModelConfig, vocabulary: int) -> list[TheirTensor]:
+def _head(model: ModelConfig, vocabulary: int) -> list[HuggingFaceTensor]:
     return [] if model.tie_embeddings else [_whole("lm_head.weight", "output.weight", vocabulary, model)]
 
 
@@ -130,29 +130,31 @@ def _piece(ours: str, rows: int) -> Piece:
     return Piece(0, ours, 0, rows, rows, 1)
 
 
-def _whole(theirs: str, ours: str, rows: int, of: ModelConfig | None = None) -> TheirTensor:
+def _whole(theirs: str, ours: str, rows: int, of: ModelConfig | None = None) -> HuggingFaceTensor:
     """One of their tensors with our rows in the same order: a vector, or with `of` a matrix of hidden_size columns."""
     shape = (rows,) if of is None else (rows, of.hidden_size)
-    return TheirTensor(theirs, shape, (_piece(ours, rows),))
+    return HuggingFaceTensor(theirs, shape, (_piece(ours, rows),))
 
 
-def _linear(model: ModelConfig, theirs: str, ours: str, rows: int, columns: int) -> Iterator[TheirTensor]:
-    yield TheirTensor(f"{theirs}.weight", (rows, columns), (_piece(f"{ours}.weight", rows),))
+def _linear(model: ModelConfig, theirs: str, ours: str, rows: int, columns: int) -> Iterator[HuggingFaceTensor]:
+    yield HuggingFaceTensor(f"{theirs}.weight", (rows, columns), (_piece(f"{ours}.weight", rows),))
     if model.bias:
-        yield TheirTensor(f"{theirs}.bias", (rows,), (_piece(f"{ours}.bias", rows),))
+        yield HuggingFaceTensor(f"{theirs}.bias", (rows,), (_piece(f"{ours}.bias", rows),))
 
 
-def _norm(model: ModelConfig, theirs: str, ours: str) -> Iterator[TheirTensor]:
+def _norm(model: ModelConfig, theirs: str, ours: str) -> Iterator[HuggingFaceTensor]:
     """A layer norm; GPT-2's always have biases."""
     yield _whole(f"{theirs}.weight", f"{ours}.weight", model.hidden_size)
     bias = (_piece(f"{ours}.bias", model.hidden_size),) if model.bias else ()
-    yield TheirTensor(f"{theirs}.bias", (model.hidden_size,), bias)
+    yield HuggingFaceTensor(f"{theirs}.bias", (model.hidden_size,), bias)
 
 
-def _conv1d(model: ModelConfig, theirs: str, rows: int, columns: int, pieces: list[Piece]) -> Iterator[TheirTensor]:
+def _conv1d(
+    model: ModelConfig, theirs: str, rows: int, columns: int, pieces: list[Piece]
+) -> Iterator[HuggingFaceTensor]:
     """A linear layer of GPT-2, which always has biases; `pieces` name ours without the ".weight"."""
-    yield TheirTensor(f"{theirs}.weight", (columns, rows), _named(pieces, ".weight"), transposed=True)
-    yield TheirTensor(f"{theirs}.bias", (rows,), _named(pieces, ".bias") if model.bias else ())
+    yield HuggingFaceTensor(f"{theirs}.weight", (columns, rows), _named(pieces, ".weight"), transposed=True)
+    yield HuggingFaceTensor(f"{theirs}.bias", (rows,), _named(pieces, ".bias") if model.bias else ())
 
 
 def _named(pieces: list[Piece], end: str) -> tuple[Piece, ...]:
@@ -165,7 +167,7 @@ def _fused(model: ModelConfig, ours: str) -> list[Piece]:
     return [Piece(part * heads * size, ours, part * size, size, 3 * size, heads) for part in range(3)]
 
 
-def _projections(model: ModelConfig, ours: str, them: str) -> Iterator[TheirTensor]:
+def _projections(model: ModelConfig, ours: str, them: str) -> Iterator[HuggingFaceTensor]:
     """Queries, keys and values, which have one tensor each."""
     size, heads, groups = model.head_size, model.heads, model.key_value_heads
     if groups == heads:
@@ -177,4 +179,4 @@ def _projections(model: ModelConfig, ours: str, them: str) -> Iterator[TheirTens
     for end in (".weight", ".bias") if model.bias else (".weight",):
         for kind, part in zip("qkv", parts, strict=True):
             shape = (part.length * part.count, model.hidden_size)[: 2 if end == ".weight" else 1]
-            yield TheirTensor(f"{them}{kind}_proj{end}", shape, _named([part], end))
+            yield HuggingFaceTensor(f"{them}{kind}_proj{end}", shape, _named([part], end))

@@ -17,7 +17,7 @@ from manta.workers.data.read_errors import is_of_the_storage, weights_error
 from manta.workers.errors import WeightsError
 from manta.workers.parallel.tensor.shards import NamedShard
 from manta.workers.weights.folder import FileTensor, tensors_of
-from manta.workers.weights.mapping import Piece, TheirTensor, their_tensors
+from manta.workers.weights.mapping import HuggingFaceTensor, Piece, huggingface_tensors
 
 BLOCK_BYTES = 64 * 2**20
 """The most that is read of a tensor at a time, unless a row is larger."""
@@ -31,9 +31,9 @@ class Weights:
         model needs."""
         self._at = tensors_of(spec)
         self._moved = moved
-        self._parts: dict[str, list[tuple[TheirTensor, Piece]]] = {}
+        self._parts: dict[str, list[tuple[HuggingFaceTensor, Piece]]] = {}
         """By our names."""
-        for tensor in their_tensors(spec):
+        for tensor in huggingface_tensors(spec):
             for piece in tensor.pieces:
                 self._parts.setdefault(piece.ours, []).append((tensor, piece))
 
@@ -46,7 +46,7 @@ class Weights:
 
     def _read(
         self,
-        tensor: TheirTensor,
+        tensor: HuggingFaceTensor,
         piece: Piece,
         rows: tuple[int, int],
         columns: tuple[int, int],
@@ -56,10 +56,10 @@ class Weights:
         here = self._at[tensor.name]
         try:
             with safe_open(here.file, framework="pt") as file:
-                whole = file.get_slice(here.name)
+                stored = file.get_slice(here.name)
                 for runs in _blocks(piece.runs(*rows), _rows_in_a_block(tensor)):
                     first, end = runs[0][1], runs[-1][1] + runs[-1][2]
-                    block = _cut(whole, tensor, (first, end), columns)
+                    block = _cut(stored, tensor, (first, end), columns)
                     for row, theirs, count in runs:
                         at = row - rows[0]
                         local[at : at + count, : block.shape[1]].copy_(block[theirs - first : theirs - first + count])
@@ -68,19 +68,19 @@ class Weights:
             raise _unreadable(here, error) from error
 
 
-def _rows_in_a_block(tensor: TheirTensor) -> int:
+def _rows_in_a_block(tensor: HuggingFaceTensor) -> int:
     columns = 1 if len(tensor.shape) == 1 else tensor.rows_first[1]
     return max(1, BLOCK_BYTES // (4 * columns))
 
 
-def _blocks(runs: Iterator[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """The runs, cut if they are longer than `most` rows, in groups that are consecutive in their tensor and have about
-    `most` rows."""
+def _blocks(runs: Iterator[tuple[int, int, int]], max_rows: int) -> Iterator[list[tuple[int, int, int]]]:
+    """The runs, cut if they are longer than `max_rows` rows, in groups that are consecutive in their tensor and have
+    about `max_rows` rows."""
     group: list[tuple[int, int, int]] = []
     for row, theirs, count in runs:
-        for start in range(0, count, most):
-            run = row + start, theirs + start, min(most, count - start)
-            if group and (run[1] + run[2] - group[0][1] > most or run[1] != group[-1][1] + group[-1][2]):
+        for start in range(0, count, max_rows):
+            run = row + start, theirs + start, min(max_rows, count - start)
+            if group and (run[1] + run[2] - group[0][1] > max_rows or run[1] != group[-1][1] + group[-1][2]):
                 yield group
                 group = []
             group.append(run)
@@ -88,15 +88,15 @@ def _blocks(runs: Iterator[tuple[int, int, int]], most: int) -> Iterator[list[tu
         yield group
 
 
-def _cut(whole: object, tensor: TheirTensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+def _cut(stored: object, tensor: HuggingFaceTensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
     """Rows and columns, in our order, of a slice of their tensor: [rows, columns]."""
     a, b, c, d = *rows, *columns
     if len(tensor.shape) == 1:
-        part = whole[a:b]  # type: ignore[index]
+        part = stored[a:b]  # type: ignore[index]
         return part.view(-1, 1)
     if tensor.transposed:
-        return whole[c:d, a:b].t()  # type: ignore[index]
-    return whole[a:b, c:d]  # type: ignore[index]
+        return stored[c:d, a:b].t()  # type: ignore[index]
+    return stored[a:b, c:d]  # type: ignore[index]
 
 
 def _unreadable(here: FileTensor, error: Exception) -> WeightsError:

@@ -16,11 +16,11 @@ import numpy
 from manta.workers.checkpoint.archives import ITEM_BYTES
 from manta.workers.checkpoint.catalog import Manifest
 from manta.workers.checkpoint.contents import Contents, StoredTensor
-from manta.workers.checkpoint.stored_rows import RAW, StoredRows, in_file_order, most_memory, rows_and_columns
+from manta.workers.checkpoint.stored_rows import RAW, StoredRows, in_file_order, peak_memory, rows_and_columns
 from manta.workers.errors import CheckpointError, WeightsError
-from manta.workers.storage.places import Place
+from manta.workers.storage.locations import Location
 from manta.workers.weights.folder import NewFiles
-from manta.workers.weights.mapping import Piece, TheirTensor
+from manta.workers.weights.mapping import HuggingFaceTensor, Piece
 
 BAND_BYTES = 2 * 2**20
 """Bytes of a tensor's rows, as in the checkpoint, that are cast and written at a time, unless a row is larger."""
@@ -41,22 +41,24 @@ _NOT_A_NUMBER = 0x7FC0
 class Source:
     """A checkpoint whose tensors are exported."""
 
-    place: Place
+    location: Location
     manifest: Manifest
     contents: Contents
 
     def stored(self, name: str) -> StoredTensor:
         """Our parameter with that name. Raises CheckpointError."""
         if f"model.{name}" not in self.contents.tensors:
-            raise CheckpointError(f"the checkpoint at {self.place} has no {name}")
+            raise CheckpointError(f"the checkpoint at {self.location} has no {name}")
         return self.contents.tensors[f"model.{name}"]
 
 
-Uses = dict[str, list[tuple[TheirTensor, Piece]]]
+Uses = dict[str, list[tuple[HuggingFaceTensor, Piece]]]
 """By our names, what each is converted into."""
 
 
-def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, files: NewFiles, processors: int) -> None:
+def write_tensors(
+    source: Source, tensors: Sequence[HuggingFaceTensor], dtype: str, files: NewFiles, processors: int
+) -> None:
     """Write `tensors`, made of the checkpoint's parameters and cast to `dtype` (as torch calls it), into `files`.
 
     `processors`: how many there are. Raises CheckpointError, WeightsError, OSError.
@@ -74,7 +76,7 @@ def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, fi
 
     def work(part: Sequence[str]) -> None:
         try:
-            with StoredRows(source.place, source.manifest, source.contents) as rows:
+            with StoredRows(source.location, source.manifest, source.contents) as rows:
                 for name in part:
                     _write(rows, name, stored[name], uses[name], dtype, files, stop)
         except BaseException:
@@ -92,11 +94,11 @@ def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, fi
 
 def threads_for(tensors: Iterable[StoredTensor], processors: int) -> int:
     """How many bring rows of these at the same time: as many as there is memory for, and at least one."""
-    taken = most_memory(tensors, BAND_BYTES) + 2 * BAND_BYTES
+    taken = peak_memory(tensors, BAND_BYTES) + 2 * BAND_BYTES
     return max(1, min(processors, MAX_THREADS, MEMORY_BYTES // taken))
 
 
-def _check(source: Source, name: str, parts: list[tuple[TheirTensor, Piece]]) -> None:
+def _check(source: Source, name: str, parts: list[tuple[HuggingFaceTensor, Piece]]) -> None:
     """Raise CheckpointError unless exactly the rows and columns that the parameter has are converted into theirs."""
     shape = source.stored(name).shape
     rows, columns = rows_and_columns(shape)
@@ -104,13 +106,13 @@ def _check(source: Source, name: str, parts: list[tuple[TheirTensor, Piece]]) ->
         wide = tensor.rows_first[1] if len(tensor.shape) == 2 else 1
         if wide != columns or sum(piece.count * piece.length for _, piece in parts) != rows:
             raise CheckpointError(
-                f"{source.place}: {tensor.name} should be {tensor.rows_first}, found {shape} as {name}"
+                f"{source.location}: {tensor.name} should be {tensor.rows_first}, found {shape} as {name}"
             )
 
 
 def _shares(names: Sequence[str], stored: Mapping[str, StoredTensor], threads: int) -> list[list[str]]:
     """The names in this many runs, of about the same number of bytes each."""
-    sizes = [sum(each.bytes for each in stored[name].rectangles) for name in names]
+    sizes = [sum(rectangle.bytes for rectangle in stored[name].rectangles) for name in names]
     shares: list[list[str]] = [[] for _ in range(threads)]
     before, total = 0, max(1, sum(sizes))
     for name, size in zip(names, sizes, strict=True):
@@ -123,7 +125,7 @@ def _write(
     rows: StoredRows,
     name: str,
     stored: StoredTensor,
-    parts: list[tuple[TheirTensor, Piece]],
+    parts: list[tuple[HuggingFaceTensor, Piece]],
     dtype: str,
     files: NewFiles,
     stop: threading.Event,
@@ -148,17 +150,19 @@ def _write(
             if not tensor.transposed:
                 _write_rows(band, first, end, tensor, piece, files)
     for tensor in dict.fromkeys(tensor for tensor, _ in parts if tensor.transposed):
-        _write_turned(band, tensor, files)
+        _write_transposed(band, tensor, files)
 
 
-def _write_rows(band: numpy.ndarray, first: int, end: int, tensor: TheirTensor, piece: Piece, files: NewFiles) -> None:
+def _write_rows(
+    band: numpy.ndarray, first: int, end: int, tensor: HuggingFaceTensor, piece: Piece, files: NewFiles
+) -> None:
     """The part of our rows [first, end), which are `band`, that is in the piece of theirs."""
     row_bytes = band.shape[1] * band.itemsize
     for row, theirs, count in piece.runs(first, end):
         files.write(tensor.name, theirs * row_bytes, band[row - first : row - first + count].data)
 
 
-def _write_turned(band: numpy.ndarray, tensor: TheirTensor, files: NewFiles) -> None:
+def _write_transposed(band: numpy.ndarray, tensor: HuggingFaceTensor, files: NewFiles) -> None:
     """A tensor whose file has all our rows, which are `band`, as columns."""
     turned = numpy.empty(tensor.shape, band.dtype)
     for piece in tensor.pieces:

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 RESTART_SECONDS = 1.0
 """Pause before a dead zygote is restarted, so that one that cannot start does not exhaust the node."""
 END_SECONDS = 10.0
-LOOK_SECONDS = 2.0
-STOPPED_LOOKS, SILENT_LOOKS = 5, 30
+POLL_SECONDS = 2.0
+MAX_STOPPED_POLLS, MAX_UNANSWERED_POLLS = 5, 30
 """After so many looks in a row at a zygote that is stopped, or owes an answer, it is replaced: late enough not to be
 due to load, as its trainers end with it. Looks are counted, since an owner that was stopped finds its timers overdue.
 """
@@ -72,33 +72,33 @@ class ZygoteOwner:
             spawned = False
             while not spawned:
                 await asyncio.sleep(RESTART_SECONDS)
-                spawned = self._spawn_again()
+                spawned = self._respawn()
 
     async def _end_of(self, process: subprocess.Popen[bytes]) -> None:
         """Wait until `process` has ended, and end it if it hangs. One that does not listen yet is still importing."""
-        stopped = silent = 0
-        asked = asyncio.create_task(_until_answered(self._socket_path))
+        stopped = unanswered = 0
+        request = asyncio.create_task(_wait_for_answer(self._socket_path))
         try:
             while not await _ends_soon(process.pid):
                 state = process_state(process.pid)
                 stopped = stopped + 1 if state is not None and state.stopped else 0
-                silent = silent + 1 if not asked.done() else 0
-                if asked.done():
-                    asked = asyncio.create_task(_until_answered(self._socket_path))
-                if stopped == STOPPED_LOOKS or silent == SILENT_LOOKS:
-                    found = "is stopped" if stopped == STOPPED_LOOKS else "does not answer"
+                unanswered = unanswered + 1 if not request.done() else 0
+                if request.done():
+                    request = asyncio.create_task(_wait_for_answer(self._socket_path))
+                if stopped == MAX_STOPPED_POLLS or unanswered == MAX_UNANSWERED_POLLS:
+                    found = "is stopped" if stopped == MAX_STOPPED_POLLS else "does not answer"
                     log.warning("the zygote (process %d) %s, and is replaced", process.pid, found)
                     process.kill()
         finally:
-            asked.cancel()
+            request.cancel()
 
-    def _spawn_again(self) -> bool:
+    def _respawn(self) -> bool:
         """False if the machine does not permit it: whatever took the zygote's memory may still have the rest of it."""
         try:
             self._spawn()
         except OSError as error:
             self._close_pipe()
-            log.warning("the zygote cannot be started again: %s; it is tried again", error)
+            log.warning("the zygote cannot be restarted: %s; retrying", error)
             return False
         return True
 
@@ -135,18 +135,18 @@ class ZygoteOwner:
 async def _ends_soon(pid: int) -> bool:
     """Whether the process `pid` ends before the next look at it is due."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LOOK_SECONDS):
+        async with asyncio.timeout(POLL_SECONDS):
             await ended(pid)
             return True
     return False
 
 
-async def _until_answered(path: Path) -> None:
+async def _wait_for_answer(path: Path) -> None:
     """Wait until who listens at `path` has refused an empty request; does not wait if nobody listens there."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         while connection.connect_ex(str(path)) == errno.EAGAIN:  # it has more to accept than it can queue
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         connection.send(b"\n")
         await asyncio.get_running_loop().sock_recv(connection, 1)
 

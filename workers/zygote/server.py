@@ -41,7 +41,7 @@ from manta.workers.protocol.json_codec import JsonObject, MalformedMessage, from
 from manta.workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
 from manta.workers.system.processes import ParentDeathSignal, kill_group
 from manta.workers.system.threads import OF_COMPUTATION
-from manta.workers.system.unix_listener import LOOK_SECONDS, UnixListener
+from manta.workers.system.unix_listener import POLL_SECONDS, UnixListener
 
 DEFAULT_ENTRIES = {
     "trainer": "manta.workers.rank.trainer_process:run",
@@ -53,7 +53,7 @@ DEFAULT_WARM = (
     "torch",
     "torch.distributed",
     "manta.workers.zygote.server:import_first_uses",
-    "manta.workers.comm.host_names:ask_for_none",
+    "manta.workers.comm.host_names:skip_reverse_lookups",
 )
 
 MAXIMUM_REQUEST_BYTES = 16 * 1024 * 1024
@@ -67,7 +67,7 @@ FIRST_USES = ("torch.utils._device", "torch.fx.experimental.symbolic_shapes", "t
 taking half a second in its first step."""
 
 
-class BadRequest(Exception):
+class InvalidRequest(Exception):
     """A malformed fork request; the message goes back to the requester."""
 
 
@@ -122,7 +122,7 @@ class Zygote:
 
     def _serve_once(self) -> bool:
         """Handle what is ready; False if the owner is gone."""
-        events = self._selector.select(LOOK_SECONDS)
+        events = self._selector.select(POLL_SECONDS)
         for key, _ in events:
             if key.data is None:
                 if not os.read(self._owner_pipe, 4096):
@@ -175,7 +175,7 @@ class Zygote:
             line = _complete_line(connection.received)
             if line is not None:
                 self._fork(connection, line)
-        except BadRequest as error:
+        except InvalidRequest as error:
             _answer(connection, ForkAnswer(error=str(error)))
             self._drop(connection)
 
@@ -184,12 +184,12 @@ class Zygote:
         connection.protocol = request.protocol
         entry = self._entries.get(request.entry)
         if entry is None:
-            raise BadRequest(f"There is no entry {request.entry!r}; known are {', '.join(sorted(self._entries))}.")
+            raise InvalidRequest(f"There is no entry {request.entry!r}; known are {', '.join(sorted(self._entries))}.")
         zygote = os.getpid()
         try:
             child = os.fork()
         except OSError as error:
-            raise BadRequest(f"The node cannot fork another process ({error.strerror}).") from error
+            raise InvalidRequest(f"The node cannot fork another process ({error.strerror}).") from error
         if child == 0:
             descriptors, connection.descriptors = connection.descriptors, []
             run_child(entry, request.argument, request.environment, descriptors, lambda: self._leave(zygote))
@@ -245,7 +245,7 @@ class Zygote:
 
 def _complete_line(received: bytearray) -> bytes | None:
     if len(received) > MAXIMUM_REQUEST_BYTES:
-        raise BadRequest(f"A request may have {MAXIMUM_REQUEST_BYTES} bytes, not more.")
+        raise InvalidRequest(f"A request may have {MAXIMUM_REQUEST_BYTES} bytes, not more.")
     line, newline, _ = received.partition(b"\n")
     return bytes(line) if newline else None
 
@@ -255,15 +255,15 @@ def _parse_request(line: bytes, descriptors: int) -> ForkRequest:
         request = from_json(ForkRequest, json.loads(line))
         check_protocol("the process that asks this zygote for another", request.protocol)
     except ProtocolMismatch as error:
-        raise BadRequest(str(error)) from error
+        raise InvalidRequest(str(error)) from error
     except (ValueError, RecursionError, MalformedMessage) as error:
         form = "entry a string, argument an object, environment an object of strings"
-        raise BadRequest(f"A request is one JSON object: {form} ({error}).") from error
+        raise InvalidRequest(f"A request is one JSON object: {form} ({error}).") from error
     if not _is_environment(request.environment):
-        raise BadRequest("Names of environment variables are not empty and hold no '=' or NUL; values hold no NUL.")
+        raise InvalidRequest("Names of environment variables are not empty and hold no '=' or NUL; values hold no NUL.")
     if descriptors != DESCRIPTORS_PER_REQUEST:
         hint = "; this zygote may have too many open files (`ulimit -n`)" if descriptors else ""
-        raise BadRequest(f"A request comes with {DESCRIPTORS_PER_REQUEST} descriptors, not {descriptors}{hint}.")
+        raise InvalidRequest(f"A request comes with {DESCRIPTORS_PER_REQUEST} descriptors, not {descriptors}{hint}.")
     return request
 
 

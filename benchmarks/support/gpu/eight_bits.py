@@ -81,13 +81,13 @@ def measure_rates(report: Report, device: torch.device, compiled: bool) -> None:
     expected = {"16bit": lambda: x_ni.float() @ w_oi.float().t()}
     for kind, plain in zip(KINDS, (BY_TENSOR, BY_ROW), strict=True):
         of_gradients, wide = (E5M2, torch.float32) if kind == "tensorwise" else (E4M3, torch.bfloat16)
-        x, w, g = plain.both(x_ni, E4M3), plain.both(w_oi, E4M3), plain.both(g_no, of_gradients)
+        x, w, g = plain.pair(x_ni, E4M3), plain.pair(w_oi, E4M3), plain.pair(g_no, of_gradients)
         runs[kind] = partial(product, x.rows, w.rows, torch.bfloat16)
         expected[kind] = partial(_in_fp32, x.rows, w.rows)
         runs[f"{kind}_weight_gradient"] = partial(product, g.columns, x.columns, wide)
         expected[f"{kind}_weight_gradient"] = partial(_in_fp32, g.columns, x.columns)
         casts = plain.compiled() if compiled else plain
-        for name, cast in (("rows", casts.rows), ("columns", casts.columns), ("both", casts.both)):
+        for name, cast in (("rows", casts.rows), ("columns", casts.columns), ("both", casts.pair)):
             milliseconds = 1e3 * _seconds(partial(cast, g_no, of_gradients), device)
             report.add(f"fp8_cast_{kind}_{name}", round(milliseconds, 4), "ms")
     errors: dict[str, float] = {}

@@ -24,7 +24,7 @@ from manta.workers.snapshot.interval import AGREE_EVERY
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.system import gpu
 from manta.workers.system.resources import memory_available
-from manta.workers.trainer import NO_PLACES, Places, Trainer
+from manta.workers.trainer import NO_PATHS, StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 GOAL_STALL = 0.01
@@ -49,9 +49,9 @@ def measure_snapshots(
     needed = snapshot_bytes(spec)
     if needed > memory_available():
         raise MantaError(f"the snapshots of {name} take {needed} bytes, and {memory_available()} can be had")
-    without = statistics.median(_trained(spec, device, NO_PLACES, steps).seconds)
+    without = statistics.median(_trained(spec, device, NO_PATHS, steps).seconds)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared, tempfile.TemporaryDirectory() as durable:
-        places = Places("snapshots", snapshots=shared, checkpoints=durable)
+        places = StatePaths("snapshots", snapshots=shared, checkpoints=durable)
         each = _trained(spec, device, places, steps)
     step, stall = statistics.median(each.seconds), statistics.median(each.stalls)
     report.add(f"snapshot_{name}_bytes", checkpoint_bytes(spec), "bytes")
@@ -65,7 +65,9 @@ def measure_snapshots(
         report.add(f"snapshot_{name}_memory_is_pinned", each.pinned, "bool", True)
     counted = max(steps, INTERVALS_AFTER * steps_between(stall, step))
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
-        chosen = _trained(job("auto"), device, Places("snapshots", snapshots=shared), counted, warm_up=AGREE_EVERY + 1)
+        chosen = _trained(
+            job("auto"), device, StatePaths("snapshots", snapshots=shared), counted, warm_up=AGREE_EVERY + 1
+        )
     report.add(f"snapshot_{name}_interval", chosen.interval, "steps")
     report.add(f"snapshot_{name}_stall_share", round(sum(chosen.stalls) / sum(chosen.seconds), 5), "ratio", GOAL_STALL)
     report.add(f"snapshot_{name}_step_to_without", round(statistics.mean(chosen.seconds) / without, 4), "ratio")
@@ -89,7 +91,7 @@ class _Trained:
     """Whether the memory of the snapshots is."""
 
 
-def _trained(spec: JobSpec, device: torch.device, places: Places, steps: int, warm_up: int = WARM_UP) -> _Trained:
+def _trained(spec: JobSpec, device: torch.device, places: StatePaths, steps: int, warm_up: int = WARM_UP) -> _Trained:
     gpu.use_for(spec, device)
     trainer = Trainer(spec, Comm(RankGrid(spec.layout), 0, device), Reporter(lambda messages: None), 1e12, places)
     trainer.restore(Resume())

@@ -22,7 +22,7 @@ from benchmarks.support.gpu.contestants import LEARNING_RATE, batch_of
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.local_ranks import LocalRanks, RanksFailed
 from benchmarks.support.report import Report
-from manta.workers.calibration.local_ranks import Place
+from manta.workers.calibration.local_ranks import RankDevice
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.comm.repair_self_test import RepairSelfTest
@@ -32,10 +32,10 @@ from manta.workers.errors import MantaError
 from manta.workers.paths import SHARED_MEMORY
 from manta.workers.protocol.messages import Resume
 from manta.workers.protocol.reports import Message, Metrics
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.system import gpu
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 AGREEMENT = 2e-2  # bf16 keeps eight bits; loss and norm are means over many roundings
@@ -53,7 +53,7 @@ def measure_pairs(report: Report, size: Size, seed: int, device: torch.device) -
     }
     sized = replace(size, layers=4)
     gathered = {
-        name: ranks.run(_few_steps, sized.document(seed, False, parallel=layout), places=[Place(str(device))])[0]
+        name: ranks.run(_few_steps, sized.document(seed, False, parallel=layout), devices=[RankDevice(str(device))])[0]
         for name, layout in layouts.items()
     }
     for name in ("tensor_2", "pipeline_2"):
@@ -88,13 +88,13 @@ def measure_kill(report: Report, size: Size, seed: int, device: torch.device) ->
     document["checkpoint"] = {"every_steps": 0, "snapshot_every_steps": 1}
 
     def train(folder: str, resume: int | None, dies_at: int) -> list[Trained]:
-        return ranks.run(_train, document, folder, resume, dies_at, places=[Place(str(device))], seconds=SECONDS)
+        return ranks.run(_train, document, folder, resume, dies_at, devices=[RankDevice(str(device))], seconds=SECONDS)
 
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         undisturbed = train(f"{folder}/undisturbed", None, 0)
         with suppress(RanksFailed):
             train(f"{folder}/killed", None, DIES_AT)
-        common = set.intersection(*(set(steps_kept(f"{folder}/killed", rank)) for rank in (0, 1)))
+        common = set.intersection(*(set(stored_steps(f"{folder}/killed", rank)) for rank in (0, 1)))
         if not common or max(common) >= STEPS:
             raise MantaError(f"after the kill the ranks have the steps {sorted(common)} in common")
         began = time.monotonic()
@@ -121,7 +121,7 @@ def _train(comm: Comm, spec: JobSpec, folder: str, resume: int | None, dies_at: 
 
     gpu.use_for(spec, comm.device)
     reporter = Reporter(take)
-    trainer = Trainer(spec, comm, reporter, 1e12, Places("killed", snapshots=folder))
+    trainer = Trainer(spec, comm, reporter, 1e12, StatePaths("killed", snapshots=folder))
     trainer.restore(Resume() if resume is None else Resume("snapshot", resume))
     if dies_at:
         comm.step.on_phase = reached

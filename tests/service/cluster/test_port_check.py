@@ -64,7 +64,7 @@ def site(monkeypatch):
             return [each for each in addresses if each in made.closed_here]
 
         monkeypatch.setattr(port_check, "unreached", unreached)
-        monkeypatch.setattr(port_check, "address_towards", lambda host: "10.0.0.9")
+        monkeypatch.setattr(port_check, "address_facing", lambda host: "10.0.0.9")
         return made
 
     return make

@@ -8,7 +8,7 @@ from manta.service.doctor import stores
 from manta.service.settings import Settings
 from manta.service.store import Store
 from manta.service.store.location import sqlite_url
-from manta.workers.storage.places import ObjectPath
+from manta.workers.storage.locations import ObjectPath
 
 
 def test_a_database_that_is_not_there_yet_will_be_made(tmp_path):
@@ -72,7 +72,7 @@ def test_a_store_that_does_not_answer_is_a_problem(monkeypatch):
         def make_folder(self, folder):
             pass
 
-        def write_whole(self, file, content):
+        def write_atomically(self, file, content):
             raise OSError("s3://bucket: no answer")
 
     monkeypatch.setattr(stores, "files_of", lambda place: Away())

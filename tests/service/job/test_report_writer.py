@@ -266,7 +266,7 @@ def test_rows_are_brought_in_line_with_the_disk(store, started, take):
         take("event", sequence, type="checkpoint_saving", step=step, message="saving", data={"path": f"/c/{step}"})
     take("event", 4, type="checkpoint_saved", step=5, message="saved", data={"path": "/c/5", "bytes": 10})
     manifest = Manifest(started.id, 1, 6, {"data": 11}, {})
-    listing = Listing(Path("/c"), (ListedCheckpoint(Path("/c/6"), 6, 1, Condition.WHOLE, manifest),))
+    listing = Listing(Path("/c"), (ListedCheckpoint(Path("/c/6"), 6, 1, Condition.COMPLETE, manifest),))
     store.write(lambda s: checkpoints.reconcile(s, started.id, listing))
     assert saved(store, started) == {5: "deleted", 6: "complete", 7: "failed"}
 

@@ -357,7 +357,7 @@ def test_every_line_once_and_in_order_whatever_happens(make_plane, shared, job, 
     planes = [make_plane(place), make_plane(place)]
     owner, printed = planes[0], {0: [], 1: []}
     owner.take(job)
-    whole = type(files_of(place)).write_whole
+    whole = type(files_of(place)).write_atomically
 
     def fails(files, file, content):
         if drawn.random() < 0.5:
@@ -375,7 +375,7 @@ def test_every_line_once_and_in_order_whatever_happens(make_plane, shared, job, 
         elif what in ("keep", "fail"):
             with monkeypatch.context() as patch:
                 if what == "fail":
-                    patch.setattr(type(files_of(place)), "write_whole", fails)
+                    patch.setattr(type(files_of(place)), "write_atomically", fails)
                 owner.keep()
         else:
             if what == "takeover":

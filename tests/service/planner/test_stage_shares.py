@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manta.service.planner.stage_shares import chunks_of, format_counts, moves, shared_out
-from manta.workers.parallel.pipeline.stages import even_counts, place
+from manta.workers.parallel.pipeline.stages import chunk_location, even_counts
 
 KINDS = {"1f1b": 1, "interleaved": 2, "zb-v": 2}
 
@@ -75,7 +75,7 @@ def test_ranks_that_are_alike_take_layers_in_turn(data):
     kind, pipeline = data.draw(st.sampled_from(list(KINDS))), data.draw(st.integers(2, 7))
     count, drawn = pipeline * KINDS[kind], st.sampled_from([1.0, 1.5, 2.0])
     machines, border = (data.draw(drawn), data.draw(drawn)), data.draw(st.integers(0, pipeline))
-    costs = [(machines[place(kind, pipeline, KINDS[kind], index)[0] < border], 0.0) for index in range(count)]
+    costs = [(machines[chunk_location(kind, pipeline, KINDS[kind], index)[0] < border], 0.0) for index in range(count)]
     for end in (0, -1):
         costs[end] = costs[end][0], data.draw(st.sampled_from([0.0, 1.0, 1.7, 6.0]))
     layers, chunks = count + data.draw(st.integers(0, 25)), chunks_of(kind, pipeline, KINDS[kind])
@@ -86,7 +86,7 @@ def test_ranks_that_are_alike_take_layers_in_turn(data):
 def test_chunks_are_where_the_engine_has_them():
     for kind, virtual_stages in KINDS.items():
         for rank, own in enumerate(chunks_of(kind, 3, virtual_stages)):
-            assert [place(kind, 3, virtual_stages, index) for index in own] == [
+            assert [chunk_location(kind, 3, virtual_stages, index) for index in own] == [
                 (rank, chunk) for chunk in range(virtual_stages)
             ]
 

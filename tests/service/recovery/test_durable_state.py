@@ -30,7 +30,7 @@ def row(step, generation=1):
 
 
 def stored(step, condition, generation=1):
-    manifest = Manifest("j", generation, step, {}, {}) if condition is Condition.WHOLE else None
+    manifest = Manifest("j", generation, step, {}, {}) if condition is Condition.COMPLETE else None
     return ListedCheckpoint(Path(path_of(step, generation)), step, generation, condition, manifest, "a problem")
 
 
@@ -38,7 +38,7 @@ def stored(step, condition, generation=1):
 def test_what_is_whole_or_cannot_be_read_counts(steps, data):
     there = [stored(step, data.draw(st.sampled_from(Condition))) for step in sorted(steps)]
     state = durable_state(Listing(FOLDER, tuple(there)), [row(step) for step in steps])
-    counted = [each for each in there if each.condition is not Condition.NOT_WHOLE]
+    counted = [each for each in there if each.condition is not Condition.INCOMPLETE]
     assert state.checkpoints == tuple((each.step, str(each.path)) for each in counted)
     assert set(state.unknown) == {str(each.path) for each in there if each.condition is Condition.UNKNOWN}
 
@@ -55,7 +55,7 @@ def test_folder_that_is_not_there_makes_all_that_was_saved_unknown():
 
 
 def test_a_save_that_began_and_of_which_nothing_more_is_known_may_be_the_newest_state():
-    listing = Listing(FOLDER, (stored(4, Condition.WHOLE), stored(5, Condition.UNKNOWN)))
+    listing = Listing(FOLDER, (stored(4, Condition.COMPLETE), stored(5, Condition.UNKNOWN)))
     state = durable_state(listing, [row(4)], [row(5)])
     assert (state.checkpoints, state.unreported) == (((4, path_of(4)), (5, path_of(5))), {path_of(5)})
     with pytest.raises(
@@ -63,7 +63,7 @@ def test_a_save_that_began_and_of_which_nothing_more_is_known_may_be_the_newest_
     ):
         state.refuse_unknown("job_1", Resume("checkpoint", 5, path_of(5)))
     assert durable_state(Listing(FOLDER, problem="no answer"), [], [row(5)]).unknown.keys() == {path_of(5)}
-    for known in (Condition.WHOLE, Condition.NOT_WHOLE):
+    for known in (Condition.COMPLETE, Condition.INCOMPLETE):
         assert not durable_state(Listing(FOLDER, (stored(5, known),)), [], [row(5)]).unreported
     assert durable_state(Listing(FOLDER, exists=False), [], [row(5)]).checkpoints == (), "it had not made its folder"
 
@@ -79,18 +79,18 @@ def test_a_job_without_snapshots_is_told_that_nothing_is_in_memory():
 
 def test_an_older_checkpoint_is_advised_only_where_one_can_be_read():
     advice = "; to continue from an older checkpoint instead, delete its folder"
-    for older, advised in ((Condition.WHOLE, True), (Condition.UNKNOWN, False), (Condition.NOT_WHOLE, False)):
+    for older, advised in ((Condition.COMPLETE, True), (Condition.UNKNOWN, False), (Condition.INCOMPLETE, False)):
         listing = Listing(FOLDER, (stored(4, older), stored(5, Condition.UNKNOWN)))
         state = durable_state(listing, [row(4), row(5)])
         with pytest.raises(CheckpointsUnreadable) as caught:
             state.refuse_unknown("job_1", Resume("checkpoint", 5, path_of(5)))
         assert (advice in str(caught.value)) is advised
-        if older is Condition.WHOLE:
+        if older is Condition.COMPLETE:
             state.refuse_unknown("job_1", Resume("checkpoint", 4, path_of(4)))
 
 
 def test_a_checkpoint_can_be_read_though_the_database_knows_it_too():
-    state = durable_state(Listing(FOLDER, (stored(4, Condition.WHOLE),)), [row(4), row(4)])
+    state = durable_state(Listing(FOLDER, (stored(4, Condition.COMPLETE),)), [row(4), row(4)])
     assert (state.checkpoints, state.unknown) == (((4, path_of(4)),), {})
 
 

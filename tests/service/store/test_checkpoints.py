@@ -94,8 +94,8 @@ def test_checkpoint_is_found_by_its_generation_and_step(store, started):
         assert [row.step for row in checkpoints.complete_ones(session, started.id)] == [50]
 
 
-def on_disk(step, condition=Condition.WHOLE, generation=1, path=None):
-    manifest = Manifest("j", generation, step, {"data": 7}, {}) if condition is Condition.WHOLE else None
+def on_disk(step, condition=Condition.COMPLETE, generation=1, path=None):
+    manifest = Manifest("j", generation, step, {"data": 7}, {}) if condition is Condition.COMPLETE else None
     return ListedCheckpoint(path or checkpoint_path(FOLDER, step, generation), step, generation, condition, manifest)
 
 
@@ -128,7 +128,7 @@ def test_reconciling_leaves_the_rows_of_unreadable_checkpoints_unchanged(store, 
 
 
 def test_reconciling_marks_missing_or_damaged_checkpoints_deleted_or_failed(store, started, rows):
-    there = [on_disk(50), on_disk(100, Condition.NOT_WHOLE)]
+    there = [on_disk(50), on_disk(100, Condition.INCOMPLETE)]
     assert reconciled(store, started, *there) == {50: "complete", 100: "deleted", 150: "failed"}
 
 

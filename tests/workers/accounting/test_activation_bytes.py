@@ -12,10 +12,10 @@ from schedule_sizes import most_in_flight
 from manta.workers.accounting.activation_bytes import (
     bytes_of_rank,
     chunk_bytes,
+    deferred_bytes,
     layer_bytes,
     layer_input_bytes,
     layer_terms,
-    put_off_bytes,
 )
 from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.parallel.pipeline.schedules import schedule
@@ -198,7 +198,7 @@ def test_a_rank_keeps_everything_of_as_many_micro_batches_as_it_is_told(kind, ke
 def test_what_the_weights_half_needs_is_held_until_it_is_done():
     """The last stage under ZB-H1: the passes of two micro-batches, the first of which waits for its weights' half."""
     job_spec = spec(train={"global_batch_size": 6}, parallel={"pipeline": 2, "schedule": "zb-h1"})
-    assert bytes_of_rank(job_spec, 1, 6) == chunk_bytes(job_spec, 1, False) + put_off_bytes(job_spec, 1)
+    assert bytes_of_rank(job_spec, 1, 6) == chunk_bytes(job_spec, 1, False) + deferred_bytes(job_spec, 1)
 
 
 def test_chunk_holds_what_recompute_leaves_of_each_layer_or_all_if_it_does_not_apply():

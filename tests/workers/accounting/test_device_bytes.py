@@ -13,7 +13,7 @@ from manta.workers.accounting import state_costs, step_peak
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
 from manta.workers.accounting.device_bytes import bytes_of_stage, device_bytes
 from manta.workers.accounting.layer_passes import LayerPasses
-from manta.workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, places_bytes
+from manta.workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, slice_buffer_bytes
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
 from manta.workers.parallel.data import offloaded
@@ -159,7 +159,7 @@ def forward_peak(job_spec: JobSpec) -> int:
 def test_a_forward_in_chunks_holds_two_of_them_at_once(family):
     def accounted_and_taken(chunks: int) -> tuple[int, int]:
         layer = job(family, parallel={"tensor": 4, "pipeline": 1, "forward_chunks": chunks}, micro_batch_size=2)
-        return LayerPasses(layer, 0).forward().most, forward_peak(layer)
+        return LayerPasses(layer, 0).forward().peak, forward_peak(layer)
 
     accounted, taken = accounted_and_taken(1)
     assert accounted_and_taken(2) == (accounted, taken)
@@ -228,7 +228,7 @@ def test_slices_are_accounted_where_nothing_takes_more():
     numbers = {"precision": "bf16", "global_batch_size": 1, "optimizer": {"offload": True}}
     small = spec(model=shape, train=numbers)
     accounted = device_bytes(small)[0]
-    assert accounted.activations + accounted.workspace == places_bytes(10**9) == 3 * 12 * SLICE_ELEMENTS
+    assert accounted.activations + accounted.workspace == slice_buffer_bytes(10**9) == 3 * 12 * SLICE_ELEMENTS
     with pretended_gpu(), host_memory_apart():
         assert FakeRank(small, 0).step()["Total"] == pytest.approx(accounted.total, rel=0.03)
 
@@ -259,8 +259,11 @@ def test_fused_kernels_alone_take_a_table_of_who_is_in_whose_window():
 
 
 def test_slices_are_those_of_the_engine():
-    assert (state_costs.SLICE_ELEMENTS, state_costs.PLACES) == (offloaded.SLICE_ELEMENTS, offloaded.PLACES)
-    assert [places_bytes(kept) for kept in (7, SLICE_ELEMENTS + 1)] == [12 * 7, 2 * 12 * SLICE_ELEMENTS]
+    assert (state_costs.SLICE_ELEMENTS, state_costs.SLICE_BUFFERS) == (
+        offloaded.SLICE_ELEMENTS,
+        offloaded.SLICE_BUFFERS,
+    )
+    assert [slice_buffer_bytes(kept) for kept in (7, SLICE_ELEMENTS + 1)] == [12 * 7, 2 * 12 * SLICE_ELEMENTS]
 
 
 def test_logits_are_gone_when_layers_are_computed_again():

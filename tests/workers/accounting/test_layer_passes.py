@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_specs import spec
 
-from manta.workers.accounting.activation_bytes import layer_bytes, put_off_layer_bytes
+from manta.workers.accounting.activation_bytes import deferred_layer_bytes, layer_bytes
 from manta.workers.accounting.layer_passes import LayerPasses
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.accounting.step_peak import StepPeak
@@ -46,20 +46,20 @@ def jobs() -> list[JobSpec]:
 def test_backward_frees_what_forward_has_left_but_for_what_is_put_off(modules, gpu):
     for job in jobs():
         layer = LayerPasses(job, 0, modules, gpu)
-        put_off = sum(layer.put_off()) if layer.split else 0
-        assert layer.forward().left == layer.kept
-        assert layer.forward(keeps=False).left == layer.sizes.residual
-        assert layer.backward().left == put_off - layer.kept
-        assert not layer.split or put_off == put_off_layer_bytes(job)
-        assert gpu or layer.kept == layer_bytes(job, modules)
+        deferred = sum(layer.deferred()) if layer.split else 0
+        assert layer.forward().net == layer.saved
+        assert layer.forward(keeps=False).net == layer.sizes.residual
+        assert layer.backward().net == deferred - layer.saved
+        assert not layer.split or deferred == deferred_layer_bytes(job)
+        assert gpu or layer.saved == layer_bytes(job, modules)
 
 
 def test_a_layer_that_is_recomputed_leaves_nothing_but_takes_all_for_a_moment():
     for job in jobs():
         layer = LayerPasses(job, 0)
-        again = layer.computed_again()
-        assert again.left == layer.backward().left + layer.kept - layer.sizes.residual
-        assert again.most >= layer.kept
+        again = layer.recomputed_forward()
+        assert again.net == layer.backward().net + layer.saved - layer.sizes.residual
+        assert again.peak >= layer.saved
 
 
 @pytest.mark.parametrize("saves", [{}, {"offload_layers": 1}, {"offload_layers": 9}], ids=str)
@@ -84,9 +84,9 @@ def test_a_step_ends_where_it_began(monkeypatch, schedule, head_tokens, saves):
 
 def test_a_tape_knows_the_most_there_was():
     tape = Tape()
-    tape.take(3, 4)
+    tape.allocate(3, 4)
     tape.free(5)
-    tape.for_a_moment(4)
+    tape.allocate_briefly(4)
     tape.run(Pass(6, -1))
-    assert tape.whole() == Pass(8, 1)
+    assert tape.total() == Pass(8, 1)
     assert Pass(5, 2).then(Pass(4, -2)) == Pass(6, 0)

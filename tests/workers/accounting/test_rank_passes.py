@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, comes_to, passes_of_rank, walked
+from manta.workers.accounting.rank_passes import (
+    Kind,
+    Pass,
+    blocks_of_rank,
+    passes_awaiting_messages,
+    passes_of_rank,
+    total_of_passes,
+)
 from manta.workers.config import ParallelConfig
 from manta.workers.parallel.recompute import recomputed
 
@@ -25,7 +32,7 @@ def drawn(seed: int) -> tuple[ParallelConfig, int]:
 def one_by_one(layout: ParallelConfig, rank: int, micro_batches: int, takes: list[bool]) -> list[Kind]:
     """Every pass of a rank. Each message is asked for one pass ahead of its own."""
     shape = layout.schedule, rank, layout.pipeline, layout.virtual_stages
-    actions, comes = passes_of_rank(*shape, micro_batches), comes_to(*(shape[i] for i in (0, 2, 3, 1)))
+    actions, comes = passes_of_rank(*shape, micro_batches), passes_awaiting_messages(*(shape[i] for i in (0, 2, 3, 1)))
     again = recomputed(actions, layout)
     needs = [(a.chunk, a.kind) in comes and (a.kind == "forward" or takes[a.chunk]) for a in actions]
     posted = [int(needed) for needed in (*needs[1:], False)]
@@ -46,7 +53,7 @@ def test_blocks_are_the_passes_and_their_peak_is_that_of_all_of_them(seed):
         whole = Pass(0, 0)
         for kind in passes:
             whole = whole.then(sizes[kind])
-        assert walked(blocks, sizes.__getitem__) == whole
+        assert total_of_passes(blocks, sizes.__getitem__) == whole
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])

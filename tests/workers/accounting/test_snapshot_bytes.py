@@ -10,7 +10,7 @@ from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import snapshot_files
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 
@@ -20,14 +20,14 @@ def test_a_ranks_file_is_as_large_as_is_said(tmp_path, monkeypatch, precision, f
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 40, encoding="utf-8")
     job = spec(train={"steps": 2, "precision": precision, "frozen": frozen}, checkpoint={"every_steps": 2})
-    places = Places(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
+    places = StatePaths(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
     trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), Reporter(lambda _: None), 1e9, places)
     trainer.restore(Resume())
     trainer.train()
     trainer.close()
     (file,) = snapshot_files(tmp_path / "shared")
     assert 0 <= file.path.stat().st_size - snapshot_bytes(job) <= SLOTS * 1024 * 1024
-    (saved,) = list_checkpoints(tmp_path / "durable").whole
+    (saved,) = list_checkpoints(tmp_path / "durable").complete
     assert checkpoint_bytes(job) <= saved[1].bytes <= 2 * checkpoint_bytes(job) + 200_000
 
 

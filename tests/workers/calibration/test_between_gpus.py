@@ -12,13 +12,13 @@ from manta.service.planner.fitting import fit_links
 from manta.service.planner.hardware import MACHINES
 from manta.workers.calibration import __main__ as program
 from manta.workers.calibration import collectives as module
-from manta.workers.calibration.collectives import between_gpus, gpu_places, of_all
-from manta.workers.calibration.local_ranks import LocalRanks, Place, RanksFailed, end_with_reader
+from manta.workers.calibration.collectives import between_gpus, gpu_devices, of_all
+from manta.workers.calibration.local_ranks import LocalRanks, RankDevice, RanksFailed, end_with_reader
 from manta.workers.calibration.measurements import CollectiveTime, Measurements
 from manta.workers.calibration.steps import layout_document
 from manta.workers.errors import MantaError
 
-ON_GLOO = Place(backend="process_groups")
+ON_GLOO = RankDevice(backend="process_groups")
 TWO = layout_document(tensor=2)
 
 
@@ -56,8 +56,8 @@ def test_pairs_are_measured_beside_each_other_and_then_all(count, pairs):
 
 
 def test_each_process_sees_its_gpu_alone(gangs):
-    places = [Place(visible_gpu=name) for name in ("2", "GPU-5b")]
-    assert gangs.run(local_rank_programs.see, TWO, places=places) == [("2", False), ("GPU-5b", False)]
+    devices = [RankDevice(visible_gpu=name) for name in ("2", "GPU-5b")]
+    assert gangs.run(local_rank_programs.see, TWO, devices=devices) == [("2", False), ("GPU-5b", False)]
 
 
 def test_ranks_compute_with_the_threads_of_their_job(gangs):
@@ -79,7 +79,7 @@ def test_ranks_compute_with_the_threads_of_their_job(gangs):
 def test_of_a_gang_that_fails_the_rank_is_named_that_did(gangs, how, why):
     """The others, who lose it, are not what went wrong."""
     with pytest.raises(RanksFailed) as raised:
-        gangs.run(local_rank_programs.fail, TWO, how, places=[ON_GLOO])
+        gangs.run(local_rank_programs.fail, TWO, how, devices=[ON_GLOO])
     assert str(raised.value) == why
 
 
@@ -138,7 +138,7 @@ def test_the_slowest_rank_is_who_others_wait_for():
 def test_gpus_are_those_that_this_process_sees(monkeypatch, said, count, names):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    assert gpu_places() == [Place("cuda:0", "process_groups", name) for name in names]
+    assert gpu_devices() == [RankDevice("cuda:0", "process_groups", name) for name in names]
 
 
 @pytest.mark.parametrize("problem", [None, "rank 1: no"])
@@ -153,8 +153,8 @@ def test_one_gpu_is_measured_whatever_came_of_its_links(monkeypatch, problem):
         return Measurements("NVIDIA H100", 16, gpu_memory_bytes=1)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(program, "gpu_places", lambda: [ON_GLOO] * 2)
-    monkeypatch.setattr(program, "between_gpus", lambda places, say: order.append("links") or (rows, problem))
+    monkeypatch.setattr(program, "gpu_devices", lambda: [ON_GLOO] * 2)
+    monkeypatch.setattr(program, "between_gpus", lambda devices, say: order.append("links") or (rows, problem))
     monkeypatch.setattr(program, "measure_gpu", measure_gpu)
     measurements = program.measure("auto", print)
     assert order == ["links", "gpu"]

@@ -15,7 +15,7 @@ from manta.workers.calibration.collectives import collective_times
 from manta.workers.calibration.local_ranks import LocalRanks
 from manta.workers.calibration.measurements import BusyTime, Measurements, step_job
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.system.resources import OtherWork
+from manta.workers.system.resources import OtherCpuLoad
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ def test_how_far_repetitions_are_apart_is_noted(monkeypatch):
 
 def test_what_a_calibration_was_disturbed_by_is_kept_with_it(monkeypatch):
     monkeypatch.setattr(clock, "spreads", [0.01, 0.2, 0.02])
-    others = OtherWork()
+    others = OtherCpuLoad()
     monkeypatch.setattr(others, "cores", lambda: 0.5)
     measurements = _with_disturbances(Measurements("Abacus", 4), others)
     assert (measurements.other_cores, measurements.spread) == (0.5, 0.02)

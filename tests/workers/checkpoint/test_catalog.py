@@ -18,19 +18,19 @@ from manta.workers.checkpoint.catalog import (
     Manifest,
     checkpoint_at,
     checkpoint_path,
+    complete_checkpoints,
     generation_of,
     list_checkpoints,
     manifest_of,
     newest_usable,
     next_generation,
     seal,
-    whole_checkpoints,
 )
 from manta.workers.checkpoint.checksums import DamagedCheckpoint, FileSums, UnreadableCheckpoint
 from manta.workers.checkpoint.pruning import prune
 from manta.workers.errors import CheckpointError
 
-WHOLE, NOT_WHOLE, UNKNOWN = Condition.WHOLE, Condition.NOT_WHOLE, Condition.UNKNOWN
+COMPLETE, INCOMPLETE, UNKNOWN = Condition.COMPLETE, Condition.INCOMPLETE, Condition.UNKNOWN
 ERRORS = (errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
@@ -74,8 +74,8 @@ def test_complete_save_is_whole_and_an_interrupted_or_damaged_one_is_not(tmp_pat
     (saved(tmp_path, 40) / "data").unlink()
     (saved(tmp_path, 50) / MANIFEST).write_bytes(b"{")
     checkpoint_path(tmp_path, 60, 1).write_bytes(b"no folder")
-    assert conditions(tmp_path) == [WHOLE, *[NOT_WHOLE] * 5]
-    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path)] == [10]
+    assert conditions(tmp_path) == [COMPLETE, *[INCOMPLETE] * 5]
+    assert [manifest.step for _, manifest in complete_checkpoints(tmp_path)] == [10]
 
 
 def test_checkpoint_copied_under_the_name_of_another_or_from_another_job_is_damaged(tmp_path):
@@ -84,7 +84,7 @@ def test_checkpoint_copied_under_the_name_of_another_or_from_another_job_is_dama
     with pytest.raises(DamagedCheckpoint, match="is that of step-00000030-generation-1 of j: another checkpoint was"):
         manifest_of(checkpoint_path(tmp_path, 20, 2))
     assert newest_usable(tmp_path)[0] == own
-    assert [each.condition for each in list_checkpoints(tmp_path, "j").checkpoints] == [WHOLE, NOT_WHOLE]
+    assert [each.condition for each in list_checkpoints(tmp_path, "j").checkpoints] == [COMPLETE, INCOMPLETE]
     assert "is of j, and not of k" in list_checkpoints(tmp_path, "k").checkpoints[0].problem
     assert prune(tmp_path, 1, generation=1, job="j") == [], "what is not its own does not count as newer"
 
@@ -98,7 +98,7 @@ def test_path_means_the_checkpoint_there_or_the_newest_whole_one_in_the_folder(t
     assert checkpoint_at(copy) == copy
     (newer / MANIFEST).unlink()
     assert checkpoint_at(newer) == newer, "reading it tells what is wrong with it"
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint at .*; .*manifest\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint at .*; .*manifest\.json is missing"):
         checkpoint_at(tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_checkpoint_with_an_unreadable_file_is_unknown_and_not_pruned(tmp_path, 
     saved(tmp_path, 10)
     newest = saved(tmp_path, 20)
     fail(newest / name, number)
-    assert conditions(tmp_path) == [WHOLE, UNKNOWN]
+    assert conditions(tmp_path) == [COMPLETE, UNKNOWN]
     problem = list_checkpoints(tmp_path).checkpoints[1].problem
     assert str(newest) in problem and os.strerror(number) in problem
     with pytest.raises(UnreadableCheckpoint):
@@ -130,9 +130,9 @@ def test_checkpoints_of_a_folder_that_cannot_be_listed_are_unknown(tmp_path, fai
     fail(tmp_path, number)
     listing = list_checkpoints(tmp_path)
     assert (listing.checkpoints, listing.exists) == ((), True)
-    condition, problem = listing.look_up(str(path), [str(path)])
+    condition, problem = listing.condition_of(str(path), [str(path)])
     assert condition is UNKNOWN and os.strerror(number) in problem
-    assert listing.look_up(str(path), [])[0] is UNKNOWN
+    assert listing.condition_of(str(path), [])[0] is UNKNOWN
     for ask in (next_generation, newest_usable):
         with pytest.raises(UnreadableCheckpoint):
             ask(tmp_path)
@@ -149,9 +149,9 @@ def test_checkpoint_is_unknown_if_its_folder_has_none_of_the_saved_ones(tmp_path
         checkpoint_path(folder, 20, 2).mkdir()
     listing = list_checkpoints(folder)
     assert listing.exists == (left != "nothing")
-    condition, problem = listing.look_up(path, [path])
+    condition, problem = listing.condition_of(path, [path])
     assert condition is UNKNOWN and str(folder) in problem
-    assert listing.look_up(path, [])[0] is NOT_WHOLE, "nothing is known to have been saved here"
+    assert listing.condition_of(path, [])[0] is INCOMPLETE, "nothing is known to have been saved here"
 
 
 @pytest.mark.parametrize("other", ["whole", "damaged"])
@@ -161,7 +161,7 @@ def test_checkpoint_missing_among_others_of_its_job_is_known_to_be_gone(tmp_path
         (paths[1] / MANIFEST).unlink()
     shutil.rmtree(paths[0])
     everything = [str(path) for path in paths]
-    assert list_checkpoints(tmp_path).look_up(everything[0], everything)[0] is NOT_WHOLE
+    assert list_checkpoints(tmp_path).condition_of(everything[0], everything)[0] is INCOMPLETE
 
 
 def test_checkpoint_missing_among_unreadable_ones_is_unknown(tmp_path, fail):
@@ -169,13 +169,13 @@ def test_checkpoint_missing_among_unreadable_ones_is_unknown(tmp_path, fail):
     shutil.rmtree(paths[0])
     fail(paths[1], errno.EIO)
     everything = [str(path) for path in paths]
-    assert list_checkpoints(tmp_path).look_up(everything[0], everything)[0] is UNKNOWN
+    assert list_checkpoints(tmp_path).condition_of(everything[0], everything)[0] is UNKNOWN
 
 
 def test_checkpoints_are_unknown_if_a_file_stands_in_place_of_their_folder(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.write_bytes(b"")
-    assert list_checkpoints(folder).look_up("/x", ["/x"])[0] is UNKNOWN
+    assert list_checkpoints(folder).condition_of("/x", ["/x"])[0] is UNKNOWN
     assert list_checkpoints(tmp_path / "none") == Listing(tmp_path / "none", exists=False)
 
 
@@ -192,22 +192,22 @@ def test_checkpoint_that_exists_is_looked_up_with_its_own_condition_and_problem(
     whole, broken = saved(tmp_path, 10), saved(tmp_path, 20)
     (broken / "data").unlink()
     listing, everything = list_checkpoints(tmp_path), [str(whole), str(broken)]
-    assert listing.look_up(str(whole), everything) == (WHOLE, "")
-    condition, problem = listing.look_up(str(broken), everything)
-    assert condition is NOT_WHOLE and "data is missing" in problem
+    assert listing.condition_of(str(whole), everything) == (COMPLETE, "")
+    condition, problem = listing.condition_of(str(broken), everything)
+    assert condition is INCOMPLETE and "data is missing" in problem
 
 
 def test_missing_checkpoint_is_gone_if_its_folder_has_an_unrecorded_whole_one(tmp_path):
     saved(tmp_path, 30)
     gone = str(checkpoint_path(tmp_path, 10, 1))
-    assert list_checkpoints(tmp_path).look_up(gone, [gone])[0] is NOT_WHOLE
+    assert list_checkpoints(tmp_path).condition_of(gone, [gone])[0] is INCOMPLETE
 
 
 def test_a_folder_that_is_gone_is_told_from_one_that_is_empty(tmp_path):
     path = str(checkpoint_path(tmp_path / "c", 10, 1))
-    assert list_checkpoints(tmp_path / "c").look_up(path, [path])[1] == f"the folder {tmp_path / 'c'} is not there"
+    assert list_checkpoints(tmp_path / "c").condition_of(path, [path])[1] == f"the folder {tmp_path / 'c'} is not there"
     (tmp_path / "c").mkdir()
-    assert "holds none of the checkpoints" in list_checkpoints(tmp_path / "c").look_up(path, [path])[1]
+    assert "holds none of the checkpoints" in list_checkpoints(tmp_path / "c").condition_of(path, [path])[1]
 
 
 def test_next_generation_is_above_all_that_names_of_checkpoints_mention(tmp_path):
@@ -221,7 +221,7 @@ def test_next_generation_is_above_all_that_names_of_checkpoints_mention(tmp_path
 
 def test_names_are_ordered_by_their_numbers_not_by_their_letters(tmp_path):
     made = [saved(tmp_path, *each) for each in ((100_000_000, 9), (99_999_999, 10), (100_000_000, 10), (5, 11))]
-    assert [path for path, _ in whole_checkpoints(tmp_path)] == made
+    assert [path for path, _ in complete_checkpoints(tmp_path)] == made
     assert newest_usable(tmp_path) == (made[-1], [])
     assert next_generation(tmp_path) == 12
 
@@ -235,7 +235,7 @@ def test_no_file_stays_open_after_sealing_listing_or_reading_checkpoints(tmp_pat
     before = open_files()
     saved(tmp_path, 10)
     (saved(tmp_path, 20) / "data").write_bytes(b"1234")
-    assert conditions(tmp_path) == [WHOLE, NOT_WHOLE]
+    assert conditions(tmp_path) == [COMPLETE, INCOMPLETE]
     assert newest_usable(tmp_path)[0] == checkpoint_path(tmp_path, 10, 1)
     assert open_files() == before
 

@@ -16,7 +16,7 @@ from checkpoint_programs import bits, is_still, job, lone, trainer_of
 
 from manta.workers.checkpoint import catalog
 from manta.workers.checkpoint import checkpointer as module
-from manta.workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
+from manta.workers.checkpoint.catalog import checkpoint_path, complete_checkpoints
 from manta.workers.checkpoint.checkpointer import Checkpointer
 from manta.workers.checkpoint.checksums import SummingFile
 from manta.workers.comm.comm import Comm
@@ -39,7 +39,7 @@ def trainer(corpus, tmp_path) -> Iterator[Trainer]:
 
 
 def steps_on_disk(trainer: Trainer) -> list[int]:
-    return [manifest.step for _, manifest in whole_checkpoints(trainer.state.checkpoints.folder)]
+    return [manifest.step for _, manifest in complete_checkpoints(trainer.state.checkpoints.folder)]
 
 
 def save(trainer: Trainer, step: int) -> None:
@@ -79,23 +79,23 @@ def test_save_writes_the_state_as_it_was_when_the_save_began(trainer):
         go_on.set()
         checkpoints.finish()
     assert not is_still(trainer, before)
-    checkpoints.restore(str(whole_checkpoints(checkpoints.folder)[-1][0]))
+    checkpoints.restore(str(complete_checkpoints(checkpoints.folder)[-1][0]))
     assert is_still(trainer, before)
 
 
 def test_states_are_copied_into_the_same_memory_which_is_there_before_the_first_save(trainer):
     checkpoints = trainer.state.checkpoints
-    checkpoints.make_room()
+    checkpoints.prepare_memory()
     checkpoints._writer.submit(lambda: None).result()
-    places = {checkpoints._aside.tensor.data_ptr()}
+    places = {checkpoints._copy_buffer.tensor.data_ptr()}
     for step in (1, 2):
         trainer.train_step()
         checkpoints.finish()
         save(trainer, step)
-        places.add(checkpoints._aside.tensor.data_ptr())
+        places.add(checkpoints._copy_buffer.tensor.data_ptr())
     assert len(places) == 1
     before = bits(trainer)
-    checkpoints.restore(str(whole_checkpoints(checkpoints.folder)[-1][0]))
+    checkpoints.restore(str(complete_checkpoints(checkpoints.folder)[-1][0]))
     assert is_still(trainer, before)
 
 
@@ -105,12 +105,12 @@ def test_rank_that_reads_a_checkpoint_shows_progress(trainer, monkeypatch):
     trainer.state.checkpoints.finish()
     moved, progress = [], trainer.comm.progress.__class__
     monkeypatch.setattr(progress, "moved", lambda self, waited=0.0: moved.append(1))
-    trainer.state.checkpoints.restore(str(whole_checkpoints(trainer.state.checkpoints.folder)[-1][0]))
+    trainer.state.checkpoints.restore(str(complete_checkpoints(trainer.state.checkpoints.folder)[-1][0]))
     assert len(moved) >= len(trainer.engine.flat.slots)
 
 
 def test_rank_whose_part_is_saved_says_which_rank_it_waits_for(trainer, store, monkeypatch):
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
     awaited = []
 
     def waits_for(self: Any, rank: int, *_: Any, **__: Any) -> None:
@@ -128,15 +128,15 @@ def test_no_memory_for_copies_is_taken_if_checkpoints_are_never_due(trainer):
     checkpoints = trainer.state.checkpoints
     config = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 0})
     checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": config})
-    checkpoints.make_room()
+    checkpoints.prepare_memory()
     checkpoints._writer.submit(lambda: None).result()
-    assert checkpoints._aside is None
+    assert checkpoints._copy_buffer is None
 
 
 def _copies_when_asked_for(checkpoints: Checkpointer) -> list[str]:
     """The thread copies nothing before somebody waits for the copy, as on a busy machine; what happened when."""
     asked, log = threading.Event(), list[str]()
-    copy_aside, finish_copy = checkpoints._copy_aside, checkpoints.finish_copy
+    copy_aside, finish_copy = checkpoints._copy_state, checkpoints.finish_copy
 
     def late(ready: Any) -> Any:
         assert asked.wait(30), "nobody waits for the copy"
@@ -148,7 +148,7 @@ def _copies_when_asked_for(checkpoints: Checkpointer) -> list[str]:
         finish_copy()
         log.append("waited for")
 
-    checkpoints._copy_aside, checkpoints.finish_copy = late, finish
+    checkpoints._copy_state, checkpoints.finish_copy = late, finish
     return log
 
 
@@ -198,7 +198,7 @@ def test_save_without_memory_for_its_copy_fails_and_does_not_block(trainer):
     def too_large() -> Any:
         raise RuntimeError("not enough memory: you tried to allocate 12 bytes")
 
-    checkpoints._room = too_large
+    checkpoints._buffer = too_large
     checkpoints.start(1)
     checkpoints.finish_copy()
     checkpoints.finish()
@@ -253,7 +253,7 @@ def test_save_now_retries_a_failing_save_a_few_times_and_then_gives_up(trainer, 
         assert not trainer.state.checkpoints.save_now(1, waits=(0.0, 0.001, 0.002))
     failed = [message for kind, message in noted if kind == "checkpoint_failed"]
     assert [message.rpartition("; ")[2] for message in failed] == [
-        "it is tried again", "it is tried again", "the state stays in memory"
+        "it will be retried", "it will be retried", "the state stays in memory"
     ]  # fmt: skip
     assert steps_on_disk(trainer) == []
     with patch.object(SummingFile, "write", full):
@@ -282,7 +282,7 @@ def begun(trainer: Trainer, steps: Sequence[int]) -> list[int]:
         patch.object(checkpoints, "start", lambda step, numbers: saved.append(step)),
     ):
         for step in steps:
-            checkpoints.begin_missing(step)
+            checkpoints.begin_missing_save(step)
             checkpoints.finish()
     return saved
 
@@ -302,9 +302,9 @@ def looked_for(comm: Comm, document: dict[str, Any], folder: str) -> tuple[int, 
 
     def look(where: str) -> list[Any]:
         looked.append(where)
-        return whole_checkpoints(where) if comm.rank == 0 else []
+        return complete_checkpoints(where) if comm.rank == 0 else []
 
-    with patch.object(module.catalog, "whole_checkpoints", look):
+    with patch.object(module.catalog, "complete_checkpoints", look):
         saved = begun(trainer, (0, 1, 2))
     trainer.close()
     return len(looked), saved
@@ -335,7 +335,7 @@ def test_checkpoint_due_some_steps_ago_is_missing_until_it_or_a_later_one_is_sav
 
 def test_rank_that_sealed_the_due_checkpoint_does_not_list_the_folder(trainer, monkeypatch):
     save(trainer, 3)
-    monkeypatch.setattr(catalog, "whole_checkpoints", lambda folder: pytest.fail(f"looked at all of {folder}"))
+    monkeypatch.setattr(catalog, "complete_checkpoints", lambda folder: pytest.fail(f"looked at all of {folder}"))
     assert begun(trainer, [3]) == []
 
 
@@ -344,7 +344,7 @@ def test_checkpoint_sealed_before_its_step_was_undone_does_not_count_as_saved(tr
     """The job would end without its last checkpoint."""
     checkpoints = trainer.state.checkpoints
     save(trainer, 3)
-    shutil.rmtree(whole_checkpoints(checkpoints.folder)[0][0])
+    shutil.rmtree(complete_checkpoints(checkpoints.folder)[0][0])
     checkpoints.undo_after(2) if undo == "undo_after" else checkpoints.enter_generation(0, 2)
     assert begun(trainer, [3]) == [3]
 
@@ -356,7 +356,7 @@ def test_new_generation_makes_the_save_that_the_one_before_missed(trainer, monke
     for _ in range(3):
         trainer.train_step()
     checkpoints.finish()
-    for path, _ in whole_checkpoints(checkpoints.folder):
+    for path, _ in complete_checkpoints(checkpoints.folder):
         shutil.rmtree(path)
     checkpoints._sealed = 0  # a process that was not there then
     trainer.state.save_missing_checkpoint()
@@ -371,7 +371,7 @@ def test_events_of_a_save_have_its_folder_and_its_size(trainer, monkeypatch):
     noted = []
     monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: noted.append(event))
     save(trainer, 1)
-    ((path, manifest),) = whole_checkpoints(trainer.state.checkpoints.folder)
+    ((path, manifest),) = complete_checkpoints(trainer.state.checkpoints.folder)
     assert noted == [
         ("checkpoint_saving", 1, "saving checkpoint of step 1", {"path": str(path)}),
         ("checkpoint_saved", 1, "checkpoint of step 1 is complete", {"path": str(path), "bytes": manifest.bytes}),
@@ -417,7 +417,7 @@ def test_whole_save_removes_earlier_ones_that_failed_or_were_interrupted(trainer
         path.mkdir(parents=True)
     save(trainer, 2)
     assert (interrupted.exists(), failed.exists(), under_way.exists()) == (False, False, True)
-    assert [manifest.generation for _, manifest in whole_checkpoints(folder)] == [2]
+    assert [manifest.generation for _, manifest in complete_checkpoints(folder)] == [2]
 
 
 def test_manifest_has_job_generation_step_and_spec_and_restores_saved_numbers(trainer):
@@ -425,7 +425,7 @@ def test_manifest_has_job_generation_step_and_spec_and_restores_saved_numbers(tr
     trainer.comm.generation = 3
     checkpoints.start(2, numbers)
     checkpoints.finish()
-    ((path, manifest),) = whole_checkpoints(checkpoints.folder)
+    ((path, manifest),) = complete_checkpoints(checkpoints.folder)
     assert (manifest.job, manifest.generation, manifest.step) == (checkpoints.job, 3, 2)
     assert manifest.spec == trainer.spec.model_dump(mode="json")
     assert manifest.loss_scale is None, "only fp16 has one"

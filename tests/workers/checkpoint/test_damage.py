@@ -26,11 +26,11 @@ from manta.workers.checkpoint.catalog import (
     Condition,
     Manifest,
     checkpoint_path,
-    look_at,
+    complete_checkpoints,
+    inspect,
     manifest_of,
     newest_usable,
     seal,
-    whole_checkpoints,
 )
 from manta.workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile
 from manta.workers.checkpoint.pruning import prune
@@ -79,7 +79,7 @@ def copied(folder: Path) -> Iterator[tuple[Path, Path, Path]]:
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "checkpoints"
         shutil.copytree(folder, copy)
-        (before, _), (newest, _) = whole_checkpoints(copy)
+        (before, _), (newest, _) = complete_checkpoints(copy)
         yield copy, newest, before
 
 
@@ -101,7 +101,7 @@ def flip(path: Path, at: int, change: int = 1) -> None:
 
 def size_of(folder: Path, name: str) -> int:
     """Bytes of a file of the newest checkpoint."""
-    return (whole_checkpoints(folder)[-1][0] / name).stat().st_size
+    return (complete_checkpoints(folder)[-1][0] / name).stat().st_size
 
 
 READ = (DATA, CONTENTS, MANIFEST)
@@ -149,7 +149,7 @@ def lengths(saved, reader) -> tuple[int, int]:
 def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     """All of a save but its manifest."""
     checkpoints = trainer.state.checkpoints
-    parts = partial(checkpoints._aside_of, None, threading.Event())
+    parts = partial(checkpoints._copied_state, None, threading.Event())
     return durable.save(str(path), checkpoints._owned, parts, SharedWork())
 
 
@@ -168,7 +168,7 @@ def test_a_save_interrupted_at_any_byte_leaves_the_one_before_it(saved, reader, 
         assert sum(file.stat().st_size for file in path.iterdir()) == budget
         reason = f"the checkpoint at {path} is damaged: {MANIFEST} is missing, so its save was interrupted"
         assert previous_is_used(folder, before, reason)
-        assert [each for each, _ in whole_checkpoints(folder)] == [before]
+        assert [each for each, _ in complete_checkpoints(folder)] == [before]
 
 
 @pytest.mark.parametrize("moment", ["fsync", "rename"])
@@ -201,7 +201,7 @@ def test_a_file_cut_off_at_any_byte_is_named_and_the_one_before_is_used(saved, d
         assert reason.startswith(f"the checkpoint at {newest} is damaged: {name} ")
         if name != MANIFEST:
             assert reason.endswith(f"{name} is cut off at byte {at}: it should have {size} bytes")
-        assert [path for path, _ in whole_checkpoints(folder)] == [before], "the sizes tell a listing too"
+        assert [path for path, _ in complete_checkpoints(folder)] == [before], "the sizes tell a listing too"
 
 
 @pytest.mark.parametrize("name", [*READ, METADATA])
@@ -210,7 +210,7 @@ def test_a_file_that_is_gone_is_named_and_the_one_before_is_used(saved, name):
         (newest / name).unlink()
         tail = ", so its save was interrupted" if name == MANIFEST else ""
         assert previous_is_used(folder, before, f"the checkpoint at {newest} is damaged: {name} is missing{tail}")
-        assert [path for path, _ in whole_checkpoints(folder)] == [before]
+        assert [path for path, _ in complete_checkpoints(folder)] == [before]
 
 
 @settings(deadline=None, max_examples=40)
@@ -293,7 +293,7 @@ def test_damage_met_by_one_rank_is_reported_by_all_and_changes_no_state(ranks, c
     """The damage lies in the file of a rank of the second stage, which ranks of the first do not read."""
     layout, document = ParallelConfig(**LAYOUT), job(corpus, LAYOUT, model=MODEL)
     ranks.run(layout, train_and_save, document, str(tmp_path), 2)
-    ((path, manifest),) = whole_checkpoints(tmp_path)
+    ((path, manifest),) = complete_checkpoints(tmp_path)
     assert [name for name in manifest.files if name.endswith("distcp")] == [f"__{rank}_0.distcp" for rank in range(4)]
     assert ranks.run(layout, load_damaged, document, str(path)) == [("none", "", False)] * 4
     flip(path / "__3_0.distcp", 1234)
@@ -317,7 +317,7 @@ def test_save_that_fails_on_one_rank_leaves_no_checkpoint(ranks, corpus, tmp_pat
     ]  # fmt: skip
     assert "checkpoint of step 1 failed: rank 3: OSError: [Errno 28] No space left on device" in first[1][1]
     assert others == [[]] * 3
-    ((path, manifest),) = whole_checkpoints(tmp_path)
+    ((path, manifest),) = complete_checkpoints(tmp_path)
     assert manifest.step == 2
     assert list(tmp_path.iterdir()) == [path], "what was left of the first one is gone"
     assert newest_usable(tmp_path) == (path, [])
@@ -391,7 +391,7 @@ def test_checkpoint_made_after_a_fall_back_counts_as_newer_than_the_skipped_one(
     """Else pruning would keep the damaged one, and delete each new one as soon as it is there."""
     good, bad = listed(tmp_path, 4, 1), listed(tmp_path, 6, 1)
     new = listed(tmp_path, 5, 2)
-    assert [path for path, _ in whole_checkpoints(tmp_path)] == [good, bad, new]
+    assert [path for path, _ in complete_checkpoints(tmp_path)] == [good, bad, new]
     assert newest_usable(tmp_path) == (new, [])
     assert prune(tmp_path, 1, generation=2) == [good, bad]
     assert newest_usable(tmp_path) == (new, [])
@@ -401,7 +401,7 @@ def test_checkpoint_in_a_folder_that_nodes_do_not_share_is_not_sealed(tmp_path):
     (tmp_path / "data").write_bytes(b"12345")
     with pytest.raises(OSError, match=r"__1_0\.distcp is not here as it was written: all nodes must share "):
         seal(tmp_path, Manifest("j", 1, 2, {"data": 5, "__1_0.distcp": 5}, {}))
-    assert look_at(tmp_path)[0] is Condition.NOT_WHOLE
+    assert inspect(tmp_path)[0] is Condition.INCOMPLETE
 
 
 def test_checkpoint_that_cannot_be_deleted_is_pruned_the_next_time(tmp_path):

@@ -21,7 +21,7 @@ from checkpoint_programs import (
 from engine_specs import axes
 
 from manta.workers.checkpoint import checkpointer
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.checkpoint.checksums import SummingFile
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.messages import Resume
@@ -55,7 +55,7 @@ def train(trainer: Trainer, steps: int) -> None:
 
 def saved(trainer: Trainer) -> list[int]:
     trainer.state.checkpoints.finish()
-    return [manifest.step for _, manifest in whole_checkpoints(trainer.state.checkpoints.folder)]
+    return [manifest.step for _, manifest in complete_checkpoints(trainer.state.checkpoints.folder)]
 
 
 def test_save_that_is_due_during_another_is_made_at_the_first_step_after_it(trainer, store, monkeypatch):
@@ -76,11 +76,11 @@ def test_save_that_is_due_during_another_is_made_at_the_first_step_after_it(trai
 def test_delayed_save_is_dropped_when_a_new_generation_is_entered(trainer, store):
     train(trainer, 4)
     checkpoints = trainer.state.checkpoints
-    assert checkpoints.wanted(5)
+    assert checkpoints.is_needed(5)
     store.set()
     checkpoints.finish()
     checkpoints.enter_generation(0, 4)
-    assert not checkpoints.wanted(5) and checkpoints.wanted(6)
+    assert not checkpoints.is_needed(5) and checkpoints.is_needed(6)
 
 
 def test_the_last_step_is_saved_whatever_is_under_way(trainer, store):
@@ -124,11 +124,11 @@ def test_steps_that_are_due_during_one_save_share_its_patience(trainer, store, m
 def test_delayed_save_is_dropped_when_a_state_is_restored(trainer, store):
     """A rank that is new would not know, and not ask with the others at the next step."""
     train(trainer, 4)
-    assert trainer.state.checkpoints.wanted(5)
+    assert trainer.state.checkpoints.is_needed(5)
     store.set()
     trainer.state.checkpoints.finish()
     trainer.restore(Resume())
-    assert not trainer.state.checkpoints.wanted(5)
+    assert not trainer.state.checkpoints.is_needed(5)
 
 
 def test_a_save_whose_ranks_leave_each_other_is_broken_off(ranks, corpus, tmp_path):
@@ -137,14 +137,14 @@ def test_a_save_whose_ranks_leave_each_other_is_broken_off(ranks, corpus, tmp_pa
     for writes, failure in ranks.run(ParallelConfig(data=2), leave_while_saving, document, str(tmp_path)):
         assert writes < 5, "of dozens"
         assert failure is not None
-    assert whole_checkpoints(tmp_path) == []
+    assert complete_checkpoints(tmp_path) == []
 
 
 def test_rank_that_leaves_does_not_wait_for_a_store_to_take_the_manifest(ranks, corpus, tmp_path):
     """Rank 0 would be killed for that. What all ranks have written is whole once the store answers."""
     document = job(corpus, axes((1, 1, 2)), model={"layers": 1}, checkpoint={"every_steps": 0})
     first, second = ranks.run(ParallelConfig(data=2), leave_while_sealing, document, str(tmp_path))
-    assert first == ("it was not whole when its ranks left each other", [[], [1]])
+    assert first == ("it was incomplete when its ranks disconnected", [[], [1]])
     assert second[0] is None
 
 
@@ -161,9 +161,9 @@ def test_save_that_its_rank_left_behind_prunes_nothing_and_does_not_count_as_sea
     monkeypatch.setattr(checkpointer.pruning, "prune", lambda *what: pruned.append(what) or [])
     train(trainer, 2)
     checkpoints = trainer.state.checkpoints
-    under_way = checkpoints._under_way
+    under_way = checkpoints._pending
     assert asked.wait(60)
-    checkpoints._leave_behind()
+    checkpoints._abandon_save()
     answers.set()
     assert under_way.result() is None and saved(trainer) == [2]
     assert (pruned, checkpoints._sealed) == ([], 0)
@@ -172,8 +172,8 @@ def test_save_that_its_rank_left_behind_prunes_nothing_and_does_not_count_as_sea
 @pytest.fixture
 def silent_store(monkeypatch) -> Iterator[threading.Event]:
     """Says which checkpoints there are only once it is set."""
-    answers, look = threading.Event(), checkpointer.catalog.whole_checkpoints
-    monkeypatch.setattr(checkpointer.catalog, "whole_checkpoints", lambda folder: answers.wait(60) and look(folder))
+    answers, look = threading.Event(), checkpointer.catalog.complete_checkpoints
+    monkeypatch.setattr(checkpointer.catalog, "complete_checkpoints", lambda folder: answers.wait(60) and look(folder))
     yield answers
     answers.set()
 
@@ -183,7 +183,7 @@ def test_training_does_not_wait_while_a_silent_store_is_searched_for_checkpoints
     noted, checkpoints = noted_of(trainer, monkeypatch), trainer.state.checkpoints
     train(trainer, 1)
     trainer.state.save_missing_checkpoint()
-    assert checkpoints._look is None, "nothing was due"
+    assert checkpoints._search is None, "nothing was due"
     monkeypatch.setattr(checkpoints, "due", lambda step: step in (2, 4, STEPS))
     with monkeypatch.context() as interrupted:
         interrupted.setattr(checkpoints, "begin", lambda *given: None)
@@ -201,7 +201,7 @@ def test_training_does_not_wait_while_a_silent_store_is_searched_for_checkpoints
 
 
 def test_rank_that_waits_for_a_save_shows_progress_only_while_it_advances(trainer, store, monkeypatch):
-    monkeypatch.setattr(checkpointer, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(checkpointer, "POLL_SECONDS", 0.02)
     checkpoints, progress = trainer.state.checkpoints, trainer.comm.progress
     looks, moves, seen, write = [], [], threading.Event(), SummingFile.write
 
@@ -242,7 +242,7 @@ def test_all_ranks_delay_the_same_saves_and_train_the_same_bits(ranks, corpus, t
     without = job(corpus, axes(layout), train={"steps": STEPS}, checkpoint={"every_steps": 0})
     undisturbed = ranks.run(parallel, train_and_save, without, str(tmp_path / "other"), STEPS)
     trained = ranks.run(parallel, train_beside_a_slow_save, document, str(tmp_path / "slow"), 5, slow)
-    whole = whole_checkpoints(tmp_path / "slow")
+    whole = complete_checkpoints(tmp_path / "slow")
     assert [manifest.step for _, manifest in whole] == [2, 6, STEPS]
     assert [step for kind, step in trained[0].events if kind == "checkpoint_delayed"] == [4]
     assert all(rank.held_up < 30 for rank in trained), "no step waits for the save"

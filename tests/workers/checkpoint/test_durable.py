@@ -16,7 +16,7 @@ from rank_programs import train_job
 from torch_reader import state_by_torch
 
 from manta.workers.checkpoint import durable
-from manta.workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
+from manta.workers.checkpoint.catalog import checkpoint_path, complete_checkpoints
 from manta.workers.checkpoint.checksums import DamagedCheckpoint
 from manta.workers.checkpoint.pruning import prune
 from manta.workers.comm.comm import Comm
@@ -25,7 +25,7 @@ from manta.workers.config import ParallelConfig
 from manta.workers.errors import CheckpointError
 from manta.workers.protocol.messages import Resume
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 WRITER = (2, 2, 2)
@@ -52,7 +52,7 @@ def written(ranks, corpus, tmp_path_factory):
 
 def newest(folder: Path) -> Resume:
     """Resume from the newest whole checkpoint."""
-    path, manifest = whole_checkpoints(folder)[-1]
+    path, manifest = complete_checkpoints(folder)[-1]
     return Resume("checkpoint", manifest.step, str(path))
 
 
@@ -91,7 +91,7 @@ def test_torchs_own_reader_reads_the_same(written, tmp_path):
 
 def test_newest_checkpoints_are_kept_and_manifests_have_job_files_and_spec(written):
     folder, _ = written
-    whole = whole_checkpoints(folder)
+    whole = complete_checkpoints(folder)
     assert [manifest.step for _, manifest in whole] == [4, 6]
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path, _ in whole)
     path, manifest = whole[-1]
@@ -114,7 +114,7 @@ def test_resumed_run_has_the_same_bits_as_an_unbroken_one(ranks, corpus, tmp_pat
     whole = ranks.run(layout, train_job, spec)
     folders = (str(tmp_path / "checkpoints"), str(tmp_path / "snapshots"))
     begun = ranks.run(layout, train_job, spec, *folders, Resume(), 4)
-    path = str(whole_checkpoints(folders[0])[-1][0]) if source == "checkpoint" else None
+    path = str(complete_checkpoints(folders[0])[-1][0]) if source == "checkpoint" else None
     ended = ranks.run(layout, train_job, spec, *folders, Resume(source, 4, path))
     for full, first, second in zip(whole, begun, ended, strict=True):
         assert first.statistics + second.statistics == full.statistics
@@ -157,7 +157,7 @@ def one_rank(corpus: str, folder: Path) -> Trainer:
     """A trainer at its start, in this process."""
     spec = parse_job_spec(job(corpus, (1, 1, 1)))
     comm = Comm(RankGrid(spec.layout), 0, torch.device("cpu"))
-    trainer = Trainer(spec, comm, Reporter(lambda _: None), 1e12, Places("test", None, str(folder)))
+    trainer = Trainer(spec, comm, Reporter(lambda _: None), 1e12, StatePaths("test", None, str(folder)))
     trainer.restore(Resume())
     return trainer
 
@@ -180,7 +180,7 @@ def test_files_are_synced_before_the_manifest_and_the_manifest_before_its_rename
     trainer = one_rank(corpus, tmp_path / "folder")
     trainer.state.checkpoints.start(2)
     trainer.state.checkpoints.finish()
-    ((path, manifest),) = whole_checkpoints(tmp_path / "folder")
+    ((path, manifest),) = complete_checkpoints(tmp_path / "folder")
     at = {name: synced.index(str(path / name)) for name in (*manifest.files, ".manifest.json")}
     sealed = synced.index(f"renamed to {path / 'manifest.json'}")
     assert max(at[name] for name in manifest.files) < at[".manifest.json"] < sealed
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_lacks_some_elements_is_not_loaded_with_zeros_in_their
     checkpoints = trainer.state.checkpoints
     checkpoints.start(2)
     checkpoints.finish()
-    ((path, _),) = whole_checkpoints(tmp_path)
+    ((path, _),) = complete_checkpoints(tmp_path)
     read, name = durable.read_contents, "exp_avg.final_norm.weight"
 
     def lacking(*arguments):
@@ -224,7 +224,7 @@ def test_flipped_bit_is_reported_as_damage_with_the_name_of_the_file(tmp_path, c
     checkpoints = trainer.state.checkpoints
     checkpoints.start(2)
     checkpoints.finish()
-    ((path, manifest),) = whole_checkpoints(tmp_path)
+    ((path, manifest),) = complete_checkpoints(tmp_path)
     file = path / max(manifest.files, key=manifest.files.__getitem__)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -252,22 +252,22 @@ def test_pruning_keeps_the_newest_and_what_this_generation_still_writes(tmp_path
     (tmp_path / "notes").mkdir()
     assert prune(tmp_path, 2, generation=3) == [oldest, interrupted]
     assert {path.name for path in tmp_path.iterdir()} == {*(path.name for path in kept), under_way.name, "notes"}
-    assert [path for path, _ in whole_checkpoints(tmp_path)] == kept, "oldest first"
+    assert [path for path, _ in complete_checkpoints(tmp_path)] == kept, "oldest first"
 
 
 def test_pruning_keeps_one_that_no_roll_back_can_undo(tmp_path):
     for step in range(10, 500, 10):
         listed(tmp_path, step, 1)
         prune(tmp_path, 2, generation=1, undoes=60)
-        steps = [manifest.step for _, manifest in whole_checkpoints(tmp_path)]
+        steps = [manifest.step for _, manifest in complete_checkpoints(tmp_path)]
         assert steps[-2:] == [step - 10, step][-len(steps) :] and len(steps) <= 4
         assert step < 70 or step - 130 <= steps[0] <= step - 60
     prune(tmp_path, 2, generation=1, undoes=10)
-    assert len(whole_checkpoints(tmp_path)) == 2, "these are enough"
+    assert len(complete_checkpoints(tmp_path)) == 2, "these are enough"
 
 
 def test_folder_that_does_not_exist_has_no_checkpoints(tmp_path):
-    assert whole_checkpoints(tmp_path / "none") == []
+    assert complete_checkpoints(tmp_path / "none") == []
 
 
 def test_rectangle_is_saved_without_its_surroundings_and_whole_rows_without_a_copy():

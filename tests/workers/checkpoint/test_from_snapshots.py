@@ -15,13 +15,13 @@ from engine_specs import axes
 from held_memory import held_bytes
 
 from manta.workers.checkpoint import checkpointer
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.messages import Resume
-from manta.workers.snapshot.files import snapshot_path, steps_kept
+from manta.workers.snapshot.files import snapshot_path, stored_steps
 from manta.workers.snapshot.node_memory import SnapshotMemory
 from manta.workers.snapshot.snapshot_file import SnapshotFile
-from manta.workers.storage.places import place_of
+from manta.workers.storage.locations import parse_location
 from manta.workers.trainer import Trainer
 
 STEPS = 8
@@ -58,12 +58,12 @@ def train(trainer: Trainer, steps: int) -> None:
 
 
 def kept(trainer: Trainer) -> list[int]:
-    return steps_kept(trainer.state.snapshots.path.parent, 0)
+    return stored_steps(trainer.state.snapshots.path.parent, 0)
 
 
 def saved(trainer: Trainer) -> list[int]:
     trainer.state.checkpoints.finish()
-    return [manifest.step for _, manifest in whole_checkpoints(trainer.state.checkpoints.folder)]
+    return [manifest.step for _, manifest in complete_checkpoints(trainer.state.checkpoints.folder)]
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_checkpoint_from_a_snapshot_equals_one_from_a_copy_and_takes_no_memory(m
         for _ in range(3):
             trainer.train_step()
         assert saved(trainer) == [3]
-        ((folder, manifest),) = whole_checkpoints(trainer.state.checkpoints.folder)
+        ((folder, manifest),) = complete_checkpoints(trainer.state.checkpoints.folder)
         files.append(
             ({file.name: file.read_bytes() for file in Path(folder).glob("__*")}, manifest.blocks["__0_0.distcp"])
         )
-        assert (trainer.state.checkpoints._aside is None) == (shared is not None)
+        assert (trainer.state.checkpoints._copy_buffer is None) == (shared is not None)
     assert files[0] == files[1] and len(files[0][0]) == 1
 
 
@@ -106,7 +106,7 @@ def test_slot_being_written_out_is_kept_and_new_snapshots_use_the_other(make, st
     train(trainer, 1)
     assert kept(trainer) == [5, 6], "the agreement of step 6 has found nobody who saves"
     assert trainer.state.snapshot_figures()["snapshot_every_steps"] == 1
-    trainer.state.checkpoints.restore(str(whole_checkpoints(trainer.state.checkpoints.folder)[0][0]))
+    trainer.state.checkpoints.restore(str(complete_checkpoints(trainer.state.checkpoints.folder)[0][0]))
 
 
 def test_a_step_that_is_saved_has_a_snapshot_though_none_was_due(make):
@@ -149,7 +149,7 @@ def test_restore_waits_until_the_save_from_its_slot_is_written(make, store):
     assert restored.is_alive()
     store.set()
     restored.join(60)
-    assert saved(trainer) == [2] and trainer.step == 1 and trainer.state.snapshots.held_step is None
+    assert saved(trainer) == [2] and trainer.step == 1 and trainer.state.snapshots.protected_step is None
 
 
 def test_roll_back_of_a_step_that_is_being_saved_releases_its_slot(corpus, tmp_path, store):
@@ -162,7 +162,7 @@ def test_roll_back_of_a_step_that_is_being_saved_releases_its_slot(corpus, tmp_p
     trainer.engine.flat.parameters.fill_(float("inf"))
     train(trainer, 1)
     back = trainer.step
-    assert back <= 2 and kept(trainer)[-1] == back and trainer.state.snapshots.held_step is None
+    assert back <= 2 and kept(trainer)[-1] == back and trainer.state.snapshots.protected_step is None
     train(trainer, 2)
     assert kept(trainer) == [back + 1, back + 2]
     trainer.close()
@@ -172,23 +172,23 @@ def test_uploads_share_the_memory_of_snapshots_and_follow_it_to_a_new_file(make,
     began: list[Any] = []
 
     class Uploads:
-        def __init__(self, room: Any):
-            self.room = room
-            self.start = lambda: began.append(room.bytes)
+        def __init__(self, buffer: Any):
+            self.buffer = buffer
+            self.start = lambda: began.append(buffer.bytes)
             self.close = lambda: began.append("closed")
 
     trainer = make("job")
     checkpoints, snapshots = trainer.state.checkpoints, trainer.state.snapshots
     monkeypatch.setattr(checkpointer, "Uploads", Uploads)
-    monkeypatch.setattr(checkpoints, "folder", str(place_of("s3://bucket/job")))
+    monkeypatch.setattr(checkpoints, "folder", str(parse_location("s3://bucket/job")))
     for _ in range(2):
         checkpoints._prepare()
     size = snapshots._file.form.size
-    assert began == [size] and checkpoints._aside is None
-    part = snapshots.hold(0, bytes).part(0, 1)
-    where = snapshots.room.offset_of(memoryview(part.numpy()).cast("B"))
+    assert began == [size] and checkpoints._copy_buffer is None
+    part = snapshots.protect(0, bytes).part(0, 1)
+    where = snapshots.memory_file.offset_of(memoryview(part.numpy()).cast("B"))
     assert where in {snapshots._file.form.payload_at(slot) for slot in (0, 1)}
-    assert snapshots.room.offset_of(memoryview(torch.ones(4).numpy()).cast("B")) is None
+    assert snapshots.memory_file.offset_of(memoryview(torch.ones(4).numpy()).cast("B")) is None
     snapshots.path.unlink()
     snapshots.clear()
     checkpoints._prepare()
@@ -209,9 +209,9 @@ def test_all_ranks_hold_the_same_step_until_the_last_has_written(ranks, corpus, 
 
 
 def test_checkpoint_is_written_from_snapshots_in_the_daemons_memory(make, tmp_path, corpus):
-    from manta.workers.snapshot.node_memory import MemoryKeeper
+    from manta.workers.snapshot.node_memory import MemoryServer
 
-    keeper = MemoryKeeper(tmp_path / "memory.sock", tmp_path / "shared")
+    keeper = MemoryServer(tmp_path / "memory.sock", tmp_path / "shared")
     memory = SnapshotMemory("node_memory", tmp_path / "memory.sock")
     document = job(corpus, {}, checkpoint={"every_steps": 2})
     trainer = lone(document, tmp_path / "durable", snapshots=str(tmp_path / "shared" / "job"), memory=memory)
@@ -226,7 +226,7 @@ def test_checkpoint_is_written_from_snapshots_in_the_daemons_memory(make, tmp_pa
 def test_save_before_the_end_is_written_from_the_snapshot(make):
     trainer = make("job", snapshot_every_steps=5, every_steps=7)
     train(trainer, 3)
-    with patch.object(trainer.state.checkpoints, "_copy_aside", side_effect=AssertionError):
+    with patch.object(trainer.state.checkpoints, "_copy_state", side_effect=AssertionError):
         trainer.state.save_before_end()
     assert saved(trainer) == [3]
     save(trainer)

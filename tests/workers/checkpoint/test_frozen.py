@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoint_programs import job, load_and_save, load_from_memory, lone, save, train_and_save, train_and_snapshot
 
-from manta.workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints, manifest_of, verify
 from manta.workers.checkpoint.durable import read_contents
 from manta.workers.comm.comm import Comm
 from manta.workers.config import ParallelConfig
@@ -16,7 +16,7 @@ from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import snapshot_files
 from manta.workers.spec.parameters import frozen_names, parameter_names
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 FROZEN = ["embedding", "layers.0-1", "*.mlp.down"]
@@ -66,7 +66,7 @@ def saved(ranks, corpus, tmp_path_factory):
 
 
 def test_a_checkpoint_holds_each_parameter_and_moments_of_those_that_are_trained(saved, corpus):
-    (path, manifest) = whole_checkpoints(saved[0])[0]
+    (path, manifest) = complete_checkpoints(saved[0])[0]
     verify(path)
     spec = parse_job_spec(document(corpus, WRITER))
     names, frozen = set(parameter_names(spec.model)), frozen_names(spec)
@@ -79,14 +79,14 @@ def test_a_checkpoint_holds_each_parameter_and_moments_of_those_that_are_trained
 def going_on(ranks, corpus, saved, tmp_path_factory):
     """What each rank found that went on from that checkpoint in the layout in which it was written."""
     made, folder = document(corpus, WRITER), str(tmp_path_factory.mktemp("on"))
-    path = str(whole_checkpoints(saved[0])[0][0])
+    path = str(complete_checkpoints(saved[0])[0][0])
     return ranks.run(parse_job_spec(made).layout, load_and_save, made, path, 2, folder, 2)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.soak), *list(READERS)[1:]])
 def test_any_layout_goes_on_from_a_checkpoint(ranks, corpus, saved, going_on, tmp_path, layout):
     folder, written = saved
-    path = whole_checkpoints(folder)[0][0]
+    path = complete_checkpoints(folder)[0][0]
     made, sizes = document(corpus, READERS[layout]), ParallelConfig(**READERS[layout])
     by_rank = ranks.run(sizes, load_and_save, made, str(path), 2, str(tmp_path), 2)
     assert_same(loaded(by_rank), loaded(written))
@@ -110,7 +110,7 @@ def test_any_layout_goes_on_from_the_snapshots_of_another(ranks, corpus, tmp_pat
 def train_from_snapshot(comm: Comm, made: dict[str, Any], folder: str, step: int, more: int) -> Any:
     """Go on for `more` steps from this rank's own snapshot of `step` (0: from the start) in a trainer that knows
     nothing: (statistics of each step, all flat parameters)."""
-    trainer = Trainer(parse_job_spec(made), comm, Reporter(lambda _: None), 1e12, Places("test", folder))
+    trainer = Trainer(parse_job_spec(made), comm, Reporter(lambda _: None), 1e12, StatePaths("test", folder))
     trainer.engine.flat.parameters.fill_(7.0)
     trainer.restore(Resume("snapshot", step) if step else Resume())
     done = [trainer.train_step() for _ in range(more)]
@@ -139,7 +139,7 @@ def test_parameters_may_be_frozen_or_unfrozen_from_a_checkpoint_on(corpus, tmp_p
     frozen.restore(Resume())
     frozen.train_step()
     save(frozen)
-    path = whole_checkpoints(tmp_path)[0][0]
+    path = complete_checkpoints(tmp_path)[0][0]
     assert manifest_of(path).step == 1
     trained = lone(document(corpus, {}, precision=precision, frozen=[]), tmp_path, generation=2)
     trained.restore(Resume("checkpoint", 1, str(path)))
@@ -155,7 +155,7 @@ def test_parameters_may_be_frozen_or_unfrozen_from_a_checkpoint_on(corpus, tmp_p
     for slot in trained.engine.flat.slots:
         assert not torch.equal(before[slot.start : slot.end], weights[slot.start : slot.end]), slot.entry.name
     again = lone(document(corpus, {}, precision=precision), tmp_path, generation=3)
-    again.restore(Resume("checkpoint", 2, str(whole_checkpoints(tmp_path)[-1][0])))
+    again.restore(Resume("checkpoint", 2, str(complete_checkpoints(tmp_path)[-1][0])))
     values = {name: parameter.detach() for name, parameter in named(trained)}
     assert all(torch.equal(values[name], parameter) for name, parameter in named(again))
 

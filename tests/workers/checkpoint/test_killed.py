@@ -13,7 +13,7 @@ from checkpoint_programs import job, lone
 from rank_processes import begin_process
 
 from manta.workers import run
-from manta.workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints, newest_usable, next_generation
 from manta.workers.protocol.messages import Resume
 
 
@@ -21,7 +21,7 @@ def killed_while_saving(config: Path, folder: Path, seconds: float) -> None:
     """Start the job, let it get to a new checkpoint and `seconds` further, and kill it."""
     generation = next_generation(folder)
     job, deadline = begin_process(run.main, [str(config), "--checkpoints", str(folder)]), time.monotonic() + 120
-    while not any(made.generation == generation for _, made in whole_checkpoints(folder)):
+    while not any(made.generation == generation for _, made in complete_checkpoints(folder)):
         assert job.is_alive(), "it ended by itself"
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -44,9 +44,9 @@ def test_job_killed_while_saving_has_a_whole_checkpoint_with_the_same_next_step(
     for _ in range(times):
         killed_while_saving(config, folder, draw.uniform(0, 0.1))
         path, skipped = newest_usable(folder)
-        assert path == whole_checkpoints(folder)[-1][0]
+        assert path == complete_checkpoints(folder)[-1][0]
         assert all("manifest.json is missing, so its save was interrupted" in reason for reason in skipped)
-        step = whole_checkpoints(folder)[-1][1].step
+        step = complete_checkpoints(folder)[-1][1].step
         assert step > reached, "it went on from where it was"
         reached = step
         while len(expected) <= step + 1:

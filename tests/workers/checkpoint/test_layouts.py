@@ -13,7 +13,7 @@ from checkpoint_programs import Placed, RankOutcome, job, load_and_save, train_a
 from torch_reader import metadata_by_torch, state_by_torch
 
 from manta.workers.checkpoint import durable
-from manta.workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints, manifest_of, verify
 from manta.workers.checkpoint.durable import Rectangle, rectangles_of
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
@@ -48,7 +48,7 @@ Whole = dict[str, torch.Tensor]
 
 
 @dataclass
-class Written:
+class RankFiles:
     """A checkpoint and what is in it."""
 
     path: Path
@@ -68,11 +68,11 @@ class Resaved:
 
 def newest(folder: Path) -> Path:
     """The newest whole checkpoint."""
-    return whole_checkpoints(folder)[-1][0]
+    return complete_checkpoints(folder)[-1][0]
 
 
 @pytest.fixture(scope="module")
-def first(ranks, corpus, tmp_path_factory) -> Written:
+def first(ranks, corpus, tmp_path_factory) -> RankFiles:
     """A checkpoint after two steps in one layout."""
     return written_by(WRITER, TIED, ranks, corpus, tmp_path_factory.mktemp("first"))
 
@@ -84,11 +84,11 @@ def resaved(first, ranks, corpus, tmp_path_factory) -> dict[str, Resaved]:
     return {name: resaved_by(name, TIED, first.path, ranks, corpus, folder / name) for name in LAYOUTS}
 
 
-def written_by(layout: str, model: dict[str, Any], ranks: Any, corpus: str, folder: Path) -> Written:
+def written_by(layout: str, model: dict[str, Any], ranks: Any, corpus: str, folder: Path) -> RankFiles:
     """Train from the start in one layout, and save."""
     document = job(corpus, LAYOUTS[layout], model=model)
     by_rank = ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_save, document, str(folder), SAVED_STEP)
-    written = Written(newest(folder), state_by_torch(newest(folder)))
+    written = RankFiles(newest(folder), state_by_torch(newest(folder)))
     assert_is(written.content, (each for rank in by_rank for each in rank.loaded))
     assert all(tensor.count_nonzero() for tensor in written.content.values())
     return written
@@ -112,7 +112,7 @@ def assert_is(content: Whole, parts: Iterable[Placed]) -> None:
     assert not any(tensor.any() for tensor in missing.values())
 
 
-def assert_kept(written: Written, resaved: Resaved) -> None:
+def assert_kept(written: RankFiles, resaved: Resaved) -> None:
     """All that was read, computed with and saved is what was written, to the bit."""
     assert_is(written.content, (each for rank in resaved.by_rank for each in rank.loaded))
     model = {name: tensor for name, tensor in written.content.items() if name.startswith("model.")}

@@ -15,7 +15,7 @@ import torch
 from checkpoint_programs import bits, is_still, job, lone, make_older, reseal, save
 from torch_reader import metadata_by_torch
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.checkpoint.contents import CONTENTS, Contents
 from manta.workers.checkpoint.opening import METADATA
 from manta.workers.errors import CheckpointError
@@ -45,7 +45,7 @@ def written(corpus, tmp_path_factory) -> tuple[Path, list[torch.Tensor]]:
     trainer.restore(Resume())
     trainer.train_step()
     save(trainer)
-    return whole_checkpoints(folder)[-1][0], bits(trainer)
+    return complete_checkpoints(folder)[-1][0], bits(trainer)
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import torch
 from checkpoint_files import made
 from s3_server import S3Server, Wire, answer, reached_at
 
-from manta.workers.checkpoint.catalog import Condition, Manifest, look_at, seal, verify
+from manta.workers.checkpoint.catalog import Condition, Manifest, inspect, seal, verify
 from manta.workers.checkpoint.checksums import UnreadableCheckpoint
 from manta.workers.checkpoint.transfer import copy
-from manta.workers.checkpoint.uploads import SharedRoom, Uploads
+from manta.workers.checkpoint.uploads import SharedBuffer, Uploads
 from manta.workers.storage import object_files
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import ObjectPath
+from manta.workers.storage.locations import ObjectPath
 
 PART = 5 * 1024 * 1024
 SEEDS = [pytest.param(seed, marks=() if seed < 2 else pytest.mark.soak) for seed in range(50)]
@@ -46,7 +46,7 @@ class Saved:
     """A checkpoint of one file that the process beside a trainer uploads; in parts of the size that users have."""
 
     def __init__(self) -> None:
-        self._room = SharedRoom((3 * object_files.PART_BYTES,), torch.uint8)
+        self._room = SharedBuffer((3 * object_files.PART_BYTES,), torch.uint8)
         self._room.tensor.copy_(torch.arange(len(self._room.tensor)) % 251)
         self._uploads = Uploads(self._room)
 
@@ -92,9 +92,9 @@ def test_a_save_ends_whole_or_not_at_all(seed, save):
                 ended = False
             wire.meddle, wire.pace = lambda head: None, None
             if server.process.poll() is None or trouble._killed_after is None:
-                condition, _, _ = look_at(target)
-                assert condition is Condition.WHOLE or not ended
-                if condition is Condition.WHOLE:
+                condition, _, _ = inspect(target)
+                assert condition is Condition.COMPLETE or not ended
+                if condition is Condition.COMPLETE:
                     verify(target)
                 else:
                     files_of(target).remove_folder(target)

@@ -43,7 +43,7 @@ undoes, began = st.integers(0, 8), st.integers(0, 6)
 
 
 def whole_ones(listed: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    return [each for each in listed if each.condition is Condition.WHOLE]
+    return [each for each in listed if each.condition is Condition.COMPLETE]
 
 
 @given(listed, keep, generation, undoes, began)
@@ -62,7 +62,7 @@ def test_unreadable_checkpoint_does_not_count_towards_those_kept(listed, keep, g
 def test_no_whole_checkpoint_from_before_a_start_from_scratch_is_deleted(listed, keep, generation, undoes, began):
     earlier = [each for each in listed if each.generation < began]
     deleted = to_prune(listed, keep, generation, undoes, began)
-    if any(each.condition is not Condition.NOT_WHOLE for each in earlier):
+    if any(each.condition is not Condition.INCOMPLETE for each in earlier):
         assert not [each for each in deleted if each in earlier]
     assert not [each for each in whole_ones(deleted) if each in earlier]
     assert not [each for each in to_undo(listed, 0, began) if each in earlier]
@@ -73,7 +73,7 @@ def test_newest_checkpoints_and_saves_under_way_are_not_pruned(listed, keep, gen
     deleted = to_prune(listed, keep, generation, undoes, began, saved_step)
     own = whole_ones([each for each in listed if each.generation >= began])
     assert not [each for each in own[-keep:] if each in deleted]
-    not_whole = [each for each in deleted if each.condition is Condition.NOT_WHOLE]
+    not_whole = [each for each in deleted if each.condition is Condition.INCOMPLETE]
     assert all((each.generation, each.step) < (generation, saved_step) for each in not_whole)
 
 
@@ -188,7 +188,7 @@ def test_checkpoint_whose_deletion_cannot_be_verified_is_not_reported(tmp_path, 
 
 
 def test_remove_newer_keeps_later_checkpoints_that_cannot_be_read(tmp_path, monkeypatch):
-    conditions = enumerate((Condition.WHOLE, Condition.UNKNOWN, Condition.NOT_WHOLE), start=1)
+    conditions = enumerate((Condition.COMPLETE, Condition.UNKNOWN, Condition.INCOMPLETE), start=1)
     listed = tuple(ListedCheckpoint(checkpoint_path(tmp_path, step, 1), step, 1, each) for step, each in conditions)
     for each in listed:
         each.path.mkdir()

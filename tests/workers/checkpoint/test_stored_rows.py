@@ -13,7 +13,7 @@ import torch
 from manta.workers.checkpoint import stored_rows
 from manta.workers.checkpoint.catalog import Manifest
 from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from manta.workers.checkpoint.stored_rows import StoredRows, in_file_order, most_memory
+from manta.workers.checkpoint.stored_rows import StoredRows, in_file_order, peak_memory
 from manta.workers.errors import CheckpointError
 
 MATRIX, VECTOR = torch.arange(60.0).view(10, 6), torch.arange(5.0).bfloat16()
@@ -67,7 +67,7 @@ def test_tensors_come_in_the_order_of_their_files(written):
 def test_most_memory_counts_the_files_that_one_row_lies_in(written, monkeypatch):
     monkeypatch.setattr(stored_rows, "MAX_OPEN", 1)
     tensors = written[2].tensors
-    assert most_memory([tensors["matrix"]], 1) > most_memory([tensors["vector"]], 1)
+    assert peak_memory([tensors["matrix"]], 1) > peak_memory([tensors["vector"]], 1)
 
 
 def test_rows_that_are_not_all_there_are_an_error(written):

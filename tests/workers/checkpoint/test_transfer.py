@@ -6,10 +6,10 @@ from dataclasses import asdict
 import pytest
 from checkpoint_files import CONTENT, made
 
-from manta.workers.checkpoint.catalog import MANIFEST, Condition, RemovedCheckpoint, look_at, verify
+from manta.workers.checkpoint.catalog import MANIFEST, Condition, RemovedCheckpoint, inspect, verify
 from manta.workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint
 from manta.workers.checkpoint.pruning import remove
-from manta.workers.checkpoint.transfer import PlaceTaken, copy
+from manta.workers.checkpoint.transfer import LocationExists, copy
 from manta.workers.storage.files import files_of
 
 
@@ -36,14 +36,16 @@ def test_a_copy_has_blocks_of_the_size_that_its_manifest_gives(tmp_path, block_b
 def test_a_checkpoint_without_sums_is_copied_without(tmp_path, blocks):
     source = made(tmp_path / "a")
     document = {**asdict(verify(source)), "blocks": blocks}
-    files_of(source).write_whole(source / MANIFEST, json.dumps(document).encode())
+    files_of(source).write_atomically(source / MANIFEST, json.dumps(document).encode())
     assert copy(source, tmp_path / "b").blocks == blocks
     assert (tmp_path / "b" / "data").read_bytes() == CONTENT
 
 
 def test_copy_onto_an_existing_checkpoint_is_refused_and_leaves_it(tmp_path):
     source, other = made(tmp_path / "a"), made(tmp_path / "b", 20)
-    with pytest.raises(PlaceTaken, match=f"there is something at {other} already: name another place, or remove it"):
+    with pytest.raises(
+        LocationExists, match=f"there is something at {other} already: name another place, or remove it"
+    ):
         copy(source, other)
     assert verify(other).step == 20
 
@@ -52,9 +54,9 @@ def test_interrupted_copy_of_a_checkpoint_is_started_over(tmp_path):
     source, target = made(tmp_path / "a"), tmp_path / "b"
     target.mkdir()
     (target / "data").write_bytes(b"half")
-    assert look_at(target)[0] is Condition.NOT_WHOLE
+    assert inspect(target)[0] is Condition.INCOMPLETE
     copy(source, target)
-    assert look_at(target)[0] is Condition.WHOLE
+    assert inspect(target)[0] is Condition.COMPLETE
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "folder"])
@@ -63,7 +65,7 @@ def test_copy_into_a_folder_with_other_files_is_refused_and_clears_nothing(tmp_p
     (theirs / "folder").mkdir(parents=True)
     (theirs / "thesis.tex").write_text("years of work")
     (theirs / "data").write_bytes(b"half")
-    with pytest.raises(PlaceTaken, match=f"there is something at {theirs} already: name another place"):
+    with pytest.raises(LocationExists, match=f"there is something at {theirs} already: name another place"):
         copy(source, theirs)
     assert (theirs / name).exists() and (theirs / "data").read_bytes() == b"half"
 
@@ -72,7 +74,7 @@ def test_copy_into_a_folder_with_other_files_is_refused_and_clears_nothing(tmp_p
 def test_manifest_that_names_files_outside_its_folder_is_refused(tmp_path, name):
     source = made(tmp_path / "a")
     manifest = verify(source)
-    files_of(source).write_whole(
+    files_of(source).write_atomically(
         source / MANIFEST, json.dumps({**asdict(manifest), "files": {name: 1}, "blocks": None}).encode()
     )
     with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is not a manifest"):
@@ -124,6 +126,6 @@ def test_copy_that_a_store_refuses_in_part_is_not_whole_and_can_be_repeated(tmp_
     with pytest.raises(OSError, match="empty"):
         copy(source, wired_bucket / "b")
     wire.meddle = lambda head: None
-    assert look_at(wired_bucket / "b")[0] is Condition.NOT_WHOLE
+    assert inspect(wired_bucket / "b")[0] is Condition.INCOMPLETE
     copy(source, wired_bucket / "b")
-    assert look_at(wired_bucket / "b")[0] is Condition.WHOLE
+    assert inspect(wired_bucket / "b")[0] is Condition.COMPLETE

@@ -14,23 +14,23 @@ from s3_server import answer
 
 from manta.workers.checkpoint import uploads as uploads_module
 from manta.workers.checkpoint.checksums import BLOCK_BYTES
-from manta.workers.checkpoint.uploads import SharedRoom, Uploads, offset_within
+from manta.workers.checkpoint.uploads import SharedBuffer, Uploads, offset_within
 from manta.workers.storage.files import files_of
 
 ELEMENTS = 3 * BLOCK_BYTES // 4 + 5
 
 
 @pytest.fixture
-def room():
-    room = SharedRoom((ELEMENTS,), torch.float32)
-    room.tensor.copy_(torch.arange(ELEMENTS))
-    yield room
-    room.close()
+def buffer():
+    buffer = SharedBuffer((ELEMENTS,), torch.float32)
+    buffer.tensor.copy_(torch.arange(ELEMENTS))
+    yield buffer
+    buffer.close()
 
 
 @pytest.fixture
-def uploads(room):
-    uploads = Uploads(room)
+def uploads(buffer):
+    uploads = Uploads(buffer)
     yield uploads
     uploads.close()
 
@@ -43,15 +43,15 @@ def _upload(uploads, file, *contents, wrote=lambda: None):
     return sums[file.name]
 
 
-def test_only_data_wholly_inside_shared_memory_is_passed_on_by_its_offset(room):
-    whole = memoryview(room.tensor.numpy()).cast("B")
-    assert [room.offset_of(whole[first:]) for first in (0, 8)] == [0, 8]
+def test_only_data_wholly_inside_shared_memory_is_passed_on_by_its_offset(buffer):
+    whole = memoryview(buffer.tensor.numpy()).cast("B")
+    assert [buffer.offset_of(whole[first:]) for first in (0, 8)] == [0, 8]
     for start, size in ((8, len(whole)), (-8, len(whole)), (0, len(whole) - 1)):
-        assert offset_within(room.tensor.data_ptr() + start, size, whole) is None
+        assert offset_within(buffer.tensor.data_ptr() + start, size, whole) is None
 
 
-def test_uploaded_file_has_the_bytes_and_sums_of_what_was_written_from_any_memory(uploads, room, bucket):
-    file, shared = bucket / "file", memoryview(room.tensor.numpy()).cast("B")
+def test_uploaded_file_has_the_bytes_and_sums_of_what_was_written_from_any_memory(uploads, buffer, bucket):
+    file, shared = bucket / "file", memoryview(buffer.tensor.numpy()).cast("B")
     apart = os.urandom(BLOCK_BYTES + 7)
     wrote = []
     sums = _upload(uploads, file, b"head", shared[8:], apart, shared[:8], b"tail", wrote=lambda: wrote.append(1))
@@ -62,7 +62,7 @@ def test_uploaded_file_has_the_bytes_and_sums_of_what_was_written_from_any_memor
     assert len(wrote) >= len(blocks)
 
 
-def test_tensor_saved_from_shared_memory_is_uploaded_without_a_copy(uploads, room, bucket, monkeypatch):
+def test_tensor_saved_from_shared_memory_is_uploaded_without_a_copy(uploads, buffer, bucket, monkeypatch):
     copied = []
 
     class Counting(uploads_module._Pieces):
@@ -75,11 +75,11 @@ def test_tensor_saved_from_shared_memory_is_uploaded_without_a_copy(uploads, roo
     monkeypatch.setattr(uploads_module, "_Pieces", Counting)
     file, sums = bucket / "file", {}
     with uploads.create(file, lambda: None, sums) as stream:
-        torch.save(room.tensor[1000:].detach(), stream)
+        torch.save(buffer.tensor[1000:].detach(), stream)
     assert sums["file"].size > 4 * (ELEMENTS - 1000)
     assert sum(copied) < 4096
     loaded = torch.load(io.BytesIO(files_of(file).read(file)), weights_only=True)
-    assert torch.equal(loaded, room.tensor[1000:])
+    assert torch.equal(loaded, buffer.tensor[1000:])
 
 
 def test_upload_that_the_store_refuses_fails_and_the_next_one_succeeds(uploads, wire, wired_bucket):
@@ -93,9 +93,9 @@ def test_upload_that_the_store_refuses_fails_and_the_next_one_succeeds(uploads, 
     assert uploads._process is process
 
 
-def test_killed_upload_process_fails_its_file_and_a_new_one_uploads_the_next(uploads, room, bucket):
+def test_killed_upload_process_fails_its_file_and_a_new_one_uploads_the_next(uploads, buffer, bucket):
     uploads.start()
-    first, shared = uploads._process, memoryview(room.tensor.numpy()).cast("B")
+    first, shared = uploads._process, memoryview(buffer.tensor.numpy()).cast("B")
     with pytest.raises(OSError, match="exit code -9"), uploads.create(bucket / "file", lambda: None, {}) as stream:
         stream.write(shared)
         os.kill(first.pid, signal.SIGKILL)
@@ -114,8 +114,8 @@ def test_a_file_that_its_writer_gives_up_never_appears(uploads, bucket):
     assert files_of(bucket).read(bucket / "file") == b"all of it"
 
 
-def test_long_upload_that_its_writer_gives_up_leaves_no_part_in_the_store(uploads, room, wire, wired_bucket):
-    shared, sent = memoryview(room.tensor.numpy()).cast("B"), threading.Event()
+def test_long_upload_that_its_writer_gives_up_leaves_no_part_in_the_store(uploads, buffer, wire, wired_bucket):
+    shared, sent = memoryview(buffer.tensor.numpy()).cast("B"), threading.Event()
     wire.meddle = lambda head: sent.set() if b"partNumber=1" in head else None
     with pytest.raises(KeyError), uploads.create(wired_bucket / "file", lambda: None, {}) as stream:
         stream.write(shared)
@@ -145,21 +145,21 @@ def test_writer_that_gives_up_a_file_does_not_wait_for_the_upload_process_to_end
 
 
 def test_reply_to_an_upload_given_up_midway_is_not_taken_for_that_of_the_next(uploads, bucket):
-    def give_up():
+    def abort():
         raise KeyError
 
     with pytest.raises(KeyError):
-        _upload(uploads, bucket / "file", b"half of it", wrote=give_up)
+        _upload(uploads, bucket / "file", b"half of it", wrote=abort)
     assert _upload(uploads, bucket / "file", b"all of it").size == 9
     assert files_of(bucket).read(bucket / "file") == b"all of it"
 
 
-def test_writer_of_a_file_that_another_thread_gives_up_gets_an_os_error_however_late(uploads, room, bucket):
-    shared = memoryview(room.tensor.numpy()).cast("B")
+def test_writer_of_a_file_that_another_thread_gives_up_gets_an_os_error_however_late(uploads, buffer, bucket):
+    shared = memoryview(buffer.tensor.numpy()).cast("B")
     with pytest.raises(OSError, match="the process that uploads has ended"):  # noqa: SIM117
         with uploads.create(bucket / "file", lambda: None, {}) as stream:
             stream.write(shared)
-            uploads.give_up()
+            uploads.abort()
             for ending in uploads._ending:
                 ending.join()
             stream.write(shared)

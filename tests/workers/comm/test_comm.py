@@ -208,7 +208,7 @@ def test_a_rank_that_is_asked_to_end_or_to_rest_is_so_in_that_generation_and_tho
         assert asked()
     comm.generation = 4
     assert not asked()
-    assert not (comm.asked_to_end or comm.asked_to_rest)
+    assert not (comm.end_requested or comm.rest_requested)
 
 
 def test_the_end_of_an_earlier_generation_disturbs_no_later_one():
@@ -331,12 +331,12 @@ def test_a_rank_says_that_it_connects_and_in_which_generation_and_that_it_rests(
     reader = ProgressReader(progress_path(tmp_path, 0))
     seen = []
 
-    def address_towards(host: str) -> str:
+    def address_facing(host: str) -> str:
         seen.append((reader.read().generation, reader.read().phase))
         return HOST
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("manta.workers.comm.comm.address_towards", address_towards)
+        patch.setattr("manta.workers.comm.comm.address_facing", address_facing)
         comm.connect(dist.HashStore(), 4, HOST, SECRET)
     comm.close()
     seen.append((reader.read().generation, reader.read().phase))
@@ -398,14 +398,14 @@ def everything_breaks(comm: Comm) -> None:
 
 
 @pytest.mark.parametrize(
-    "break_off",
+    "abort",
     [lambda comm: comm.cut(0.0), lambda comm: comm.end(1), lambda comm: comm.end(5)],
     ids=["cut", "end", "end of a later one"],
 )
-def test_what_breaks_off_a_generation_breaks_all_its_connections_at_both_ends(break_off):
+def test_what_breaks_off_a_generation_breaks_all_its_connections_at_both_ends(abort):
     def body(comm: Comm) -> None:
         if comm.rank == 0:
-            break_off(comm)
+            abort(comm)
         everything_breaks(comm)
 
     two_ranks(body)

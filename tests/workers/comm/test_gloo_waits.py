@@ -72,9 +72,9 @@ def undisturbed(monkeypatch):
 
 def test_a_collective_that_does_not_end_is_left_and_known_to_go_on(waits):
     endless = Endless()
-    waits.begun(endless, heeds_time_outs=True)
+    waits.started(endless, respects_timeouts=True)
     with pytest.raises(PeerLost, match="broken off"):
-        waits.in_turns(endless)
+        waits.wait_in_slices(endless)
     assert endless.turns == 3
     assert not waits.end()
 
@@ -89,7 +89,7 @@ def test_a_message_that_does_not_end_is_left_to_the_thread_that_waits_for_it(wai
 
 def test_what_pays_no_heed_to_time_outs_and_does_not_end_is_left_and_known_to_go_on(waits):
     scatter = Endless()
-    waits.begun(scatter, heeds_time_outs=False)
+    waits.started(scatter, respects_timeouts=False)
     with pytest.raises(PeerLost, match="broken off"):
         waits.by_thread(scatter)
     assert not waits.end() and scatter.turns == 0
@@ -97,12 +97,12 @@ def test_what_pays_no_heed_to_time_outs_and_does_not_end_is_left_and_known_to_go
 
 
 def test_what_ends_is_waited_for(undisturbed):
-    for work, wait in ((Ending(), undisturbed.in_turns), (Ending(), undisturbed.by_thread)):
+    for work, wait in ((Ending(), undisturbed.wait_in_slices), (Ending(), undisturbed.by_thread)):
         wait(work)
     assert undisturbed.end()
 
 
-@pytest.mark.parametrize("kind", ["in_turns", "by_thread"])
+@pytest.mark.parametrize("kind", ["wait_in_slices", "by_thread"])
 @pytest.mark.parametrize("says", ["Connection closed by peer", "Operation timed out!"])
 def test_an_error_of_its_own_is_raised_also_one_that_reads_like_a_turn(undisturbed, kind, says):
     work = Ending(says)
@@ -114,14 +114,14 @@ def test_a_collective_that_ends_right_after_its_turn_is_whole(waits):
     """Its turn was an error, and then it had ended."""
     work = Ending()
     work.is_completed = lambda: True
-    waits.in_turns(work)
+    waits.wait_in_slices(work)
     assert work.turns == 2
 
 
-@pytest.mark.parametrize("heeds_time_outs", [True, False])
-def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(undisturbed, heeds_time_outs):
+@pytest.mark.parametrize("respects_timeouts", [True, False])
+def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(undisturbed, respects_timeouts):
     work = Ending("Connection closed by peer")
-    undisturbed.begun(work, heeds_time_outs)
+    undisturbed.started(work, respects_timeouts)
     work.turns = 1
     assert undisturbed.end()
 
@@ -130,7 +130,7 @@ def test_what_pays_no_heed_to_time_outs_and_ends_with_an_error_has_ended(undistu
     """The groups that it was in may take new members."""
     first, second = Ending("Connection closed by peer"), Ending("Connection closed by peer")
     for work in (first, second):
-        undisturbed.begun(work, heeds_time_outs=False)
+        undisturbed.started(work, respects_timeouts=False)
     with pytest.raises(RuntimeError, match="closed"):
         undisturbed.by_thread(first)
     assert undisturbed.end()

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif("resolve" in RESOLVER.split(), reason="names com
 NOT_TOLD = "hostname of the client socket cannot be retrieved"
 PROGRAM = """
 import os
-from manta.workers.comm.host_names import ask_for_none, connect_once
-ask_for_none()
+from manta.workers.comm.host_names import skip_reverse_lookups, connect_once
+skip_reverse_lookups()
 connect_once()
 child = os.fork()
 if child == 0:
@@ -50,7 +50,7 @@ def test_whoever_else_asks_for_a_name_asks_whom_it_has_always_asked(monkeypatch)
         answers.append(failed.value.errno)
 
     monkeypatch.setattr(host_names, "connect_once", ask)
-    host_names.ask_for_none()
+    host_names.skip_reverse_lookups()
     assert answers == [socket.EAI_AGAIN]
     assert socket.getnameinfo(("127.0.0.1", 80), socket.NI_NUMERICHOST)[0] == "127.0.0.1"
     assert "host names" not in [thread.name for thread in threading.enumerate()]
@@ -60,5 +60,5 @@ def test_where_the_c_library_is_another_one_it_asks_as_before(monkeypatch):
     asked = []
     monkeypatch.setattr(host_names.ctypes, "CDLL", lambda name: object())
     monkeypatch.setattr(host_names, "connect_once", lambda: asked.append(threading.current_thread().name))
-    host_names.ask_for_none()
+    host_names.skip_reverse_lookups()
     assert asked == ["host names"]

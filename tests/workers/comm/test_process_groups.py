@@ -20,7 +20,7 @@ from manta.workers.config import ParallelConfig
 from manta.workers.errors import PeerLost
 from manta.workers.protocol.messages import Resume
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 STEPS = 4
@@ -83,7 +83,7 @@ def train_in_two_generations(comm: Comm, document: dict[str, Any], folder: str, 
     """Two steps, then the same process in the next generation up to the end. With `lost` the last rank leaves in front
     of a step that the others have begun."""
     reporter = Reporter(lambda messages: None)
-    trainer = Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", snapshots=folder))
+    trainer = Trainer(parse_job_spec(document), comm, reporter, 1e12, StatePaths("test", snapshots=folder))
     trainer.restore(Resume())
     losses = [trainer.train_step().loss for _ in range(2)]
     comm.barrier()

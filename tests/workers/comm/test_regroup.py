@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from manta.workers.comm import regroup
-from manta.workers.comm.regroup import GlooBreaking, LastingGroups, NcclBreaking, NewGroups, regroup_for
+from manta.workers.comm.regroup import GlooAborter, LastingGroups, NcclAborter, NewGroups, regroup_for
 from manta.workers.errors import DeviceLost
 
 GPU = torch.device("cuda:0")
@@ -54,12 +54,12 @@ def groups(asked, names):
 
 
 def test_all_communicators_are_aborted_together_the_newest_first(asked):
-    NcclBreaking(GPU, wanted=True).break_off(groups(asked, ["world", "tensor", "data"]), None)
+    NcclAborter(GPU, wanted=True).abort(groups(asked, ["world", "tensor", "data"]), None)
     assert asked == ["world begins", "abort data", "abort tensor", "abort world", "world ends"]
 
 
 def test_where_nothing_is_made_yet_there_is_nothing_to_abort(asked):
-    NcclBreaking(GPU, wanted=True).break_off([], dist.HashStore())
+    NcclAborter(GPU, wanted=True).abort([], dist.HashStore())
     assert asked == []
 
 
@@ -74,23 +74,23 @@ class NcclOptions(SimpleNamespace):
 def test_streams_of_communicators_have_high_priority(monkeypatch, wanted):
     """Each group has options of its own, which torch fills in."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
-    first, second = (NcclBreaking(GPU, wanted).options() for _ in range(2))
+    first, second = (NcclAborter(GPU, wanted).options() for _ in range(2))
     assert first is not second
     assert first.is_high_priority_stream
 
 
 def test_where_the_process_is_not_to_survive_it_is_left_to_torch(asked, monkeypatch):
     monkeypatch.setenv(HANDLING, "0")  # of groups before, of a self-test that has failed
-    breaking = NcclBreaking(GPU, wanted=False)
+    breaking = NcclAborter(GPU, wanted=False)
     breaking.begin()
-    breaking.break_off(groups(asked, ["world"]), None)
+    breaking.abort(groups(asked, ["world"]), None)
     assert asked == []
     assert HANDLING not in os.environ
 
 
 def test_where_it_is_the_watchdog_only_reports_and_communicators_do_not_block(asked, monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
-    breaking = NcclBreaking(GPU, wanted=True)
+    breaking = NcclAborter(GPU, wanted=True)
     breaking.begin()
     options = breaking.options()
     assert (options.config.blocking, options._timeout) == (0, regroup.MEETING_TIMEOUT)
@@ -100,9 +100,9 @@ def test_where_it_is_the_watchdog_only_reports_and_communicators_do_not_block(as
 
 def test_groups_are_left_by_abort_and_then_the_device_is_drained(asked, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    left = NewGroups("nccl", NcclBreaking(GPU, wanted=True))
+    left = NewGroups("nccl", NcclAborter(GPU, wanted=True))
     left._groups = dict(zip(["world", "data"], groups(asked, ["world", "data"]), strict=True))
-    left.break_off()
+    left.abort()
     left.leave()
     assert asked == ["world begins", "abort data", "abort world", "world ends", "forget", "drain cuda:0"]
 
@@ -123,7 +123,7 @@ def test_a_collective_that_does_not_end_is_left_to_itself(monkeypatch, kind):
     """A recovery does not wait for what is known not to have ended."""
     monkeypatch.setattr(regroup, "_END_SECONDS", 60.0)
     may_end, ended = threading.Event(), threading.Event()
-    left = kind("gloo", GlooBreaking())
+    left = kind("gloo", GlooAborter())
     left._groups = {"world": SlowToEnd(may_end, ended)}
     left.leave(all_ended=False)
     assert not ended.is_set()
@@ -137,7 +137,7 @@ def test_a_device_that_does_not_recover_says_so_itself(asked, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(DeviceLost, match=r"with an error after .* illegal memory access was encountered$"):
-        NewGroups("nccl", NcclBreaking(GPU, wanted=True)).leave()
+        NewGroups("nccl", NcclAborter(GPU, wanted=True)).leave()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_groups_last_where_torch_gives_them_new_members(monkeypatch, device, in_
 
 def test_the_second_nccl_backend_is_aborted_without_brackets(asked, monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", str)
-    NcclBreaking(GPU, wanted=True).break_off(groups(asked, ["world", "data"]), None)
+    NcclAborter(GPU, wanted=True).abort(groups(asked, ["world", "data"]), None)
     assert asked == ["abort data", "abort world"]
 
 
@@ -173,5 +173,5 @@ def test_nccls_recorder_remembers_some_steps_unless_somebody_has_said_how_much(m
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", said or "")
     if said is None:
         monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
-    NcclBreaking(GPU, wanted=True).begin()
+    NcclAborter(GPU, wanted=True).begin()
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == kept

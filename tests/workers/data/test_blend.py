@@ -12,22 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manta.workers.data import order as module
-from manta.workers.data.order import Blend, SampleOrder, blended, whole_shares
+from manta.workers.data.order import Blend, SampleOrder, blended, integer_shares
 
 weights = st.lists(st.integers(1, 1000), min_size=1, max_size=12)
 
 
 def test_weights_become_the_smallest_whole_numbers_in_their_ratio():
-    assert whole_shares([0.7, 0.3]) == (7, 3)
-    assert whole_shares([2.0, 4.0, 6.0]) == (1, 2, 3)
-    assert whole_shares([1e-3, 1.0]) == (1, 1000)
-    assert whole_shares([5.0]) == (1,)
-    assert min(whole_shares([1.0] * 40 + [1.1e-5])) == 1, "however little it is, a part has samples"
+    assert integer_shares([0.7, 0.3]) == (7, 3)
+    assert integer_shares([2.0, 4.0, 6.0]) == (1, 2, 3)
+    assert integer_shares([1e-3, 1.0]) == (1, 1000)
+    assert integer_shares([5.0]) == (1,)
+    assert min(integer_shares([1.0] * 40 + [1.1e-5])) == 1, "however little it is, a part has samples"
 
 
 @given(st.lists(st.floats(1e-3, 100), min_size=2, max_size=8))
 def test_weights_that_need_large_numbers_are_off_by_less_than_a_millionth(values):
-    shares = whole_shares(values)
+    shares = integer_shares(values)
     assert sum(shares) <= module.MAX_PERIOD + len(values)
     whole = sum(map(Fraction, map(repr, values)))
     for share, value in zip(shares, values, strict=True):
@@ -37,9 +37,9 @@ def test_weights_that_need_large_numbers_are_off_by_less_than_a_millionth(values
 @settings(max_examples=100, deadline=None)
 @given(weights)
 def test_after_every_sample_each_part_has_had_its_share_within_less_than_one(numbers):
-    blend = Blend(whole_shares([float(number) for number in numbers]))
+    blend = Blend(integer_shares([float(number) for number in numbers]))
     samples = np.arange(2 * blend.period + 3)
-    parts, own_numbers = np.array([blend.place(sample) for sample in samples.tolist()]).T
+    parts, own_numbers = np.array([blend.locate(sample) for sample in samples.tolist()]).T
     taken = np.cumsum(parts[:, None] == np.arange(len(numbers)), axis=0)  # of each part, after each sample
     assert (own_numbers == taken[samples, parts] - 1).all(), "numbers of a part's samples have no gaps"
     due = (samples[:, None] + 1) * np.array(blend.shares)
@@ -49,14 +49,14 @@ def test_after_every_sample_each_part_has_had_its_share_within_less_than_one(num
 def test_place_in_a_blend_depends_on_the_sample_number_alone():
     blend, other = Blend((5, 2, 9)), Blend((5, 2, 9))
     samples = [123_456_789_012, 0, 77, 16 * 10**12 + 5]
-    assert [blend.place(sample) for sample in samples] == [other.place(sample) for sample in reversed(samples)][::-1]
-    assert blend.place(16 * 10**12 + 5)[1] == 10**12 * (5, 2, 9)[blend.place(5)[0]] + blend.place(5)[1]
+    assert [blend.locate(sample) for sample in samples] == [other.locate(sample) for sample in reversed(samples)][::-1]
+    assert blend.locate(16 * 10**12 + 5)[1] == 10**12 * (5, 2, 9)[blend.locate(5)[0]] + blend.locate(5)[1]
 
 
 def test_blend_order_is_unchanged_from_earlier_releases():
     """A job that is resumed by another version of this code must go on with the same samples."""
     blend = Blend((5, 2, 9))
-    assert [blend.place(sample)[0] for sample in range(17)] == [2, 0, 2, 2, 0, 1, 2, 2, 0, 2, 0, 2, 2, 0, 1, 2, 2]
+    assert [blend.locate(sample)[0] for sample in range(17)] == [2, 0, 2, 2, 0, 1, 2, 2, 0, 2, 0, 2, 2, 0, 1, 2, 2]
 
 
 def test_each_part_is_read_exactly_once_in_each_of_its_epochs():
@@ -67,7 +67,7 @@ def test_each_part_is_read_exactly_once_in_each_of_its_epochs():
     starts = [order.start(sample) for sample in range(6 * 200)]
     by_part = [[], [], []]
     for sample, start in enumerate(starts):
-        part, number = order.blend.place(sample)
+        part, number = order.blend.locate(sample)
         assert begins[part] <= start
         assert start + 9 <= begins[part] + tokens[part], "a sample and its targets lie in their part"
         assert len(by_part[part]) == number
@@ -95,10 +95,10 @@ def test_parts_of_the_same_size_are_not_visited_in_the_same_order():
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=5))
 def test_parts_of_a_blend_keep_their_shares_over_long_periods(values):
-    blend = Blend(whole_shares(values))
+    blend = Blend(integer_shares(values))
     taken = [0] * len(values)
     for sample in range(blend.period):
-        taken[blend.place(sample)[0]] += 1
+        taken[blend.locate(sample)[0]] += 1
         if sample % 997 == 0:
             for have, share in zip(taken, blend.shares, strict=True):
                 assert abs(have * blend.period - (sample + 1) * share) < blend.period

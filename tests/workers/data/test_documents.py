@@ -162,7 +162,7 @@ def test_parquet_that_is_not_utf8_is_named(tmp_path):
 
 
 def test_text_file_is_one_document_whole_or_cut_into_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {n} é\n" for n in range(100)))
     config = DataConfig(source="text", paths=[str(path)])
@@ -175,7 +175,7 @@ def test_text_file_is_one_document_whole_or_cut_into_pieces(tmp_path, monkeypatc
 
 
 def test_text_that_is_not_utf8_is_named_by_its_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 10)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 10)
     path = tmp_path / "a.txt"
     path.write_bytes(b"good line\n" * 10 + b"bad \xe9 line\n")
     with pytest.raises(DataError, match=rf"{path}, byte 104: not UTF-8 .*data.tokenizer: bytes, which takes any"):
@@ -183,7 +183,7 @@ def test_text_that_is_not_utf8_is_named_by_its_byte(tmp_path, monkeypatch):
 
 
 def test_text_that_must_not_be_cut_is_refused_beyond_a_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MAX_WHOLE_BYTES", 100)
+    monkeypatch.setattr(documents, "MAX_UNSPLIT_BYTES", 100)
     path = tmp_path / "a.txt"
     path.write_text("line\n" * 30)
     assert len(read(path, "text")) == 1

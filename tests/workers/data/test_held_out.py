@@ -43,7 +43,7 @@ def test_validation_set_may_have_its_own_number_of_batches(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"x" * 1000)
     sets = [{"name": name, "paths": [str(tmp_path / "a.txt")]} for name in ("as_all", "own")]
     job = spec(data={"validation": [sets[0], sets[1] | {"batches": 3}]}, train={"validate_every": 1})
-    assert [each.most_batches for each in validation_sets(job, None, False)] == [job.train.validation_batches, 3]
+    assert [each.max_batches for each in validation_sets(job, None, False)] == [job.train.validation_batches, 3]
 
 
 def test_validation_set_that_is_too_short_is_named(tmp_path):

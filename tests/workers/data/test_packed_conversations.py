@@ -35,7 +35,7 @@ class RecordingWatcher(Watcher):
     def __init__(self):
         self.said = []
 
-    def tell(self, kind, message, data):
+    def report(self, kind, message, data):
         self.said.append((kind, message, data))
 
 

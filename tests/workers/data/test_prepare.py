@@ -14,7 +14,7 @@ from engine_specs import spec
 from megatron_files import DOCUMENTS, megatron_dataset
 from tokenizer_files import TEXT, byte_level, plain_tokens
 
-from manta.workers.data import prepare, steady_file
+from manta.workers.data import prepare, unchanged_file
 from manta.workers.data.batches import Batches
 from manta.workers.data.prepare import open_corpus
 from manta.workers.data.sources import check_data
@@ -31,7 +31,7 @@ class RecordingWatcher(Watcher):
     def __init__(self):
         self.said = []
 
-    def tell(self, kind, message, data):
+    def report(self, kind, message, data):
         self.said.append((kind, message, data))
 
 
@@ -90,7 +90,7 @@ def test_a_blends_batches_come_from_its_parts_in_the_ratio_of_the_weights(texts,
         for part in blended.training(step):
             window = [*part.inputs_sb[:, 0].tolist(), part.targets_sb[-1, 0].item()]
             sample = part.samples.start
-            number, _ = blended.order.blend.place(sample)
+            number, _ = blended.order.blend.locate(sample)
             start = blended.order.start(sample) - blended.corpus.begins[number]
             assert window == tokens[number][start : start + 9]
             assert start + 9 <= ends[number], "what is held out is never trained on"
@@ -225,7 +225,7 @@ def test_corpus_file_with_a_new_time_but_the_same_content_is_accepted(begun, tex
 
 @pytest.fixture
 def small_samples(monkeypatch):
-    monkeypatch.setattr(steady_file, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(unchanged_file, "SAMPLE_BYTES", 64)
 
 
 def test_change_between_the_samples_of_a_file_is_noticed_in_its_tokens(small_samples, begun, texts):

@@ -36,8 +36,8 @@ DOCUMENTS = ["".join(TEXT[n : n + 7]) for n in range(0, 280, 7)] + ["x", "end"]
 class RecordingWatcher(Watcher):
     """Keeps what it is told."""
 
-    tell_seconds = 0.0
-    tell_growth = 0.0
+    report_seconds = 0.0
+    report_growth = 0.0
 
     def __init__(self, processes=1):
         self.said, self.lives, self.processes = [], 0, processes
@@ -45,7 +45,7 @@ class RecordingWatcher(Watcher):
     def alive(self):
         self.lives += 1
 
-    def tell(self, kind, message, data):
+    def report(self, kind, message, data):
         self.said.append((kind, message, data))
 
     def kinds(self):
@@ -222,7 +222,7 @@ def test_a_process_that_cannot_write_its_shard_says_so(tmp_path, file):
 
 def test_a_process_that_is_killed_is_replaced(tmp_path, file, many_shards, monkeypatch):
     killed = []
-    give_next = token_processes._Work._give_next
+    give_next = token_processes._Work._assign_next
 
     def give(self, worker):
         give_next(self, worker)
@@ -230,20 +230,20 @@ def test_a_process_that_is_killed_is_replaced(tmp_path, file, many_shards, monke
             killed.append(worker.process.pid)
             worker.process.kill()
 
-    monkeypatch.setattr(token_processes._Work, "_give_next", give)
+    monkeypatch.setattr(token_processes._Work, "_assign_next", give)
     row, _, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file, watcher=RecordingWatcher(processes=2))
     assert len(killed) == 1
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
 
 
 def test_shard_that_kills_every_process_is_given_up_with_an_error(tmp_path, file, monkeypatch):
-    give_next = token_processes._Work._give_next
+    give_next = token_processes._Work._assign_next
 
     def give(self, worker):
         worker.process.kill()  # before it can be done with the shard
         give_next(self, worker)
 
-    monkeypatch.setattr(token_processes._Work, "_give_next", give)
+    monkeypatch.setattr(token_processes._Work, "_assign_next", give)
     with pytest.raises(DataError, match=r"tokenizes .*a.jsonl ended with exit code -9, perhaps for lack of memory"):
         make(tmp_path / "cache", [jsonl(tmp_path)], file)
 
@@ -359,7 +359,7 @@ def test_cache_whose_tokens_are_overwritten_is_made_again(tmp_path, file):
         stored.seek(len(expected) // 2 * 2)
         stored.write(b"\0" * 16)
     os.utime(f"{first.prefix}.bin", ns=(1, 1))
-    with pytest.raises(DataNotStored, match=r"tokens\.bin is not what it was .*: it is made anew at the next start"):
+    with pytest.raises(DataNotStored, match=r"tokens\.bin is not what it was .*: it is recreated at the next start"):
         first.read(0, 8)
     row, _, made = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file)
     assert made and row.read(0, len(row)).tolist() == expected

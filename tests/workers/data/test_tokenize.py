@@ -46,7 +46,7 @@ def test_job_finds_the_tokens_that_the_command_made(config, tmp_path, capsys):
     assert lines[-1].startswith(f"{count} tokens are in {tmp_path / 'cache'} (")
 
     class NothingToDo(Watcher):
-        def tell(self, kind, message, data):
+        def report(self, kind, message, data):
             pytest.fail(message)
 
     corpus = open_corpus(with_vocabulary(load_job_spec(config)), tmp_path / "cache", watcher=NothingToDo())
@@ -104,8 +104,8 @@ def test_progress_on_a_terminal_overwrites_one_line():
 
     out = Terminal()
     watcher = tokenize.ProgressLines(out)
-    watcher.tell("data_preparing", "begins", {})
-    watcher.tell("data_progress", "10%", {})
-    watcher.tell("data_progress", "20%", {})
-    watcher.tell("data_prepared", "done", {})
+    watcher.report("data_preparing", "begins", {})
+    watcher.report("data_progress", "10%", {})
+    watcher.report("data_progress", "20%", {})
+    watcher.report("data_prepared", "done", {})
     assert out.text == "begins\n10%\r\x1b[K20%\r\x1b[Kdone\n"

@@ -28,7 +28,7 @@ class RecordingWatcher(Watcher):
     def alive(self):
         self.lives += 1
 
-    def tell(self, kind, message, data):
+    def report(self, kind, message, data):
         self.said.append((kind, data))
 
 
@@ -95,7 +95,7 @@ def test_tokenizer_is_trained_on_a_share_of_each_shard_of_a_large_corpus(tmp_pat
     for name in "abcd":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {n}\n" for n in range(1000)))
     monkeypatch.setattr("manta.workers.data.shards.SHARD_BYTES", 100)
-    monkeypatch.setattr("manta.workers.data.documents.PIECE_BYTES", 100)
+    monkeypatch.setattr("manta.workers.data.documents.CHUNK_BYTES", 100)
     config = DataConfig(source="text", paths=[str(tmp_path)], tokenizer="bpe")
     files = [CorpusFile(str(path), path.stat().st_size) for path in sorted(tmp_path.glob("*.txt"))]
     texts = "".join(module._training_texts([[section] for section in sections_of(files)], config))

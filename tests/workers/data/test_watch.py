@@ -18,7 +18,7 @@ from manta.workers.errors import DataError
 from manta.workers.liveness.hang_timeouts import hang_timeout
 from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 from manta.workers.protocol.messages import Resume
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 
@@ -33,7 +33,7 @@ def test_rank_that_prepares_data_shows_progress_and_reports_events(tmp_path):
     after = reader.read()
     assert (before.phase, after.phase) == ("starting", "preparing")
     assert after.heartbeat > before.heartbeat
-    watch.tell("data_prepared", "has 7 tokens", {"tokens": 7})
+    watch.report("data_prepared", "has 7 tokens", {"tokens": 7})
     reporter.close()
     (message,) = messages
     assert (message.payload.type, message.payload.message) == ("data_prepared", "has 7 tokens")
@@ -49,7 +49,7 @@ def test_a_trainer_makes_its_tokens_before_its_first_step_and_says_so(tmp_path):
     messages = []
     reporter = Reporter(messages.extend)
     comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
-    trainer = Trainer(job, comm, reporter, 1e9, Places(token_cache=tmp_path / "cache"))
+    trainer = Trainer(job, comm, reporter, 1e9, StatePaths(token_cache=tmp_path / "cache"))
     trainer.restore(Resume())
     trainer.train()
     trainer.close()

@@ -15,7 +15,7 @@ from manta.workers.data.chat_template import ChatTemplate, open_template
 from manta.workers.errors import DataError
 from manta.workers.inference.chats import chat, end_of_answer, question, read_conversations, template_of
 from manta.workers.inference.loaded_model import Bytes, text_tokens_of
-from manta.workers.inference.tasks import BadTask
+from manta.workers.inference.tasks import InvalidTask
 
 
 class Counter:
@@ -55,12 +55,12 @@ def test_batches_change_nothing_and_a_conversation_is_cut_where_the_model_reads_
     assert (one.tokens, one.conversations, one.left_out) == (len("aone." + "a1"), 2, 1) == (
         many.tokens, many.conversations, many.left_out,
     )  # fmt: skip
-    with pytest.raises(BadTask, match="no answer is within the first 3 tokens"):
+    with pytest.raises(InvalidTask, match="no answer is within the first 3 tokens"):
         chat(Counter(3), Bytes(), chats)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(BadTask, match=r"cannot be read: .*gone\.jsonl"):
+    with pytest.raises(InvalidTask, match=r"cannot be read: .*gone\.jsonl"):
         read_conversations(tmp_path / "gone.jsonl", spec(), TEMPLATE)
 
 

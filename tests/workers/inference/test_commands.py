@@ -52,7 +52,7 @@ def test_prompts_are_continued(checkpoints, tmp_path, capsys):
 
 def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):
     sentence = said(generate, capsys, tmp_path / "none", "--prompt", "to", code=2)
-    assert sentence == f"there is no whole checkpoint at {tmp_path / 'none'}\n"
+    assert sentence == f"there is no complete checkpoint at {tmp_path / 'none'}\n"
     sentence = said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 100, code=2)
     assert "with 100 more is longer than the model's 8" in sentence
     sentence = said(evaluate, capsys, checkpoints, "--choices", tmp_path / "none.jsonl", code=2)

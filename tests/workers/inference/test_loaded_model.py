@@ -10,7 +10,7 @@ from plain_gpt import random_weights
 from plain_llama import plain_model
 from torch_reader import state_by_torch
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.inference.loaded_model import LoadedModel
 from manta.workers.parallel.pipeline.forward_pass import KeyValueCache
 from manta.workers.spec.reading import parse_job_spec
@@ -66,7 +66,7 @@ def test_reading_piece_by_piece_changes_nothing(section, pieces):
 def test_a_checkpoint_of_any_layout_is_the_model(ranks, corpus, tmp_path, layout):
     document = job(corpus, axes(layout), model={"family": "llama"})
     ranks.run(layout_of(*layout), train_and_save, document, str(tmp_path), 2)
-    ((path, *_),) = whole_checkpoints(tmp_path)
+    ((path, *_),) = complete_checkpoints(tmp_path)
     content = state_by_torch(path)
     weights = {name.removeprefix("model."): each for name, each in content.items() if name.startswith("model.")}
     model, manifest = LoadedModel.of_checkpoint(path, CPU)

@@ -11,7 +11,7 @@ from engine_specs import spec
 
 from manta.workers.inference import tasks
 from manta.workers.inference.loaded_model import Bytes
-from manta.workers.inference.tasks import BadTask, Question
+from manta.workers.inference.tasks import InvalidTask, Question
 
 
 class Alphabet:
@@ -81,7 +81,7 @@ def test_the_likeliest_answer_counts_and_by_length_the_likeliest_byte():
 )
 def test_what_is_wrong_with_a_file_of_questions_is_a_sentence_with_its_line(tmp_path, content, sentence):
     (tmp_path / "questions.jsonl").write_bytes(content)
-    with pytest.raises(BadTask, match=sentence):
+    with pytest.raises(InvalidTask, match=sentence):
         tasks.read_questions(tmp_path / "questions.jsonl")
 
 
@@ -90,14 +90,14 @@ def test_texts_are_lines_of_jsonl_or_a_whole_file(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo")
     assert tasks.read_texts(tmp_path / "a.jsonl") == ["one", "two"]
     assert tasks.read_texts(tmp_path / "a.txt") == ["one\ntwo"]
-    with pytest.raises(BadTask, match=r"cannot be read: .*none\.txt"):
+    with pytest.raises(InvalidTask, match=r"cannot be read: .*none\.txt"):
         tasks.read_texts(tmp_path / "none.txt")
 
 
 def test_a_line_of_jsonl_ends_with_a_line_feed_alone(tmp_path):
     text = "one\u2028line\x85of\u2029three"
     (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n{}")
-    with pytest.raises(BadTask, match="line 2: 'text' must be a text"):
+    with pytest.raises(InvalidTask, match="line 2: 'text' must be a text"):
         tasks.read_texts(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode())
     assert tasks.read_texts(tmp_path / "a.jsonl") == [text]
@@ -105,12 +105,12 @@ def test_a_line_of_jsonl_ends_with_a_line_feed_alone(tmp_path):
 
 @pytest.mark.parametrize("stride", [0, -1, 65])
 def test_windows_that_do_not_move_on_or_leave_something_out_are_refused(stride):
-    with pytest.raises(BadTask, match=f"by {stride} tokens: 1 to 64 are what the model reads at once"):
+    with pytest.raises(InvalidTask, match=f"by {stride} tokens: 1 to 64 are what the model reads at once"):
         tasks.text(Alphabet(), Bytes(), ["abc" * 30], stride)
 
 
 def test_a_passage_of_one_word_and_a_text_of_one_byte_are_refused():
-    with pytest.raises(BadTask, match="passage 1 has less than two words: 'word'"):
+    with pytest.raises(InvalidTask, match="passage 1 has less than two words: 'word'"):
         tasks.last_word(Alphabet(), Bytes(), ["word"])
-    with pytest.raises(BadTask, match="less than two tokens"):
+    with pytest.raises(InvalidTask, match="less than two tokens"):
         tasks.text(Alphabet(), Bytes(), ["a"])

@@ -15,7 +15,7 @@ import torch
 import yaml
 from rank_programs import train_job
 
-from manta.workers.checkpoint.catalog import list_checkpoints, verify, whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints, list_checkpoints, verify
 from manta.workers.checkpoint.transfer import copy as copy_checkpoint
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec, read_document
@@ -57,7 +57,7 @@ def interrupted(start, job, undisturbed, tmp_path_factory):
     """A run that has ended well. It began with a checkpoint of the other's, and one of its workers was killed after its
     own first."""
     folder = tmp_path_factory.mktemp("job")
-    pulled, _ = whole_checkpoints(undisturbed[1])[0]
+    pulled, _ = complete_checkpoints(undisturbed[1])[0]
     copy_checkpoint(pulled, folder / "run" / pulled.name)
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     run = start(folder, "run", EXAMPLE, folder / "job.yaml")
@@ -85,7 +85,7 @@ def test_a_killed_worker_changes_no_bit_of_what_follows(interrupted, undisturbed
 
 @pytest.mark.soak
 def test_manta_reads_what_ray_train_stored(interrupted):
-    newest, manifest = whole_checkpoints(interrupted.folder)[-1]
+    newest, manifest = complete_checkpoints(interrupted.folder)[-1]
     assert verify(newest).step == manifest.step == STEPS
     assert manifest.job == interrupted.name
     command = [sys.executable, "-m", "manta.api.cli", "checkpoints", "verify", str(interrupted.folder)]
@@ -104,7 +104,7 @@ def test_ray_train_reads_what_the_engine_stored(interrupted):
     assert list(result.metrics_dataframe["step"]) == [STEPS - EVERY, STEPS]
     stored = {"model.final_norm.weight": torch.zeros(128)}
     with result.checkpoint.as_directory() as folder:
-        assert Path(folder) == whole_checkpoints(interrupted.folder)[-1][0]
+        assert Path(folder) == complete_checkpoints(interrupted.folder)[-1][0]
         load(stored, checkpoint_id=folder, no_dist=True)
     assert stored["model.final_norm.weight"].norm() > 0
 
@@ -181,10 +181,10 @@ def test_tune_sweeps_over_values_of_the_spec(start, corpus, tmp_path):
     run = start(tmp_path, "sweep", ROOT / "examples" / "ray_tune.py", tmp_path / "job.yaml")
     said = run.ended(5 * SECONDS)
     folders = [file.parent for file in run.folder.glob("*/checkpoint_manager_snapshot.json")]
-    manifests = [whole_checkpoints(folder)[-1][1] for folder in folders]
+    manifests = [complete_checkpoints(folder)[-1][1] for folder in folders]
     rates = [manifest.spec["train"]["optimizer"]["learning_rate"] for manifest in manifests]
     assert sorted(rates) == [3.0e-4, 1.0e-3, 3.0e-3]
     losses = [rows_of(folder / "metrics")[-1]["loss"] for folder in folders]
     best = losses.index(min(losses))
     assert f"best learning rate {rates[best]:g}: loss {losses[best]:.4f}" in said
-    assert f"checkpoint {whole_checkpoints(folders[best])[-1][0]}" in said
+    assert f"checkpoint {complete_checkpoints(folders[best])[-1][0]}" in said

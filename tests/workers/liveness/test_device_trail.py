@@ -40,7 +40,7 @@ class Rig:
         self.device.queue("start", "sum")
         self.trail.waits(DATA, number)
         self.device.queue("wait", "sum")
-        self.trail.goes_on()
+        self.trail.wait_ended()
 
     def seen(self):
         self.device.run()
@@ -103,7 +103,7 @@ def test_of_a_message_it_is_known_who_is_waited_for(rig, peer, sending):
     rig.device.queue("start", "sum")
     rig.trail.waits(1, 3, peer, sending)
     rig.device.queue("wait", "sum")
-    rig.trail.goes_on()
+    rig.trail.wait_ended()
     seen = rig.seen()
     assert (seen.waits, seen.channel, seen.number, seen.waits_for, seen.sending) == (True, 1, 3, peer, sending)
 

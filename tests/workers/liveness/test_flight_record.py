@@ -8,7 +8,7 @@ import torch
 from flight_dumps import FlightDump
 
 from manta.workers.comm import process_groups
-from manta.workers.comm.process_groups import take_flight_record
+from manta.workers.comm.process_groups import capture_flight_record
 from manta.workers.config import ParallelConfig
 from manta.workers.liveness.flight_record import AFTER, BEFORE, FlightOperation, FlightRecord, read_flight_record
 from manta.workers.protocol.json_codec import from_json, to_json
@@ -123,7 +123,7 @@ def two_sums_and_what_was_recorded(comm):
     """What torch has kept of it."""
     for _ in range(2):
         comm.all_reduce("world", torch.ones(3))
-    return take_flight_record()
+    return capture_flight_record()
 
 
 def test_what_this_torch_records_can_be_read(ranks):
@@ -145,7 +145,7 @@ def test_nccls_recorder_is_asked_before_the_others_and_what_is_not_known_is_pass
             monkeypatch.delattr(process_groups._distributed_c10d, name, raising=False)
         for name, text in dumps.items():
             monkeypatch.setattr(process_groups._distributed_c10d, name, lambda text=text: text, raising=False)
-        return take_flight_record()
+        return capture_flight_record()
 
     expected = read_flight_record(dump.text)
     first, second = names

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manta.workers.liveness import hang_detection
-from manta.workers.liveness.hang_detection import DEVICE_SECONDS, LOOK_SECONDS, TrainerWatch
+from manta.workers.liveness.hang_detection import DEVICE_SECONDS, POLL_SECONDS, TrainerWatch
 from manta.workers.liveness.hang_timeouts import (
     BURNING_FACTOR,
     MIN_SECONDS,
@@ -19,8 +19,8 @@ from manta.workers.liveness.hang_timeouts import (
     Standstill,
 )
 from manta.workers.liveness.progress import Progress
-from manta.workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
-from manta.workers.liveness.stacks import stacks_path, take_stacks
+from manta.workers.liveness.record_layout import DEVICE_CHECKED_AT, NOBODY
+from manta.workers.liveness.stacks import capture_stacks, stacks_path
 from manta.workers.snapshot.files import snapshot_path
 from manta.workers.system.processes import ProcessState, process_state
 
@@ -119,7 +119,7 @@ def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(ch
     assert (standstill.overdue, standstill.stopped, standstill.burning) == (True, False, False)
     assert standstill.standing_seconds >= MIN_SECONDS
     assert (standstill.record.phase, standstill.record.micro_batch) == ("backward", 3)
-    stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+    stacks = go(lambda: capture_stacks(process.pid, stacks_path(tmp_path, 2)))
     assert "in stuck" in stacks
     assert "in hang" in stacks
 
@@ -147,7 +147,7 @@ def test_an_answer_is_heard_to_its_end_though_it_comes_in_pieces(tmp_path, go, p
         process = subprocess.Popen(command, stdout=answers, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr.readline() == "up\n"
-        assert go(lambda: take_stacks(process.pid, path)) == "one two"
+        assert go(lambda: capture_stacks(process.pid, path)) == "one two"
     finally:
         process.kill()
         process.communicate()
@@ -158,7 +158,7 @@ def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
     os.kill(process.pid, signal.SIGSTOP)
     while not process_state(process.pid).stopped:  # before that it may still answer
         continue
-    stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+    stacks = go(lambda: capture_stacks(process.pid, stacks_path(tmp_path, 2)))
     assert "stopped" in stacks
 
 
@@ -171,7 +171,7 @@ def test_of_a_process_that_does_not_answer_the_kernel_tells_after_a_while(go, tm
     with subprocess.Popen(["sh", "-c", deaf], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout.readline() == b"deaf\n"
-            answer = go(lambda: take_stacks(process.pid, path))
+            answer = go(lambda: capture_stacks(process.pid, path))
             assert "State" in answer
             assert "an hour ago" not in answer
         finally:
@@ -182,7 +182,7 @@ def test_of_a_process_that_is_gone_nothing_is_reported(go, tmp_path):
     process = subprocess.Popen(["true"])
     process.wait()
     stacks_path(tmp_path, 2).touch()
-    assert go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2))) == ""
+    assert go(lambda: capture_stacks(process.pid, stacks_path(tmp_path, 2))) == ""
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "after another"])
@@ -192,7 +192,7 @@ def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(g
     if before:
         stacks_path(tmp_path, 2).write_text("what it said an hour ago")
     try:
-        stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+        stacks = go(lambda: capture_stacks(process.pid, stacks_path(tmp_path, 2)))
         assert "State" in stacks
         assert process.poll() is None
     finally:
@@ -232,15 +232,15 @@ def look_at(tmp_path, monkeypatch):
     progress.begin_step(5)
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
 
-    def look(seconds, letter="S"):
+    def poll(seconds, letter="S"):
         """Look as often as the watch does for so many seconds, and return the watch."""
         state[0] = letter
-        for _ in range(round(seconds / LOOK_SECONDS) + 1):
-            assert watch.look()
-            clock[0] += LOOK_SECONDS
+        for _ in range(round(seconds / POLL_SECONDS) + 1):
+            assert watch.poll()
+            clock[0] += POLL_SECONDS
         return watch
 
-    return progress, look
+    return progress, poll
 
 
 def test_the_record_that_another_process_left_is_not_believed(tmp_path):
@@ -248,7 +248,7 @@ def test_the_record_that_another_process_left_is_not_believed(tmp_path):
     other = subprocess.Popen(["sleep", "1000"])
     try:
         watch = TrainerWatch(other.pid, 2, tmp_path, False, lambda status: None)
-        assert watch.look()
+        assert watch.poll()
         assert watch.describe().record is None
     finally:
         other.kill()
@@ -317,7 +317,7 @@ def test_a_rank_whose_snapshots_are_large_may_take_longer_for_one(tmp_path, look
 def test_watch_lets_go_of_the_record_when_its_process_is_gone(tmp_path, go, monkeypatch):
     Progress.shared(tmp_path, 2).commit(7)
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
-    assert watch.look() and watch.describe().record.committed == 7
+    assert watch.poll() and watch.describe().record.committed == 7
     memory = watch._reader._memory
     monkeypatch.setattr(hang_detection, "process_state", lambda pid: None)
     go(watch.run)
@@ -329,18 +329,18 @@ def test_record_of_the_process_before_is_none_of_the_one_that_is_watched(tmp_pat
     before = Progress.shared(tmp_path, 2)
     memoryview(before.memory).cast("q")[2] = os.getppid()
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
-    assert watch.look() and watch.describe().record is None
+    assert watch.poll() and watch.describe().record is None
     Progress.shared(tmp_path, 2).commit(7)
-    assert watch.look() and watch.describe().record.committed == 7
+    assert watch.poll() and watch.describe().record.committed == 7
 
 
 def test_commit_that_is_waited_for_is_a_new_one(tmp_path, go, monkeypatch):
-    monkeypatch.setattr(hang_detection, "COMMIT_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(hang_detection, "COMMIT_POLL_SECONDS", 0.0)
     monkeypatch.setattr(hang_detection, "COMMIT_SECONDS", 0.01)
     progress = Progress.shared(tmp_path, 2)
     progress.commit(7)
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
-    watch.look()
+    watch.poll()
 
     async def body():
         assert not await watch.next_commit()
@@ -357,9 +357,9 @@ def device_of(look_at):
     progress, _ = look_at
 
     def tell(pending, moves=0):
-        progress.device_looked_at(moves, pending)
+        progress.device_polled(moves, pending)
         clock = memoryview(progress.memory).cast("q")
-        clock[DEVICE_LOOKED_AT] = round(hang_detection.time.monotonic() * 1e9)
+        clock[DEVICE_CHECKED_AT] = round(hang_detection.time.monotonic() * 1e9)
 
     return tell
 

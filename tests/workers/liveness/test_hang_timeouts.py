@@ -83,7 +83,7 @@ def stand(looks, between=0.25):
     """A Standstill after `looks` of (heartbeat, process), `between` seconds apart."""
     still = Standstill(0.5)
     for number, (heartbeat, process) in enumerate(looks):
-        still.look(number * between, heartbeat, process)
+        still.update(number * between, heartbeat, process)
     return still
 
 

@@ -22,7 +22,7 @@ from manta.workers.liveness.progress import (
     ProgressReader,
     progress_path,
 )
-from manta.workers.liveness.stacks import STACKS_SIGNAL, answer_with_stacks, stacks_path, take_stacks
+from manta.workers.liveness.stacks import STACKS_SIGNAL, answer_with_stacks, capture_stacks, stacks_path
 
 ROOT = Path(__file__).parents[3]
 
@@ -230,10 +230,10 @@ def test_what_is_in_the_place_of_a_ranks_files_holds_nobody_up_and_is_replaced(t
     reader.close()
     try:
         answer_with_stacks(tmp_path, 3)
-        assert stacks.is_file() and "test_progress" in asyncio.run(take_stacks(os.getpid(), stacks))
+        assert stacks.is_file() and "test_progress" in asyncio.run(capture_stacks(os.getpid(), stacks))
         stacks.unlink()
         be(stacks)
-        assert "State:" in asyncio.run(take_stacks(os.getpid(), stacks)), "what the kernel says"
+        assert "State:" in asyncio.run(capture_stacks(os.getpid(), stacks)), "what the kernel says"
     finally:
         faulthandler.unregister(STACKS_SIGNAL)
 

@@ -103,8 +103,8 @@ def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(
 def test_activations_of_compiled_layers_can_wait_in_host_memory(monkeypatch, recompute):
     """With one graph, and the same numbers."""
     monkeypatch.setattr("manta.workers.parallel.recompute.OFFLOADED_BYTES", 0)
-    taken, take, results = [], offload.HostBlocks.take, []
-    monkeypatch.setattr(offload.HostBlocks, "take", lambda host, like: taken.append(like.shape) or take(host, like))
+    taken, take, results = [], offload.HostBlocks.acquire, []
+    monkeypatch.setattr(offload.HostBlocks, "acquire", lambda host, like: taken.append(like.shape) or take(host, like))
     comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))
     for layers in (0, 3):
         layout = {"recompute": recompute, "offload_layers": layers}

@@ -196,7 +196,7 @@ def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monk
 
 
 def test_who_takes_the_machine_is_heard_and_so_is_who_lets_it_be(go, home, monkeypatch):
-    monkeypatch.setattr(module, "NoticeWatch", partial(NoticeWatch, look_seconds=0.02))
+    monkeypatch.setattr(module, "NoticeWatch", partial(NoticeWatch, poll_seconds=0.02))
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
     service = MetadataService()
     service.answers = {"/computeMetadata/v1/instance/preempted": "TRUE"}
@@ -302,7 +302,7 @@ def test_daemon_whose_socket_or_folder_is_removed_is_reached_again(go, daemon, h
     async def nothing(owner):
         return None
 
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(module, "on_termination", lambda act: None)
     monkeypatch.setattr(NodeDaemon, "_measure_peak", nothing)
     for method in ("start", "close"):

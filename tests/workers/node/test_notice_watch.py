@@ -33,28 +33,28 @@ def watch(service):
 
 def test_the_same_notice_is_passed_on_once_and_another_one_too(service, watch):
     for _ in range(3):
-        watch.look()
+        watch.poll()
     assert watch.noticed == []
     service.answers = {MAINTENANCE: "TERMINATE_ON_HOST_MAINTENANCE"}
-    watch.look()
-    watch.look()
+    watch.poll()
+    watch.poll()
     service.answers[PREEMPTED] = "TRUE"
-    watch.look()
-    watch.look()
+    watch.poll()
+    watch.poll()
     assert [notice.seconds for notice in watch.noticed] == [60.0, 30.0]
 
 
 def test_what_does_not_hold_any_more_is_withdrawn_once_and_may_be_said_again(service, watch):
     for answer in ("TRUE", "FALSE", "FALSE", "TRUE"):
         service.answers = {PREEMPTED: answer}
-        watch.look()
+        watch.poll()
     assert [notice and notice.seconds for notice in watch.noticed] == [30.0, None, 30.0]
 
 
 def test_silence_withdraws_nothing(service, watch):
     for answer in ("TRUE", 503, "TRUE"):
         service.answers = {PREEMPTED: answer}
-        watch.look()
+        watch.poll()
     assert [notice.seconds for notice in watch.noticed] == [30.0]
 
 
@@ -66,7 +66,7 @@ def test_notice_without_a_time_is_passed_on_without_one(caplog):
             return Notice("cordon", None, "it is cordoned")
 
     noticed = []
-    NoticeWatch(Cordon(), noticed.append, lambda: None).look()
+    NoticeWatch(Cordon(), noticed.append, lambda: None).poll()
     assert noticed == [Notice("cordon", None, "it is cordoned")]
     assert [record.message for record in caplog.records] == ["it is cordoned: this machine is being drained"]
 
@@ -80,17 +80,17 @@ def test_source_that_refuses_is_said_once(caplog):
 
     watch = NoticeWatch(Refuses(), lambda notice: None, lambda: None)
     for _ in range(3):
-        watch.look()
-    assert [record.message for record in caplog.records] == ["you may not ask; it is asked again"]
+        watch.poll()
+    assert [record.message for record in caplog.records] == ["you may not ask; retrying"]
 
 
 def test_silence_is_no_notice_and_is_said_once(service, watch, caplog):
     service.answers = {PREEMPTED: 503}
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            watch.look()
+            watch.poll()
         service.answers = {}
-        watch.look()
+        watch.poll()
     assert watch.noticed == []
     assert [record.message.partition(";")[0].rpartition(" ")[2] for record in caplog.records] == ["503", "again"]
 

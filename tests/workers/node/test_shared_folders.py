@@ -17,13 +17,13 @@ def mount(monkeypatch):
     """Answers when it is told to; how often it was asked."""
     answers, asked = threading.Event(), []
 
-    def look(folders, installation):
+    def poll(folders, installation):
         asked.append(installation)
         assert answers.wait(20)
         return folders[1:]
 
-    monkeypatch.setattr(module, "unshared", look)
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "unshared", poll)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
     answers.asked = asked
     yield answers
     answers.set()
@@ -38,11 +38,11 @@ def test_mount_that_does_not_answer_is_waited_for_once_and_what_was_known_holds(
         assert await folders.unshared() == (), "at first"
         now[0] += 3600.0
         with monkeypatch.context() as patient:
-            patient.setattr(module, "LOOK_SECONDS", 3600.0)
+            patient.setattr(module, "POLL_SECONDS", 3600.0)
             for _ in range(3):  # the time to wait is that of the look, not of each caller
                 assert await folders.unshared() == ()
         mount.set()
-        folders._looking.result(20)
+        folders._check.result(20)
         assert mount.asked == ["manta-1"]
         mount.clear()
         assert await folders.unshared() == ("/not/here",), "the answer that came when nobody waited"
@@ -52,7 +52,7 @@ def test_mount_that_does_not_answer_is_waited_for_once_and_what_was_known_holds(
 
 
 def test_callers_at_the_same_time_wait_for_the_same_look(go, mount, monkeypatch):
-    monkeypatch.setattr(module, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(module, "POLL_SECONDS", 20.0)
 
     async def body():
         folders = SharedFolders(FOLDERS, "manta-1")
@@ -65,7 +65,7 @@ def test_callers_at_the_same_time_wait_for_the_same_look(go, mount, monkeypatch)
 
 def test_folders_are_looked_at_anew_each_time(go, mount, monkeypatch):
     mount.set()
-    monkeypatch.setattr(module, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(module, "POLL_SECONDS", 20.0)
 
     async def body():
         folders = SharedFolders(FOLDERS, "manta-1")

@@ -9,7 +9,7 @@ from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 from manta.workers.rank import trainer_process
 from manta.workers.rank.trainer_process import build_rank
-from manta.workers.trainer import Places
+from manta.workers.trainer import StatePaths
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_rank_is_built_with_its_places_and_the_record_that_its_agent_reads(bui
     assert (comm.rank, comm.size("data"), comm.device.type) == (1, 2, "cpu")
     assert stacks == ("stacks", shared, 1)
     record = tmp_path / "job" / CORPUS_RECORD
-    assert trainer[1:] == (comm, "reporter", 5e9, Places("job-1", shared, durable, record))
+    assert trainer[1:] == (comm, "reporter", 5e9, StatePaths("job-1", shared, durable, record))
     reader = ProgressReader(progress_path(shared, 1))
     assert reader.read().phase == "preparing", "what has minutes"
     comm.progress.begin_step(7)
@@ -79,5 +79,5 @@ def test_one_that_goes_on_keeps_its_record_and_one_without_shared_memory_has_a_p
     assert len(made) == 1, "it answers with its stacks already"
     assert not (tmp_path / "shared").exists()
     _, ((_, _, _, peak, places),) = build()
-    assert places == Places("job-1")
+    assert places == StatePaths("job-1")
     assert peak > 0, "measured, since nobody has said it"

@@ -43,7 +43,7 @@ def test_thousands_of_rows_that_nobody_read_for_a_while_come_whole_and_once():
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7])
 def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
-    buffer = ReportBuffer(most_rows=100)
+    buffer = ReportBuffer(max_rows=100)
     for first in range(1, 1001, batch):
         add_rows(buffer, range(first, min(1001, first + batch)))
         if first == 1:
@@ -61,7 +61,7 @@ def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
 
 def test_rows_that_were_read_make_room():
     async def read_as_they_come():
-        buffer, steps = ReportBuffer(most_rows=20), []
+        buffer, steps = ReportBuffer(max_rows=20), []
         for batch in range(10):
             add_rows(buffer, range(10 * batch + 1, 10 * batch + 11))
             steps += steps_of(await buffer.read(batch, 0.01))
@@ -72,7 +72,7 @@ def test_rows_that_were_read_make_room():
 
 def test_once_everything_was_read_the_next_row_too_many_costs_every_second_one_again():
     """However long the reader was gone before that."""
-    buffer = ReportBuffer(most_rows=20)
+    buffer = ReportBuffer(max_rows=20)
     for step in range(1, 1001):
         add_rows(buffer, [step])
     thinned = steps_of(read_all(buffer))
@@ -129,7 +129,7 @@ def test_what_nobody_dated_is_of_now(monkeypatch):
 
 
 def test_as_many_rows_as_are_kept_keep_their_resolution():
-    buffer = ReportBuffer(most_rows=20)
+    buffer = ReportBuffer(max_rows=20)
     for step in range(1, 21):
         add_rows(buffer, [step])
     assert steps_of(read_all(buffer)) == list(range(1, 21))

@@ -167,7 +167,7 @@ def test_prepared_trainer_waits_for_its_order(ends):
 
 def test_end_of_a_trainer_says_why_and_under_which_number_it_was_known():
     async def body(rig):
-        rig.trainer.become(1, FakeLog())
+        rig.trainer.assign_rank(1, FakeLog())
         rig.process.say(Failure("exception", 4, "ValueError", "no"), time=17.0)
         rig.trainer.kill(KillReason("hung", "stood still"))
         await rig.trainer.wait()
@@ -281,7 +281,7 @@ def test_what_it_prints_is_in_the_log_and_the_last_of_its_errors_in_its_end():
 def test_what_it_prints_as_another_rank_is_in_the_log_of_that_one():
     async def body(rig):
         log = FakeLog()
-        rig.trainer.become(1, log)
+        rig.trainer.assign_rank(1, log)
         rig.process.stdout.feed_data(b"a line\n")
         rig.process.end(code=0)
         await rig.trainer.wait()
@@ -354,7 +354,7 @@ def test_what_death_cut_off_is_no_report_and_what_came_before_is():
 
 def test_reports_keep_the_time_at_which_they_were_made_and_the_rank_that_the_agent_knows():
     async def body(rig):
-        rig.trainer.become(1, rig.log)
+        rig.trainer.assign_rank(1, rig.log)
         rig.process.say(Started(100), time=11.0)
         (report,) = await rig.reports.read(0, SECONDS)
         assert (report.time, report.rank) == (11.0, 1)

@@ -12,7 +12,6 @@ from trainer_rig import SECONDS, finish, lose_peer, order
 
 from manta.workers.checkpoint.checksums import UnreadableCheckpoint
 from manta.workers.errors import (
-    AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
     DataError,
@@ -23,6 +22,7 @@ from manta.workers.errors import (
     NonFiniteError,
     PeerLost,
     ReplicaDiffers,
+    RestRequested,
     SharedMemoryError,
     SpikeError,
     WeightsError,
@@ -219,7 +219,7 @@ def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(
 
 def test_one_that_was_asked_to_rest_does_so_where_the_loss_of_a_peer_would_be_its_end(rig):
     def leave(trainer):
-        raise AskedToRest("was asked to rest after the step")
+        raise RestRequested("was asked to rest after the step")
 
     run = rig(leave, finish)
     run.start(order(1, in_place=False))
@@ -262,8 +262,8 @@ def test_a_rank_says_for_each_generation_when_it_met_the_others(rig, monkeypatch
 
 @pytest.mark.parametrize("change", [{"spec": {"world": 1}}, {"rank": 4}, {"snapshot_folder": "/dev/shm/other"}])
 def test_what_was_built_serves_the_same_place_only(change):
-    assert trainer_process._same_place(order(1), order(2, resume=Resume("snapshot", 4), roll_backs=({},)))
-    assert not trainer_process._same_place(order(1), order(2, **change))
+    assert trainer_process._has_same_position(order(1), order(2, resume=Resume("snapshot", 4), roll_backs=({},)))
+    assert not trainer_process._has_same_position(order(1), order(2, **change))
 
 
 def test_a_rank_that_is_asked_ends_early_and_says_so_by_its_status_alone(rig):
@@ -395,7 +395,7 @@ def test_the_flight_record_is_reported_while_it_trains_and_keeps_no_command_wait
         assert go_on.wait(SECONDS)
         return taken
 
-    monkeypatch.setattr(trainer_process, "take_flight_record", take)
+    monkeypatch.setattr(trainer_process, "capture_flight_record", take)
 
     def wait_for_the_end(trainer):
         while trainer.comm.ends.get(timeout=SECONDS) < 1:

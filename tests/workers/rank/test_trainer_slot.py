@@ -53,7 +53,7 @@ class FakeHandle:
         self.killed_for = reason
         self.end(signal=9)
 
-    def become(self, rank, log):
+    def assign_rank(self, rank, log):
         self.rank, self.log = rank, log
 
     def run_alongside(self, work):
@@ -373,11 +373,11 @@ def test_a_kill_that_waits_for_a_commit_does_without_one_nothing(rig, commits):
 def test_stacks_are_taken_of_the_trainer_and_written_into_its_log(rig, monkeypatch):
     asked = []
 
-    async def take_stacks(pid, path):
+    async def capture_stacks(pid, path):
         asked.append((pid, path))
         return "here\nthere"
 
-    monkeypatch.setattr(trainer_slot, "take_stacks", take_stacks)
+    monkeypatch.setattr(trainer_slot, "capture_stacks", capture_stacks)
 
     async def body():
         await rig.slot.launch(order(4))

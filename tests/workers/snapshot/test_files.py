@@ -18,7 +18,7 @@ from manta.workers.snapshot.files import (
     remove_other_layouts,
     snapshot_files,
     snapshot_path,
-    steps_kept,
+    stored_steps,
 )
 from manta.workers.snapshot.snapshots import Snapshots
 
@@ -33,8 +33,8 @@ def state_at(step: int) -> list[torch.Tensor]:
 def test_committed_steps_needs_no_torch(tmp_path):
     Snapshots(tmp_path, 3, state_at(5), IDENTITY).save(5)
     program = (
-        "import sys; from manta.workers.snapshot.files import steps_kept\n"
-        "print(steps_kept(sys.argv[1], 3), 'torch' in sys.modules)"
+        "import sys; from manta.workers.snapshot.files import stored_steps\n"
+        "print(stored_steps(sys.argv[1], 3), 'torch' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
     assert process.stdout.split("\n")[0] == "[5] False", process.stderr
@@ -49,9 +49,9 @@ def test_files_of_several_layouts_lie_side_by_side_until_the_others_go(tmp_path)
     assert [(file.rank, file.layout, file.is_backup) for file in snapshot_files(tmp_path)] == [
         (0, "0000aaaa", False), (0, "0000bbbb", False), (1, "0000aaaa", False), (2, "0000aaaa", True),
     ]  # fmt: skip
-    assert steps_kept(tmp_path, 1) == [8]
-    assert steps_kept(tmp_path, 0) == [7], "once, though two files hold it"
-    assert steps_kept(tmp_path, 1, "0000bbbb") == []
+    assert stored_steps(tmp_path, 1) == [8]
+    assert stored_steps(tmp_path, 0) == [7], "once, though two files hold it"
+    assert stored_steps(tmp_path, 1, "0000bbbb") == []
     remove_other_layouts(tmp_path, "0000bbbb")
     assert [file.path for file in snapshot_files(tmp_path)] == [snapshot_path(tmp_path, 0, "0000bbbb")]
     assert snapshot_files(tmp_path / "nowhere") == []
@@ -117,12 +117,12 @@ def test_identity_of_snapshots_ignores_defaults_and_what_is_no_state(changes):
     assert (layout_tag(other.layout), fingerprint(other, 0)) == (layout_tag(spec.layout), fingerprint(spec, 0))
 
 
-def test_steps_kept_of_a_rank_are_sorted_and_of_its_own_files_only(tmp_path):
+def test_stored_steps_of_a_rank_are_sorted_and_of_its_own_files_only(tmp_path):
     for step in (8, 7):
         Snapshots(tmp_path, 1, state_at(0), IDENTITY, f"0000000{step}").save(step)
     Snapshots(tmp_path, 2, state_at(0), IDENTITY).save(33)
     snapshot_path(tmp_path, 2).rename(backup_path(tmp_path, 1, "0000aaaa"))
-    assert steps_kept(tmp_path, 1) == [7, 8]
+    assert stored_steps(tmp_path, 1) == [7, 8]
     Snapshots(tmp_path, 3, state_at(0), IDENTITY).save(4)
     assert [(file.rank, file.layout) for file in snapshot_files(tmp_path) if file.rank == 3] == [(3, "")]
-    assert steps_kept(tmp_path, 3, "") == [4]
+    assert stored_steps(tmp_path, 3, "") == [4]

@@ -14,8 +14,8 @@ from stepped_snapshots import snapshot_and_be_killed
 
 from manta.workers.errors import SharedMemoryError
 from manta.workers.snapshot import node_memory, snapshot_file
-from manta.workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
-from manta.workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, hand_over, in_node_memory
+from manta.workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, stored_steps
+from manta.workers.snapshot.node_memory import MemoryServer, SnapshotMemory, in_node_memory, register_file
 from manta.workers.snapshot.snapshot_file import Form, SnapshotFile, committed_steps
 from manta.workers.snapshot.snapshots import Snapshots
 
@@ -23,8 +23,8 @@ FORM = Form(b"0123456789abcdef", 5000, b"{}")
 
 
 @pytest.fixture
-def keeper(tmp_path):
-    held = MemoryKeeper(tmp_path / "memory.sock", tmp_path / "snapshots")
+def server(tmp_path):
+    held = MemoryServer(tmp_path / "memory.sock", tmp_path / "snapshots")
     yield held
     held.close()
 
@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def memory(tmp_path, keeper):
+def memory(tmp_path, server):
     return SnapshotMemory("node_memory", tmp_path / "memory.sock")
 
 
@@ -55,56 +55,56 @@ def full(monkeypatch):
     monkeypatch.setattr(snapshot_file.os, "posix_fallocate", refused)
 
 
-def test_a_process_that_is_killed_leaves_its_snapshot(tmp_path, folder, keeper):
+def test_a_process_that_is_killed_leaves_its_snapshot(tmp_path, folder, server):
     process = begin_process(snapshot_and_be_killed, str(folder), str(tmp_path / "memory.sock"))
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert steps_kept(folder, 3) == [7] and in_node_memory(snapshot_path(folder, 3))
+    assert stored_steps(folder, 3) == [7] and in_node_memory(snapshot_path(folder, 3))
     state = [torch.zeros(9)]
     assert Snapshots(folder, 3, state, b"0123456789abcdef").load(7) == b"note"
     assert state[0].tolist() == list(range(9))
-    keeper.close()
-    assert steps_kept(folder, 3) == [], "with the daemon they are gone"
+    server.close()
+    assert stored_steps(folder, 3) == [], "with the daemon they are gone"
 
 
-def test_memory_keeper_whose_socket_is_removed_keeps_its_files_and_takes_more(folder, memory, keeper, monkeypatch):
+def test_memory_keeper_whose_socket_is_removed_keeps_its_files_and_takes_more(folder, memory, server, monkeypatch):
     monkeypatch.setattr(node_memory, "ABSENT_SECONDS", 60.0)
     for rank in (0, 1):
         memory.create(snapshot_path(folder, rank), FORM).close()
-        memory.keeper.unlink()
+        memory.server.unlink()
     memory.create(snapshot_path(folder, 2), FORM).close()
-    assert held_bytes(keeper) == 3 * FORM.size and len(snapshot_files(folder)) == 3
+    assert held_bytes(server) == 3 * FORM.size and len(snapshot_files(folder)) == 3
 
 
-def test_memory_is_given_back_once_no_link_leads_to_it(folder, memory, keeper):
+def test_memory_is_given_back_once_no_link_leads_to_it(folder, memory, server):
     for rank in (0, 1):
         memory.create(snapshot_path(folder, rank), FORM).close()
-    assert held_bytes(keeper) == 2 * FORM.size
+    assert held_bytes(server) == 2 * FORM.size
     snapshot_path(folder, 0).rename(snapshot_path(folder, 5))  # as what was fetched gets its name
-    keeper.give_back()
-    assert held_bytes(keeper) == 2 * FORM.size and [file.rank for file in snapshot_files(folder)] == [1, 5]
+    server.free_unlinked()
+    assert held_bytes(server) == 2 * FORM.size and [file.rank for file in snapshot_files(folder)] == [1, 5]
     snapshot_path(folder, 1).unlink()
-    keeper.give_back()
-    assert held_bytes(keeper) == FORM.size
+    server.free_unlinked()
+    assert held_bytes(server) == FORM.size
 
 
-def test_memory_of_a_removed_layout_is_given_back_at_once(folder, memory, keeper):
+def test_memory_of_a_removed_layout_is_given_back_at_once(folder, memory, server):
     for tag in ("0a0a0a0a", "0b0b0b0b"):
         memory.create(snapshot_path(folder, 0, tag), FORM).close()
     assert remove_other_layouts(folder, "0b0b0b0b")
-    assert held_bytes(keeper) == 2 * FORM.size
-    memory.give_back()
-    assert held_bytes(keeper) == FORM.size and not remove_other_layouts(folder, "0b0b0b0b")
-    keeper.close()
-    memory.give_back()  # there is nobody to ask, and nothing to be given
+    assert held_bytes(server) == 2 * FORM.size
+    memory.free_unlinked()
+    assert held_bytes(server) == FORM.size and not remove_other_layouts(folder, "0b0b0b0b")
+    server.close()
+    memory.free_unlinked()  # there is nobody to ask, and nothing to be given
 
 
-def test_new_file_replaces_the_old_one_which_stays_readable_for_its_holder(folder, memory, keeper):
+def test_new_file_replaces_the_old_one_which_stays_readable_for_its_holder(folder, memory, server):
     path = snapshot_path(folder, 0)
     before = memory.create(path, FORM)
     before.commit(0, 4)
     memory.create(path, FORM).close()
-    assert held_bytes(keeper) == FORM.size
+    assert held_bytes(server) == FORM.size
     assert before.step(0) == 4 and committed_steps(path) == []
     file = SnapshotFile.open(path, mmap.ACCESS_WRITE)
     assert file.form == FORM
@@ -112,7 +112,7 @@ def test_new_file_replaces_the_old_one_which_stays_readable_for_its_holder(folde
     before.close()
 
 
-def test_snapshots_go_to_the_daemon_if_shared_memory_has_no_room(tmp_path, folder, keeper, full, capsys):
+def test_snapshots_go_to_the_daemon_if_shared_memory_has_no_room(tmp_path, folder, server, full, capsys):
     path, address = snapshot_path(folder, 0), tmp_path / "memory.sock"
     SnapshotMemory("auto", address).create(path, FORM).close()
     assert in_node_memory(path)
@@ -122,18 +122,18 @@ def test_snapshots_go_to_the_daemon_if_shared_memory_has_no_room(tmp_path, folde
             SnapshotMemory(place, keeping).create(path, FORM)
 
 
-def test_snapshots_stay_in_shared_memory_if_it_has_room(tmp_path, folder, keeper):
+def test_snapshots_stay_in_shared_memory_if_it_has_room(tmp_path, folder, server):
     path = snapshot_path(folder, 0)
     SnapshotMemory("auto", tmp_path / "memory.sock").create(path, FORM).close()
-    assert path.is_file() and not path.is_symlink() and held_bytes(keeper) == 0
+    assert path.is_file() and not path.is_symlink() and held_bytes(server) == 0
 
 
-def test_snapshot_larger_than_the_machines_memory_is_refused_in_one_sentence(folder, memory, keeper, monkeypatch):
+def test_snapshot_larger_than_the_machines_memory_is_refused_in_one_sentence(folder, memory, server, monkeypatch):
     for module in (snapshot_file, node_memory):
         monkeypatch.setattr(module, "memory_available", lambda: 1000)
     with pytest.raises(SharedMemoryError, match=f"1000 bytes can be had, this rank needs {FORM.size}; use a node"):
         memory.create(snapshot_path(folder, 0), FORM)
-    assert held_bytes(keeper) == 0 and snapshot_files(folder) == []
+    assert held_bytes(server) == 0 and snapshot_files(folder) == []
 
 
 def test_missing_daemon_is_reported_with_what_shared_memory_lacks(tmp_path, folder, full, monkeypatch):
@@ -145,10 +145,10 @@ def test_missing_daemon_is_reported_with_what_shared_memory_lacks(tmp_path, fold
 
 
 @pytest.mark.parametrize("path", ["elsewhere/job/rank", "snapshots/rank", "snapshots/../job/rank"])
-def test_links_are_made_among_the_files_of_jobs_only(tmp_path, folder, memory, keeper, path):
+def test_links_are_made_among_the_files_of_jobs_only(tmp_path, folder, memory, server, path):
     descriptor = os.memfd_create("manta-snapshot")
     with pytest.raises(OSError, match="is not a file of a job"):
-        hand_over(tmp_path / "memory.sock", tmp_path / path, descriptor)
+        register_file(tmp_path / "memory.sock", tmp_path / path, descriptor)
     os.close(descriptor)
 
 
@@ -160,7 +160,7 @@ def test_links_of_an_earlier_daemon_are_ignored_and_removed(tmp_path, folder):
     of_a_pipe.symlink_to(f"/proc/{os.getppid()}/fd/0")
     of_this_number.symlink_to(f"/proc/{os.getpid()}/fd/{other}")
     assert snapshot_files(folder) == [] and not in_node_memory(of_this_number)
-    MemoryKeeper(tmp_path / "memory.sock", tmp_path / "snapshots").close()
+    MemoryServer(tmp_path / "memory.sock", tmp_path / "snapshots").close()
     assert list(folder.iterdir()) == []
     for descriptor in (other, read_end):
         os.close(descriptor)

@@ -45,7 +45,7 @@ Whole = dict[str, torch.Tensor]
 
 
 @dataclass
-class Written:
+class RankFiles:
     """The snapshots of a job in one layout."""
 
     folder: Path
@@ -57,21 +57,21 @@ class Written:
         """The files."""
         return tuple(str(each.path) for each in snapshot_files(self.folder))
 
-    def copied(self, folder: Path) -> Written:
+    def copied(self, folder: Path) -> RankFiles:
         """The same somewhere else, for those who change or remove them."""
         shutil.copytree(self.folder, folder)
-        return Written(folder, self.by_rank)
+        return RankFiles(folder, self.by_rank)
 
 
-def written_by(layout: str, ranks: Any, corpus: str, folder: Path, **sections: Any) -> Written:
+def written_by(layout: str, ranks: Any, corpus: str, folder: Path, **sections: Any) -> RankFiles:
     """Train from the start in one layout."""
     document = job(corpus, LAYOUTS[layout], model=MODEL, **sections)
-    return Written(
+    return RankFiles(
         folder, ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_snapshot, document, str(folder), STEPS)
     )
 
 
-def resharded(layout: str, written: Written, ranks: Any, corpus: str, more: int = 0, **sections: Any) -> Any:
+def resharded(layout: str, written: RankFiles, ranks: Any, corpus: str, more: int = 0, **sections: Any) -> Any:
     """Go on in another layout: what each rank found."""
     document = job(corpus, LAYOUTS[layout], model=MODEL, **sections)
     arguments = (document, written.paths, STEPS, str(written.folder), more)
@@ -104,7 +104,7 @@ def assert_equal(first: Whole, second: Whole) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(ranks, corpus, tmp_path_factory) -> dict[str, Written]:
+def written(ranks, corpus, tmp_path_factory) -> dict[str, RankFiles]:
     """By layout: its snapshots after two steps."""
     folder = tmp_path_factory.mktemp("written")
     return {name: written_by(name, ranks, corpus, folder / name.replace(" ", "-")) for name in LAYOUTS}
@@ -156,7 +156,7 @@ def test_a_missing_file_is_no_loss_where_another_replica_holds_the_same(written,
     assert_equal(elements(resharded("1", source, ranks, corpus)), elements(source.by_rank))
 
 
-def failed(written: Written, ranks: Any, corpus: str, step: int = STEPS) -> str:
+def failed(written: RankFiles, ranks: Any, corpus: str, step: int = STEPS) -> str:
     """The error of going on in another layout of two ranks, which leaves all ranks as they were."""
     document = job(corpus, LAYOUTS["d2"], model=MODEL)
     arguments = (document, written.paths, step, str(written.folder))

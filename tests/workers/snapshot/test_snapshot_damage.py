@@ -18,7 +18,7 @@ from stepped_snapshots import IDENTITY, bring, holds, opened, save, snapshot_eac
 
 from manta.workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from manta.workers.errors import CheckpointError
-from manta.workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
+from manta.workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, stored_steps
 from manta.workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from manta.workers.snapshot.snapshots import Snapshots
 from manta.workers.system.regular_files import put
@@ -175,7 +175,7 @@ def test_anything_but_a_file_in_a_snapshots_place_has_no_steps_and_is_replaced(t
     save(opened(folder), 5)
     path = snapshot_path(folder, 3)
     be(path)
-    assert committed_steps(path) == steps_kept(folder, 3) == []
+    assert committed_steps(path) == stored_steps(folder, 3) == []
     with pytest.raises(CheckpointError, match=r"cannot be read: |there is no snapshot file"):
         SnapshotFile.open(path)
     save(opened(folder), 6)

@@ -18,7 +18,7 @@ from manta.workers.checkpoint.checksums import BLOCK_BYTES
 from manta.workers.errors import CheckpointError, SharedMemoryError
 from manta.workers.snapshot import snapshot_file
 from manta.workers.snapshot.files import snapshot_path
-from manta.workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, in_node_memory
+from manta.workers.snapshot.node_memory import MemoryServer, SnapshotMemory, in_node_memory
 from manta.workers.snapshot.snapshot_file import NOTE_BYTES, SnapshotFile, committed_steps
 from manta.workers.snapshot.snapshots import Snapshots
 
@@ -126,7 +126,7 @@ def test_stall_counts_only_the_time_that_the_training_thread_waits(tmp_path, mon
             waiting.set()
         return reading
 
-    def let_go():
+    def unprotect():
         assert waiting.wait(30)
         now[0] += 7.0
         held.released.set()
@@ -134,7 +134,7 @@ def test_stall_counts_only_the_time_that_the_training_thread_waits(tmp_path, mon
     for module in ("snapshots", "state_copy"):
         monkeypatch.setattr(f"manta.workers.snapshot.{module}.time", SimpleNamespace(perf_counter=clock))
     held = Held(snapshots)
-    releasing = threading.Thread(target=let_go)
+    releasing = threading.Thread(target=unprotect)
     releasing.start()
     snapshots.start(1)
     now[0] += 100.0
@@ -260,10 +260,10 @@ def test_kept_returns_the_state_of_exactly_the_step_asked_for(tmp_path):
     for step in (5, 6):
         save(snapshots, step)
     for step in (5, 6):
-        assert all(torch.equal(a, b) for a, b in zip(snapshots.kept(step), state_at(step), strict=True))
-    assert snapshots.kept(4) is None
+        assert all(torch.equal(a, b) for a, b in zip(snapshots.slot_tensors(step), state_at(step), strict=True))
+    assert snapshots.slot_tensors(4) is None
     snapshots.forget_after(5)
-    assert snapshots.kept(6) is None
+    assert snapshots.slot_tensors(6) is None
     assert committed_steps(snapshots.path) == [5]
     snapshots.close()
 
@@ -298,7 +298,7 @@ LOSSES = {
 def test_a_file_lost_while_a_job_trains_is_made_anew_with_all_it_held(tmp_path, capsys, loss, place, again):
     """Peers may be a step behind, and so need the step before the newest one."""
     root = tmp_path / "snapshots"
-    keeper = MemoryKeeper(tmp_path / "memory.sock", root)
+    keeper = MemoryServer(tmp_path / "memory.sock", root)
     memory = SnapshotMemory(place, tmp_path / "memory.sock")
     snapshots = Snapshots(root / "job", 3, state_at(0), IDENTITY, table={"a": "table"}, memory=memory)
     for step in (5, 6):
@@ -306,14 +306,14 @@ def test_a_file_lost_while_a_job_trains_is_made_anew_with_all_it_held(tmp_path, 
     LOSSES[loss](snapshots.path)
     steps = [5, 6]
     if again == "rest":
-        snapshots.stay_at_path()
+        snapshots.ensure_at_path()
     else:
         save(snapshots, 7)
         steps = [6, 7]
     assert committed_steps(snapshots.path) == steps and in_node_memory(snapshots.path) == (place == "node_memory")
     assert all(snapshots._file.check(slot) for slot in (0, 1)), "the sums came with it"
     assert root.stat().st_mode & 0o777 == 0o700
-    assert capsys.readouterr().out.count("has been made anew") == 1
+    assert capsys.readouterr().out.count("has been recreated") == 1
     assert held_bytes(keeper) == (snapshots._file.form.size if place == "node_memory" else 0)
     assert holds(root / "job", steps[1]) and holds(root / "job", steps[0])
     snapshots.close()
@@ -323,14 +323,14 @@ def test_a_file_lost_while_a_job_trains_is_made_anew_with_all_it_held(tmp_path, 
 def test_a_lost_file_is_made_anew_after_the_checkpoint_that_is_read_from_it(tmp_path):
     snapshots = opened(tmp_path)
     save(snapshots, 5)
-    held = snapshots.hold(5, bytes)
+    held = snapshots.protect(5, bytes)
     snapshots.path.unlink()
     save(snapshots, 6)
     assert not snapshots.path.exists() and torch.equal(held.part(0, 3), torch.cat(state_at(5)))
-    before = snapshots.room
-    snapshots.let_go()
+    before = snapshots.memory_file
+    snapshots.unprotect()
     save(snapshots, 7)
-    assert committed_steps(snapshots.path) == [6, 7] and snapshots.room is not before
+    assert committed_steps(snapshots.path) == [6, 7] and snapshots.memory_file is not before
     snapshots.close()
 
 
@@ -341,8 +341,8 @@ def test_without_room_to_make_a_lost_file_anew_training_goes_on_and_it_is_made_l
     for step in (5, 6):
         save(snapshots, step)
     said = capsys.readouterr().out
-    assert said.count("cannot be made anew yet: no room in shared memory") == said.count("\n") == 1
-    assert torch.equal(snapshots.kept(6)[0], state_at(6)[0]) and not snapshots.path.exists()
+    assert said.count("cannot be recreated yet: no room in shared memory") == said.count("\n") == 1
+    assert torch.equal(snapshots.slot_tensors(6)[0], state_at(6)[0]) and not snapshots.path.exists()
     monkeypatch.undo()
     snapshots._retry_at = 0.0
     save(snapshots, 7)

@@ -109,7 +109,7 @@ def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(tmp_path, ca
         snapshots = opened(tmp_path)
         update(snapshots)
         snapshots.save(1)
-        assert snapshots.kept(1)[0][0] == 1.0
+        assert snapshots.slot_tensors(1)[0][0] == 1.0
         snapshots.close()
     assert "cannot be pinned (CUDA error 2)" in capsys.readouterr().out
 
@@ -232,7 +232,7 @@ def test_activations_that_wait_in_host_memory_are_waited_for(corpus, tmp_path, m
         ("_copy", "queued", "stream {out} reads"),
         ("_copy", "queued", "stream {back} writes"),
         ("release", "self._copied", "compute writes"),
-        ("give", "self._fetched", "compute reads"),
+        ("unpack", "self._fetched", "compute reads"),
     ],
 )
 def test_each_missing_wait_for_offloaded_activations_is_found(corpus, tmp_path, monkeypatch, function, event, race):
@@ -347,32 +347,32 @@ def test_missing_wait_for_batches_copied_on_another_stream_is_found(corpus, tmp_
     assert any(race.startswith("loader writes") and f"{COMPUTE} reads" in race for race in cuda.order.races)
 
 
-@pytest.mark.parametrize("let_go", ["too early", "without a look", "after a look"])
-def test_a_slot_that_is_overwritten_while_it_is_saved_is_found(tmp_path, let_go):
+@pytest.mark.parametrize("unprotect", ["too early", "without a poll", "after a poll"])
+def test_a_slot_that_is_overwritten_while_it_is_saved_is_found(tmp_path, unprotect):
     with pretended_streams() as cuda:
         snapshots, saver = opened(tmp_path), checkpointer.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         for step in (1, 2):
             snapshots.save(step)
-        held = snapshots.hold(2, bytes)
+        held = snapshots.protect(2, bytes)
 
         def read() -> None:
             held.wait()
             cuda.order.runs("thread checkpoint", [(held.part(0, 1), False)], "thread checkpoint")
 
         saving = saver.submit(read)
-        if let_go == "too early":
-            snapshots.let_go()
+        if unprotect == "too early":
+            snapshots.unprotect()
         for step in (3, 4):
             update(snapshots)
             snapshots.save(step)
         saving.exception()  # it has ended, which nobody knows yet
-        if let_go == "without a look" or saving.done():
-            snapshots.let_go()
+        if unprotect == "without a poll" or saving.done():
+            snapshots.unprotect()
         snapshots.save(5)
         snapshots.close()
         saver.shutdown()
     raced = [race for race in cuda.order.races if "thread checkpoint reads" in race and "stream 1 writes" in race]
-    assert (raced == []) == (let_go == "after a look"), cuda.order.races
+    assert (raced == []) == (unprotect == "after a poll"), cuda.order.races
     assert len(raced) == len(cuda.order.races)
 
 

@@ -11,9 +11,9 @@ from manta.workers.spec.parameters import (
     first_trained_layer,
     frozen_names,
     matching,
+    needs_gradient,
     padded_rows,
     parameter_names,
-    takes_gradient,
 )
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
@@ -89,7 +89,7 @@ def test_virtual_stages_in_front_of_it_take_no_gradient():
     """Four stages of three layers."""
 
     def takes(*frozen: str, **parallel) -> tuple[bool, ...]:
-        return takes_gradient(spec(model=GPT, train={"frozen": frozen}, parallel={"pipeline": 4, **parallel}))
+        return needs_gradient(spec(model=GPT, train={"frozen": frozen}, parallel={"pipeline": 4, **parallel}))
 
     assert takes() == (True,) * 4
     assert takes("layers") == (True,) * 4, "the embedding is trained"

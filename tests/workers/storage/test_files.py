@@ -75,7 +75,7 @@ def test_what_is_written_at_once_replaces_what_was_there(folder):
     files = files_of(folder)
     files.make_folder(folder)
     for content in (b"one", b"two, longer", b""):
-        files.write_whole(folder / "manifest", content)
+        files.write_atomically(folder / "manifest", content)
         assert files.read(folder / "manifest") == content
     assert files.names(folder) == ["manifest"]
 

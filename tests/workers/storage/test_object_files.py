@@ -9,7 +9,7 @@ from s3_server import MIN_PART, answer, reached_at
 
 from manta.workers.storage import object_files
 from manta.workers.storage.files import files_of
-from manta.workers.storage.places import ObjectPath
+from manta.workers.storage.locations import ObjectPath
 
 PART = MIN_PART
 CONTENT = bytes(bytearray(itertools.islice(itertools.cycle(range(251)), 3 * PART + 1000)))
@@ -127,7 +127,7 @@ def test_a_bucket_that_is_not_there_says_nothing_about_what_was_in_it(bucket):
 
 @pytest.mark.parametrize("status", ["403 Forbidden", "503 Slow Down"])
 def test_a_store_that_refuses_or_is_overloaded_says_nothing_either(wire, wired_bucket, status):
-    files_of(wired_bucket).write_whole(wired_bucket / "file", b"1")
+    files_of(wired_bucket).write_atomically(wired_bucket / "file", b"1")
     wire.meddle = lambda head: answer(status, "AccessDenied" if "403" in status else "SlowDown")
     with pytest.raises(OSError) as caught:
         files_of(wired_bucket).read(wired_bucket / "file")

@@ -29,9 +29,9 @@ from manta.workers.errors import CheckpointError
 from manta.workers.parallel.data.flat import Range
 from manta.workers.protocol.messages import Resume
 from manta.workers.protocol.reports import Message
-from manta.workers.snapshot.files import snapshot_files, steps_kept
+from manta.workers.snapshot.files import snapshot_files, stored_steps
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 Placed = tuple[str, tuple[int, ...], torch.Tensor]
@@ -55,7 +55,9 @@ def trainer_of(
 ) -> Trainer:
     """A rank's trainer that keeps its checkpoints in `folder`; `places`: where else it keeps something."""
     reporter = Reporter(tell or (lambda messages: None))
-    return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", checkpoints=str(folder), **places))
+    return Trainer(
+        parse_job_spec(document), comm, reporter, 1e12, StatePaths("test", checkpoints=str(folder), **places)
+    )
 
 
 def lone(document: dict[str, Any], folder: str | Path, generation: int = 1, **places: Any) -> Trainer:
@@ -127,8 +129,8 @@ def _look(trainer: Trainer) -> RankOutcome:
         for kind, part in zip(durable.KINDS, parts, strict=True)
         for each in placed(engine, kind, part, optimizer.held)
     ]
-    loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_held])
-    computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.whole)])
+    loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_stored])
+    computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.total_size)])
     return RankOutcome(loaded, computing, engine.loss_scale.state.tolist(), [])
 
 
@@ -172,7 +174,7 @@ def train_and_snapshot(comm: Comm, document: dict[str, Any], folder: str, steps:
 def snapshotted(comm: Comm, document: dict[str, Any], folder: str, messages: list[Message] | None = None) -> Trainer:
     """A rank's trainer that keeps snapshots in `folder` and no checkpoints."""
     reporter = Reporter((messages if messages is not None else []).extend)
-    return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", folder))
+    return Trainer(parse_job_spec(document), comm, reporter, 1e12, StatePaths("test", folder))
 
 
 @dataclass
@@ -287,7 +289,7 @@ def leave_while_sealing(comm: Comm, document: dict[str, Any], folder: str) -> tu
         may_seal.wait(60)
         real(*given)
 
-    with patch.object(catalog, "seal", late), patch.object(checkpointer, "LEAVE_SECONDS", 0.01):
+    with patch.object(catalog, "seal", late), patch.object(checkpointer, "CLOSE_SECONDS", 0.01):
         checkpoints.start(1)
         if comm.rank == 0:
             sealing.wait(60)
@@ -296,11 +298,11 @@ def leave_while_sealing(comm: Comm, document: dict[str, Any], folder: str) -> tu
         comm.close()
         trainer.rest()
         comm.generation += 1  # as the next one begins
-        failure, whole = checkpoints.failure, [[each.step for _, each in catalog.whole_checkpoints(folder)]]
+        failure, whole = checkpoints.failure, [[each.step for _, each in catalog.complete_checkpoints(folder)]]
         may_seal.set()
         if comm.rank == 0:
             sealed.wait(60)
-    whole.append([each.step for _, each in catalog.whole_checkpoints(folder) if each.generation < comm.generation])
+    whole.append([each.step for _, each in catalog.complete_checkpoints(folder) if each.generation < comm.generation])
     return failure, whole
 
 
@@ -372,7 +374,7 @@ def slots_beside_a_slow_save(
         while trainer.step < trainer.spec.train.steps:
             trainer.train_step()
             trainer.state.snapshots.finish()
-            kept.append(tuple(steps_kept(f"{folder}/shared", comm.rank)))
+            kept.append(tuple(stored_steps(f"{folder}/shared", comm.rank)))
             if trainer.step == ends_after:
                 may_end.set()
                 trainer.state.checkpoints.finish()

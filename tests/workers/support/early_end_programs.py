@@ -9,9 +9,9 @@ from reported import rows_of
 
 from manta.workers.comm.comm import Comm
 from manta.workers.protocol.messages import Resume
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 START = Resume()
@@ -24,18 +24,18 @@ def train(
     Answers the last step, whether the rank ended early, the steps in its memory, and rank 0's curve."""
     spec, messages = parse_job_spec(document), []
     reporter = Reporter(messages.extend)
-    places = Places("test", str(Path(folder) / "shared"), str(Path(folder) / "durable"))
+    places = StatePaths("test", str(Path(folder) / "shared"), str(Path(folder) / "durable"))
     trainer = Trainer(spec, comm, reporter, 1e12, places)
     trainer.restore(resume)
     step = trainer.train_step
 
     def asking_step() -> Any:
         if asked == (comm.rank, trainer.step):
-            comm.ask_to_end(comm.generation)
+            comm.request_end(comm.generation)
         return step()
 
     trainer.train_step = asking_step  # type: ignore[method-assign]
     trainer.train()
     reporter.close()
     curve = [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(messages)]
-    return trainer.step, trainer.ends_early, steps_kept(Path(folder) / "shared", comm.rank), curve
+    return trainer.step, trainer.ends_early, stored_steps(Path(folder) / "shared", comm.rank), curve

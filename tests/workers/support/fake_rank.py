@@ -119,7 +119,7 @@ def host_memory_apart() -> Iterator[HostMemory]:
         stack.enter_context(mock.patch.object(offload.OffloadedLayer, "_copy", lambda *_: None))
         stack.enter_context(mock.patch.object(offloaded, "host_state", state_on_host))
         stack.enter_context(mock.patch.object(offloaded, "PinnedMemory", mock.MagicMock()))
-        for name in ("bring", "take_back", "end", "__init__"):
+        for name in ("copy_in", "copy_out", "end", "__init__"):
             stack.enter_context(mock.patch.object(offloaded._Queue, name, lambda *_: None))
         yield host
 

@@ -13,9 +13,9 @@ from manta.workers.checkpoint import checkpointer
 from manta.workers.comm.comm import Comm
 from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.protocol.messages import Resume
-from manta.workers.snapshot.files import steps_kept
+from manta.workers.snapshot.files import stored_steps
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 START = Resume()
@@ -55,7 +55,7 @@ def train(
     the first time only. `until`: stop when that step is committed."""
     spec, messages = parse_job_spec(document), []
     reporter = Reporter(messages.extend)
-    trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots, checkpoints))
+    trainer = Trainer(spec, comm, reporter, 1e12, StatePaths("test", snapshots, checkpoints))
     harm(trainer, dict(bad or {}), once)
     trainer.restore(resume, roll_backs)
     run = Run([], {}, [], [], None, [], [], {})
@@ -66,7 +66,7 @@ def train(
         run.steps.append(trainer.step)
         if snapshots is not None:
             trainer.state.snapshots.finish()
-            run.snapshots.append(steps_kept(snapshots, comm.rank))
+            run.snapshots.append(stored_steps(snapshots, comm.rank))
         if trainer.guard.copies is not None:
             run.copies.append(trainer.guard.copies.steps)
     comm.barrier()
@@ -106,7 +106,7 @@ def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step:
     raised, its message, the events, the last committed step)."""
     spec, messages = parse_job_spec(document), []
     reporter = Reporter(messages.extend)
-    trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots))
+    trainer = Trainer(spec, comm, reporter, 1e12, StatePaths("test", snapshots))
     trainer.restore(Resume())
     usual = trainer.engine.optimizer.step
 

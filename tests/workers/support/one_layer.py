@@ -86,7 +86,7 @@ class OneLayer:
     def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The layer under the layout's policy, as a chunk runs it."""
         run = ForwardPass(self.keys, Recompute.of(self.spec.layout), documents=documents)
-        return checkpointed(self.comm, self.layer, x, run) if run.recompute.whole_layer(0) else self.layer(x, run)
+        return checkpointed(self.comm, self.layer, x, run) if run.recompute.full_layer(0) else self.layer(x, run)
 
 
 class _Births(DispatchMode):

@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.comm.host_names import ask_for_none
+from manta.workers.comm.host_names import skip_reverse_lookups
 from manta.workers.comm.secret import SECRET_LENGTH
 from manta.workers.config import ParallelConfig
 from manta.workers.errors import PeerLost
-from manta.workers.liveness.stacks import answer_with_stacks, stacks_path, take_stacks
+from manta.workers.liveness.stacks import answer_with_stacks, capture_stacks, stacks_path
 from manta.workers.system.threads import OF_COMPUTATION
 from manta.workers.zygote.server import FIRST_USES
 
@@ -92,7 +92,7 @@ class RankProcesses:
     """The processes and the rendezvous store that they meet through."""
 
     def __init__(self) -> None:
-        ask_for_none()
+        skip_reverse_lookups()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._generation = 0
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -156,7 +156,7 @@ class RankProcesses:
         """Ask every rank where it stands, kill all, and raise."""
         texts = [str(text) for kind, text in outcomes.values() if kind != "returned"]
         for rank in set(range(len(self._processes))) - set(outcomes):
-            stacks = asyncio.run(take_stacks(self._processes[rank].pid, stacks_path(self._folder.name, rank)))
+            stacks = asyncio.run(capture_stacks(self._processes[rank].pid, stacks_path(self._folder.name, rank)))
             texts.append(f"rank {rank} stood at:\n{stacks[-3000:]}")
         self.close()
         raise RankFailure("\n".join([reason, *texts]))
@@ -174,7 +174,7 @@ class RankProcesses:
 
 def _serve(connection: multiprocessing.connection.Connection, folder: str, rank: int) -> None:
     torch.set_num_threads(1)
-    ask_for_none()
+    skip_reverse_lookups()
     answer_with_stacks(folder, rank)
     while True:
         try:

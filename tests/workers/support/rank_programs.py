@@ -24,7 +24,7 @@ from manta.workers.checkpoint.durable import Rectangle, rectangles_of
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import replica_micro_batches
-from manta.workers.data.batches import MicroBatch, with_documents_apart, with_marks
+from manta.workers.data.batches import MicroBatch, with_marks, with_separate_documents
 from manta.workers.data.packed_conversations import Marks
 from manta.workers.engine import Engine
 from manta.workers.parallel import recompute
@@ -33,7 +33,7 @@ from manta.workers.protocol.messages import Resume
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.standalone import job as standalone
 from manta.workers.system.threads import threads_of
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.learning_rate import learning_rate
 from manta.workers.training.reporter import Reporter
 
@@ -97,7 +97,7 @@ def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int 
     if spec.data.source == "chat":
         length = windows.shape[1]
         return [with_marks(each, [marks_of(n, length) for n in each.samples], apart=True) for each in batches]
-    return batches if spec.data.documents == "together" else [with_documents_apart(each, END) for each in batches]
+    return batches if spec.data.documents == "together" else [with_separate_documents(each, END) for each in batches]
 
 
 def marks_of(sample: int, length: int) -> Marks:
@@ -127,9 +127,9 @@ def run_steps_offloaded(comm: Comm, *given: Any) -> list:
 def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | None) -> tuple[Engine, list[Rectangle]]:
     """An engine with the given weights, and its parameters as rectangles of its flat buffer."""
     engine = Engine(spec, comm, dtype)
-    whole = [(0, engine.flat.whole)]
+    whole = [(0, engine.flat.total_size)]
     everything = rectangles_of(engine.flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
-    start = torch.zeros(engine.flat.whole, dtype=torch.float64)
+    start = torch.zeros(engine.flat.total_size, dtype=torch.float64)
     for rectangle in everything:
         where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
         rectangle.view(start).copy_(torch.as_tensor(weights[rectangle.name][where]))
@@ -219,7 +219,7 @@ def train_job(
     """Train a job with the real trainer, from `resume` to step `until` (or its end); `cache`: folder for tokens."""
     spec, messages = parse_job_spec(document), []
     reporter = Reporter(messages.extend)
-    places = Places("test", snapshots, checkpoints, token_cache=Path(cache) if cache else None)
+    places = StatePaths("test", snapshots, checkpoints, token_cache=Path(cache) if cache else None)
     trainer = Trainer(spec, comm, reporter, 1e12, places)
     trainer.restore(resume)
     statistics = []

@@ -111,7 +111,7 @@ class Recorder:
             self.program.append(Meet(groups[name].name, groups[name].ranks, code_line()))
         return groups
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Nothing waits."""
 
     def leave(self, all_ended: bool = True) -> None:

@@ -20,7 +20,7 @@ from manta.workers.comm.process_groups import ProcessGroups
 from manta.workers.comm.shared_work import SharedWork
 from manta.workers.config import JobSpec
 from manta.workers.protocol.messages import Resume
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 Programs = list[Program]
@@ -61,7 +61,9 @@ def recorded_rank(
     grid = RankGrid(spec.layout)
     comm = Comm(grid, rank, CPU, backend="process_groups")
     recorder = recorder or Recorder(rank, grid.world_size, bad_agreements)
-    places = Places() if folder is None else Places("test", str(folder / "snapshots"), str(folder / "checkpoints"))
+    places = (
+        StatePaths() if folder is None else StatePaths("test", str(folder / "snapshots"), str(folder / "checkpoints"))
+    )
     reporter = Reporter(lambda messages: None)
     # A save is waited for, so that no rank finds another one slow.
     patience = mock.patch.object(checkpointer, "PATIENCE_SECONDS", 60.0)

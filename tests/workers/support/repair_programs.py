@@ -22,7 +22,7 @@ from manta.workers.protocol.messages import Resume
 from manta.workers.protocol.reports import Message
 from manta.workers.snapshot.snapshot_file import committed_steps
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 
@@ -61,7 +61,7 @@ def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, 
     reporter = Reporter(take)
     store = dist.TCPStore(HOST, port, is_master=False)
     agent = PeersToTell(comm, port)
-    trainer = Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", snapshots=folder))
+    trainer = Trainer(parse_job_spec(document), comm, reporter, 1e12, StatePaths("test", snapshots=folder))
     resume = Resume()
     while True:
         _cut(comm, lived, [cut for cut in cuts if (cut.generation, cut.rank) == (lived.generations, comm.rank)])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from s3_server import S3Server, Wire, reached_at
 
-from manta.workers.storage.places import ObjectPath
+from manta.workers.storage.locations import ObjectPath
 
 _numbers = itertools.count()
 

@@ -21,17 +21,17 @@ from reported import events_of, rows_of
 
 from manta.service.backups.rank_backups import complete_states
 from manta.service.recovery.decisions import choose_resume
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid, state_groups, state_peers
 from manta.workers.config import ParallelConfig
-from manta.workers.errors import AskedToRest, PeerLost
+from manta.workers.errors import PeerLost, RestRequested
 from manta.workers.protocol.messages import Resume, StoredSnapshot
 from manta.workers.protocol.reports import Message
-from manta.workers.snapshot.files import layout_tag, snapshot_files, snapshot_path, steps_kept
+from manta.workers.snapshot.files import layout_tag, snapshot_files, snapshot_path, stored_steps
 from manta.workers.snapshot.snapshot_file import committed_steps
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.trainer import Places, Trainer
+from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 NOT_SENT = 3
@@ -167,7 +167,7 @@ class _Process:
             trainer.train(generation.until)
             done = generation.until is None and not trainer.ends_early
             ends = not done and generation.until is None
-        except AskedToRest:
+        except RestRequested:
             ends = self._leaves(generation, rank)
         except PeerLost:
             may_redo = self._may_redo()
@@ -227,7 +227,7 @@ class _Process:
         self._peers = PeersToTell(self._comm, self._port)
         kept = str(self._snapshots) if self._scenario.has_snapshots else None
         saved = str(self._saved) if self._scenario.saves else None
-        self._trainer = Trainer(spec, self._comm, self._reporter, 1e12, Places("test", kept, saved))
+        self._trainer = Trainer(spec, self._comm, self._reporter, 1e12, StatePaths("test", kept, saved))
         if self._scenario.bad_sample is not None:
             harm(self._trainer, {self._scenario.bad_sample: math.nan})
         self._built = (parallel, rank)
@@ -253,9 +253,9 @@ class _Process:
             self.record.faults.append((number, fault.kind))
             match fault.kind:
                 case "rest":
-                    self._comm.ask_to_rest(self._comm.generation)
+                    self._comm.request_rest(self._comm.generation)
                 case "pause":
-                    self._comm.ask_to_end(self._comm.generation)
+                    self._comm.request_end(self._comm.generation)
                 case "cut":
                     raise Interrupted("the test has cut the connection")
                 case "kill":
@@ -285,7 +285,7 @@ class _Process:
         for rank in range(layout.world_size):
             stays = outcomes[(rank - following.shift) % self._processes]
             mine = stays.held if (stays.rank, stays.parallel) == (rank, parallel) else None
-            held.append({*steps_kept(self._snapshots, rank, tag), *({mine} - {None})})
+            held.append({*stored_steps(self._snapshots, rank, tag), *({mine} - {None})})
         groups = {}
         for each in self._scenario.generations:
             other = _tag(self._scenario, each.parallel)
@@ -296,7 +296,7 @@ class _Process:
             for each in snapshot_files(self._snapshots)
         ]
         foreign = [(state.step, state.paths) for state in complete_states({"host": files}, groups)]
-        saved = [(manifest.step, str(path)) for path, manifest in whole_checkpoints(self._saved)]
+        saved = [(manifest.step, str(path)) for path, manifest in complete_checkpoints(self._saved)]
         return choose_resume(held, saved, (), foreign)
 
     def _bring_back(self, layout: ParallelConfig, tag: str) -> None:

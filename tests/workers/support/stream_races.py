@@ -33,7 +33,7 @@ from manta.workers.data.batches import MicroBatch
 from manta.workers.parallel.data import offloaded
 from manta.workers.parallel.recompute import offload
 from manta.workers.snapshot import snapshots, state_copy
-from manta.workers.snapshot.snapshots import HeldSlot
+from manta.workers.snapshot.snapshots import ProtectedSlot
 from manta.workers.system.pinned import PinnedMemory, copy_streams
 from manta.workers.training import rank_state
 
@@ -320,7 +320,7 @@ class _Slots(checkpointer.Checkpointer):
 
     order: Order
 
-    def _in_slot(self, held: HeldSlot) -> Any:
+    def _in_slot(self, held: ProtectedSlot) -> Any:
         uses: list[tuple[torch.Tensor, bool]] = []
 
         def part(first: int, last: int) -> torch.Tensor:
@@ -377,7 +377,7 @@ def _of_offloaded_state(cuda: PretendedCuda) -> dict[str, Any]:
     def used() -> None:
         cuda.order.runs(COMPUTE, [(each, True) for each in places], _thread())
 
-    def device_place(elements: int, like: torch.Tensor) -> torch.Tensor:
+    def slice_buffer(elements: int, like: torch.Tensor) -> torch.Tensor:
         places.append(torch.empty(offloaded.KINDS, elements, dtype=like.dtype))
         used()
         return places[-1]
@@ -391,7 +391,7 @@ def _of_offloaded_state(cuda: PretendedCuda) -> dict[str, Any]:
     host_state = offloaded.host_state
     return {
         "host_state": lambda *given: cuda.of_host(host_state(*given)),
-        "device_place": device_place,
+        "slice_buffer": slice_buffer,
         "_Queue": Queue,
         "PinnedMemory": mock.MagicMock(),  # which would be let go of after the block
     }

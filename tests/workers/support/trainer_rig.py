@@ -40,10 +40,10 @@ class FakeComm:
         self.ended.append(generation)
         self.ends.put(generation)
 
-    def ask_to_rest(self, generation):
+    def request_rest(self, generation):
         self.after_step.put(generation)
 
-    def ask_to_end(self, generation):
+    def request_end(self, generation):
         self.asked.put(generation)
 
     def close(self):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from manta.workers.errors import OpenFilesError
-from manta.workers.system.resources import OTHER_FILES, make_room, raise_limit
+from manta.workers.system.resources import RESERVED_FILES, raise_limit, reserve_files
 
 ANY = resource.RLIM_INFINITY
 
@@ -32,17 +32,17 @@ def test_the_limit_is_raised_as_far_as_is_needed_and_allowed(monkeypatch, soft, 
 
 def test_too_few_are_reported_with_the_number_that_would_do(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
-    make_room(1024 - OTHER_FILES)
+    reserve_files(1024 - RESERVED_FILES)
     with pytest.raises(OpenFilesError, match=r"3071 connections .* take 3327 .* may have 1024: .*`ulimit -n 3327`"):
-        make_room(3071)
+        reserve_files(3071)
 
 
 def test_a_process_with_a_low_limit_can_hold_them_all():
     program = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-from manta.workers.system.resources import make_room
-make_room(200)
+from manta.workers.system.resources import reserve_files
+reserve_files(200)
 print(len([os.dup(0) for _ in range(400)]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from manta.workers.system import resources
-from manta.workers.system.resources import OtherWork
+from manta.workers.system.resources import OtherCpuLoad
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def clocks(monkeypatch):
 
 
 def test_others_are_all_but_this_process(clocks):
-    work = OtherWork()
+    work = OtherCpuLoad()
     clocks.update(passed=10.0, busy=16.0, own=9.0)
     assert work.cores() == pytest.approx(0.7)
     clocks.update(own=17.0)  # the kernel counts in ticks
@@ -29,13 +29,13 @@ def test_others_are_all_but_this_process(clocks):
 
 
 def test_a_kernel_that_does_not_tell_is_no_failure(clocks):
-    work = OtherWork()
+    work = OtherCpuLoad()
     clocks.update(busy=None)
     assert work.cores() is None
 
 
 def test_this_kernel_tells():
-    work, until = OtherWork(), time.process_time() + 0.05
+    work, until = OtherCpuLoad(), time.process_time() + 0.05
     before = resources._busy_seconds(), resources._own_seconds()
     while time.process_time() < until:
         pass

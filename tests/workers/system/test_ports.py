@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from manta.workers.system.ports import BadPorts, PortRange, listen
+from manta.workers.system.ports import InvalidPortRange, PortRange, listen
 
 HOST = "127.0.0.1"
 
@@ -18,7 +18,7 @@ def test_range_is_read_and_written(text, ports):
 
 @pytest.mark.parametrize("text", ["", "20000", "20000-", "a-b", "20999-20000", "80-90", "65000-65536", "1-2-3", "²-³"])
 def test_other_words_are_refused_in_a_sentence(text):
-    with pytest.raises(BadPorts, match="is not a range of ports"):
+    with pytest.raises(InvalidPortRange, match="is not a range of ports"):
         PortRange.of(text)
 
 

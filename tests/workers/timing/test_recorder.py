@@ -112,7 +112,7 @@ def test_a_step_that_broke_off_leaves_nothing(clock):
 
 
 def test_what_is_too_much_is_left_out_with_a_sentence(clock):
-    recorder = Recorder(1, 3, clock, most_slices=3)
+    recorder = Recorder(1, 3, clock, max_slices=3)
     for step, count in ((1, 2), (2, 4), (3, 1)):
         assert not recorder.done, "all ranks end with the same step"
         recorder.begin_step(step)

@@ -9,7 +9,7 @@ def test_an_order_waits_for_its_step_and_the_first_goes_first():
     assert orders.due(1, 5) is None
     late, soon, later = TraceOrder(1, 1, 2, 9), TraceOrder(2, 1, 2, 0), TraceOrder(3, 1, 1)
     for each in (later, late, soon):
-        orders.ask(each)
+        orders.add(each)
     assert orders.due(1, 5) == soon
     assert orders.due(1, 5) == soon, "it stays until it begins"
     assert orders.take(1, 2) == soon
@@ -21,8 +21,8 @@ def test_an_order_waits_for_its_step_and_the_first_goes_first():
 
 def test_orders_of_other_generations_do_not_count():
     orders = TraceOrders()
-    orders.ask(TraceOrder(1, 1, 2))
-    orders.ask(TraceOrder(2, 3, 2))
+    orders.add(TraceOrder(1, 1, 2))
+    orders.add(TraceOrder(2, 3, 2))
     assert orders.due(2, 5) is None
     assert orders.due(3, 5) == TraceOrder(2, 3, 2)
     assert orders.due(1, 5) is None, "it was forgotten"
@@ -31,20 +31,20 @@ def test_orders_of_other_generations_do_not_count():
 def test_a_rank_that_is_told_too_late_to_profile_knows_it():
     orders = TraceOrders()
     orders.take(1, 4)
-    orders.ask(TraceOrder(4, 1, 2, profiler_ranks=(3,)))
-    assert orders.came_late(4, 3)
-    assert not orders.came_late(4, 0) and not orders.came_late(5, 3)
-    orders.ask(TraceOrder(5, 1, 2, profiler_ranks=(3,)))
-    assert not orders.came_late(5, 3)
+    orders.add(TraceOrder(4, 1, 2, profiler_ranks=(3,)))
+    assert orders.is_late(4, 3)
+    assert not orders.is_late(4, 0) and not orders.is_late(5, 3)
+    orders.add(TraceOrder(5, 1, 2, profiler_ranks=(3,)))
+    assert not orders.is_late(5, 3)
 
 
 def test_what_has_begun_is_not_wanted_again():
     """A control plane that takes over asks for all that it does not know to be recorded."""
     orders = TraceOrders()
-    orders.ask(TraceOrder(1, 1, 2))
+    orders.add(TraceOrder(1, 1, 2))
     orders.take(1, 1)
-    orders.ask(TraceOrder(1, 1, 2))
+    orders.add(TraceOrder(1, 1, 2))
     assert orders.due(1, 5) is None
-    orders.ask(TraceOrder(1, 2, 2))
+    orders.add(TraceOrder(1, 2, 2))
     assert orders.due(2, 5) == TraceOrder(1, 2, 2), "in the next generation it is"
     assert orders.take(2, 7) is None

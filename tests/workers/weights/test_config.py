@@ -11,8 +11,8 @@ from their_models import KINDS, LLAMA3, YARN
 
 from manta.workers.errors import WeightsError
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.weights.config_in import Keys, read_config, shape_of
-from manta.workers.weights.config_out import their_config
+from manta.workers.weights.config_export import huggingface_config
+from manta.workers.weights.config_import import Keys, read_config, shape_of
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 263, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -36,7 +36,7 @@ def test_what_transformers_writes_comes_back_the_same(kind, tmp_path):
     theirs.save_pretrained(tmp_path)
     shape = shape_of(read_config(tmp_path))
     spec = parse_job_spec(document(model={**shape.section, "sequence_length": shape.positions}))
-    config = their_config(spec, "float32")
+    config = huggingface_config(spec, "float32")
     again = type(theirs)(**config)
     unlike = ("pad_token_id", "bos_token_id", "eos_token_id", "dtype", "architectures", "resid_pdrop", "embd_pdrop")
     unlike += ("attn_pdrop", "n_inner", "max_window_layers", "transformers_version")
@@ -66,15 +66,17 @@ def test_what_transformers_writes_comes_back_the_same(kind, tmp_path):
 def test_rotary_positions_are_read_as_transformers_4_and_5_write_them(older, newer):
     rope = section({**LLAMA, **older})["rope"]
     assert rope == section({**LLAMA, "rope_parameters": newer})["rope"]
-    config = their_config(spec_of({**LLAMA, **older}), "float32")
+    config = huggingface_config(spec_of({**LLAMA, **older}), "float32")
     assert section(config)["rope"] == rope
 
 
 def test_of_yarn_the_factor_is_what_transformers_4_finds_too():
     yarn = {"type": "yarn", "factor": 4.0, "original_length": 16}
     spec = parse_job_spec(document(model={"family": "llama", "sequence_length": 32, "rope": {"scaling": yarn}}))
-    assert their_config(spec, "float32")["max_position_embeddings"] == 4 * 16
-    assert their_config(spec, "float32", 48)["max_position_embeddings"] == 48, "of the weights that the job began with"
+    assert huggingface_config(spec, "float32")["max_position_embeddings"] == 4 * 16
+    assert huggingface_config(spec, "float32", 48)["max_position_embeddings"] == 48, (
+        "of the weights that the job began with"
+    )
 
 
 def test_what_is_left_out_is_what_transformers_classes_say():
@@ -191,7 +193,7 @@ def test_files_that_are_no_config_are_one_sentence(tmp_path, content, sentence):
 def test_models_that_transformers_has_not_are_not_exported_as_another(model, what):
     spec = parse_job_spec(document(model=model))
     with pytest.raises(WeightsError) as caught:
-        their_config(spec, "float32")
+        huggingface_config(spec, "float32")
     assert what in str(caught.value) and "export it as dcp or safetensors" in str(caught.value)
 
 

@@ -17,7 +17,7 @@ from rank_programs import micro_batches
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.checkpoint.pruning import remove
 from manta.workers.errors import CheckpointError, WeightsError
 from manta.workers.protocol.messages import Resume
@@ -43,7 +43,7 @@ def checkpoint_of(folder: Path, corpus: str, steps: int = 1, **model) -> tuple[s
     windows = torch.randint(256, (12, 9), generator=torch.Generator().manual_seed(5))
     losses_m, tokens = trainer.engine.pipeline.evaluate(micro_batches(trainer.spec, 0, windows))
     trainer.close()
-    return str(whole_checkpoints(folder)[-1][0]), (losses_m.sum() / tokens).item(), windows
+    return str(complete_checkpoints(folder)[-1][0]), (losses_m.sum() / tokens).item(), windows
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_numbers_that_fp16_cannot_hold_are_named_and_nothing_is_left(corpus, tmp
     trainer.engine.flat.parameters[10] = 1e6
     save(trainer)
     trainer.close()
-    path = str(whole_checkpoints(tmp_path / "checkpoints")[-1][0])
+    path = str(complete_checkpoints(tmp_path / "checkpoints")[-1][0])
     with pytest.raises(WeightsError, match=r"has a value of 1e\+06, which fp16 cannot hold: use bf16 or fp32"):
         export(path, tmp_path / "out", dtype="fp16")
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]

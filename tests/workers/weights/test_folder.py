@@ -20,7 +20,7 @@ from manta.workers.errors import DataError, WeightsError, WeightsUnreadable
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.spec.submitted import with_shape_of_weights
-from manta.workers.weights.config_in import read_config
+from manta.workers.weights.config_import import read_config
 from manta.workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of, weight_files
 
 

@@ -12,7 +12,7 @@ from rank_programs import micro_batches
 from safetensors.torch import load_file
 from their_models import KINDS, saved
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.comm.comm import Comm
 from manta.workers.protocol.messages import Resume
 from manta.workers.spec.submitted import with_shape_of_weights
@@ -66,7 +66,7 @@ def test_a_model_of_theirs_has_their_loss_and_comes_out_as_it_went_in(kind, layo
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
     assert losses == pytest.approx([expected.item()] * len(losses), rel=1e-5)
 
-    checkpoint = whole_checkpoints(tmp_path / "checkpoints")[-1][0]
+    checkpoint = complete_checkpoints(tmp_path / "checkpoints")[-1][0]
     done = export(str(checkpoint), tmp_path / "out", shard_bytes=30_000)
     assert done.dtype == str(dtype).removeprefix("torch.")
     before, after = tensors(source), tensors(tmp_path / "out")

@@ -6,14 +6,14 @@ from engine_specs import spec
 from manta.workers.checkpoint.catalog import Manifest
 from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
 from manta.workers.errors import CheckpointError
-from manta.workers.storage.places import place_of
-from manta.workers.weights.mapping import their_tensors
+from manta.workers.storage.locations import parse_location
+from manta.workers.weights.mapping import huggingface_tensors
 from manta.workers.weights.stream_out import MAX_THREADS, Source, threads_for, write_tensors
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (-1, 0), (0, 1)])
 def test_a_parameter_of_another_shape_is_named_before_anything_is_written(tmp_path, rows, columns):
-    theirs = their_tensors(spec(model={"family": "llama", "layers": 1, "hidden_size": 16}))
+    theirs = huggingface_tensors(spec(model={"family": "llama", "layers": 1, "hidden_size": 16}))
     shapes: dict[str, tuple[int, int]] = {}
     for tensor in theirs:
         for piece in tensor.pieces:
@@ -22,7 +22,7 @@ def test_a_parameter_of_another_shape_is_named_before_anything_is_written(tmp_pa
     changed = "layers.0.mlp.down.weight"
     shapes[changed] = shapes[changed][0] + rows, shapes[changed][1] + columns
     stored = {f"model.{name}": StoredTensor(shape, "float32", ()) for name, shape in shapes.items()}
-    source = Source(place_of(tmp_path), Manifest("job", 1, 1, {}, {}), Contents(stored))
+    source = Source(parse_location(tmp_path), Manifest("job", 1, 1, {}, {}), Contents(stored))
     with pytest.raises(CheckpointError, match=rf"should be .*, found .* as {changed}"):
         write_tensors(source, theirs, "float32", None, 1)  # type: ignore[arg-type]
 

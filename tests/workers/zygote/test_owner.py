@@ -101,12 +101,12 @@ def test_a_zygote_that_hangs_is_ended_and_started_again(owner, tmp_path, go, mon
         (await fork(path, "echo", {})).close()
         first = owner.pid
         with monkeypatch.context() as patch, contextlib.ExitStack() as undo:
-            patch.setattr(owning, "LOOK_SECONDS", 0.02)
+            patch.setattr(owning, "POLL_SECONDS", 0.02)
             if how == "it is stopped":
-                patch.setattr(owning, "STOPPED_LOOKS", 3)
+                patch.setattr(owning, "MAX_STOPPED_POLLS", 3)
                 os.kill(first, signal.SIGSTOP)
             else:
-                patch.setattr(owning, "SILENT_LOOKS", 3)
+                patch.setattr(owning, "MAX_UNANSWERED_POLLS", 3)
                 hangs, before = (undo.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
                 path.unlink()
                 hangs.bind(str(path))
@@ -121,9 +121,9 @@ def test_a_zygote_that_hangs_is_ended_and_started_again(owner, tmp_path, go, mon
 
 
 def test_a_zygote_that_starts_slowly_or_stops_for_a_moment_is_left_alone(tmp_path, go, monkeypatch):
-    monkeypatch.setattr(owning, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(owning, "STOPPED_LOOKS", 3)
-    monkeypatch.setattr(owning, "SILENT_LOOKS", 1)
+    monkeypatch.setattr(owning, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(owning, "MAX_STOPPED_POLLS", 3)
+    monkeypatch.setattr(owning, "MAX_UNANSWERED_POLLS", 1)
     letters, looked = list("TTRTTSTT"), asyncio.Event()
 
     def seen(pid):

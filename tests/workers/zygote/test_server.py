@@ -20,7 +20,7 @@ from manta.workers.protocol.messages import PROTOCOL, ForkAnswer
 from manta.workers.zygote import server
 from manta.workers.zygote import server as forked
 from manta.workers.zygote.client import Exit, ZygoteUnavailable, fork
-from manta.workers.zygote.server import BadRequest, Connection, _answer, _parse_request
+from manta.workers.zygote.server import Connection, InvalidRequest, _answer, _parse_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -395,14 +395,14 @@ def request(**changes):
 
 @pytest.mark.parametrize("environment", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0y"}])
 def test_what_cannot_be_in_an_environment_is_refused_before_there_is_a_child(environment):
-    with pytest.raises(BadRequest, match="environment variables"):
+    with pytest.raises(InvalidRequest, match="environment variables"):
         _parse_request(request(environment=environment), 3)
     assert _parse_request(request(environment={"A": "x=y", "B": ""}), 3).environment == {"A": "x=y", "B": ""}
 
 
 @pytest.mark.parametrize("descriptors", [2, 4])
 def test_a_child_gets_as_many_descriptors_as_it_has_channels(descriptors):
-    with pytest.raises(BadRequest, match=rf"3 descriptors, not {descriptors}; .*\(`ulimit -n`\)"):
+    with pytest.raises(InvalidRequest, match=rf"3 descriptors, not {descriptors}; .*\(`ulimit -n`\)"):
         _parse_request(request(), descriptors)
 
 
@@ -410,7 +410,7 @@ def test_a_request_without_an_end_does_not_take_all_memory(monkeypatch):
     monkeypatch.setattr(server, "MAXIMUM_REQUEST_BYTES", 4)
     assert server._complete_line(bytearray(b"abcd")) is None
     assert server._complete_line(bytearray(b"ab\nc")) == b"ab"
-    with pytest.raises(BadRequest, match="may have 4 bytes"):
+    with pytest.raises(InvalidRequest, match="may have 4 bytes"):
         server._complete_line(bytearray(b"abcde"))
 
 

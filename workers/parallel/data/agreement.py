@@ -50,9 +50,9 @@ class StepStatistics:
     """Memory use of each rank, in bytes."""
     updated: bool = True
     """Whether the step has updated anything; false if its numbers are not finite, or above the limits."""
-    asked_to_end: bool = False
+    end_requested: bool = False
     """Whether any rank was asked to save and end; all ranks then do so after the step."""
-    asked_to_rest: bool = False
+    rest_requested: bool = False
     """Whether any rank was asked to leave the generation; all ranks then do so after the step."""
     saving: bool = False
     """Whether any rank was writing a checkpoint."""
@@ -121,7 +121,7 @@ class Agreement:
         self._values = torch.zeros(9 + sum(sizes), dtype=torch.float64, device=comm.device)
         self.loss, self.z_loss, self.tokens, self.square = self._values[:4]
         """Scalars: loss and z-loss summed over tokens, tokens with a target, squared norm of the summed gradients."""
-        self.asked_to_end, self.asked_to_rest, self.saving, self.trace, self.traced_steps = self._values[4:9]
+        self.end_requested, self.rest_requested, self.saving, self.trace, self.traced_steps = self._values[4:9]
         """Scalars: number of ranks that were asked to end after the step, to rest, and that are writing a checkpoint;
         number of the trace that begins with the next step, and its number of steps, or 0."""
         slices = self._values[9:].split(sizes)
@@ -157,8 +157,8 @@ class StepSums:
         agreed.tokens.copy_(loss.tokens)
         agreed.memory_bytes[index] = memory_bytes
         agreed.own_seconds[index] = self.comm.own_seconds
-        agreed.asked_to_end.fill_(float(self.comm.asked_to_end))
-        agreed.asked_to_rest.fill_(float(self.comm.asked_to_rest))
+        agreed.end_requested.fill_(float(self.comm.end_requested))
+        agreed.rest_requested.fill_(float(self.comm.rest_requested))
         agreed.saving.fill_(float(self.comm.saving))
         trace = self.comm.trace_due
         if trace is not None:

@@ -43,19 +43,19 @@ class ElasticReduction(GradientReduction):
         self.waiting = WaitingBuffers(flat.gradients)
         """Where sums of micro-batches wait for others, in addition to the flat buffer."""
         self._by_pass = leaf_sums(flat, chunks, spec.layout.schedule in SPLIT_BACKWARD, self.waiting)
-        self._leaf_sums = list(dict.fromkeys(each for sums in self._by_pass.values() for each in sums))
-        self.leaves, self.mine = 0, range(0)
+        self._leaf_sums = list(dict.fromkeys(block_sum for sums in self._by_pass.values() for block_sum in sums))
+        self.leaves, self.own_leaves = 0, range(0)
         """Micro-batches of the step's global batch, and those of this replica."""
 
     def begin(self, micro_batches: int, sequences: int) -> None:
         """A step begins, whether or not the one before was completed. Raises ValueError if this replica does not run
         `micro_batches` micro-batches of a global batch of `sequences`."""
         self.flat.gradients.zero_()  # a leaf begins at zero
-        self.leaves, self.mine = shared_leaves(self.spec, sequences, self.comm.index("data"))
-        if len(self.mine) != micro_batches:
-            raise ValueError(f"of {self.leaves} micro-batches this replica runs {self.mine}, not {micro_batches}")
-        for each in self._leaf_sums:
-            each.begin(self.leaves, self.mine)
+        self.leaves, self.own_leaves = shared_leaves(self.spec, sequences, self.comm.index("data"))
+        if len(self.own_leaves) != micro_batches:
+            raise ValueError(f"of {self.leaves} micro-batches this replica runs {self.own_leaves}, not {micro_batches}")
+        for leaf_sum in self._leaf_sums:
+            leaf_sum.begin(self.leaves, self.own_leaves)
 
     def done(self, action: Action) -> None:
         """The pipeline is done with an action."""
@@ -69,7 +69,7 @@ class ElasticReduction(GradientReduction):
 
     def finish(self) -> list[torch.Tensor]:
         """Add up to the root, sum the tail within the replica, and return this rank's part of each bucket."""
-        assert all(each.complete for each in self._leaf_sums)
+        assert all(leaf_sum.complete for leaf_sum in self._leaf_sums)
         if self.comm.size("data") == 1:
             self.shared.sum()
             return self.reduced
@@ -130,16 +130,16 @@ class ElasticStepSums(StepSums):
 
     def agree(self, gradient: Sequence[torch.Tensor], loss: Loss, memory_bytes: int) -> Agreement:
         """The sums over all ranks, of this rank's reduced `gradient`, its part of each bucket, among others."""
-        comm, mine = self.comm, self.reduction.mine
+        comm, own_leaves = self.comm, self.reduction.own_leaves
         square, replica_ranks = self.norm.square(gradient), comm.size("pipeline") * comm.size("tensor")
         leaves, z_losses_m = self.reduction.leaves, loss.z_losses_m
         agreed = Agreement(comm, replica_ranks, leaves, 0 if z_losses_m is None else leaves)
         self._write_own(agreed, loss, memory_bytes)
         if comm.index("data") == 0:  # all replicas know the same
             agreed.rank_squares[comm.rank % replica_ranks] = square
-        agreed.micro_batch_losses[mine.start : mine.stop] = loss.losses_m
+        agreed.micro_batch_losses[own_leaves.start : own_leaves.stop] = loss.losses_m
         if z_losses_m is not None:
-            agreed.micro_batch_z[mine.start : mine.stop] = z_losses_m
+            agreed.micro_batch_z[own_leaves.start : own_leaves.stop] = z_losses_m
         agreed.sum()
         agreed.loss.copy_(sum_of_halves(agreed.micro_batch_losses))
         agreed.z_loss.copy_(sum_of_halves(agreed.micro_batch_z))
@@ -217,9 +217,9 @@ class LeafSum:
     def _parts(self, buffer: torch.Tensor) -> _Parts:
         return [buffer[start:end] for start, end in self._ranges]
 
-    def begin(self, leaves: int, mine: range) -> None:
-        """A step begins, whether or not the last one was completed. This replica computes `mine` of `leaves`."""
-        self._tree, self._leaves, self._next = TreeSum(leaves), mine, mine.start
+    def begin(self, leaves: int, own_leaves: range) -> None:
+        """A step begins, whether or not the last one was completed. This replica computes `own_leaves` of `leaves`."""
+        self._tree, self._leaves, self._next = TreeSum(leaves), own_leaves, own_leaves.start
         self._halves.clear()
 
     def finished(self, micro_batch: int) -> None:
@@ -283,7 +283,7 @@ def leaf_sums(
         for module in (each for each in chunk.modules() if isinstance(each, ShardedModule)):
             kind = "backward"
             if split_backward:
-                kind = "backward_input" if module.by_autograd or module.never_put_off else "backward_weight"
+                kind = "backward_input" if module.by_autograd or module.never_deferred else "backward_weight"
             for parameter in module.parameters(recurse=False):
                 if parameter in passes:
                     passes[parameter].add((kind, number))

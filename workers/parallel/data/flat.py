@@ -80,9 +80,9 @@ class FlatParameters:
         self.size = _aligned(max(position, ALIGNMENT), unit)
         self.decayed = self._decayed(decayed_groups)
         """Ranges with weight decay, in order."""
-        self.frozen, self.whole = self._behind([entry for entry in shards if not entry.parameter.requires_grad])
+        self.frozen, self.total_size = self._behind([entry for entry in shards if not entry.parameter.requires_grad])
         """Parameters that are not trained, and the number of elements of all, of which the first `size` are trained."""
-        self.parameters = torch.zeros(self.whole, dtype=dtype, device=device)
+        self.parameters = torch.zeros(self.total_size, dtype=dtype, device=device)
         self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.buckets = [(0, self.size)]
         """Ranges that are reduced as a whole; the last one is the tail."""
@@ -161,7 +161,7 @@ class FlatParameters:
 
     def frozen_part(self, replica: int) -> Range:
         """The part of the frozen parameters that belongs to `replica`."""
-        share = (self.whole - self.size) // self.replicas
+        share = (self.total_size - self.size) // self.replicas
         return self.size + replica * share, self.size + (replica + 1) * share
 
     def same_on_tensor_ranks(self) -> list[Range]:

@@ -1,11 +1,11 @@
 """The optimizer's state in host memory (`train.optimizer.offload`): weights in fp32 and both moments, in pinned memory
 if a GPU copies them.
 
-An update brings the state to the device slice by slice, into one of PLACES there. The same kernel as for state on the
-device updates the slice; its weights are rounded into the parameters, and it is copied back. On a GPU both copies have
-a stream of their own next to the compute stream, and the three streams wait for each other by events, so that the link
-is busy both ways. The places are allocated and freed on the compute stream, only for the update, when no activations
-are left. On a CPU the same happens without streams.
+An update brings the state to the device slice by slice, into one of SLICE_BUFFERS buffers there. The same kernel as for
+state on the device updates the slice; its weights are rounded into the parameters, and it is copied back. On a GPU both
+copies have a stream of their own next to the compute stream, and the three streams wait for each other by events, so
+that the link is busy both ways. The buffers are allocated and freed on the compute stream, only for the update, when no
+activations are left. On a CPU the same happens without streams.
 
 The host waits for the end of the update, since what reads the state between two updates is a thread, not a stream.
 """
@@ -24,7 +24,7 @@ from manta.workers.system.pinned import PinnedMemory, copy_streams
 
 SLICE_ELEMENTS = 2**22
 """Elements of a slice, a multiple of flat.ALIGNMENT: a copy takes a hundred times as long as launching it."""
-PLACES = 3
+SLICE_BUFFERS = 3
 """Slices on the device: one arriving, one being updated, one leaving."""
 KINDS = 3
 """Kinds of state: weights and both moments."""
@@ -74,7 +74,7 @@ def host_state(elements: int, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(KINDS, elements, dtype=like.dtype, device="cpu")
 
 
-def device_place(elements: int, like: torch.Tensor) -> torch.Tensor:
+def slice_buffer(elements: int, like: torch.Tensor) -> torch.Tensor:
     """Memory for a slice on the device of `like`, [KINDS, elements], which earlier work there may still use."""
     return torch.empty(KINDS, elements, dtype=like.dtype, device=like.device)
 
@@ -91,7 +91,7 @@ class OffloadedState:
         pinned = PinnedMemory(self.host, on_gpu=flat.gradients.is_cuda)
         weakref.finalize(self, pinned.release).atexit = False
         ends = [(start, min(start + SLICE_ELEMENTS, length)) for start in range(0, length, SLICE_ELEMENTS)]
-        self._slices = [_Slice(*each, tuple(self._parts(cuts, *each))) for each in ends]
+        self._slices = [_Slice(*bounds, tuple(self._parts(cuts, *bounds))) for bounds in ends]
 
     def _parts(self, cuts: Sequence[Cut], start: int, end: int) -> Iterator[_Part]:
         for cut in cuts:
@@ -103,37 +103,40 @@ class OffloadedState:
 
     def set_step(self, step: int) -> None:
         """Tell AdamW that `step` steps are done."""
-        for each in self._slices:
-            for part in each.parts:
+        for state_slice in self._slices:
+            for part in state_slice.parts:
                 part.steps.fill_(step)
 
     def update(self, run: Callable[[adamw.Groups], None]) -> None:
         """Have `run` update all of the state and round it into the parameters; wait until it is on the host."""
         like = self._flat.gradients
         with torch.no_grad():
-            places = [device_place(self._slices[0].end, like) for _ in self._slices[:PLACES]]
-            queue = _Queue(like, len(places))
+            buffers = [slice_buffer(self._slices[0].end, like) for _ in self._slices[:SLICE_BUFFERS]]
+            queue = _Queue(like, len(buffers))
             try:
-                for number, each in enumerate(self._slices):
-                    there, place = self.host[:, each.start : each.end], places[number % PLACES]
-                    here = place[:, : each.end - each.start]
-                    queue.bring(here, there)
-                    run(self._groups(each, here))
-                    self._round(each, here[0])
-                    queue.take_back(there, here)
+                for number, state_slice in enumerate(self._slices):
+                    host_slice, buffer = (
+                        self.host[:, state_slice.start : state_slice.end],
+                        buffers[number % SLICE_BUFFERS],
+                    )
+                    device_slice = buffer[:, : state_slice.end - state_slice.start]
+                    queue.copy_in(device_slice, host_slice)
+                    run(self._groups(state_slice, device_slice))
+                    self._round(state_slice, device_slice[0])
+                    queue.copy_out(host_slice, device_slice)
             finally:
                 queue.end()
 
-    def _round(self, each: _Slice, weights: torch.Tensor) -> None:
+    def _round(self, state_slice: _Slice, weights: torch.Tensor) -> None:
         """Round the weights into the parameters, if the kernel has not done so."""
         if not self._rounded_by_update:
-            for part in each.parts:
+            for part in state_slice.parts:
                 self._flat.parameters[part.start : part.end].copy_(part.of(weights))
 
-    def _groups(self, each: _Slice, here: torch.Tensor) -> dict[float, list[adamw.Piece]]:
+    def _groups(self, state_slice: _Slice, device_slice: torch.Tensor) -> dict[float, list[adamw.Piece]]:
         groups: dict[float, list[adamw.Piece]] = {}
-        for part in each.parts:
-            weights, exp_avg, exp_avg_sq = (part.of(row) for row in here)
+        for part in state_slice.parts:
+            weights, exp_avg, exp_avg_sq = (part.of(row) for row in device_slice)
             gradient = self._flat.gradients[part.start : part.end]
             rounded = self._flat.parameters[part.start : part.end] if self._rounded_by_update else None
             piece = adamw.Piece(weights, gradient, exp_avg, exp_avg_sq, part.steps, rounded)
@@ -144,32 +147,32 @@ class OffloadedState:
 class _Queue:
     """The copies of one update. Work that is launched between two calls goes to the compute stream."""
 
-    def __init__(self, like: torch.Tensor, places: int):
+    def __init__(self, like: torch.Tensor, buffers: int):
         """`like`: a tensor on the device."""
         self._device = like.device
         self._streams = copy_streams(like.device) if like.is_cuda else None
-        self._free = [self._reached(self._compute)] * places if self._streams else []
+        self._free = [self._reached(self._compute)] * buffers if self._streams else []
         """For each place, the event after which it may be used again."""
 
     @property
     def _compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
-    def bring(self, here: torch.Tensor, there: torch.Tensor) -> None:
+    def copy_in(self, device_slice: torch.Tensor, host_slice: torch.Tensor) -> None:
         """Copy a slice to its place on the device; the compute stream waits for it."""
         if self._streams is None:
-            here.copy_(there)
+            device_slice.copy_(host_slice)
         else:
-            arrived = self._copy(self._streams[1], self._free.pop(0), here, there)
+            arrived = self._copy(self._streams[1], self._free.pop(0), device_slice, host_slice)
             self._compute.wait_event(arrived)
 
-    def take_back(self, there: torch.Tensor, here: torch.Tensor) -> None:
+    def copy_out(self, host_slice: torch.Tensor, device_slice: torch.Tensor) -> None:
         """Copy the slice from its place to the host once it is updated; then the place is free."""
         if self._streams is None:
-            there.copy_(here)
+            host_slice.copy_(device_slice)
         else:
             updated = self._reached(self._compute)
-            self._free.append(self._copy(self._streams[0], updated, there, here))
+            self._free.append(self._copy(self._streams[0], updated, host_slice, device_slice))
 
     def end(self) -> None:
         """Return when no copy is in progress: then places can be freed, and threads of the host may read the state."""

@@ -119,9 +119,9 @@ class SharedGradients:
         index, size = self._comm.index("tensor"), self._comm.size("tensor")
         copies = self._copied[0].entry.shard.copies  # of key-value heads, the only ones there are
         gradients = [self._gradient(slot) for slot in self._copied]
-        mine = torch.cat(gradients)
-        places = mine.new_zeros(size // copies, len(mine))
-        places[index // copies] = mine
+        flat_gradients = torch.cat(gradients)
+        places = flat_gradients.new_zeros(size // copies, len(flat_gradients))
+        places[index // copies] = flat_gradients
         self._comm.all_reduce("tensor", places)
         totals = places[index // copies].split([len(gradient) for gradient in gradients])
         for gradient, total in zip(gradients, totals, strict=True):

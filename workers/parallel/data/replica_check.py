@@ -46,7 +46,7 @@ def hash_of(values: torch.Tensor, ranges: Sequence[Range], weights: torch.Tensor
     return digest
 
 
-def odd_ones(hashes: Mapping[int, Hashable], sound: Mapping[int, int]) -> tuple[set[int], bool]:
+def outliers(hashes: Mapping[int, Hashable], sound: Mapping[int, int]) -> tuple[set[int], bool]:
     """Of ranks whose `hashes` should be equal, those that differ, and whether that is certain.
 
     `sound`: UNSOUND ranks know that their own part has changed, SOUND ones know that theirs has not, which makes their
@@ -105,7 +105,7 @@ class ReplicaCheck:
             return set(), True
         hashes = self.comm.all_gather(axis, self._hash(ranges).view(1)).tolist()
         ranks = self.comm.grid.group(axis, self.comm.rank)
-        return odd_ones(dict(zip(ranks, hashes, strict=True)), {})
+        return outliers(dict(zip(ranks, hashes, strict=True)), {})
 
     def _of_replicas(self, sound: int) -> tuple[set[int], bool]:
         """Each replica's part is compared separately: the rank that keeps its state can tell whether it has changed."""
@@ -114,14 +114,14 @@ class ReplicaCheck:
             return set(), True
         parts = [[*self.flat.parts(replica), self.flat.frozen_part(replica)] for replica in range(size)]
         hashes = [self._hash(ranges) for ranges in parts]
-        mine = torch.stack([*hashes, hashes[0].new_tensor(sound)])
-        gathered = self.comm.all_gather("data", mine).view(size, size + 1).tolist()
+        own_hashes = torch.stack([*hashes, hashes[0].new_tensor(sound)])
+        gathered = self.comm.all_gather("data", own_hashes).view(size, size + 1).tolist()
         ranks = self.comm.grid.group("data", self.comm.rank)
         by_certainty: dict[bool, set[int]] = {True: set(), False: set()}
         sharded = self.optimizer.held == self.optimizer.owned
         for part in range(size):
             sure = {rank: gathered[at][size] for at, rank in enumerate(ranks) if at == part or not sharded}
-            odd, certain = odd_ones({rank: gathered[at][part] for at, rank in enumerate(ranks)}, sure)
+            odd, certain = outliers({rank: gathered[at][part] for at, rank in enumerate(ranks)}, sure)
             by_certainty[certain] |= odd
         return (by_certainty[True], True) if by_certainty[True] else (by_certainty[False], False)
 

@@ -48,16 +48,16 @@ class ZeroOptimizer:
         """Ranges of the flat buffer whose state this rank keeps: the vectors below have them one after the other."""
         everything = self.held != self.owned
         self.frozen_owned = flat.frozen_part(comm.index("data"))
-        self.frozen_held = (flat.size, flat.whole) if everything else self.frozen_owned
+        self.frozen_stored = (flat.size, flat.total_size) if everything else self.frozen_owned
         """Range of the frozen parameters in the flat buffer whose values this rank keeps, possibly empty;
         `frozen_owned` is the range that this replica saves."""
-        self.frozen = flat.parameters[slice(*self.frozen_held)]
+        self.frozen = flat.parameters[slice(*self.frozen_stored)]
         """Frozen parameters whose values this rank keeps, in the precision of compute."""
         narrow = flat.parameters.dtype != flat.gradients.dtype
         self.has_masters = narrow or config.offload
         """Whether there are master weights in addition to the parameters."""
         self.one_pass = one_pass
-        self.rounds_at_once = one_pass and narrow and self.holds_everything
+        self.rounds_at_once = one_pass and narrow and self.stores_all_elements
         """Whether the update's kernel also rounds the parameters."""
         self.offloaded: OffloadedState | None = None
         """The state, if it is in host memory."""
@@ -107,8 +107,8 @@ class ZeroOptimizer:
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[Range, bool]]:
         """The range divided into pieces with or without weight decay."""
-        for wish in self.flat.decayed:
-            first, last = overlap((start, end), wish)
+        for decayed_range in self.flat.decayed:
+            first, last = overlap((start, end), decayed_range)
             if first < last:
                 if start < first:
                     yield (start, first), False
@@ -118,7 +118,7 @@ class ZeroOptimizer:
             yield (start, end), False
 
     @property
-    def holds_everything(self) -> bool:
+    def stores_all_elements(self) -> bool:
         """Whether this rank keeps the state of all parameters, so that nothing has to be gathered."""
         return len(self.held) == 1 and self.held[0] == (0, self.flat.size)
 
@@ -200,7 +200,7 @@ class ZeroOptimizer:
 
     def publish_frozen(self) -> None:
         """Gather the frozen parameters that are held by all replicas. Raises PeerLost."""
-        if self.frozen_held != (self.flat.size, self.flat.whole):
+        if self.frozen_stored != (self.flat.size, self.flat.total_size):
             into = self.flat.parameters[self.flat.size :]
             self.comm.start_all_gather("data", self.frozen.clone(), into)[1].wait()
 
@@ -208,14 +208,14 @@ class ZeroOptimizer:
         """Copy the held weights of all replicas into the parameters, except for frozen ones. Waits first for parameters
         that are still arriving, since they are in the same memory."""
         self.wait_for_parameters()
-        if self.has_masters and (self.holds_everything or self.offloaded is not None):
+        if self.has_masters and (self.stores_all_elements or self.offloaded is not None):
             for part, (start, end) in zip(self.parameters, self.held, strict=True):
                 self.flat.parameters[start:end].copy_(part)
         self._gather_parameters()
 
     def _gather_parameters(self) -> None:
         """Gather the parameters of other replicas."""
-        if self.holds_everything:
+        if self.stores_all_elements:
             return
         if self.offloaded is not None:
             parts = [self.flat.parameters[start:end] for start, end in self.held]  # already rounded
@@ -227,7 +227,7 @@ class ZeroOptimizer:
         else:
             self.arriving.start(parts)
 
-    def gather_beside_forward(self) -> ArrivingParameters | None:
+    def start_gather_with_forward(self) -> ArrivingParameters | None:
         """From now on the computation that uses the parameters waits for them, not the update. Returns None if nothing
         is gathered, or if the gathered parameters are the state itself, which snapshots read at that time."""
         if self.has_masters and self.held == self.owned and self.comm.size("data") > 1:
@@ -249,7 +249,7 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
     """Copy a step's numbers to the host: the only place in a step where the host waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
-    asked = torch.stack([agreed.asked_to_end, agreed.asked_to_rest, agreed.saving, agreed.trace, agreed.traced_steps])
+    asked = torch.stack([agreed.end_requested, agreed.rest_requested, agreed.saving, agreed.trace, agreed.traced_steps])
     on_host = torch.cat([scalars, asked, agreed.memory_bytes, agreed.own_seconds]).tolist()
     total, z_total, tokens, norm, refused, to_end, to_rest, saving, trace, traced_steps, *each = on_host
     world = len(agreed.memory_bytes)
@@ -261,8 +261,8 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
         agreed_seconds=agreed_seconds,
         memory_by_rank=tuple(each[:world]),
         updated=not refused,
-        asked_to_end=to_end > 0,
-        asked_to_rest=to_rest > 0,
+        end_requested=to_end > 0,
+        rest_requested=to_rest > 0,
         saving=saving > 0,
         trace=(int(trace), int(traced_steps)) if trace else None,
         z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
@@ -316,8 +316,8 @@ class ArrivingParameters:
         numbers = range(len(parts))
         for number in (*numbers[-1:], *numbers[:-1]):
             start, end = self._flat.buckets[number]
-            whole = self._flat.parameters[start:end]
-            self._under_way[number] = self._comm.start_all_gather("data", parts[number], whole)[1]
+            full = self._flat.parameters[start:end]
+            self._under_way[number] = self._comm.start_all_gather("data", parts[number], full)[1]
 
     def wait_for(self, module: nn.Module) -> None:
         """Return once the module's parameters have come. Raises PeerLost."""

@@ -45,81 +45,81 @@ class GraphedPipeline(Pipeline):
         self.recorder = MicroBatchRecorder(new_recording)
         self._replayed: set[int] = set()
         """Micro-batches of the step that were replayed, backward included."""
-        self._place: Hashable = None
+        self._addresses_of_parameters: Hashable = None
         """Addresses of all parameters and gradients; the same object as long as they stay there."""
 
     def train(self, batch: list[MicroBatch], loss_scale: float) -> Loss:
         """See `Pipeline.train`."""
         self._replayed.clear()
-        place = tuple(_addresses(each) for each in self.model.parameters())
-        if place != self._place:  # comparing an object with itself takes no time
-            self._place = place
+        addresses = tuple(_addresses(parameter) for parameter in self.model.parameters())
+        if addresses != self._addresses_of_parameters:  # comparing an object with itself takes no time
+            self._addresses_of_parameters = addresses
         return super().train(batch, loss_scale)
 
-    def _forward(self, action: Action, held: Step) -> None:
+    def _forward(self, action: Action, step_state: Step) -> None:
         micro_batch = action.micro_batch
-        if not (self._may_replay(micro_batch, held) and self._replay(micro_batch, held)):
-            super()._forward(action, held)
+        if not (self._may_replay(micro_batch, step_state) and self._replay(micro_batch, step_state)):
+            super()._forward(action, step_state)
 
-    def _backward(self, action: Action, held: Step) -> None:
+    def _backward(self, action: Action, step_state: Step) -> None:
         if action.micro_batch in self._replayed:
             return
-        super()._backward(action, held)
-        if self._is_like_others(action.micro_batch, held):
+        super()._backward(action, step_state)
+        if self._has_usual_size(action.micro_batch, step_state):
             self.recorder.computed()
 
-    def _may_replay(self, micro_batch: int, held: Step) -> bool:
-        step, is_last = self.comm.step, micro_batch == len(held.batch) - 1
+    def _may_replay(self, micro_batch: int, step_state: Step) -> bool:
+        step, is_last = self.comm.step, micro_batch == len(step_state.batch) - 1
         if not torch.is_grad_enabled() or step.recorder is not None or step.parts.measuring:
             return False
         if is_last and self._when_added is not None:
             return False
-        return self.recorder.ready and self._is_like_others(micro_batch, held)
+        return self.recorder.ready and self._has_usual_size(micro_batch, step_state)
 
-    def _is_like_others(self, micro_batch: int, held: Step) -> bool:
-        return micro_batch > 0 and len(held.batch[micro_batch].samples) == self.spec.train.micro_batch_size
+    def _has_usual_size(self, micro_batch: int, step_state: Step) -> bool:
+        return micro_batch > 0 and len(step_state.batch[micro_batch].samples) == self.spec.train.micro_batch_size
 
-    def _replay(self, micro_batch: int, held: Step) -> bool:
+    def _replay(self, micro_batch: int, step_state: Step) -> bool:
         """Replay forward and backward of a micro-batch; False, with nothing done, if that cannot be recorded."""
-        given, again = held.batch[micro_batch], (micro_batch, 0) in held.recomputed
-        assert given.inputs_sb is not None and given.targets_sb is not None
-        keys_b = held.dropout_keys[micro_batch] if held.dropout_keys else None
-        inputs = Inputs(given.inputs_sb, given.targets_sb, held.scale, keys_b)
+        micro_batch_inputs, is_recomputed = step_state.batch[micro_batch], (micro_batch, 0) in step_state.recomputed
+        assert micro_batch_inputs.inputs_sb is not None and micro_batch_inputs.targets_sb is not None
+        keys_b = step_state.dropout_keys[micro_batch] if step_state.dropout_keys else None
+        inputs = Inputs(micro_batch_inputs.inputs_sb, micro_batch_inputs.targets_sb, step_state.scale, keys_b)
 
         def compute(inputs: Inputs, sums: torch.Tensor) -> Sequence[nn.Parameter]:
-            return self._computed(inputs, sums, again)
+            return self._computed(inputs, sums, is_recomputed)
 
-        recorded = self.recorder.run(inputs, (self._place, again), compute)
+        recorded = self.recorder.run(inputs, (self._addresses_of_parameters, is_recomputed), compute)
         if recorded is None:
             return False
         self._replayed.add(micro_batch)
         loss, z_loss, tokens = recorded.sums
-        held.losses_m[micro_batch] = loss
-        held.z_losses_m[micro_batch] = z_loss
-        held.valid_tokens += tokens
+        step_state.losses_m[micro_batch] = loss
+        step_state.z_losses_m[micro_batch] = z_loss
+        step_state.valid_tokens += tokens
         if self._when_added is not None:
             for parameter in recorded.added:
                 self._when_added(parameter)
         return True
 
-    def _computed(self, inputs: Inputs, sums: torch.Tensor, again: bool) -> Sequence[nn.Parameter]:
+    def _computed(self, inputs: Inputs, sums: torch.Tensor, is_recomputed: bool) -> Sequence[nn.Parameter]:
         """See `Compute`. The micro-batch is computed as the only one of a separate step."""
         sums.zero_()
         batch = MicroBatch(range(inputs.inputs_sb.shape[1]), inputs.inputs_sb, inputs.targets_sb)
-        recomputed = frozenset({(0, 0)} if again else ())
+        recomputed = frozenset({(0, 0)} if is_recomputed else ())
         keys = () if inputs.keys_b is None else (inputs.keys_b,)
-        held = Step([batch], inputs.scale, recomputed, sums[:1], sums[1:2], sums[2], keys)
+        step_state = Step([batch], inputs.scale, recomputed, sums[:1], sums[1:2], sums[2], keys)
         added: list[nn.Parameter] = []
         with self.model.weight_gradients.reported(added.append):
-            super()._forward(Action("forward", 0), held)
-            super()._backward(Action("backward", 0), held)
+            super()._forward(Action("forward", 0), step_state)
+            super()._backward(Action("backward", 0), step_state)
         return added
 
 
 def _addresses(parameter: nn.Parameter) -> tuple[int, ...]:
     """Addresses of a parameter and its gradients; 0 for one that does not exist."""
     gradients = (getattr(parameter, "main_grad", None), parameter.grad)
-    return (parameter.data_ptr(), *(0 if each is None else each.data_ptr() for each in gradients))
+    return (parameter.data_ptr(), *(0 if gradient is None else gradient.data_ptr() for gradient in gradients))
 
 
 WARM_UP = 2
@@ -190,9 +190,9 @@ class Inputs:
     def tensors(self) -> list[torch.Tensor]:
         """All that are set."""
         every = (self.inputs_sb, self.targets_sb, self.scale, self.keys_b)
-        return [each for each in every if each is not None]
+        return [tensor for tensor in every if tensor is not None]
 
-    def in_new_memory(self) -> Inputs:
+    def copied_inputs(self) -> Inputs:
         """A copy."""
         keys_b = None if self.keys_b is None else self.keys_b.clone()
         return Inputs(self.inputs_sb.clone(), self.targets_sb.clone(), self.scale.clone(), keys_b)
@@ -208,7 +208,7 @@ class Recorded:
     """A micro-batch that can be replayed."""
 
     recording: Recording
-    place: Hashable
+    addresses: Hashable
     """Addresses of the parameters and gradients that it uses; a different value makes it invalid."""
     inputs: Inputs
     sums: torch.Tensor
@@ -239,20 +239,21 @@ class MicroBatchRecorder:
         """A micro-batch like those to be replayed was computed normally."""
         self._computed += 1
 
-    def run(self, given: Inputs, place: Hashable, compute: Compute) -> Recorded | None:
-        """Do what `compute` does with `given`; `place`: see `Recorded`. None, with nothing done, if recording fails."""
+    def run(self, inputs: Inputs, addresses: Hashable, compute: Compute) -> Recorded | None:
+        """Do what `compute` does with `inputs`; `addresses`: see `Recorded`. None, with nothing done, if recording
+        fails."""
         recorded = self._recorded
-        if recorded is None or recorded.place != place:
+        if recorded is None or recorded.addresses != addresses:
             self._recorded = recorded = None  # frees its memory before more is allocated
-            self._recorded = self._record(given, place, compute)
+            self._recorded = self._record(inputs, addresses, compute)
             return self._recorded
-        for mine, new in zip(recorded.inputs.tensors(), given.tensors(), strict=True):
+        for mine, new in zip(recorded.inputs.tensors(), inputs.tensors(), strict=True):
             mine.copy_(new)
         recorded.recording.replay()
         return recorded
 
-    def _record(self, given: Inputs, place: Hashable, compute: Compute) -> Recorded | None:
-        recording, inputs = self._new_recording(), given.in_new_memory()
+    def _record(self, given: Inputs, addresses: Hashable, compute: Compute) -> Recorded | None:
+        recording, inputs = self._new_recording(), given.copied_inputs()
         sums = torch.zeros(3, dtype=torch.float64, device=inputs.scale.device)
         added: list[nn.Parameter] = []
         try:
@@ -261,4 +262,4 @@ class MicroBatchRecorder:
             lines = str(error).strip().splitlines() or [""]
             self.refusal, self._failed = f"{type(error).__name__}: {lines[0]}", recording
             return None
-        return Recorded(recording, place, inputs, sums, tuple(added))
+        return Recorded(recording, addresses, inputs, sums, tuple(added))

@@ -24,7 +24,7 @@ from manta.workers.parallel.data.agreement import Loss
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.pipeline.schedules import forward_only, schedule
 from manta.workers.parallel.pipeline.schedules.action import Action
-from manta.workers.parallel.pipeline.stages import Place, neighbours, stages_of_rank
+from manta.workers.parallel.pipeline.stages import ChunkLocation, neighbours, stages_of_rank
 from manta.workers.parallel.recompute import NOTHING, Recompute, recomputed
 from manta.workers.parallel.tensor.cross_entropy import (
     BY_BLOCKS,
@@ -38,7 +38,7 @@ from manta.workers.parallel.tensor.cross_entropy import (
 from manta.workers.parallel.tensor.dropout import sample_keys
 from manta.workers.parallel.tensor.layers import VocabularyParallelOutput
 from manta.workers.parallel.tensor.weight_gradients import Task, WeightGradients
-from manta.workers.spec.parameters import takes_gradient
+from manta.workers.spec.parameters import needs_gradient
 
 Key = tuple[int, int]
 """(chunk, micro-batch)."""
@@ -129,16 +129,16 @@ class Pipeline:
         # Without sequence parallelism every tensor rank has the same boundary tensor: each sends its part of it, and
         # the receiver gathers them (arXiv:2104.04473, section 4.1).
         self.scatters = layout.tensor > 1 and not layout.sequence_parallel_on
-        self.places = [
+        self.neighbours = [
             neighbours(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank, chunk)
             for chunk in range(layout.virtual_stages)
         ]
-        takes = takes_gradient(spec)
+        stage_needs_gradient = needs_gradient(spec)
         indices = stages_of_rank(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank)
         self._stages = indices
-        self.takes_gradient = [takes[index] for index in indices]
+        self.needs_gradient = [stage_needs_gradient[index] for index in indices]
         """For each chunk: whether backward reaches it, which it does if something up to and including it is trained."""
-        self.passes_gradient = [index > 0 and takes[index - 1] for index in indices]
+        self.passes_gradient = [index > 0 and stage_needs_gradient[index - 1] for index in indices]
         """For each chunk: whether it sends a gradient to the chunk before it."""
         self.dtype = next(model.parameters()).dtype
         self._when_done, self._when_added = when_done, when_added
@@ -161,37 +161,37 @@ class Pipeline:
 
         Returns this rank's share of the loss, which is zero except on one tensor rank of the last stage.
         """
-        actions, again = self._plan(len(batch), training=True)
-        held = self._step(batch, loss_scale, again)
+        actions, recomputed_pairs = self._plan(len(batch), training=True)
+        step_state = self._step(batch, loss_scale, recomputed_pairs)
         with self.model.weight_gradients.reported(self._when_added):
-            self._run(actions, held)
-        z_losses_m = held.z_losses_m if self.spec.train.z_loss else None
-        return Loss(held.losses_m, held.valid_tokens, loss_scale, z_losses_m)
+            self._run(actions, step_state)
+        z_losses_m = step_state.z_losses_m if self.spec.train.z_loss else None
+        return Loss(step_state.losses_m, step_state.valid_tokens, loss_scale, z_losses_m)
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward only. Returns this rank's share of (each micro-batch's loss summed over tokens [m], tokens with a
         target), fp64, without a z-loss."""
-        actions, again = self._plan(len(batch), training=False)
-        held = self._step(batch, 1.0, again)
-        self._run(actions, held)
-        return held.losses_m, held.valid_tokens
+        actions, recomputed_pairs = self._plan(len(batch), training=False)
+        step_state = self._step(batch, 1.0, recomputed_pairs)
+        self._run(actions, step_state)
+        return step_state.losses_m, step_state.valid_tokens
 
-    def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> Step:
+    def _step(self, batch: list[MicroBatch], loss_scale: float, recomputed_pairs: frozenset[tuple[int, int]]) -> Step:
         self.model.begin()
         zeros = torch.zeros(1 + 2 * len(batch), dtype=torch.float64, device=self.comm.device)
         losses_m, z_losses_m = zeros[1:].chunk(2)
-        sizes = [len(each.samples) for each in batch]
-        samples = [sample for each in batch for sample in each.samples]
+        sizes = [len(micro_batch.samples) for micro_batch in batch]
+        samples = [sample for micro_batch in batch for sample in micro_batch.samples]
         keys: tuple[torch.Tensor, ...] = ()
         if self.spec.model.dropout > 0.0:
             # All at once: on a GPU each copy from the host may wait for the device.
             keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
         wide = torch.promote_types(self.dtype, torch.float32)
         scale = torch.full((), loss_scale, dtype=wide, device=self.comm.device)
-        return Step(batch, scale, again, losses_m, z_losses_m, zeros[0], keys)
+        return Step(batch, scale, recomputed_pairs, losses_m, z_losses_m, zeros[0], keys)
 
-    def _run(self, actions: list[Action], held: Step) -> None:
+    def _run(self, actions: list[Action], step_state: Step) -> None:
         runners: dict[str, Callable[[Action, Step], None]] = {
             "receive_forward": self._receive_forward,
             "forward": self._forward,
@@ -207,131 +207,133 @@ class Pipeline:
             self.comm.raise_if_over()
             stage = self._stages[action.chunk]
             with step.phase(action.kind if training else "validation", action.micro_batch, stage):
-                runners[action.kind](action, held)
+                runners[action.kind](action, step_state)
                 if self._when_done is not None:
                     self._when_done(action)
-        for send, _ in held.sends:
+        for send, _ in step_state.sends:
             send.wait()
 
-    def _forward(self, action: Action, held: Step) -> None:
+    def _forward(self, action: Action, step_state: Step) -> None:
         chunk, key = self.model.chunks[action.chunk], (action.chunk, action.micro_batch)
-        x = self._input(action, held)
-        y = chunk(x, self._forward_pass(action, held))
-        _, behind = self.places[action.chunk]
-        takes = torch.is_grad_enabled() and self.takes_gradient[action.chunk]
+        x = self._input(action, step_state)
+        y = chunk(x, self._forward_pass(action, step_state))
+        _, following = self.neighbours[action.chunk]
+        with_gradient = torch.is_grad_enabled() and self.needs_gradient[action.chunk]
         if chunk.is_last and self._loss.head is None:
-            y = self._loss.of_logits(y, action.micro_batch, held)
-        elif chunk.is_last and takes:
-            held.head_inputs[key] = y.detach()
+            y = self._loss.of_logits(y, action.micro_batch, step_state)
+        elif chunk.is_last and with_gradient:
+            step_state.head_inputs[key] = y.detach()
         elif chunk.is_last:
-            self._loss.of_head_input(y, action.micro_batch, held, None)
-        if behind is not None and behind[0] == self.rank:
-            held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(takes)
-        elif behind is not None:
-            held.outputs[key] = y.detach()
-        if takes and y.requires_grad:
-            held.edges[key] = get_gradient_edge(y)
-        if not (takes and self.passes_gradient[action.chunk]):
-            held.inputs.pop(key, None)
+            self._loss.of_head_input(y, action.micro_batch, step_state, None)
+        if following is not None and following[0] == self.rank:
+            step_state.inputs[following[1], action.micro_batch] = y.detach().requires_grad_(with_gradient)
+        elif following is not None:
+            step_state.outputs[key] = y.detach()
+        if with_gradient and y.requires_grad:
+            step_state.edges[key] = get_gradient_edge(y)
+        if not (with_gradient and self.passes_gradient[action.chunk]):
+            step_state.inputs.pop(key, None)
 
-    def _input(self, action: Action, held: Step) -> torch.Tensor:
+    def _input(self, action: Action, step_state: Step) -> torch.Tensor:
         key = (action.chunk, action.micro_batch)
-        before, _ = self.places[action.chunk]
-        if before is None:
-            tokens = held.batch[action.micro_batch].inputs_sb
+        preceding, _ = self.neighbours[action.chunk]
+        if preceding is None:
+            tokens = step_state.batch[action.micro_batch].inputs_sb
             assert tokens is not None
             return tokens
-        if before[0] != self.rank:
-            x = self._arrived("forward", key, held)
-            held.inputs[key] = x.requires_grad_(torch.is_grad_enabled() and self.passes_gradient[action.chunk])
-        return held.inputs[key]
+        if preceding[0] != self.rank:
+            x = self._arrived("forward", key, step_state)
+            step_state.inputs[key] = x.requires_grad_(torch.is_grad_enabled() and self.passes_gradient[action.chunk])
+        return step_state.inputs[key]
 
-    def _forward_pass(self, action: Action, held: Step) -> ForwardPass:
+    def _forward_pass(self, action: Action, step_state: Step) -> ForwardPass:
         training, rate = torch.is_grad_enabled(), self.spec.model.dropout
-        keys = held.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
-        documents = held.batch[action.micro_batch].documents
-        again = (action.micro_batch, action.chunk) in held.recomputed
-        recompute = Recompute.of(self.spec.layout) if again else NOTHING
+        keys = step_state.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
+        documents = step_state.batch[action.micro_batch].documents
+        is_recomputed = (action.micro_batch, action.chunk) in step_state.recomputed
+        recompute = Recompute.of(self.spec.layout) if is_recomputed else NOTHING
         return ForwardPass(keys, recompute, documents=documents, logits=self._loss.head is None)
 
-    def _backward(self, action: Action, held: Step) -> None:
-        if not self.takes_gradient[action.chunk]:
+    def _backward(self, action: Action, step_state: Step) -> None:
+        if not self.needs_gradient[action.chunk]:
             return
         key = (action.chunk, action.micro_batch)
-        before, _ = self.places[action.chunk]
-        edge = held.edges.pop(key, None)
-        grad = self._gradient(action, held, edge is not None)
+        preceding, _ = self.neighbours[action.chunk]
+        edge = step_state.edges.pop(key, None)
+        grad = self._gradient(action, step_state, edge is not None)
         if edge is not None and grad is not None:
             torch.autograd.backward([edge], [grad])
-        if before is None or not self.passes_gradient[action.chunk]:
+        if preceding is None or not self.passes_gradient[action.chunk]:
             return
-        grad_x = held.inputs.pop(key).grad
+        grad_x = step_state.inputs.pop(key).grad
         assert grad_x is not None
-        if before[0] == self.rank:
-            held.gradients[before[1], action.micro_batch] = grad_x
+        if preceding[0] == self.rank:
+            step_state.gradients[preceding[1], action.micro_batch] = grad_x
         else:
-            held.input_gradients[key] = grad_x
+            step_state.input_gradients[key] = grad_x
 
-    def _gradient(self, action: Action, held: Step, wanted: bool) -> torch.Tensor | None:
+    def _gradient(self, action: Action, step_state: Step, wanted: bool) -> torch.Tensor | None:
         """The gradient of the chunk's output, if it is `wanted`: it is not if only the output layer is trained."""
         key = (action.chunk, action.micro_batch)
-        _, behind = self.places[action.chunk]
-        if behind is None:
+        _, following = self.neighbours[action.chunk]
+        if following is None:
             if self._loss.head is None:
-                return held.scale
-            x = held.head_inputs.pop(key)
-            return self._loss.of_head_input(x, action.micro_batch, held, Gradients(held.scale, wanted))
-        if behind[0] == self.rank:
-            return held.gradients.pop(key)
-        return self._arrived("backward", key, held)
+                return step_state.scale
+            x = step_state.head_inputs.pop(key)
+            return self._loss.of_head_input(x, action.micro_batch, step_state, Gradients(step_state.scale, wanted))
+        if following[0] == self.rank:
+            return step_state.gradients.pop(key)
+        return self._arrived("backward", key, step_state)
 
-    def _backward_input(self, action: Action, held: Step) -> None:
-        with self.model.weight_gradients.kept() as tasks:
-            self._backward(action, held)
-        held.weight_tasks[action.chunk, action.micro_batch] = tasks
+    def _backward_input(self, action: Action, step_state: Step) -> None:
+        with self.model.weight_gradients.deferred() as tasks:
+            self._backward(action, step_state)
+        step_state.weight_tasks[action.chunk, action.micro_batch] = tasks
 
-    def _backward_weight(self, action: Action, held: Step) -> None:
+    def _backward_weight(self, action: Action, step_state: Step) -> None:
         with torch.no_grad():
-            tasks = deque(held.weight_tasks.pop((action.chunk, action.micro_batch)))
+            tasks = deque(step_state.weight_tasks.pop((action.chunk, action.micro_batch)))
             while tasks:  # each frees what it holds
                 tasks.popleft()()
 
-    def _send_forward(self, action: Action, held: Step) -> None:
-        self._send(self.places[action.chunk][1], held.outputs.pop((action.chunk, action.micro_batch)), held)
+    def _send_forward(self, action: Action, step_state: Step) -> None:
+        self._send(
+            self.neighbours[action.chunk][1], step_state.outputs.pop((action.chunk, action.micro_batch)), step_state
+        )
 
-    def _send_backward(self, action: Action, held: Step) -> None:
+    def _send_backward(self, action: Action, step_state: Step) -> None:
         if self.passes_gradient[action.chunk]:
-            gradient = held.input_gradients.pop((action.chunk, action.micro_batch))
-            self._send(self.places[action.chunk][0], gradient, held)
+            gradient = step_state.input_gradients.pop((action.chunk, action.micro_batch))
+            self._send(self.neighbours[action.chunk][0], gradient, step_state)
 
-    def _send(self, to: Place | None, whole: torch.Tensor, held: Step) -> None:
+    def _send(self, to: ChunkLocation | None, tensor: torch.Tensor, step_state: Step) -> None:
         assert to is not None
-        part = whole.contiguous()
+        part = tensor.contiguous()
         if self.scatters:
             part = part.view(self.comm.size("tensor"), -1)[self.comm.index("tensor")]
-        held.sends.append((self.comm.send(to[0], part), part))
-        while held.sends and held.sends[0][0].done:  # frees what has been sent
-            held.sends.popleft()
+        step_state.sends.append((self.comm.send(to[0], part), part))
+        while step_state.sends and step_state.sends[0][0].done:  # frees what has been sent
+            step_state.sends.popleft()
 
-    def _receive_forward(self, action: Action, held: Step) -> None:
-        self._receive("forward", self.places[action.chunk][0], action, held)
+    def _receive_forward(self, action: Action, step_state: Step) -> None:
+        self._receive("forward", self.neighbours[action.chunk][0], action, step_state)
 
-    def _receive_backward(self, action: Action, held: Step) -> None:
-        if self.takes_gradient[action.chunk]:
-            self._receive("backward", self.places[action.chunk][1], action, held)
+    def _receive_backward(self, action: Action, step_state: Step) -> None:
+        if self.needs_gradient[action.chunk]:
+            self._receive("backward", self.neighbours[action.chunk][1], action, step_state)
 
-    def _receive(self, direction: str, source: Place | None, action: Action, held: Step) -> None:
+    def _receive(self, direction: str, source: ChunkLocation | None, action: Action, step_state: Step) -> None:
         assert source is not None
-        samples = len(held.batch[action.micro_batch].samples)
+        samples = len(step_state.batch[action.micro_batch].samples)
         shape = (self.spec.model.sequence_length // self.split, samples, self.spec.model.hidden_size)
-        mine = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
-        buffer = torch.empty(mine, dtype=self.dtype, device=self.comm.device)
+        message_shape = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
+        buffer = torch.empty(message_shape, dtype=self.dtype, device=self.comm.device)
         work = self.comm.receive(source[0], buffer)
-        held.messages[direction, action.chunk, action.micro_batch] = Receiving(buffer, work, shape)
+        step_state.messages[direction, action.chunk, action.micro_batch] = Receiving(buffer, work, shape)
 
-    def _arrived(self, direction: str, key: Key, held: Step) -> torch.Tensor:
+    def _arrived(self, direction: str, key: Key, step_state: Step) -> torch.Tensor:
         """Wait for a message; if it was sent in parts, gather them."""
-        message = held.messages.pop((direction, *key))
+        message = step_state.messages.pop((direction, *key))
         message.work.wait()
         if not self.scatters:
             return message.buffer
@@ -345,7 +347,7 @@ class MicroBatchLoss:
     def __init__(self, spec: JobSpec, comm: Comm, chunks: Iterable[nn.Module]):
         self._spec, self._comm = spec, comm
         at_once, size = spec.train.head_tokens, spec.vocabulary_size
-        outputs = [each.output for each in chunks if at_once and isinstance(each.output, VocabularyParallelOutput)]
+        outputs = [chunk.output for chunk in chunks if at_once and isinstance(chunk.output, VocabularyParallelOutput)]
         self.head = HeadLoss(outputs[0], size, at_once, self._kernels) if outputs else None
         """Output layer and loss combined, if they process a few tokens at a time."""
 
@@ -353,31 +355,31 @@ class MicroBatchLoss:
     def _kernels(self) -> LossKernels:
         return compiled_kernels() if self._spec.train.compile else BY_BLOCKS
 
-    def of_logits(self, logits: torch.Tensor, micro_batch: int, held: Step) -> torch.Tensor:
+    def of_logits(self, logits: torch.Tensor, micro_batch: int, step_state: Step) -> torch.Tensor:
         """Sum of the micro-batch's losses, z-loss included, for backward, from logits [s, b, v]; adds both to the sums
-        of `held`. Raises PeerLost."""
-        logits, targets_n = _with_targets(logits, micro_batch, held)
-        given = (logits.flatten(0, 1), targets_n, self._spec.vocabulary_size, self._comm, self._kernels)
+        of `step_state`. Raises PeerLost."""
+        logits, targets_n = _with_targets(logits, micro_batch, step_state)
+        arguments = (logits.flatten(0, 1), targets_n, self._spec.vocabulary_size, self._comm, self._kernels)
         weight = self._spec.train.z_loss
         if weight and torch.is_grad_enabled():
-            losses_n, squares_n = cross_entropy_and_log_z(*given)
-            self._count(micro_batch, targets_n, losses_n, squares_n, held)
+            losses_n, squares_n = cross_entropy_and_log_z(*arguments)
+            self._count(micro_batch, targets_n, losses_n, squares_n, step_state)
             return losses_n.sum() + weight * squares_n.sum()
-        losses_n = vocabulary_parallel_cross_entropy(*given)
-        self._count(micro_batch, targets_n, losses_n, None, held)
+        losses_n = vocabulary_parallel_cross_entropy(*arguments)
+        self._count(micro_batch, targets_n, losses_n, None, step_state)
         return losses_n.sum()
 
     def of_head_input(
-        self, x: torch.Tensor, micro_batch: int, held: Step, gradients: Gradients | None
+        self, x: torch.Tensor, micro_batch: int, step_state: Step, gradients: Gradients | None
     ) -> torch.Tensor | None:
-        """Adds the losses to the sums of `held` like `of_logits`, from the output layer's input x [s or s/t, b, h].
-        With `gradients` the weight's gradient is added to its sum, and that of x is returned if it is wanted. Raises
-        PeerLost."""
-        rows, targets_n = _with_targets(x, micro_batch, held)
+        """Adds the losses to the sums of `step_state` like `of_logits`, from the output layer's input x [s or s/t, b,
+        h]. With `gradients` the weight's gradient is added to its sum, and that of x is returned if it is wanted.
+        Raises PeerLost."""
+        rows, targets_n = _with_targets(x, micro_batch, step_state)
         assert self.head is not None
         weight = self._spec.train.z_loss if gradients is not None else 0.0
         losses = self.head(rows, targets_n, weight, gradients)
-        self._count(micro_batch, targets_n, losses.losses_n, losses.squares_n, held)
+        self._count(micro_batch, targets_n, losses.losses_n, losses.squares_n, step_state)
         return losses.grad_x if losses.grad_x is None or rows is x else losses.grad_x.transpose(0, 1)
 
     def _count(
@@ -386,19 +388,19 @@ class MicroBatchLoss:
         targets_n: torch.Tensor,
         losses_n: torch.Tensor,
         squares_n: torch.Tensor | None,
-        held: Step,
+        step_state: Step,
     ) -> None:
         if self._comm.index("tensor") == 0:
             if squares_n is not None:
                 squares = squares_n.detach().sum(dtype=torch.float64)
-                held.z_losses_m[micro_batch] = self._spec.train.z_loss * squares
-            held.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)
-            held.valid_tokens += (targets_n != NO_TARGET).sum()
+                step_state.z_losses_m[micro_batch] = self._spec.train.z_loss * squares
+            step_state.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)
+            step_state.valid_tokens += (targets_n != NO_TARGET).sum()
 
 
-def _with_targets(x: torch.Tensor, micro_batch: int, held: Step) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_targets(x: torch.Tensor, micro_batch: int, step_state: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's output for each token, in memory order, and the targets [n] in the same order."""
-    targets_sb = held.batch[micro_batch].targets_sb
+    targets_sb = step_state.batch[micro_batch].targets_sb
     assert targets_sb is not None
     if not x.is_contiguous():  # a sample's tokens are contiguous
         x, targets_sb = x.transpose(0, 1), targets_sb.t()

@@ -12,11 +12,11 @@ from itertools import accumulate
 
 from manta.workers.config import ParallelConfig
 
-Place = tuple[int, int]
+ChunkLocation = tuple[int, int]
 """Pipeline rank, and chunk on it."""
 
 
-def place(kind: str, stages: int, virtual_stages: int, index: int) -> Place:
+def chunk_location(kind: str, stages: int, virtual_stages: int, index: int) -> ChunkLocation:
     """The pipeline rank and its chunk that hold virtual stage `index` under schedule `kind`.
 
     Chunks go round robin over the ranks (arXiv:2104.04473, section 2.2.2), but under zb-v forward and then back, so
@@ -24,16 +24,16 @@ def place(kind: str, stages: int, virtual_stages: int, index: int) -> Place:
     """
     _check_in_range("virtual stage", index, stages * virtual_stages)
     chunk, position = divmod(index, stages)
-    if _turns_back(kind, virtual_stages, chunk):
+    if _is_reversed(kind, virtual_stages, chunk):
         return stages - 1 - position, chunk
     return position, chunk
 
 
 def virtual_stage(kind: str, stages: int, virtual_stages: int, rank: int, chunk: int) -> int:
-    """Index of the virtual stage that is chunk `chunk` of pipeline rank `rank`: the inverse of `place`."""
+    """Index of the virtual stage that is chunk `chunk` of pipeline rank `rank`: the inverse of `chunk_location`."""
     _check_in_range("rank", rank, stages)
     _check_in_range("chunk", chunk, virtual_stages)
-    if _turns_back(kind, virtual_stages, chunk):
+    if _is_reversed(kind, virtual_stages, chunk):
         return chunk * stages + stages - 1 - rank
     return chunk * stages + rank
 
@@ -47,16 +47,18 @@ def stages_of_rank(kind: str, stages: int, virtual_stages: int, rank: int) -> tu
 def ends_share_rank(layout: ParallelConfig) -> bool:
     """Whether one pipeline rank holds the embedding and the logits."""
     ends = 0, layout.pipeline * layout.virtual_stages - 1
-    first, last = (place(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0] for index in ends)
+    first, last = (chunk_location(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0] for index in ends)
     return first == last
 
 
-def neighbours(kind: str, stages: int, virtual_stages: int, rank: int, chunk: int) -> tuple[Place | None, Place | None]:
+def neighbours(
+    kind: str, stages: int, virtual_stages: int, rank: int, chunk: int
+) -> tuple[ChunkLocation | None, ChunkLocation | None]:
     """Places of the virtual stages before and after the one at (`rank`, `chunk`); None at the model's ends."""
     index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
-    before = place(kind, stages, virtual_stages, index - 1) if index > 0 else None
-    behind = place(kind, stages, virtual_stages, index + 1) if index < stages * virtual_stages - 1 else None
-    return before, behind
+    preceding = chunk_location(kind, stages, virtual_stages, index - 1) if index > 0 else None
+    following = chunk_location(kind, stages, virtual_stages, index + 1) if index < stages * virtual_stages - 1 else None
+    return preceding, following
 
 
 def layers_of(layers: int, layout: ParallelConfig, index: int) -> range:
@@ -103,7 +105,7 @@ def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(counts))
 
 
-def _turns_back(kind: str, virtual_stages: int, chunk: int) -> bool:
+def _is_reversed(kind: str, virtual_stages: int, chunk: int) -> bool:
     """Whether `chunk` runs from the last rank to the first."""
     if kind != "zb-v":
         return False

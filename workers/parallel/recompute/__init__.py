@@ -28,12 +28,12 @@ OFFLOADED_BYTES = 2**20
 """Smallest tensor in bytes that is offloaded: for smaller ones a copy costs too much."""
 
 
-def waits_on_host(place: int, layers: int, count: int) -> bool:
-    """Whether the layer at `place` of a stage's `layers` is one of the `count` offloaded ones. These are spread out, so
-    that copies overlap with the layers in between; the last layer, whose backward comes first, is offloaded only if all
-    are."""
-    behind, count = layers - 1 - place, min(count, layers)
-    return (behind + 1) * count // layers != behind * count // layers
+def is_offloaded(position: int, layers: int, count: int) -> bool:
+    """Whether the layer at `position` of a stage's `layers` is one of the `count` offloaded ones. These are spread out,
+    so that copies overlap with the layers in between; the last layer, whose backward comes first, is offloaded only if
+    all are."""
+    layers_after, count = layers - 1 - position, min(count, layers)
+    return (layers_after + 1) * count // layers != layers_after * count // layers
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Recompute:
             return cls(**dict.fromkeys(layout.recompute_modules, True))
         return NOTHING
 
-    def whole_layer(self, index: int) -> bool:
+    def full_layer(self, index: int) -> bool:
         """Whether layer `index` of the model is recomputed as a whole."""
         return self.every > 0 and index % self.every == 0
 
@@ -79,14 +79,15 @@ def recomputed(actions: list[Action], layout: ParallelConfig) -> frozenset[tuple
     return recomputed_pairs(actions, layout.recompute_keep * layout.virtual_stages)
 
 
-def recomputed_pairs(actions: list[Action], room: int) -> frozenset[tuple[int, int]]:
-    """(micro-batch, chunk) pairs of a rank's `actions` that are recomputed if at most `room` are kept at any time."""
+def recomputed_pairs(actions: list[Action], max_kept: int) -> frozenset[tuple[int, int]]:
+    """(micro-batch, chunk) pairs of a rank's `actions` that are recomputed if at most `max_kept` are kept at any
+    time."""
     kept: set[tuple[int, int]] = set()
     dropped: set[tuple[int, int]] = set()
     for action in actions:
         pair = (action.micro_batch, action.chunk)
         if action.kind == "forward":
-            (kept if len(kept) < room else dropped).add(pair)
+            (kept if len(kept) < max_kept else dropped).add(pair)
         elif action.kind in ("backward", "backward_weight"):
             kept.discard(pair)
     return frozenset(dropped)

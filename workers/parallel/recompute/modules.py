@@ -14,45 +14,45 @@ from manta.workers.comm.comm import Comm
 
 Result = TypeVar("Result")
 
-Again = Callable[[], torch.Tensor]
+Recomputation = Callable[[], torch.Tensor]
 """Computes a tensor again in backward, which forward did not keep."""
 
 
-class _Keepers(threading.local):
-    """The functions that `kept_through` has set, for each thread."""
+class _ActivationHooks(threading.local):
+    """The functions that `activation_hooks` has set, for each thread."""
 
     innermost: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
 
 
-_keepers = _Keepers()
+_hooks = _ActivationHooks()
 
 
 @contextmanager
-def kept_through(keep: Callable[[torch.Tensor], Any], give: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    """Within the block, everything kept for backward is stored as keep(tensor), and restored by `give`: tensors that
+def activation_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Within the block, everything kept for backward is stored as keep(tensor), and restored by `unpack`: tensors that
     autograd keeps, and inputs of recomputation."""
-    before, _keepers.innermost = _keepers.innermost, (keep, give)
+    before, _hooks.innermost = _hooks.innermost, (pack, unpack)
     try:
-        with saved_tensors_hooks(keep, give):
+        with saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        _keepers.innermost = before
+        _hooks.innermost = before
 
 
-def _kept(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _saved(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that returns x in backward, detached from its graph."""
     x = x.detach()
-    if _keepers.innermost is None:
+    if _hooks.innermost is None:
         return lambda: x
-    keep, give = _keepers.innermost
-    held = keep(x)
-    return lambda: give(held)
+    pack, unpack = _hooks.innermost
+    packed = pack(x)
+    return lambda: unpack(packed)
 
 
-def again(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Again:
+def recomputation(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Recomputation:
     """A function that computes function(x) again, for consumers of function(x) that do not keep it."""
-    kept = _kept(x)
-    return lambda: function(kept())
+    saved = _saved(x)
+    return lambda: function(saved())
 
 
 def in_backward(compute: Callable[[], Result], comm: Comm) -> Result:
@@ -89,9 +89,9 @@ class _Dropped:
 
     def __init__(self, comm: Comm, function: Callable[..., torch.Tensor], inputs: tuple[Any, ...]):
         self._comm, self._function = comm, function
-        self._inputs = [_again_a_leaf(each) for each in inputs]
+        self._inputs = [_saved_leaf(value) for value in inputs]
         self._count = 0
-        self._again: dict[int, torch.Tensor] = {}
+        self._recomputed: dict[int, torch.Tensor] = {}
 
     def drop(self, tensor: torch.Tensor) -> int:
         """A number that replaces the tensor."""
@@ -100,38 +100,38 @@ class _Dropped:
 
     def recomputed(self, number: int) -> torch.Tensor:
         """The tensor with this number, once; forward runs again for the first one that backward asks for."""
-        if number not in self._again:
-            self._compute_again()
-        return self._again.pop(number)
+        if number not in self._recomputed:
+            self._recompute()
+        return self._recomputed.pop(number)
 
-    def _compute_again(self) -> None:
-        self._again.clear()
-        kept = 0
+    def _recompute(self) -> None:
+        self._recomputed.clear()
+        count = 0
 
         def keep(tensor: torch.Tensor) -> None:
-            nonlocal kept
-            self._again[kept] = tensor.detach()
-            kept += 1
-            if kept == self._count:
+            nonlocal count
+            self._recomputed[count] = tensor.detach()
+            count += 1
+            if count == self._count:
                 raise _EnoughRecomputed
 
         def refuse(nothing: None) -> torch.Tensor:
-            raise RuntimeError("a forward that runs again has no backward of its own")
+            raise RuntimeError("a recomputed forward has no backward of its own")
 
-        inputs = [each() for each in self._inputs]
+        inputs = [value() for value in self._inputs]
         try:
             with torch.enable_grad(), self._comm.step.forward_work(), saved_tensors_hooks(keep, refuse):
                 self._function(*inputs)
         except _EnoughRecomputed:
             return
         raise RuntimeError(
-            f"forward kept {self._count} tensors, and {kept} when it ran again: it must do the same each time"
+            f"forward saved {self._count} tensors, but {count} when it was recomputed: it must do the same each time"
         )
 
 
-def _again_a_leaf(value: Any) -> Callable[[], Any]:
+def _saved_leaf(value: Any) -> Callable[[], Any]:
     """A function that returns an input in backward, detached from the graph that it came from."""
     if not isinstance(value, torch.Tensor):
         return lambda: value
-    kept, has_gradient = _kept(value), value.requires_grad
-    return lambda: kept().detach().requires_grad_(has_gradient)
+    saved, has_gradient = _saved(value), value.requires_grad
+    return lambda: saved().detach().requires_grad_(has_gradient)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from manta.workers.parallel import recompute
-from manta.workers.parallel.recompute.modules import kept_through
+from manta.workers.parallel.recompute.modules import activation_hooks
 from manta.workers.system.pinned import Streams, copy_streams
 
 LARGEST_SHARE = 4
@@ -44,17 +44,17 @@ class HostBlocks:
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def take(self, like: torch.Tensor) -> torch.Tensor:
+    def acquire(self, like: torch.Tensor) -> torch.Tensor:
         """A block of the size and dtype of the vector `like`."""
         size = block_bytes(like.nbytes)
         block = self._free[size].pop() if self._free[size] else host_memory(size, like.is_cuda)
         return block[: like.nbytes].view(like.dtype)
 
-    def give_back(self, taken: torch.Tensor) -> None:
+    def release_block(self, block: torch.Tensor) -> None:
         """Return a block."""
-        whole = taken.view(torch.uint8)
-        size = block_bytes(len(whole))
-        self._free[size].append(whole.as_strided((size,), (1,)))
+        storage = block.view(torch.uint8)
+        size = block_bytes(len(storage))
+        self._free[size].append(storage.as_strided((size,), (1,)))
 
 
 def block_bytes(size: int) -> int:
@@ -76,15 +76,15 @@ def memory_of(tensor: torch.Tensor) -> int:
 class _Stored:
     """Memory in which autograd keeps something; deleted when nothing in it is kept any more."""
 
-    def __init__(self, layer: OffloadedLayer, whole: torch.Tensor):
+    def __init__(self, layer: OffloadedLayer, storage: torch.Tensor):
         self.layer = layer
-        self.device: torch.Tensor | None = whole
+        self.device: torch.Tensor | None = storage
         """All of the memory as a vector, while it is on the device."""
         self.host: torch.Tensor | None = None
 
     def __del__(self) -> None:
         if self.host is not None:  # backward has failed before
-            self.layer.host.give_back(self.host)
+            self.layer.host.release_block(self.host)
 
 
 @dataclass(frozen=True)
@@ -100,29 +100,29 @@ class _Saved:
 class OffloadedLayer:
     """What is kept of one layer's forward of one micro-batch."""
 
-    def __init__(self, host: HostBlocks, stays: Collection[int]):
-        """`host`: memory for it; `stays`: memory that is not copied."""
-        self.host, self._stays = host, stays
+    def __init__(self, host: HostBlocks, not_copied: Collection[int]):
+        """`host`: memory for it; `not_copied`: memory that is not copied."""
+        self.host, self._not_copied = host, not_copied
         self._new: dict[tuple[int, torch.dtype], _Stored] = {}
         self._stored: list[weakref.ref[_Stored]] = []
         self._device: torch.device | None = None
         self._streams: Streams | None = None
         self._copied: torch.cuda.Event | None = None
         self._fetched: torch.cuda.Event | None = None
-        self._here = True
+        self._on_device = True
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         """What autograd should hold instead of the tensor; may be the tensor itself."""
         size, memory = tensor.untyped_storage().nbytes(), memory_of(tensor)
-        if size < recompute.OFFLOADED_BYTES or size > LARGEST_SHARE * tensor.nbytes or memory in self._stays:
+        if size < recompute.OFFLOADED_BYTES or size > LARGEST_SHARE * tensor.nbytes or memory in self._not_copied:
             return tensor
         key = memory, tensor.dtype
         if key not in self._new:
-            whole = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
-            self._new[key] = _Stored(self, whole)
+            storage = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
+            self._new[key] = _Stored(self, storage)
         return _Saved(self._new[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def give(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
         """The tensor for what autograd holds."""
         if isinstance(saved, torch.Tensor):
             return saved
@@ -133,19 +133,21 @@ class OffloadedLayer:
         assert saved.stored.device is not None
         return saved.stored.device.as_strided(saved.size, saved.stride, saved.offset)
 
-    def leave(self) -> None:
+    def start_copy_to_host(self) -> None:
         """Forward has been queued: begin to copy to the host."""
         kept = list(self._new.values())
         self._new = {}
-        self._stored = [weakref.ref(each) for each in kept]
+        self._stored = [weakref.ref(stored) for stored in kept]
         if not kept:
             return
-        wholes = [each.device for each in kept if each.device is not None]
-        self._device = wholes[0].device
-        self._streams = copy_streams(self._device) if wholes[0].is_cuda else None
-        for stored, whole in zip(kept, wholes, strict=True):
-            stored.host = self.host.take(whole)
-        pairs = [(each.host, whole) for each, whole in zip(kept, wholes, strict=True) if each.host is not None]
+        storages = [stored.device for stored in kept if stored.device is not None]
+        self._device = storages[0].device
+        self._streams = copy_streams(self._device) if storages[0].is_cuda else None
+        for stored, storage in zip(kept, storages, strict=True):
+            stored.host = self.host.acquire(storage)
+        pairs = [
+            (stored.host, storage) for stored, storage in zip(kept, storages, strict=True) if stored.host is not None
+        ]
         self._copied = self._copy(pairs, 0)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], direction: int) -> torch.cuda.Event | None:
@@ -169,24 +171,24 @@ class OffloadedLayer:
         """Free what has been copied; on a GPU, after the copies."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-        for each in self._alive():
-            each.device = None
-        self._here = False
+        for stored in self._alive():
+            stored.device = None
+        self._on_device = False
 
     def fetch(self) -> None:
         """Begin to bring the activations back, unless that has begun."""
-        if self._here:
+        if self._on_device:
             return
-        self._here, pairs = True, []
-        for each in self._alive():
-            assert each.host is not None
-            each.device = device_memory(each.host, self._device)
-            pairs.append((each.device, each.host))
-            each.host = None
+        self._on_device, pairs = True, []
+        for stored in self._alive():
+            assert stored.host is not None
+            stored.device = device_memory(stored.host, self._device)
+            pairs.append((stored.device, stored.host))
+            stored.host = None
         if pairs:
             self._fetched = self._copy(pairs, 1)  # after the copies to the host, which have been waited for
         for _, host in pairs:
-            self.host.give_back(host)
+            self.host.release_block(host)
 
     def __del__(self) -> None:
         # Backward has failed before anything waited, and the memory that is copied to becomes free now.
@@ -194,16 +196,17 @@ class OffloadedLayer:
             torch.cuda.current_stream(self._device).wait_event(self._fetched)
 
     def _alive(self) -> list[_Stored]:
-        return [stored for each in self._stored if (stored := each()) is not None]
+        return [stored for reference in self._stored if (stored := reference()) is not None]
 
 
 class OffloadedPass:
     """The layers of one virtual stage in one micro-batch's forward, some of which are offloaded."""
 
-    def __init__(self, layers: int, count: int, host: HostBlocks, stays: Collection[int]):
-        """`layers`: of the stage, `count` of them offloaded; `host`: memory for these; `stays`: memory not copied."""
-        self._layers, self._count, self._host, self._stays = layers, count, host, set(stays)
-        self._place = 0
+    def __init__(self, layers: int, count: int, host: HostBlocks, not_copied: Collection[int]):
+        """`layers`: of the stage, `count` of them offloaded; `host`: memory for these; `not_copied`: memory not
+        copied."""
+        self._layers, self._count, self._host, self._not_copied = layers, count, host, set(not_copied)
+        self._position = 0
         self._below: OffloadedLayer | None = None
         """The last offloaded layer."""
         self._before: OffloadedLayer | None = None
@@ -212,13 +215,13 @@ class OffloadedPass:
     def run(self, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """layer(x) of the next layer."""
         if x.is_leaf and x.requires_grad:  # it is kept for its gradient
-            self._stays.add(memory_of(x))
+            self._not_copied.add(memory_of(x))
         wanted = [self._before] if self._before is not None else []
-        if recompute.waits_on_host(self._place, self._layers, self._count):
-            offloaded = OffloadedLayer(self._host, self._stays)
-            with kept_through(offloaded.keep, offloaded.give):
+        if recompute.is_offloaded(self._position, self._layers, self._count):
+            offloaded = OffloadedLayer(self._host, self._not_copied)
+            with activation_hooks(offloaded.pack, offloaded.unpack):
                 y = layer(x)
-            offloaded.leave()
+            offloaded.start_copy_to_host()
             # The layer below is copied back while everything in between computes, so that the link is never idle.
             wanted = [offloaded]
             if self._below is not None:
@@ -227,7 +230,7 @@ class OffloadedPass:
             self._below = self._before = offloaded
         else:
             y, self._before = layer(x), None
-        self._place += 1
+        self._position += 1
         if wanted and y.requires_grad:
             y.register_hook(lambda _: _fetch(wanted))  # when this layer's backward is about to begin
         return y
@@ -239,5 +242,5 @@ class OffloadedPass:
 
 
 def _fetch(layers: list[OffloadedLayer]) -> None:
-    for each in layers:
-        each.fetch()
+    for layer in layers:
+        layer.fetch()

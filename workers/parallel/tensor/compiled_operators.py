@@ -29,16 +29,16 @@ class Product(Protocol):
     region: Region
 
 
-_PLACES: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_LAYERS_BY_WEIGHT: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def enter(layer: Product) -> None:
     """Let the operators find `layer` by its weight, which must not be moved from then on."""
-    _PLACES[layer.weight.data_ptr()] = layer
+    _LAYERS_BY_WEIGHT[layer.weight.data_ptr()] = layer
 
 
-def _place_of(weight: torch.Tensor) -> Product:
-    place: Product = _PLACES[weight.data_ptr()]
+def _product_of(weight: torch.Tensor) -> Product:
+    place: Product = _LAYERS_BY_WEIGHT[weight.data_ptr()]
     return place
 
 
@@ -51,7 +51,7 @@ def _to_keep(place: Product, *tensors: torch.Tensor) -> list[torch.Tensor]:
 @torch.library.custom_op("manta::column_parallel", mutates_args=())
 def column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gathers: int) -> torch.Tensor:
     """x W^T + b, x gathered along the sequence from `gathers` ranks."""
-    return column_forward(x, [weight], [bias], _place_of(weight).region)[0]
+    return column_forward(x, [weight], [bias], _product_of(weight).region)[0]
 
 
 @column_parallel.register_fake
@@ -62,7 +62,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gathers:
 @torch.library.custom_op("manta::column_parallel_backward", mutates_args=())
 def column_parallel_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gathers: int) -> torch.Tensor:
     """The gradient of x."""
-    place = _place_of(weight)
+    place = _product_of(weight)
     grad, x = _to_keep(place, grad, x)
     grad_x = column_backward([grad], x, [place.weight], [place.bias], place.region)
     return grad_x if grad_x.is_contiguous() else grad_x.contiguous()
@@ -83,7 +83,7 @@ def column_parallel_pair(
     gathers: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two such products of the same x, which is gathered once."""
-    one, other = column_forward(x, [first, second], [first_bias, second_bias], _place_of(first).region)
+    one, other = column_forward(x, [first, second], [first_bias, second_bias], _product_of(first).region)
     return one, other
 
 
@@ -105,7 +105,7 @@ def column_parallel_pair_backward(
     grad: torch.Tensor, other_grad: torch.Tensor, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of x, which is reduced once."""
-    one, other = _place_of(first), _place_of(second)
+    one, other = _product_of(first), _product_of(second)
     weights, biases = [one.weight, other.weight], [one.bias, other.bias]
     *grads, x = _to_keep(one, grad, other_grad, x)
     grad_x = column_backward(grads, x, weights, biases, one.region)
@@ -122,7 +122,7 @@ def _(
 @torch.library.custom_op("manta::row_parallel", mutates_args=())
 def row_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scatters: int) -> torch.Tensor:
     """The sum over ranks of x W^T, plus b, scattered along the sequence over `scatters` ranks."""
-    return row_forward(x, weight, bias, _place_of(weight).region)
+    return row_forward(x, weight, bias, _product_of(weight).region)
 
 
 @row_parallel.register_fake
@@ -133,7 +133,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scatters
 @torch.library.custom_op("manta::row_parallel_backward", mutates_args=())
 def row_parallel_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scatters: int) -> torch.Tensor:
     """The gradient of x."""
-    place = _place_of(weight)
+    place = _product_of(weight)
     kept_grad, kept_x = _to_keep(place, grad.contiguous(), x)
     return row_backward(kept_grad, lambda: kept_x, place.weight, place.bias, place.region)
 

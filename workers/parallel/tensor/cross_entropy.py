@@ -184,15 +184,15 @@ BY_BLOCKS = LossKernels(_sums_by_blocks, _exponentials_by_blocks, _scaled_rows)
 """Kernels made of separate torch operators."""
 
 
-def _whole_sums(logits_nv: torch.Tensor, less_n: torch.Tensor) -> torch.Tensor:
+def _full_sums(logits_nv: torch.Tensor, less_n: torch.Tensor) -> torch.Tensor:
     return (logits_nv.to(less_n.dtype) - less_n.unsqueeze(1)).exp().sum(1)
 
 
-def _whole_exponentials(logits_nv: torch.Tensor, less_n: torch.Tensor) -> None:
+def _full_exponentials(logits_nv: torch.Tensor, less_n: torch.Tensor) -> None:
     logits_nv.copy_((logits_nv.to(less_n.dtype) - less_n.unsqueeze(1)).exp())
 
 
-def _whole_scaled(grad_nv: torch.Tensor, factor_n: torch.Tensor) -> None:
+def _full_scaled(grad_nv: torch.Tensor, factor_n: torch.Tensor) -> None:
     grad_nv.copy_(grad_nv.to(factor_n.dtype) * factor_n.unsqueeze(1))
 
 
@@ -201,9 +201,9 @@ def compiled_kernels() -> LossKernels:
     """Kernels made by torch.compile: each logit is read once, and nothing is stored in between. Sums are rounded
     differently from those by blocks."""
     return LossKernels(
-        torch.compile(_whole_sums, dynamic=True),
-        torch.compile(_whole_exponentials, dynamic=True),
-        torch.compile(_whole_scaled, dynamic=True),
+        torch.compile(_full_sums, dynamic=True),
+        torch.compile(_full_exponentials, dynamic=True),
+        torch.compile(_full_scaled, dynamic=True),
     )
 
 
@@ -277,11 +277,11 @@ class HeadLoss:
         """Losses of x [s or s/t, b, h], contiguous, with targets in the order of its tokens; with `z_weight`, squares
         of log Z too. With `gradients` also the gradient of x, and the weight's gradient is added to its sum."""
         region = self.region
-        whole = gather(x, region)
-        x_nh = whole.reshape(-1, whole.shape[-1])
+        gathered = gather(x, region)
+        x_nh = gathered.reshape(-1, gathered.shape[-1])
         wide = torch.float32 if x.element_size() < 4 else x.dtype
         results_2n = torch.empty(2 if z_weight else 1, len(x_nh), dtype=wide, device=x.device)
-        grad = torch.empty_like(whole) if gradients is not None and gradients.of_input else None
+        grad = torch.empty_like(gathered) if gradients is not None and gradients.of_input else None
         reducing = None
         for tokens, is_last in self._parts(len(x_nh)):
             grad_mv = self._losses(x_nh[tokens], targets_n[tokens], z_weight, results_2n[:, tokens], gradients)

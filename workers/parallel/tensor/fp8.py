@@ -37,7 +37,7 @@ class _Weight:
 
     def __init__(self, weight: nn.Parameter):
         self.weight, self.is_trained = weight.detach(), weight.requires_grad
-        self.cast: Both | None = None
+        self.cast: CastPair | None = None
 
 
 class Fp8Products(TorchProducts):
@@ -75,8 +75,8 @@ class Fp8Products(TorchProducts):
 
     def begin(self) -> None:
         """A step begins, possibly with other weights."""
-        for each in self._weights.values():
-            each.cast = None
+        for weight in self._weights.values():
+            weight.cast = None
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b."""
@@ -112,7 +112,7 @@ class Fp8Products(TorchProducts):
         self._gradients = []
         for grad_no, weight in zip(grads_no, known, strict=True):
             if weight.is_trained:
-                rows, columns = self._casts.both(grad_no, self._of_gradients)
+                rows, columns = self._casts.pair(grad_no, self._of_gradients)
                 self._gradients.append((grad_no, columns))
             else:
                 rows = self._casts.rows(grad_no, self._of_gradients)
@@ -162,9 +162,9 @@ class Fp8Products(TorchProducts):
         known = [self._weights.get(weight.data_ptr()) for weight in weights]
         return [each for each in known if each is not None] if all(known) else None
 
-    def _both(self, known: _Weight) -> Both:
+    def _both(self, known: _Weight) -> CastPair:
         if known.cast is None:
-            known.cast = self._casts.both(known.weight, E4M3)
+            known.cast = self._casts.pair(known.weight, E4M3)
         return known.cast
 
 
@@ -198,7 +198,7 @@ def refuse_without_kernels(capability: tuple[int, int]) -> None:
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST = 2.0**-100
+SMALLEST_SCALED = 2.0**-100
 """Lower bound for the largest element, for a matrix of zeros."""
 EXPONENT_BITS = 0x7F800000
 """The exponent bits of an fp32 number."""
@@ -213,7 +213,7 @@ class Cast(NamedTuple):
     """1 / scale, fp32: a scalar, or [m, 1] where each row has its own."""
 
 
-class Both(NamedTuple):
+class CastPair(NamedTuple):
     """A matrix cast for products that sum along its rows, and for those that sum along its columns."""
 
     rows: Cast
@@ -225,7 +225,7 @@ class Both(NamedTuple):
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The largest power of two, fp32, with which elements up to `largest` stay within `dtype`. If `largest` is not
     finite, the scale makes all elements NaN, as they would be after any step with them."""
-    room = torch.finfo(dtype).max / largest.float().clamp_min(LEAST)
+    room = torch.finfo(dtype).max / largest.float().clamp_min(SMALLEST_SCALED)
     return (room.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 
@@ -246,10 +246,10 @@ def tensor_columns(x_mk: torch.Tensor, dtype: torch.dtype) -> Cast:
     return Cast(values.t().contiguous(), inverse)
 
 
-def tensor_both(x_mk: torch.Tensor, dtype: torch.dtype) -> Both:
+def tensor_cast_pair(x_mk: torch.Tensor, dtype: torch.dtype) -> CastPair:
     """Both casts, with one scale."""
     rows = tensor_rows(x_mk, dtype)
-    return Both(rows, Cast(rows.values.t().contiguous(), rows.inverse))
+    return CastPair(rows, Cast(rows.values.t().contiguous(), rows.inverse))
 
 
 def row_rows(x_mk: torch.Tensor, dtype: torch.dtype) -> Cast:
@@ -264,9 +264,9 @@ def row_columns(x_mk: torch.Tensor, dtype: torch.dtype) -> Cast:
     return Cast(_rounded(x_mk, scale_1k, dtype).t().contiguous(), (1.0 / scale_1k).view(-1, 1))
 
 
-def row_both(x_mk: torch.Tensor, dtype: torch.dtype) -> Both:
+def row_cast_pair(x_mk: torch.Tensor, dtype: torch.dtype) -> CastPair:
     """Both casts, each with a scale for each of its own rows."""
-    return Both(row_rows(x_mk, dtype), row_columns(x_mk, dtype))
+    return CastPair(row_rows(x_mk, dtype), row_columns(x_mk, dtype))
 
 
 class Casts(NamedTuple):
@@ -274,13 +274,13 @@ class Casts(NamedTuple):
 
     rows: Callable[[torch.Tensor, torch.dtype], Cast]
     columns: Callable[[torch.Tensor, torch.dtype], Cast]
-    both: Callable[[torch.Tensor, torch.dtype], Both]
+    pair: Callable[[torch.Tensor, torch.dtype], CastPair]
 
     def compiled(self) -> Casts:
         """Each function compiled to as few passes over the matrix as torch.compile finds."""
         compile_ = partial(torch.compile, dynamic=False)
-        return Casts(compile_(self.rows), compile_(self.columns), compile_(self.both))
+        return Casts(compile_(self.rows), compile_(self.columns), compile_(self.pair))
 
 
-BY_TENSOR = Casts(tensor_rows, tensor_columns, tensor_both)
-BY_ROW = Casts(row_rows, row_columns, row_both)
+BY_TENSOR = Casts(tensor_rows, tensor_columns, tensor_cast_pair)
+BY_ROW = Casts(row_rows, row_columns, row_cast_pair)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from manta.workers.parallel.recompute.modules import Again
+from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor import compiled_operators
 from manta.workers.parallel.tensor.linear_autograd import (
     column_parallel,
     column_parallel_pair,
+    embedding_lookup,
     gated_row_parallel,
     gelu_row_parallel,
-    look_up,
     row_parallel,
 )
 from manta.workers.parallel.tensor.products import APPROXIMATION, Gelu
@@ -45,21 +45,24 @@ class ColumnParallelLinear(ShardedModule):
         bias_shard = ParameterShard((outputs,), 0, start, copies=copies, group="bias")
         self.bias = self.add_parameter("bias", (rows,), bias_shard) if bias else None
 
-    def forward(self, x: torch.Tensor, again: Again | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, recompute_input: Recomputation | None = None) -> torch.Tensor:
         """[s or s/t, b, in] -> [s, b, out/t]."""
         if torch.compiler.is_compiling():
             return compiled_operators.column_parallel(x, self.weight, self.bias, self.region.sequence_split)
-        return column_parallel(x, self.weight, self.bias, self.region, again)
+        return column_parallel(x, self.weight, self.bias, self.region, recompute_input)
 
 
-def both(
-    x: torch.Tensor, first: ColumnParallelLinear, second: ColumnParallelLinear, again: Again | None = None
+def paired_forward(
+    x: torch.Tensor,
+    first: ColumnParallelLinear,
+    second: ColumnParallelLinear,
+    recompute_input: Recomputation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two column-parallel layers of the same x, which is gathered and reduced once."""
     region, pair = first.region, ((first.weight, first.bias), (second.weight, second.bias))
     if torch.compiler.is_compiling():
         return compiled_operators.column_parallel_pair(x, *pair[0], *pair[1], region.sequence_split)
-    return column_parallel_pair(x, *pair, region, again)
+    return column_parallel_pair(x, *pair, region, recompute_input)
 
 
 class RowParallelLinear(ShardedModule):
@@ -142,10 +145,10 @@ class VocabularyParallelEmbedding(ShardedModule):
         """Each rank looks up the tokens that it holds; other rows are zero in its partial sum."""
         region = self.region
         if region.tensor_size == 1:
-            return look_up(tokens_sb, self.weight, region)
+            return embedding_lookup(tokens_sb, self.weight, region)
         local_sb = tokens_sb - self.start
         foreign_sb = (local_sb < 0) | (local_sb >= self.rows)
-        x_sbh = look_up(local_sb.masked_fill(foreign_sb, 0), self.weight, region)
+        x_sbh = embedding_lookup(local_sb.masked_fill(foreign_sb, 0), self.weight, region)
         x_sbh = x_sbh.masked_fill(foreign_sb.unsqueeze(-1), 0.0)
         return leave(x_sbh, region)
 
@@ -172,9 +175,11 @@ class PositionEmbedding(ShardedModule):
 class VocabularyParallelOutput(ShardedModule):
     """Logits: [s or s/t, b, h] -> [s, b, v/t]."""
 
-    def __init__(self, hidden_size: int, vocabulary_size: int, region: Region, std: float, never_put_off: bool = False):
+    def __init__(
+        self, hidden_size: int, vocabulary_size: int, region: Region, std: float, never_deferred: bool = False
+    ):
         super().__init__()
-        self.region, self.never_put_off = region, never_put_off
+        self.region, self.never_deferred = region, never_deferred
         rows = vocabulary_rows(vocabulary_size, region.tensor_size)
         shard = ParameterShard((vocabulary_size, hidden_size), 0, region.comm.index("tensor") * rows, std=std)
         self.weight = self.add_parameter("weight", (rows, hidden_size), shard)

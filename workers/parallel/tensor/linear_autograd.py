@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manta.workers.comm.backend import DONE, Handle
-from manta.workers.parallel.recompute.modules import Again, in_backward
+from manta.workers.parallel.recompute.modules import Recomputation, in_backward
 from manta.workers.parallel.tensor.products import Gelu
 from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
@@ -62,9 +62,9 @@ def column_backward(
 
     def add_weight_gradients() -> None:
         if needed is not None:
-            whole = gathered[0] if gathered is not None else gather(needed, region)
+            full = gathered[0] if gathered is not None else gather(needed, region)
             trained = [each for each in zip(weights, grads_no, strict=True) if each[0].requires_grad]
-            whole_ni = whole.reshape(-1, whole.shape[-1])
+            whole_ni = full.reshape(-1, full.shape[-1])
             store.add_products([weight for weight, _ in trained], [grad_no for _, grad_no in trained], whole_ni)
         for grad_no, bias in zip(grads_no, biases, strict=True):
             if bias is not None and bias.requires_grad:
@@ -153,18 +153,26 @@ def _backward_alone(
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, region: Region, again: Again | None, weights: Weights, biases: Biases
+        ctx: Any,
+        x: torch.Tensor,
+        region: Region,
+        recompute_input: Recomputation | None,
+        weights: Weights,
+        biases: Biases,
     ) -> tuple[torch.Tensor, ...]:
         # Parameters stay attributes: within a recomputed layer, saved tensors are restored as different objects.
-        ctx.region, ctx.again, ctx.weights, ctx.biases = region, again, weights, biases
-        ctx.save_for_backward(x if again is None and _trained(weights) else None)
+        ctx.region, ctx.recompute_input, ctx.weights, ctx.biases = region, recompute_input, weights, biases
+        ctx.save_for_backward(x if recompute_input is None and _trained(weights) else None)
         return column_forward(x, weights, biases, region)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        again, ctx.again = ctx.again, None  # it refers to memory that is not needed any more
-        computes_again = again is not None and _trained(ctx.weights)
-        x = in_backward(again, ctx.region.comm) if computes_again else ctx.saved_tensors[0]
+        recompute_input, ctx.recompute_input = (
+            ctx.recompute_input,
+            None,
+        )  # it refers to memory that is not needed any more
+        recomputes = recompute_input is not None and _trained(ctx.weights)
+        x = in_backward(recompute_input, ctx.region.comm) if recomputes else ctx.saved_tensors[0]
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)
         return grad_x, None, None, None, None
 
@@ -251,7 +259,7 @@ class _GatedRowParallel(torch.autograd.Function):
         return grad_gate, grad_up, grads[0] if ctx.added else None, None, None, None
 
 
-class _LookUp(torch.autograd.Function):
+class _EmbeddingLookup(torch.autograd.Function):
     """Rows of a table, whose gradient goes straight to the flat buffer."""
 
     @staticmethod
@@ -269,10 +277,14 @@ class _LookUp(torch.autograd.Function):
 
 
 def column_parallel(
-    x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, again: Again | None = None
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    region: Region,
+    recompute_input: Recomputation | None = None,
 ) -> torch.Tensor:
-    """x W^T + b: [s or s/t, b, i] -> [s, b, o/t], W [o/t, i]. With `again`, x is not kept for backward."""
-    return _ColumnParallel.apply(x, region, again, (weight,), (bias,))[0]
+    """x W^T + b: [s or s/t, b, i] -> [s, b, o/t], W [o/t, i]. With `recompute_input`, x is not kept for backward."""
+    return _ColumnParallel.apply(x, region, recompute_input, (weight,), (bias,))[0]
 
 
 def column_parallel_pair(
@@ -280,10 +292,10 @@ def column_parallel_pair(
     first: tuple[nn.Parameter, nn.Parameter | None],
     second: tuple[nn.Parameter, nn.Parameter | None],
     region: Region,
-    again: Again | None = None,
+    recompute_input: Recomputation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two such products of the same x, given as (weight, bias), which is gathered and reduced once."""
-    return _ColumnParallel.apply(x, region, again, *zip(first, second, strict=True))
+    return _ColumnParallel.apply(x, region, recompute_input, *zip(first, second, strict=True))
 
 
 def row_parallel(
@@ -321,9 +333,9 @@ def gated_row_parallel(
     return _GatedRowParallel.apply(gate, up, residual, (weight, bias), region, recompute)
 
 
-def look_up(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:
+def embedding_lookup(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:
     """Rows [s, b] of weight [v, h] -> [s, b, h]."""
-    return _LookUp.apply(rows_sb, weight, region.weight_gradients)
+    return _EmbeddingLookup.apply(rows_sb, weight, region.weight_gradients)
 
 
 _Rows = tuple[int, int]
@@ -370,10 +382,10 @@ def _gathering(x: torch.Tensor, rows: _Rows, region: Region) -> tuple[torch.Tens
     return gathered, gathering or DONE
 
 
-def _of_each_rank(whole: torch.Tensor, rows: _Rows, ranks: int) -> torch.Tensor:
+def _of_each_rank(full: torch.Tensor, rows: _Rows, ranks: int) -> torch.Tensor:
     """The `rows` of every rank's part of the sequence: [s, b, o] -> [t, n, o], a view; n: tokens of a chunk of one
     rank's part."""
-    by_rank = whole.view(ranks, len(whole) // ranks, -1, whole.shape[-1])
+    by_rank = full.view(ranks, len(full) // ranks, -1, full.shape[-1])
     return by_rank[:, slice(*rows)].flatten(1, 2)
 
 

@@ -2,9 +2,9 @@
 initial values.
 
 Initial values are a function of (seed, layout-free name) only, so that all layouts start equal, and no rank draws much
-more than it holds. A parameter of up to WHOLE numbers is one draw, of which a rank takes its part. A larger one is
-divided into tiles of the whole parameter, each drawn from a seed of its own: a rank draws the tiles that overlap with
-its part, several at a time.
+more than it holds. A parameter of up to SINGLE_DRAW_ELEMENTS numbers is one draw, of which a rank takes its part. A
+larger one is divided into tiles of the full parameter, each drawn from a seed of its own: a rank draws the tiles that
+overlap with its part, several at a time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ShardedModule(nn.Module):
     by_autograd = False
     """Whether autograd itself adds the gradients of its parameters. Otherwise they go to WeightGradients, under the
     zero-bubble schedules in the weights' pass (workers/parallel/tensor/weight_gradients.py)."""
-    never_put_off = False
+    never_deferred = False
     """Whether they go there in the first half of backward even under those schedules."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def named_shards(model: nn.Module) -> list[NamedShard]:
     return entries
 
 
-WHOLE = 2**22
+SINGLE_DRAW_ELEMENTS = 2**22
 """Most numbers in one draw."""
 TILE = 2**20
 """Numbers in a tile."""
@@ -158,7 +158,7 @@ class _Tile:
 
 def _tiles(height: int, width: int, rows: _Bounds, columns: _Bounds) -> Iterator[_Tile]:
     """The tiles of a parameter of `height` x `width` that overlap with `rows` and `columns`."""
-    if height * width <= WHOLE:
+    if height * width <= SINGLE_DRAW_ELEMENTS:
         yield _Tile((0, height), (0, width))
         return
     wide = min(width, TILE_COLUMNS)

@@ -39,7 +39,7 @@ class WeightGradients:
         return self._kept is not None
 
     @contextmanager
-    def kept(self) -> Iterator[list[Task]]:
+    def deferred(self) -> Iterator[list[Task]]:
         """Within the block, tasks are deferred to the list that it yields."""
         tasks: list[Task] = []
         self._kept = tasks

@@ -16,7 +16,7 @@ from plain_gpt import random_weights
 from rank_programs import START, Trained, assemble, attempts, broken_off, micro_batches, run_steps, train_job
 
 from manta.workers.accounting.flops import waiting_gradient_buffers
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import ParallelConfig
@@ -190,7 +190,7 @@ def test_replicas_that_come_and_go_change_no_bit(ranks, corpus, tmp_path, name):
         document["checkpoint"] = {"every_steps": 1}
         curve, state = train(ranks, document, str(tmp_path), None, resume, step)
         numbers += curve[:1]
-        resume = Resume("checkpoint", step, str(whole_checkpoints(tmp_path)[-1][0]))
+        resume = Resume("checkpoint", step, str(complete_checkpoints(tmp_path)[-1][0]))
     assert numbers == clean[0][:STEPS]
     assert same((numbers, state), (clean[0][:STEPS], clean[1]))
 

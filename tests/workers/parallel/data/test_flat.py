@@ -78,12 +78,12 @@ def test_frozen_parameters_lie_behind_all_others_and_have_no_gradient():
         each.parameter.requires_grad_(False)
     flat = FlatParameters(entries, 3, CPU)
     assert (names(flat.slots), names(flat.frozen)) == (["a", "b"], ["table", "norm"])
-    assert (len(flat.parameters), len(flat.gradients)) == (flat.whole, flat.size)
+    assert (len(flat.parameters), len(flat.gradients)) == (flat.total_size, flat.size)
     assert flat.frozen[0].start == flat.size
     assert not any(hasattr(slot.entry.parameter, "main_grad") for slot in flat.frozen)
     parts = [flat.frozen_part(replica) for replica in range(3)]
     assert [start for start, _ in parts] == [flat.size, *(end for _, end in parts[:-1])]
-    assert parts[-1][1] == flat.whole
+    assert parts[-1][1] == flat.total_size
     assert all((end - start) % ALIGNMENT == 0 for start, end in parts)
     assert flat.replicated() == [], "nothing of it is summed"
     assert flat.same_on_tensor_ranks() == [(flat.frozen[1].start, flat.frozen[1].start + 2 * ALIGNMENT)]

@@ -18,7 +18,7 @@ from plain_gpt import random_weights
 from rank_programs import attempts, train_job
 from repair_programs import Cut, train_through
 
-from manta.workers.checkpoint.catalog import whole_checkpoints
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.engine import Engine
 from manta.workers.parallel.data import adamw, offloaded
 from manta.workers.parallel.data.agreement import Loss
@@ -118,7 +118,7 @@ def test_its_snapshots_and_checkpoints_are_those_of_any_job(ranks, corpus, tmp_p
         folder = tmp_path / str(offload)
         on(ranks, job(corpus, True, {"data": 2, **BUCKETS}, precision=precision), write, str(folder), 2)
         if way == "checkpoint":
-            left: Any = str(whole_checkpoints(folder)[-1][0])
+            left: Any = str(complete_checkpoints(folder)[-1][0])
         else:
             left = tuple(str(each.path) for each in snapshot_files(folder))
         other = job(corpus, offload, {"pipeline": 2}, precision=precision)
@@ -206,7 +206,7 @@ def test_places_on_the_device_are_there_for_the_update_alone_and_no_more_than_th
         made.append(weakref.ref(place := torch.empty(offloaded.KINDS, elements)))
         return place
 
-    monkeypatch.setattr(offloaded, "device_place", noted)
+    monkeypatch.setattr(offloaded, "slice_buffer", noted)
     monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", FEW)
     one_step(True, "bf16", {}, one_pass=False)
     assert len(made) == 3 and all(place() is None for place in made)

@@ -17,7 +17,7 @@ from manta.workers.parallel.data.replica_check import (
     UNSOUND,
     hash_of,
     multipliers,
-    odd_ones,
+    outliers,
     same_bits,
 )
 from manta.workers.protocol.messages import Resume
@@ -66,7 +66,7 @@ def test_hash_is_the_sum_that_it_is_said_to_be():
     ({0: 7, 1: 8}, {0: SOUND, 1: SOUND}, {0, 1}, False),
 ])  # fmt: skip
 def test_who_is_named(hashes, sound, odd, certain):
-    assert odd_ones(hashes, sound) == (odd, certain)
+    assert outliers(hashes, sound) == (odd, certain)
 
 
 @pytest.mark.parametrize("place", [None, 0, 150, 299])

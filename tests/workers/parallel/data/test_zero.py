@@ -68,17 +68,17 @@ def test_statistics_tell_each_ranks_own_time_whether_anything_changed_and_whethe
         return engine.optimizer.step(1e-3, agreed_loss, memory_bytes=10**9)
 
     good, bad = statistics(128.0), statistics(float("nan"))
-    assert (good.loss, good.updated, good.asked_to_end) == (2.0, True, False)
+    assert (good.loss, good.updated, good.end_requested) == (2.0, True, False)
     assert not bad.updated
     assert statistics(0.0, tokens=0.0).loss == 0.0, "no token has a target"
     assert good.own_seconds[0] == 0.0 < good.own_seconds[1] < 1e6, "not its memory"
     engine.optimizer.limits = (1.9, 100.0)
     assert not statistics(128.0).updated
-    engine.comm.ask_to_end(engine.comm.generation)
+    engine.comm.request_end(engine.comm.generation)
     last = statistics(64.0)
-    assert last.asked_to_end and not last.asked_to_rest
-    engine.comm.ask_to_rest(engine.comm.generation)
-    assert statistics(64.0).asked_to_rest and not last.saving
+    assert last.end_requested and not last.rest_requested
+    engine.comm.request_rest(engine.comm.generation)
+    assert statistics(64.0).rest_requested and not last.saving
     engine.comm.saving = True
     assert statistics(64.0).saving
 
@@ -101,4 +101,4 @@ def test_frozen_parameters_are_kept_as_a_whole_where_the_state_is(zero, parts):
     job = spec(train={"frozen": ["embedding"]}, parallel={"data": 2, "zero": zero})
     for rank in (0, 1):
         engine = Engine(job, lone_rank(job, rank))
-        assert sum(map(len, engine.frozen_state())) == (engine.flat.whole - engine.flat.size) // parts > 0
+        assert sum(map(len, engine.frozen_state())) == (engine.flat.total_size - engine.flat.size) // parts > 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from manta.workers.config import ParallelConfig
 from manta.workers.parallel.pipeline.schedules import KINDS
-from manta.workers.parallel.pipeline.stages import even_counts, layer_counts, layers_of, place, virtual_stage
+from manta.workers.parallel.pipeline.stages import chunk_location, even_counts, layer_counts, layers_of, virtual_stage
 
 
 @pytest.mark.parametrize("stages", range(1, 17))
@@ -17,7 +17,7 @@ from manta.workers.parallel.pipeline.stages import even_counts, layer_counts, la
 )
 def test_places_and_virtual_stages_are_one_to_one(kind, stages, virtual_stages):
     total = stages * virtual_stages
-    places = [place(kind, stages, virtual_stages, index) for index in range(total)]
+    places = [chunk_location(kind, stages, virtual_stages, index) for index in range(total)]
     assert set(places) == {(rank, chunk) for rank in range(stages) for chunk in range(virtual_stages)}
     assert [virtual_stage(kind, stages, virtual_stages, rank, chunk) for rank, chunk in places] == list(range(total))
     for rank in range(stages):
@@ -26,23 +26,23 @@ def test_places_and_virtual_stages_are_one_to_one(kind, stages, virtual_stages):
 
 
 def test_chunks_go_round_robin_but_turn_back_under_zb_v():
-    assert [place("interleaved", 3, 2, index) for index in range(6)] == [
+    assert [chunk_location("interleaved", 3, 2, index) for index in range(6)] == [
         (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1),
     ]  # fmt: skip
-    assert [place("zb-v", 3, 2, index) for index in range(6)] == [
+    assert [chunk_location("zb-v", 3, 2, index) for index in range(6)] == [
         (0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1),
     ]  # fmt: skip
 
 
 def test_places_outside_the_model_are_refused():
     with pytest.raises(ValueError, match=r"virtual stage 6 is outside 0\.\.5"):
-        place("interleaved", 3, 2, 6)
+        chunk_location("interleaved", 3, 2, 6)
     with pytest.raises(ValueError, match=r"rank 3 is outside 0\.\.2"):
         virtual_stage("interleaved", 3, 2, 3, 0)
     with pytest.raises(ValueError, match=r"chunk -1 is outside 0\.\.1"):
         virtual_stage("interleaved", 3, 2, 0, -1)
     with pytest.raises(ValueError, match="zb-v has 2 virtual stages per rank, not 1"):
-        place("zb-v", 3, 1, 0)
+        chunk_location("zb-v", 3, 1, 0)
 
 
 @given(st.integers(1, 64), st.integers(0, 200))

@@ -14,7 +14,7 @@ from plain_llama import plain_model
 from rank_programs import light, micro_batches, run_steps_offloaded
 from torch.utils._python_dispatch import _disable_current_modes
 
-from manta.workers.accounting.activation_bytes import chunk_bytes, kept_terms, offloaded
+from manta.workers.accounting.activation_bytes import chunk_bytes, offloaded, saved_terms
 from manta.workers.engine import Engine
 from manta.workers.parallel import recompute
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
@@ -84,10 +84,10 @@ class Recorded(offload.HostBlocks):
         super().__init__()
         self.copied: list[torch.Tensor] = []
 
-    def take(self, like: torch.Tensor) -> torch.Tensor:
+    def acquire(self, like: torch.Tensor) -> torch.Tensor:
         """As the others do."""
         self.copied.append(like)
-        return super().take(like)
+        return super().acquire(like)
 
 
 def forward(engine: Engine, recompute: Recompute) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_what_layers_keep_is_copied_once_and_nothing_that_stays_anyway(monkeypat
     assert kept.requires_grad
     layout = engine.spec.layout
     modules = layout.recompute_modules if layout.recompute == "selective" else ()
-    terms = [kept_terms(engine.spec, layer, layout.recompute, modules) for layer in range(4)]
+    terms = [saved_terms(engine.spec, layer, layout.recompute, modules) for layer in range(4)]
     expected = sum(sum(offloaded(engine.spec, 0, place, each)) for place, each in enumerate(terms))
     assert sum(each.nbytes for each in host.copied) == expected
     stay = {offload.memory_of(each) for each in (engine.flat.parameters, *engine.model.chunks[0].shared.all_tables())}
@@ -182,7 +182,7 @@ def test_it_comes_back_one_layer_ahead(monkeypatch):
     fetch, made = offload.OffloadedLayer.fetch, {}
 
     def noted(layer: offload.OffloadedLayer) -> None:
-        if not layer._here:
+        if not layer._on_device:
             order.append(f"fetch {made.setdefault(layer, 2 - len(made))}")
         fetch(layer)
 
@@ -215,12 +215,12 @@ def test_what_shares_memory_is_copied_once_and_comes_back_as_it_was(monkeypatch)
     host = Recorded()
     layer, whole = offload.OffloadedLayer(host, ()), torch.arange(24.0).view(4, 6)
     views = [whole, whole[1:, ::2], whole.t(), whole[2]]
-    held = [layer.keep(each) for each in views]
+    held = [layer.pack(each) for each in views]
     expected = [each.clone() for each in views]
-    layer.leave()
+    layer.start_copy_to_host()
     layer.release()
     whole.zero_()
-    assert len(host.copied) == 1 and layer.keep(whole.new_ones(100)[:10]).shape == (10,), "most of it is not kept"
+    assert len(host.copied) == 1 and layer.pack(whole.new_ones(100)[:10]).shape == (10,), "most of it is not kept"
     for saved, before in zip(held, expected, strict=True):
-        assert torch.equal(layer.give(saved), before)
-        assert layer.give(saved).stride() == (saved.stride if isinstance(saved, offload._Saved) else before.stride())
+        assert torch.equal(layer.unpack(saved), before)
+        assert layer.unpack(saved).stride() == (saved.stride if isinstance(saved, offload._Saved) else before.stride())

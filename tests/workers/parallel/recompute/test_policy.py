@@ -24,8 +24,8 @@ def test_each_policy_drops_what_its_name_says():
 
 def test_every_kth_layer_is_recomputed_from_the_first():
     every_third = Recompute(every=3)
-    assert [index for index in range(8) if every_third.whole_layer(index)] == [0, 3, 6]
-    assert not any(NOTHING.whole_layer(index) for index in range(8))
+    assert [index for index in range(8) if every_third.full_layer(index)] == [0, 3, 6]
+    assert not any(NOTHING.full_layer(index) for index in range(8))
 
 
 def test_a_rank_recomputes_what_does_not_fit_into_its_window():

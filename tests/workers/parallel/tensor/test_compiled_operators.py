@@ -46,7 +46,7 @@ def test_gradients_are_those_of_what_was_given(backward: Callable[..., None], na
     expected = {name: grad.flatten(0, 1).t() @ x.flatten(0, 1) for name, grad in grads.items()}
     store = engine.model.weight_gradients
     if put_off:
-        with store.kept() as tasks:
+        with store.deferred() as tasks:
             backward(layers, x, grads)
         for tensor in (x, *grads.values()):
             tensor.zero_()

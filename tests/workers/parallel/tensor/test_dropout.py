@@ -17,7 +17,7 @@ from engine_specs import axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import assemble, evaluate, light, run_steps
 
-from manta.workers.model.shared import EMBEDDING_PLACE, PLACES_A_LAYER
+from manta.workers.model.shared import DROPOUTS_PER_LAYER, EMBEDDING_DROPOUT
 from manta.workers.parallel.tensor.dropout import derived_keys, dropout, kept, sample_keys
 from manta.workers.spec.reading import parse_job_spec
 
@@ -250,7 +250,7 @@ def reference(model: int) -> tuple[list[float], list[float], dict[str, torch.Ten
 
 
 def test_the_plain_model_drops_at_the_places_of_the_engine():
-    assert (EMBEDDING_PLACE, PLACES_A_LAYER) == (0, 3)
+    assert (EMBEDDING_DROPOUT, DROPOUTS_PER_LAYER) == (0, 3)
 
 
 @pytest.mark.parametrize(

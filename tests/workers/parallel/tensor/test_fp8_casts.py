@@ -40,7 +40,7 @@ def stands_for(cast: Cast) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_one_scale_brings_the_largest_element_near_to_the_largest_number(dtype):
     x = matrix(16, 48)
-    both = BY_TENSOR.both(x, dtype)
+    both = BY_TENSOR.pair(x, dtype)
     scale = 1 / both.rows.inverse.item()
     assert math.log2(scale) % 1 == 0, "a power of two"
     assert FORMATS[dtype][2] / 2 < x.abs().max().item() * scale <= FORMATS[dtype][2]
@@ -52,7 +52,7 @@ def test_one_scale_brings_the_largest_element_near_to_the_largest_number(dtype):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_each_row_has_its_own_scale_and_each_column_too(dtype):
     x = matrix(16, 48)
-    for cast, wanted in zip(BY_ROW.both(x, dtype), (x, x.t()), strict=True):
+    for cast, wanted in zip(BY_ROW.pair(x, dtype), (x, x.t()), strict=True):
         assert cast.inverse.shape == (len(wanted), 1)
         for values, inverse, row in zip(cast.values, cast.inverse, wanted, strict=True):
             alone = BY_TENSOR.rows(row.unsqueeze(0), dtype)
@@ -63,7 +63,7 @@ def test_each_row_has_its_own_scale_and_each_column_too(dtype):
 def test_each_way_gives_what_both_do_row_by_row_in_memory(casts):
     x = matrix(32, 16)
     for given in (x, x.t().contiguous().t()):
-        both = casts.both(given, E4M3)
+        both = casts.pair(given, E4M3)
         for cast, wanted in zip((casts.rows(given, E4M3), casts.columns(given, E4M3)), both, strict=True):
             assert torch.equal(cast.values.float(), wanted.values.float()) and torch.equal(cast.inverse, wanted.inverse)
             assert cast.values.is_contiguous() and wanted.values.is_contiguous()
@@ -88,7 +88,7 @@ def test_nothing_stays_nothing_and_what_is_not_finite_is_not_lost(casts, dtype):
     for bad in (math.inf, -math.inf, math.nan):
         x = torch.ones(16, 16, dtype=torch.bfloat16)
         x[3, 5] = bad
-        for cast, place in zip(casts.both(x, dtype), ((3, 5), (5, 3)), strict=True):
+        for cast, place in zip(casts.pair(x, dtype), ((3, 5), (5, 3)), strict=True):
             assert not math.isfinite(stands_for(cast)[place])
 
 

@@ -129,7 +129,7 @@ def test_a_step_casts_each_weight_once_and_each_input_and_gradient_once(monkeypa
     calls.clear()
     step(engine)
     # In a layer of Llama queries and keys have one input, gate and up have one; context and gated product are others.
-    assert calls == {"rows": 2 * 2 * 4, "columns": 2 * 2 * 4, "both": 2 * 6 + 2 * 2 * 6}
+    assert calls == {"rows": 2 * 2 * 4, "columns": 2 * 2 * 4, "pair": 2 * 6 + 2 * 2 * 6}
 
 
 def test_gradients_whose_products_for_weights_are_put_off_are_not_kept_in_8_bits():

@@ -54,7 +54,7 @@ PARTS = [(None, 1), (0, 2), (0, 5), (1, 1), (1, 2), (1, 3)]
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Of 4 rows and 16 columns, of vectors 64 numbers."""
-    for name, value in (("WHOLE", 100), ("TILE", 64), ("TILE_COLUMNS", 16)):
+    for name, value in (("SINGLE_DRAW_ELEMENTS", 100), ("TILE", 64), ("TILE_COLUMNS", 16)):
         monkeypatch.setattr(shards, name, value)
 
 

@@ -34,18 +34,18 @@ def parameter(*shape: int) -> nn.Parameter:
 def test_tasks_run_at_once_unless_their_pass_is_to_come(store):
     done = []
     store.submit(lambda: done.append("at once"))
-    with store.kept() as tasks:
+    with store.deferred() as tasks:
         assert store.keeping
         store.submit(lambda: done.append("later"))
     assert (done, store.keeping, len(tasks)) == (["at once"], False, 1)
-    with store.kept() as others:
+    with store.deferred() as others:
         pass
     assert others == [], "each pass has its own"
 
 
 def test_a_step_that_breaks_off_keeps_and_reports_nothing_of_the_next(store):
     weight, reported = parameter(2, 3), []
-    with pytest.raises(ValueError, match="broken"), store.reported(reported.append), store.kept():
+    with pytest.raises(ValueError, match="broken"), store.reported(reported.append), store.deferred():
         raise ValueError("broken")
     assert not store.keeping
     store.add_product(weight, torch.ones(4, 2), torch.ones(4, 3))

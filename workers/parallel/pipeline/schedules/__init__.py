@@ -101,8 +101,8 @@ def with_messages(passes: list[list[Action]], kind: str, virtual_stages: int) ->
     queues: dict[tuple[int, int], deque[Action]] = {}
     for rank, compute in enumerate(passes):
         for action in compute:
-            before, behind = places[rank, action.chunk]
-            onward = {"forward": behind, "backward": before, "backward_input": before}.get(action.kind)
+            before, following = places[rank, action.chunk]
+            onward = {"forward": following, "backward": before, "backward_input": before}.get(action.kind)
             if onward is None or onward[0] == rank:
                 continue
             to, chunk = onward

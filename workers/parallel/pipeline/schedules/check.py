@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from manta.workers.parallel.pipeline.schedules.action import Action, Kind
-from manta.workers.parallel.pipeline.stages import place, virtual_stage
+from manta.workers.parallel.pipeline.stages import chunk_location, virtual_stage
 
 
 class ScheduleError(ValueError):
@@ -43,14 +43,14 @@ class _Pipeline:
         self.stages, self.virtual_stages, self.micro_batches = stages, virtual_stages, micro_batches
         self.training = training
         total = stages * virtual_stages
-        places = [place(kind, stages, virtual_stages, index) for index in range(total)]
+        places = [chunk_location(kind, stages, virtual_stages, index) for index in range(total)]
         self.before: dict[tuple[int, int], tuple[int, int] | None] = {}
-        self.behind: dict[tuple[int, int], tuple[int, int] | None] = {}
+        self.following: dict[tuple[int, int], tuple[int, int] | None] = {}
         for rank in range(stages):
             for chunk in range(virtual_stages):
                 index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
                 self.before[rank, chunk] = places[index - 1] if index > 0 else None
-                self.behind[rank, chunk] = places[index + 1] if index < total - 1 else None
+                self.following[rank, chunk] = places[index + 1] if index < total - 1 else None
 
     def check_complete(self, rank: int, actions: list[Action]) -> None:
         """Every required action is there exactly once, and there are no others."""
@@ -69,16 +69,16 @@ class _Pipeline:
     def _wanted(self, rank: int, chunk: int, micro_batch: int, counts: Counter[Action]) -> Iterator[Action]:
         """Actions that `rank` must do for one micro-batch on one chunk."""
         before = self._is_remote(rank, self.before[rank, chunk])
-        behind = self._is_remote(rank, self.behind[rank, chunk])
+        following = self._is_remote(rank, self.following[rank, chunk])
         halves = Action("backward_input", micro_batch, chunk) in counts
         kinds: dict[Kind, bool] = {
             "forward": True,
             "receive_forward": before,
-            "send_forward": behind,
+            "send_forward": following,
             "backward": self.training and not halves,
             "backward_input": self.training and halves,
             "backward_weight": self.training and halves,
-            "receive_backward": self.training and behind,
+            "receive_backward": self.training and following,
             "send_backward": self.training and before,
         }
         for kind, owed in kinds.items():
@@ -105,12 +105,12 @@ class _Pipeline:
         for rank, actions in enumerate(lists):
             for action in actions:
                 if action.kind in ("send_forward", "send_backward"):
-                    to = (self.behind if action.kind == "send_forward" else self.before)[rank, action.chunk]
+                    to = (self.following if action.kind == "send_forward" else self.before)[rank, action.chunk]
                     assert to is not None
                     kind: Kind = "receive_forward" if action.kind == "send_forward" else "receive_backward"
                     sent.setdefault((rank, to[0]), []).append(Action(kind, action.micro_batch, to[1]))
                 elif action.kind in ("receive_forward", "receive_backward"):
-                    source = (self.before if action.kind == "receive_forward" else self.behind)[rank, action.chunk]
+                    source = (self.before if action.kind == "receive_forward" else self.following)[rank, action.chunk]
                     assert source is not None
                     posted.setdefault((source[0], rank), []).append(action)
         for (source_rank, rank), receives in posted.items():
@@ -146,7 +146,7 @@ class _Pipeline:
         here = (rank, action.chunk)
         if action.kind in ("forward", "backward", "backward_input"):
             way = "forward" if action.kind == "forward" else "backward"
-            source, to = self.before[here], self.behind[here]
+            source, to = self.before[here], self.following[here]
             if way == "backward":
                 source, to = to, source
             if source is not None and (way, here, action.micro_batch) not in finished:
@@ -155,7 +155,7 @@ class _Pipeline:
                 finished.add((way, to, action.micro_batch))
         elif action.kind in ("send_forward", "send_backward"):
             way = action.kind.removeprefix("send_")
-            to = (self.behind if way == "forward" else self.before)[here]
+            to = (self.following if way == "forward" else self.before)[here]
             assert to is not None
             finished.add((way, to, action.micro_batch))
         return True

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from manta.workers.parallel.pipeline.schedules.action import COMPUTE, Action
-from manta.workers.parallel.pipeline.stages import Place, neighbours, virtual_stage
+from manta.workers.parallel.pipeline.stages import ChunkLocation, neighbours, virtual_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ def simulate(lists: list[list[Action]], kind: str, virtual_stages: int, times: P
     share = times.share or (1.0,) * (stages * virtual_stages)
     if len(share) != stages * virtual_stages:
         raise ValueError(f"share has {len(share)} values for {stages * virtual_stages} virtual stages")
-    chunks: dict[Place, _Chunk] = {}
+    chunks: dict[ChunkLocation, _Chunk] = {}
     for rank in range(stages):
         for chunk in range(virtual_stages):
             part = share[virtual_stage(kind, stages, virtual_stages, rank, chunk)] / virtual_stages
-            before, behind = neighbours(kind, stages, virtual_stages, rank, chunk)
-            chunks[rank, chunk] = _Chunk(before, behind, _seconds(times, part))
+            before, following = neighbours(kind, stages, virtual_stages, rank, chunk)
+            chunks[rank, chunk] = _Chunk(before, following, _seconds(times, part))
     ranks = [_Rank(rank, [action for action in lists[rank] if action.kind in COMPUTE]) for rank in range(stages)]
-    ends: dict[tuple[bool, Place, int], float] = {}
+    ends: dict[tuple[bool, ChunkLocation, int], float] = {}
     moved = True
     while moved:
         moved = False
@@ -107,8 +107,8 @@ def _seconds(times: PassTimes, part: float) -> dict[str, float]:
 class _Chunk:
     """Where a chunk's inputs come from, and how long its passes take."""
 
-    before: Place | None
-    behind: Place | None
+    before: ChunkLocation | None
+    following: ChunkLocation | None
     seconds: dict[str, float]
 
 
@@ -122,7 +122,10 @@ class _Rank:
     done: list[tuple[Action, float, float]] = field(default_factory=list)
 
     def advance(
-        self, chunks: dict[Place, _Chunk], ends: dict[tuple[bool, Place, int], float], communication: float
+        self,
+        chunks: dict[ChunkLocation, _Chunk],
+        ends: dict[tuple[bool, ChunkLocation, int], float],
+        communication: float,
     ) -> bool:
         """Run passes until one must wait; returns whether any was run. `ends`: by (is forward, place, micro-batch)."""
         count = len(self.done)
@@ -132,7 +135,7 @@ class _Rank:
             chunk = chunks[place]
             start = self.now
             is_forward = action.kind == "forward"
-            source = chunk.before if is_forward else chunk.behind
+            source = chunk.before if is_forward else chunk.following
             if action.kind != "backward_weight" and source is not None:
                 ready = ends.get((is_forward, source, action.micro_batch))
                 if ready is None:

@@ -23,7 +23,7 @@ def digest_of(descriptor: int, size: int) -> str:
     return hashlib.sha256(b"".join(samples)).hexdigest()
 
 
-class SteadyFile:
+class UnchangedFile:
     """An open file whose first `size` bytes stay what they are, as far as samples of them tell. It may grow, be
     replaced by another file, or be deleted."""
 
@@ -81,8 +81,8 @@ class SteadyFile:
         return self.changed(f"{self.path} became shorter while the job was running ({self._size} bytes at its start)")
 
 
-class CachedFile(SteadyFile):
+class CachedFile(UnchangedFile):
     """One that can be made anew."""
 
     changed = DataNotStored
-    advice = "it is made anew at the next start"
+    advice = "it is recreated at the next start"

@@ -13,7 +13,7 @@ SCHEMES = ("s3",)
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
-class BadPlace(MantaError):
+class InvalidLocation(MantaError):
     """A text does not name a place for files."""
 
 
@@ -49,27 +49,29 @@ class ObjectPath:
         return f"{self.scheme}://{self.key}"
 
 
-Place = Path | ObjectPath
+Location = Path | ObjectPath
 """Where a file or a folder is stored."""
 
 
-def place_of(text: str | Place) -> Place:
-    """The place that `text` names: a URL of an object store, or a path. Raises BadPlace."""
+def parse_location(text: str | Location) -> Location:
+    """The place that `text` names: a URL of an object store, or a path. Raises InvalidLocation."""
     if not isinstance(text, str):
         return text
     match = _URL.fullmatch(text)
     if match is None:
         scheme = text.partition(":")[0].lower()
         if scheme in SCHEMES and ":" in text:
-            raise BadPlace(f"{text} is no URL: it begins with {scheme}://, such as {scheme}://bucket/prefix")
+            raise InvalidLocation(f"{text} is no URL: it begins with {scheme}://, such as {scheme}://bucket/prefix")
         return Path(text)
     scheme, key = match[1].lower(), match[2].rstrip("/")
     if scheme == "file":
         return Path(f"/{key.lstrip('/')}")
     if scheme not in SCHEMES:
         known = ", ".join(f"{each}://" for each in SCHEMES)
-        raise BadPlace(f"{text} is in no store that Manta knows: use a folder, or a URL that begins with {known}")
+        raise InvalidLocation(
+            f"{text} is in no store that Manta knows: use a folder, or a URL that begins with {known}"
+        )
     parts = key.split("/")
     if any(part in ("", ".", "..") for part in parts):
-        raise BadPlace(f"{text} names no bucket and prefix, such as {scheme}://bucket/prefix")
+        raise InvalidLocation(f"{text} names no bucket and prefix, such as {scheme}://bucket/prefix")
     return ObjectPath(scheme, key)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from manta.workers.protocol.reports import Event, Printed
-from manta.workers.rank.report_buffer import ReportBuffer, UnkeptLines
+from manta.workers.rank.report_buffer import ReportBuffer, UnconfirmedLines
 
 
 def filled(*payloads):
@@ -48,7 +48,7 @@ def test_oldest_are_left_out_when_they_are_too_many_and_a_line_says_so():
         buffer = filled(*(line("y" * 100) for _ in range(20)))
         return await buffer.read(0, 0.0)
 
-    lines = UnkeptLines(most_characters=1000)
+    lines = UnconfirmedLines(max_characters=1000)
     for report in asyncio.run(reports()):
         lines.add(report)
     left = lines.after(0)

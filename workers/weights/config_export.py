@@ -12,7 +12,7 @@ Config = dict[str, Any]
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def their_config(spec: JobSpec, dtype: str, positions: int | None = None) -> Config:
+def huggingface_config(spec: JobSpec, dtype: str, positions: int | None = None) -> Config:
     """The config.json of the job's model, whose weights are saved as `dtype` (as torch calls it). `positions`: tokens
     in the longest sequence that it is meant for; default: the job's. Raises WeightsError if transformers has no model
     that computes the same."""

@@ -38,7 +38,7 @@ class Keys:
         value = self.values.get(key)
         return default if value is None else value
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1. Raises WeightsError, also if it is missing and has no default."""
         if self.values.get(key) is None and default is not None:
             return default
@@ -103,7 +103,7 @@ class Shape:
 
     section: Section
     """Keys of `model`, except sequence_length."""
-    their_names: dict[str, str]
+    huggingface_names: dict[str, str]
     """Names in config.json, by key of `model`."""
     positions: int
     """Tokens in the longest sequence that the model is meant for."""
@@ -137,7 +137,7 @@ def _gpt2(config: Keys) -> Shape:
         "vocabulary_size": "vocab_size", "tie_embeddings": "tie_word_embeddings", "norm_epsilon": "layer_norm_epsilon",
         "activation": "activation_function", "family": "model_type",
     }  # fmt: skip
-    hidden = config.whole("n_embd", 768)
+    hidden = config.integer("n_embd", 768)
     activation = config.get("activation_function", "gelu_new")
     if activation not in _GELUS:
         raise config.wrong("activation_function", f"what can be computed: {', '.join(_GELUS)}")
@@ -150,17 +150,17 @@ def _gpt2(config: Keys) -> Shape:
             raise config.wrong(key, f"only {str(needed).lower()} can be computed")
     section = {
         "family": "gpt",
-        "layers": config.whole("n_layer", 12),
+        "layers": config.integer("n_layer", 12),
         "hidden_size": hidden,
-        "heads": config.whole("n_head", 12),
-        "ffn_hidden_size": config.whole("n_inner", 4 * hidden),
-        "vocabulary_size": config.whole("vocab_size", 50257),
+        "heads": config.integer("n_head", 12),
+        "ffn_hidden_size": config.integer("n_inner", 4 * hidden),
+        "vocabulary_size": config.integer("vocab_size", 50257),
         "bias": True,
         "tie_embeddings": config.flag("tie_word_embeddings", default=True),
         "norm_epsilon": config.number("layer_norm_epsilon", 1e-5),
         "activation": _GELUS[activation],
     }
-    return Shape(section, names, config.whole("n_positions", 1024), "n_positions")
+    return Shape(section, names, config.integer("n_positions", 1024), "n_positions")
 
 
 _GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -189,17 +189,17 @@ def _llama_like(config: Keys) -> Shape:
     defaults = _DEFAULTS[kind]
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise config.wrong("hidden_act", "only silu can be computed")
-    heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     says_all_heads = config.values.get("num_key_value_heads", 0) is None  # null, which differs from a missing key
     section = {
         "family": "qwen" if kind == "qwen3" else "llama",
-        "layers": config.whole("num_hidden_layers"),
+        "layers": config.integer("num_hidden_layers"),
         "hidden_size": hidden,
         "heads": heads,
-        "kv_heads": heads if says_all_heads else config.whole("num_key_value_heads", defaults.kv_heads or heads),
-        "head_dim": config.whole("head_dim", defaults.head_dim or max(1, hidden // heads)),
-        "ffn_hidden_size": config.whole("intermediate_size"),
-        "vocabulary_size": config.whole("vocab_size"),
+        "kv_heads": heads if says_all_heads else config.integer("num_key_value_heads", defaults.kv_heads or heads),
+        "head_dim": config.integer("head_dim", defaults.head_dim or max(1, hidden // heads)),
+        "ffn_hidden_size": config.integer("intermediate_size"),
+        "vocabulary_size": config.integer("vocab_size"),
         "bias": _bias(config),
         "tie_embeddings": config.flag("tie_word_embeddings", default=False),
         "norm_epsilon": config.number("rms_norm_eps", 1e-6),
@@ -207,7 +207,7 @@ def _llama_like(config: Keys) -> Shape:
         **_windows(config, kind),
     }
     return Shape(
-        section, _NAMES, config.whole("max_position_embeddings", defaults.positions), "max_position_embeddings"
+        section, _NAMES, config.integer("max_position_embeddings", defaults.positions), "max_position_embeddings"
     )
 
 
@@ -244,7 +244,7 @@ def _windows(config: Keys, kind: str) -> Section:
     has_windows = kind == "mistral" or (kind == "qwen3" and config.flag("use_sliding_window", default=False))
     if not has_windows or ("sliding_window" in config.values and config.values["sliding_window"] is None):
         return none
-    window = config.whole("sliding_window", 4096)
+    window = config.integer("sliding_window", 4096)
     if kind == "mistral":
         return none | {"sliding_window": window}
     sliding = [entry == "sliding_attention" for entry in _layer_types(config)]
@@ -263,7 +263,7 @@ def _windows(config: Keys, kind: str) -> Section:
 
 def _layer_types(config: Keys) -> list[str]:
     """What Qwen 3's layers attend to; if the list is missing, the first layers attend to everything."""
-    layers = config.whole("num_hidden_layers")
+    layers = config.integer("num_hidden_layers")
     types = config.get("layer_types")
     if types is None:
         first = config.get("max_window_layers", 28)
@@ -295,13 +295,13 @@ def _rope(config: Keys, positions: int) -> Section:
     factor = inner.number("factor")
     if factor < 1:
         raise inner.wrong("factor", "must be at least 1")
-    length = config.whole("max_position_embeddings", positions)
+    length = config.integer("max_position_embeddings", positions)
     return {"theta": theta, "scaling": {"type": kind, "factor": factor, **_SCALINGS[kind](inner, length)}}
 
 
 def _llama3(inner: Keys, positions: int) -> Section:
     return {
-        "original_length": inner.whole("original_max_position_embeddings"),
+        "original_length": inner.integer("original_max_position_embeddings"),
         "low_frequency_factor": inner.number("low_freq_factor"),
         "high_frequency_factor": inner.number("high_freq_factor"),
     }
@@ -312,7 +312,7 @@ def _yarn(inner: Keys, positions: int) -> Section:
         if inner.get(key, needed) != needed:
             raise inner.wrong(key, "this variant of yarn cannot be computed")
     section = {
-        "original_length": inner.whole("original_max_position_embeddings", positions),
+        "original_length": inner.integer("original_max_position_embeddings", positions),
         "beta_fast": inner.number("beta_fast", 32.0),
         "beta_slow": inner.number("beta_slow", 1.0),
     }
