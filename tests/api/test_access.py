@@ -199,7 +199,7 @@ def theirs(service, operations, operation_id):
     return Theirs(service, operations[operation_id])
 
 
-def test_the_description_says_what_each_operation_needs(service):
+def test_openapi_security_matches_the_scope_each_operation_needs(service):
     said = {each.id: each.document["security"] for each in description_at(service.url).operations}
     assert said == {
         **{name: [{"key": list(need)}, {"session": list(need)}] for name, need in NEEDS.items()},
@@ -208,7 +208,7 @@ def test_the_description_says_what_each_operation_needs(service):
 
 
 @pytest.mark.parametrize("operation_id", ["get_job"])
-def test_nothing_answers_without_a_key_that_is_good(theirs, operations):
+def test_no_operation_answers_without_a_valid_key(theirs, operations):
     store = theirs.service.store
     expired = add_key(store, "admin", "theirs", expires_at=time.time() - 1)
     revoked = add_key(store, "admin", "theirs")
@@ -230,7 +230,7 @@ def test_nothing_answers_without_a_key_that_is_good(theirs, operations):
 
 
 @pytest.mark.parametrize("operation_id", ["get_job"])
-def test_key_of_another_project_sees_nothing_and_changes_nothing(theirs, operations):
+def test_project_key_neither_sees_nor_changes_another_project(theirs, operations):
     # Those that read first: the audit of a project has what its keys have asked for.
     for name in sorted(OPERATIONS, key=lambda name: operations[name].method != "GET"):
         theirs.operation = operations[name]
@@ -262,7 +262,7 @@ def check_that_another_project_is_kept_out(theirs, name):
 
 
 @pytest.mark.parametrize("operation_id", OPERATIONS)
-def test_key_allows_what_its_scope_says_and_what_is_less(theirs, operation_id):
+def test_key_scope_allows_its_operations_and_those_of_lower_scopes(theirs, operation_id):
     need = NEEDS.get(operation_id, ["read"])
     installation = "installation" in need
     for scope in Scope:
@@ -284,7 +284,7 @@ def test_key_allows_what_its_scope_says_and_what_is_less(theirs, operation_id):
 
 
 @pytest.mark.parametrize("operation_id", ["get_job"])
-def test_lists_streams_and_numbers_of_a_project_are_its_own(theirs, service, operation_id):
+def test_lists_streams_and_counts_show_the_keys_project_only(theirs, service, operation_id):
     ours = service.http.post("/v1/jobs", json=DOCUMENT, headers=bearer(theirs.foreign["submit"])).json()["id"]
     shown = bearer(theirs.foreign["read"])
     service.http.headers.update(shown)
@@ -340,7 +340,7 @@ def test_fault_that_hits_a_whole_node_is_for_keys_of_the_installation(theirs, se
 
 
 @pytest.mark.parametrize("operation_id", ["create_key"])
-def test_nobody_makes_a_key_that_may_more_than_their_own(theirs, service):
+def test_admin_key_of_a_project_cannot_create_keys_beyond_its_project(theirs, service):
     def make(**wanted):
         body = {"name": "a", "scope": "admin", **wanted}
         return service.http.post("/v1/keys", json=body, headers=bearer(theirs.own["admin"]))
@@ -355,7 +355,7 @@ def test_nobody_makes_a_key_that_may_more_than_their_own(theirs, service):
 
 
 @pytest.mark.parametrize("operation_id", ["create_key"])
-def test_key_that_was_made_works_until_it_is_revoked_and_is_never_shown_again(theirs, service):
+def test_created_key_works_until_revoked_and_is_shown_only_once(theirs, service):
     admin = bearer(theirs.own["admin"])
     wanted = {"name": "of ada", "scope": "read", "user": "ada", "expires_in_days": 2}
     made = service.http.post("/v1/keys", json=wanted, headers=admin)
@@ -379,7 +379,7 @@ def test_key_that_was_made_works_until_it_is_revoked_and_is_never_shown_again(th
 
 
 @pytest.mark.parametrize("operation_id", ["create_key"])
-def test_key_gives_no_higher_priority_than_it_may_and_makes_none_that_does(theirs, service):
+def test_key_with_a_priority_limit_cannot_exceed_or_extend_it(theirs, service):
     wanted = {"name": "of a student", "scope": "admin", "highest_priority": -1}
     made = service.http.post("/v1/keys", json=wanted, headers=bearer(theirs.own["admin"])).json()
     of_student = bearer(made["key"])
@@ -401,7 +401,7 @@ def test_key_gives_no_higher_priority_than_it_may_and_makes_none_that_does(their
     assert service.http.post("/v1/keys", json=another, headers=of_student).json()["highest_priority"] == -1
 
 
-def test_nothing_but_health_and_links_is_open_to_everybody():
+def test_only_health_readiness_and_login_links_are_anonymous():
     paths = ("/healthz", "/readyz", "/link/secret", "/healthz/more", "/v1/link/secret", "/linked", "/metrics", "/ui/")
     assert [path for path in paths if is_anonymous(path)] == ["/healthz", "/readyz", "/link/secret"]
 
@@ -410,7 +410,7 @@ def test_secret_of_a_link_is_written_down_nowhere():
     assert [shown(path) for path in ("/link/secret", "/v1/jobs")] == ["/link/...", "/v1/jobs"]
 
 
-def test_what_a_request_says_of_its_address_opens_nothing():
+def test_forged_url_of_a_request_grants_no_access():
     """Starlette 0.50 makes `url` of such a Host header without a look at it."""
 
     class Deceived(Request):
@@ -473,7 +473,7 @@ def test_browser_signs_out_and_the_key_behind_stays_good(theirs, service):
     assert service.http.get("/v1/me", headers=second).status_code == 200
 
 
-def test_cookie_goes_over_tls_alone_where_browsers_reach_the_service_by_tls(tmp_path, store):
+def test_session_cookie_is_secure_if_browsers_use_tls(tmp_path, store):
     add_admin(store)
     app = create_app(FakeControl(store, tmp_path), secure_cookies=True)
     http = TestClient(app, "https://127.0.0.1:8400", follow_redirects=False)
@@ -496,19 +496,19 @@ def test_link_of_a_key_that_was_revoked_or_that_waited_too_long_opens_nothing(th
 
 
 @pytest.mark.parametrize("operation_id", ["get_readiness"])
-def test_why_the_service_is_not_ready_is_for_those_with_a_key(theirs, service):
+def test_reasons_for_unreadiness_are_shown_only_with_a_key(theirs, service):
     service.control.reasons = ["Ray does not answer (died)"]
     assert "Ray" not in service.http.get("/readyz").text
     assert "Ray does not answer" in theirs.ask(theirs.own["read"]).text
 
 
-def test_description_of_the_api_is_for_those_with_a_key(service):
+def test_openapi_document_needs_a_key(service):
     assert service.http.get("/openapi.json").status_code == 200
     service.http.headers.pop("Authorization")
     assert service.http.get("/openapi.json").status_code == 401
 
 
-def test_project_of_a_job_is_asked_once_and_who_may_see_all_needs_no_answer(store, monkeypatch):
+def test_job_project_lookup_is_cached_and_skipped_for_installation_keys(store, monkeypatch):
     asked = []
 
     class Looked(access.JobProjects):

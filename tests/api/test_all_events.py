@@ -24,7 +24,7 @@ def two(service):
     return made
 
 
-def test_events_of_all_jobs_come_in_the_order_in_which_they_happened(service, two):
+def test_events_of_all_jobs_are_listed_in_order_of_time(service, two):
     first, second = two
     answer = service.http.get("/v1/events").json()
     assert [event["job"] for event in answer["items"]] == [first["id"], second["id"]] * 4
@@ -36,7 +36,7 @@ def test_events_of_all_jobs_come_in_the_order_in_which_they_happened(service, tw
     assert answer["next_cursor"] is None
 
 
-def test_they_are_filtered_by_job_and_type(service, two):
+def test_events_of_all_jobs_are_filtered_by_job_and_type(service, two):
     def events_of(**parameters):
         items = service.http.get("/v1/events", params=parameters).json()["items"]
         return [(event["job"], event["message"]) for event in items if event["type"] != "submitted"]
@@ -48,7 +48,7 @@ def test_they_are_filtered_by_job_and_type(service, two):
     assert events_of(type="nothing") == events_of(job="job_000000000000") == []
 
 
-def test_pages_go_on_where_the_one_before_ended_also_when_a_job_was_deleted_meanwhile(service, two):
+def test_event_pages_continue_after_a_job_was_deleted(service, two):
     first, second = two
     page = service.http.get("/v1/events", params={"limit": 5, "job": second["id"]}).json()
     assert page["next_cursor"] is None
@@ -64,20 +64,20 @@ def test_pages_go_on_where_the_one_before_ended_also_when_a_job_was_deleted_mean
 
 
 @pytest.mark.parametrize("query", ["job=nonsense", "type=", "limit=0", "cursor=AAAA"])
-def test_bad_filter_is_named(service, query):
+def test_invalid_event_filter_is_named(service, query):
     response = service.http.get(f"/v1/events?{query}")
     assert response.status_code == 422
     assert [error["path"] for error in response.json()["errors"]] == [query.partition("=")[0]]
 
 
-def test_cursor_is_bound_to_the_filter(service, two):
+def test_event_cursor_is_bound_to_its_filter(service, two):
     cursor = service.http.get("/v1/events", params={"type": "kind_1"}).json()["resume_cursor"]
     assert service.http.get("/v1/events", params={"type": "kind_1", "cursor": cursor}).json()["items"] == []
     refused = service.http.get("/v1/events", params={"cursor": cursor})
     assert (refused.status_code, "another filter" in refused.json()["detail"]) == (422, True)
 
 
-def test_stream_goes_on_behind_the_last_event(service, two):
+def test_event_stream_resumes_after_the_last_event_id(service, two):
     entries, _ = read_stream(service, "/v1/events?type=kind_1", until=lambda event: event["job"] == two[1]["id"])
     assert [event["message"] for _, event in entries] == ["1", "1"]
     tell(service, two[0], "kind_1", "later")
@@ -93,7 +93,7 @@ def test_stream_goes_on_behind_the_last_event(service, two):
         assert service.http.get("/v1/events", headers=headers).status_code == 422
 
 
-def test_stream_on_which_nothing_comes_for_a_while_tells_nothing_twice(service, two, monkeypatch):
+def test_quiet_event_stream_repeats_no_event_after_its_keepalive(service, two, monkeypatch):
     page_of_all, looks = events.page_of_all, []
 
     def poll(*arguments):
@@ -109,7 +109,7 @@ def test_stream_on_which_nothing_comes_for_a_while_tells_nothing_twice(service, 
     assert [event["message"] for _, event in entries] == ["later"]
 
 
-def test_stream_does_not_look_again_at_what_is_not_wanted(service, two):
+def test_event_stream_advances_past_events_it_filters_out(service, two):
     newest = int(service.http.get("/v1/events").json()["items"][-1]["id"])
     tail = all_events._Tail(service.store, None, "told", None)
     assert tail.poll(0).position == newest

@@ -3,7 +3,7 @@
 from manta.api.caches import AnswerCache
 
 
-def test_an_answer_is_kept_until_there_is_another():
+def test_answer_cache_keeps_an_answer_until_it_is_replaced():
     kept: AnswerCache[str, int] = AnswerCache(100)
     assert kept.get("a") is None
     kept.keep("a", 1, 40)
@@ -11,14 +11,14 @@ def test_an_answer_is_kept_until_there_is_another():
     assert kept.get("a") == 2 and kept.get("b") is None
 
 
-def test_what_was_made_first_goes_where_there_is_room_for_no_more():
+def test_answer_cache_evicts_the_oldest_answer_when_full():
     kept: AnswerCache[str, str] = AnswerCache(100)
     for name in "abc":
         kept.keep(name, name, 40)
     assert [kept.get(name) for name in "abc"] == [None, "b", "c"]
 
 
-def test_an_answer_made_anew_is_the_last_one_and_takes_the_room_of_one():
+def test_answer_cache_replaces_an_answer_in_place_and_keeps_it_as_the_newest():
     kept: AnswerCache[str, str] = AnswerCache(100)
     for name in "abaab":
         kept.keep(name, name, 40)
@@ -27,7 +27,7 @@ def test_an_answer_made_anew_is_the_last_one_and_takes_the_room_of_one():
     assert kept.get("a") is None and kept.get("b") == "b"
 
 
-def test_an_answer_larger_than_all_room_is_not_kept():
+def test_answer_cache_ignores_an_answer_larger_than_its_room():
     kept: AnswerCache[str, str] = AnswerCache(100)
     kept.keep("a", "a", 101)
     assert kept.get("a") is None

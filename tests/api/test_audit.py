@@ -20,7 +20,7 @@ def listed(service, **filters):
     return service.http.get("/v1/audit", params=filters).json()["items"]
 
 
-def test_each_change_is_noted_with_who_what_when_from_where_and_outcome(service):
+def test_audit_records_who_changed_what_when_and_from_where(service):
     service.http.headers.update(bearer(add_key(service.store, "submit", "theirs", user="ada", name="laptop")))
     job = service.submit()["id"]
     service.http.post(f"/v1/jobs/{job}/cancel")
@@ -47,7 +47,7 @@ def unix_seconds(moment):
     return datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()
 
 
-def test_what_changes_nothing_is_not_noted(service):
+def test_audit_omits_requests_that_change_nothing(service):
     headers = {"Idempotency-Key": "k"}
     for _ in range(2):
         service.http.post("/v1/jobs", json=DOCUMENT, headers=headers)
@@ -56,7 +56,7 @@ def test_what_changes_nothing_is_not_noted(service):
     assert [entry["operation"] for entry in listed(service)] == ["submit_job"]
 
 
-def test_of_an_address_that_is_none_as_much_is_noted_as_there_is_room_for(service):
+def test_audit_truncates_the_path_of_an_unmatched_request(service):
     service.http.post(f"/v1/{'x' * 500}")
     (entry,) = listed(service)
     assert (entry["operation"], entry["status"]) == ("unmatched", 404)
@@ -64,7 +64,7 @@ def test_of_an_address_that_is_none_as_much_is_noted_as_there_is_room_for(servic
     assert entry["target"].startswith("/v1/xxx") and len(entry["target"]) == room
 
 
-def test_what_the_guard_refuses_is_noted_too(service):
+def test_audit_records_requests_refused_by_the_guard(service):
     service.http.post("/v1/jobs", content="x", headers={"Content-Type": "text/plain"})
     service.http.post("/v1/jobs/job_000000000000/cancel", headers={"Origin": "https://evil.example"})
     refusals = [(entry["operation"], entry["target"], entry["code"]) for entry in listed(service)]
@@ -102,7 +102,7 @@ def full(session, who, record):
     raise OperationalError("INSERT", {}, Exception("database or disk is full"))
 
 
-def test_answer_stands_and_the_log_has_it_where_the_audit_cannot_be_stored(service, monkeypatch, caplog):
+def test_failed_audit_write_is_logged_and_keeps_the_answer(service, monkeypatch, caplog):
     job = service.submit()["id"]
     monkeypatch.setattr(audit, "append", full)
     with caplog.at_level(logging.ERROR, logger=auditing.__name__):
@@ -121,7 +121,7 @@ def test_job_is_stored_with_its_line_of_the_audit_or_not_at_all(service, monkeyp
     ]
 
 
-def test_no_secret_is_in_the_database_the_log_or_an_answer(tmp_path, store, caplog):
+def test_secrets_of_keys_and_links_appear_in_no_database_log_or_answer(tmp_path, store, caplog):
     """Of all that is written or said while keys and links are made, used, refused and revoked."""
     add_admin(store)
     control = FakeControl(store, tmp_path)

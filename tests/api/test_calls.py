@@ -84,16 +84,16 @@ def sent(call):
     ],
     ids=lambda value: str(value.path) if isinstance(value, Call) else "",
 )
-def test_what_was_asked_for_is_sent(call, expected):
+def test_call_builds_its_request_from_its_arguments(call, expected):
     assert sent(call) == expected
 
 
-def test_a_key_is_asked_for_without_what_was_left_open():
+def test_call_to_create_a_key_omits_unset_fields():
     _, _, body, _ = sent(calls.create_key(requests.NewKey(name="laptop", scope="read", expires_in_days=2)))
     assert body == '{"name": "laptop", "scope": "read", "expires_in_days": 2.0, "installation": false}'
 
 
-def test_a_fault_is_sent_whole():
+def test_call_to_inject_sends_every_field_of_the_fault():
     fault = requests.FaultRequest(kind="slow", rank=3, at_step=7, phase="backward", seconds=0.5)
     _, target, body, _ = sent(calls.inject("j", fault))
     assert target == "/v1/jobs/j/faults"
@@ -103,14 +103,14 @@ def test_a_fault_is_sent_whole():
 @pytest.mark.parametrize(
     ("call", "seconds"), [(calls.job("j", 20.0), 30.0), (calls.job("j"), 10.0), (calls.delete("j"), 610.0)]
 )
-def test_what_may_take_long_is_waited_for_so_much_longer(call, seconds):
+def test_slow_calls_extend_the_read_timeout_of_the_client(call, seconds):
     request = call.request(httpx.Client(base_url=ADDRESS, timeout=10.0))
     assert request.extensions["timeout"]["read"] == seconds
     assert request.extensions["timeout"]["connect"] == 10.0
 
 
 @pytest.mark.parametrize("job", ["", "../keys", "a?b=c", ".", "a/b", "a\n", "a" * 101])
-def test_what_can_be_no_job_leads_nowhere(job):
+def test_impossible_job_ids_and_names_are_refused_before_a_request(job):
     with pytest.raises(ApiError, match=r"(?s)no job can have the id or the name .*; `manta ps` lists the jobs"):
         calls.job(job)
 
@@ -118,20 +118,20 @@ def test_what_can_be_no_job_leads_nowhere(job):
 @pytest.mark.parametrize(
     ("status", "content"), [(200, "<html>hello</html>"), (200, '{"odd": 1}'), (502, "bad gateway"), (404, "{}")]
 )
-def test_answer_that_is_not_manta_s_is_said_to_be_none(status, content):
+def test_answer_of_a_foreign_service_is_reported_as_foreign(status, content):
     request = httpx.Request("GET", f"{ADDRESS}/v1/jobs/j")
     with pytest.raises(ApiError, match="something that is not Manta's; is another service running there") as caught:
         calls.job("j").read(httpx.Response(status, text=content, request=request))
     assert (caught.value.problem.code, caught.value.problem.status) == ("foreign_answer", status)
 
 
-def test_document_that_contains_itself_is_refused_before_it_is_sent():
+def test_self_referencing_document_is_refused_before_it_is_sent():
     document = {"name": "a"}
     document["again"] = document
     with pytest.raises(SpecError, match="contains itself"):
         sent(calls.submit(document))
 
 
-def test_streams_say_that_they_are_wanted():
+def test_stream_calls_accept_event_streams():
     request = calls.follow_events("j").request(httpx.Client(base_url=ADDRESS))
     assert request.headers["Accept"] == "text/event-stream"

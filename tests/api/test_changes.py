@@ -39,7 +39,7 @@ def test_logs_of_a_job_that_has_printed_nothing_have_a_version_too(tmp_path):
     assert LogsInHome(tmp_path).version("job_000000000001") == {("0.log", 3)}
 
 
-def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
+def test_change_watch_serves_all_streams_with_one_look_and_wakes_only_those_with_news(versions):
     async def main():
         changes = Changes(versions)
         with changes.of(ONE) as first, changes.of(ONE) as second, changes.of(OTHER) as third:
@@ -60,7 +60,7 @@ def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
     run_with_answers_at_once(main())
 
 
-def test_who_comes_later_is_told_once(versions):
+def test_new_subscriber_of_changes_is_woken_once(versions):
     async def main():
         changes = Changes(versions)
         with changes.of(ONE):
@@ -76,7 +76,7 @@ def test_who_comes_later_is_told_once(versions):
     run_with_answers_at_once(main())
 
 
-def test_all_are_told_once_a_database_answers_again_and_its_absence_is_said_once(versions, caplog):
+def test_change_watch_wakes_all_streams_when_the_database_answers_again(versions, caplog):
     async def main():
         changes = Changes(versions)
         with changes.of(ONE) as first, changes.of(OTHER) as second:
@@ -116,7 +116,7 @@ def test_versions_change_with_events_states_files_and_the_end_of_a_job(service, 
     assert changed_by(gone)[1] is True
 
 
-def test_of_another_database_everything_may_be_new(service, empty_database, tmp_path):
+def test_change_watch_reports_everything_as_new_after_a_database_switch(service, empty_database, tmp_path):
     other = Store(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}")
     current, watched = [service.store], [Watched()]
     look = StoredVersions(lambda: current[0], lambda: LogsInHome(service.control.home))

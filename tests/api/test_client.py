@@ -26,7 +26,7 @@ def client(service):
         yield client
 
 
-def test_a_job_from_submission_to_its_end(service, client, document):
+def test_client_follows_a_job_from_submission_to_its_end(service, client, document):
     assert client.dry_run(document).layout.world_size == 4
     job = client.submit(document, idempotency_key="k")
     assert client.submit(document, idempotency_key="k").id == job.id
@@ -48,7 +48,7 @@ def test_a_job_from_submission_to_its_end(service, client, document):
     assert client.ready().status == "ready"
 
 
-def test_values_may_be_others_than_those_of_the_document(client, document):
+def test_client_changes_override_values_of_the_document(client, document):
     changes = {"train.steps": 7, "train.optimizer.beta1": 0.8}
     spec = client.submit(document, changes=changes).spec
     assert (spec["train"]["steps"], spec["train"]["optimizer"]["beta1"], document["train"]["steps"]) == (7, 0.8, 10)
@@ -74,7 +74,7 @@ def test_streams_yield_items_until_the_job_is_final(service, client, document):
     assert list(client.follow_logs(job.id)) == []
 
 
-def test_a_refusal_is_a_sentence_and_a_problem(client, document):
+def test_refused_call_raises_an_api_error_with_sentence_and_problem(client, document):
     for job_id in ("job_000000000000", "../../etc/passwd", "", ".", "a/b", "job_000000000000\n"):
         with pytest.raises(ApiError, match="no job") as caught:
             client.job(job_id)
@@ -87,19 +87,19 @@ def test_a_refusal_is_a_sentence_and_a_problem(client, document):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://[", "nonsense", "ftp://x"])
-def test_nobody_there_is_one_clear_sentence(url):
+def test_unreachable_url_raises_service_unreachable_with_advice(url):
     with pytest.raises(ServiceUnreachable, match="manta up"):
         Client(url).jobs()
 
 
 @pytest.mark.parametrize("status", [200, 502])
-def test_somebody_else_there_is_one_clear_sentence(status):
+def test_answer_of_another_web_service_raises_an_api_error(status):
     transport = httpx.MockTransport(lambda request: httpx.Response(status, text="<html>hello</html>"))
     with pytest.raises(ApiError, match="not Manta's"):
         Client("http://elsewhere", transport).jobs()
 
 
-def test_event_loops_send_the_same_calls(service, document):
+def test_async_client_sends_the_same_calls(service, document):
     async def main():
         async with AsyncClient(service.url) as client:
             job = await client.send(calls.submit(document))
@@ -112,7 +112,7 @@ def test_event_loops_send_the_same_calls(service, document):
     assert asyncio.run(main()) == [None, "CANCELLED"]
 
 
-def test_what_the_page_of_the_client_shows_runs(service, monkeypatch, capsys):
+def test_python_client_examples_of_the_documentation_run(service, monkeypatch, capsys):
     """Jobs are over as soon as they are submitted."""
     monkeypatch.setenv("MANTA_URL", service.url)
     monkeypatch.setattr(service.control, "submitted", lambda job_id: service.move(job_id, "CANCELLED"))
@@ -201,7 +201,7 @@ EVENT_STREAM = {"accept": "text/event-stream"}
         (lambda c: c.ready(), "GET /readyz", None, {}),
     ],
 )
-def test_all_that_a_method_is_given_is_in_its_request(ask, line, body, headers):
+def test_arguments_of_each_client_method_reach_its_request(ask, line, body, headers):
     """Zero is as good as any other number, and not taken for nothing."""
     service = SilentService()
     with Client("http://there", service) as client, pytest.raises(ApiError):
@@ -211,7 +211,7 @@ def test_all_that_a_method_is_given_is_in_its_request(ask, line, body, headers):
     assert {name: asked.headers[name] for name in headers} == headers
 
 
-def test_client_is_more_patient_than_the_answer_may_take():
+def test_client_timeouts_exceed_the_longest_answer_time():
     service = SilentService()
 
     def patience(ask):
@@ -266,7 +266,7 @@ class Endless(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 @pytest.mark.parametrize("status", [200, 404])
-def test_stream_is_given_back_by_whoever_has_heard_enough_or_is_refused(status):
+def test_client_stream_is_closed_when_its_reader_stops_or_it_is_refused(status):
     bodies, asked = [Endless(), Endless()], []
 
     def answer(request):
@@ -313,7 +313,7 @@ class BrokenOff(Endless):
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_stream_that_is_broken_off_is_one_clear_sentence(begins):
+def test_client_stream_that_breaks_raises_service_unreachable(begins):
     def answer(_request):
         if not begins:
             raise httpx.ConnectError("refused")
@@ -368,7 +368,7 @@ def test_proxy_of_the_environment_never_gets_the_key_of_a_service_on_this_machin
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_module_that_httpx_cannot_use_is_not_blamed_on_a_proxy_where_none_is_named(monkeypatch, kind):
+def test_broken_httpx_dependency_is_not_blamed_on_a_proxy(monkeypatch, kind):
     for variable in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(variable, raising=False)
         monkeypatch.delenv(variable.upper(), raising=False)

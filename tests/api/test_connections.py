@@ -48,13 +48,13 @@ def answer(connection):
 
 
 @pytest.mark.parametrize("said", [b"", b"GET ", HEAD], ids=["nothing", "a word", "half a head"])
-def test_connection_that_never_says_a_whole_head_is_closed_without_an_answer(impatient, said):
+def test_connection_without_a_complete_head_is_closed_without_an_answer(impatient, said):
     with connected(impatient) as connection:
         connection.sendall(said)
         assert answer(connection) == b""
 
 
-def test_head_that_comes_a_byte_now_and_then_is_waited_for_no_longer(impatient):
+def test_slow_request_head_does_not_extend_its_time_limit(impatient):
     with connected(impatient) as connection:
         connection.settimeout(0.02)
         connection.sendall(HEAD + b"X-Long: ")
@@ -67,7 +67,7 @@ def test_head_that_comes_a_byte_now_and_then_is_waited_for_no_longer(impatient):
     pytest.fail("it is waited for again with each byte")
 
 
-def test_second_head_of_a_connection_is_waited_for_no_longer(service, monkeypatch):
+def test_second_request_head_of_a_connection_has_the_same_time_limit(service, monkeypatch):
     with connected(httpx.URL(service.url)) as connection:
         connection.sendall(HEAD + b"\r\n")
         first = connection.recv(65536)
@@ -107,7 +107,7 @@ async def echo(scope, receive, send):
     await send({"type": "http.response.body", "body": body})
 
 
-def test_body_that_takes_longer_than_a_head_may_is_not_cut_off():
+def test_slow_request_body_is_not_cut_off_by_the_head_limit():
     async def main():
         config, wire = uvicorn.Config(echo, log_config=None, lifespan="off"), Wire()
         connection = connections.LimitedConnection(config, ServerState(), {})
@@ -153,7 +153,7 @@ CHUNKED = HEAD.replace(b"GET", b"POST") + b"Transfer-Encoding: chunked\r\n\r\n"
     ids=["address", "header", "header's name", "headers", "chunk's extension", "its value", "trailer",
          "trailers", "a later chunk's extension"],
 )  # fmt: skip
-def test_head_or_rest_of_a_body_without_end_is_refused_and_the_connection_closed(begin, without_end, size):
+def test_endless_request_head_or_trailer_is_refused_and_the_connection_closed(begin, without_end, size):
     piece = (without_end * size)[:size]
     most = connections.MAX_HEAD_BYTES // size + 2
     said, taken, closed = said_by_the_service(begin, *[piece] * (2 * most))
@@ -163,13 +163,13 @@ def test_head_or_rest_of_a_body_without_end_is_refused_and_the_connection_closed
 
 
 @pytest.mark.parametrize("long", [b"A: b\r\n" * 201, b"A: " + b"b" * 65536 + b"\r\n"], ids=["lines", "bytes"])
-def test_whole_head_that_is_too_large_is_refused_though_it_arrives_at_once(long):
+def test_oversized_request_head_in_one_piece_is_refused(long):
     said, _, closed = said_by_the_service(HEAD + long + b"\r\n")
     assert closed and said.startswith(b"HTTP/1.1 431 ")
     assert b'"head_too_large"' in said
 
 
-def test_what_is_not_http_is_refused_with_a_problem_document():
+def test_non_http_bytes_are_answered_with_a_problem_document():
     said, _, closed = said_by_the_service(b"\x16\x03\x01\x02\x00\x01\x00")
     assert closed and said.startswith(b"HTTP/1.1 400 ") and b'"http_error"' in said
 
@@ -184,25 +184,25 @@ def test_endless_pipelined_requests_close_the_connection_without_an_answer(more)
 
 
 @pytest.mark.parametrize("large", [b"A: b\r\n" * 199, b"A: " + b"b" * 65_000 + b"\r\n"], ids=["lines", "bytes"])
-def test_head_as_large_as_it_may_be_is_answered(service, large):
+def test_request_head_of_the_largest_size_is_answered(service, large):
     with connected(httpx.URL(service.url)) as connection:
         connection.sendall(HEAD + large + b"\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_body_in_chunks_of_one_byte_is_no_head():
+def test_request_body_in_tiny_chunks_does_not_count_as_head():
     said, _, closed = said_by_the_service(CHUNKED, *[b"1\r\na\r\n"] * 20_000)
     assert not closed and said == b""
 
 
-def test_what_answers_a_stranger_does_so_before_the_body(service):
+def test_request_without_a_route_is_answered_before_its_body_arrives(service):
     """It would be kept in memory, and nobody else would get a connection any more."""
     with connected(httpx.URL(service.url)) as stranger:
         stranger.sendall(HEAD.replace(b"GET", b"POST") + b"Connection: close\r\nContent-Length: 1000000\r\n\r\n{")
         assert answer(stranger).startswith(b"HTTP/1.1 405 Method Not Allowed")
 
 
-def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(service, monkeypatch):
+def test_request_body_that_never_arrives_times_out(service, monkeypatch):
     head = f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\n".encode()
     monkeypatch.setattr(request_guard, "BODY_SECONDS", 0.2)
     with connected(httpx.URL(service.url)) as slow:
@@ -211,7 +211,7 @@ def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(serv
     assert said.startswith(b"HTTP/1.1 408 Request Timeout") and b"body_too_slow" in said
 
 
-def test_stream_that_nobody_reads_is_broken_off_and_gives_its_place_back(service, monkeypatch):
+def test_unread_event_stream_is_closed_and_frees_its_place(service, monkeypatch):
     """It would not even notice that its key was revoked."""
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
     ended, end = threading.Event(), CallerLimits.end_stream
@@ -225,7 +225,7 @@ def test_stream_that_nobody_reads_is_broken_off_and_gives_its_place_back(service
         assert ended.wait(SECONDS)
 
 
-def test_stream_that_is_read_again_is_not_broken_off_any_more(service, monkeypatch):
+def test_stream_that_is_read_again_stays_open(service, monkeypatch):
     paused, left = threading.Event(), []
     pause, resume = LimitedConnection.pause_writing, LimitedConnection.resume_writing
     monkeypatch.setattr(LimitedConnection, "pause_writing", lambda self: (pause(self), paused.set()))
@@ -255,7 +255,7 @@ def long_stream(service):
         yield stream
 
 
-def test_one_connection_too_many_is_told_so_and_the_next_is_served_once_there_is_room():
+def test_connection_beyond_the_limit_is_refused_until_another_closes():
     with serving(FakeControl(), most=2) as url:
         address = httpx.URL(url)
         with connected(address) as first, connected(address) as second:
@@ -283,7 +283,7 @@ def test_one_connection_too_many_is_told_so_and_the_next_is_served_once_there_is
     (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, MAX_CONNECTIONS),
     (100, 100, None, 1),
 ])  # fmt: skip
-def test_as_many_as_files_may_be_opened_for_and_others_need_none_of(monkeypatch, soft, hard, raised, most):
+def test_connection_limit_leaves_open_files_for_the_rest_of_the_service(monkeypatch, soft, hard, raised, most):
     asked = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))

@@ -36,7 +36,7 @@ def world(store):
     return World(store)
 
 
-def test_key_is_whoever_it_was_made_for(world):
+def test_key_identifies_its_holder_project_and_scope(world):
     key = add_key(world.store, "submit", "theirs", user="ada", name="laptop")
     who = world.who(key)
     assert who == Identity(who.key_id, "laptop", "ada", "theirs", Scope.SUBMIT, installation=False)
@@ -44,7 +44,7 @@ def test_key_is_whoever_it_was_made_for(world):
     assert world.who(key[:-1]) is None and world.who("") is None
 
 
-def test_key_is_good_until_it_expires_whatever_was_known_before(world):
+def test_key_expires_at_its_time_despite_the_cache(world):
     key = add_key(world.store, "read", expires_at=2000.0)
     world.unix = 1999.9
     assert world.who(key) is not None
@@ -52,7 +52,7 @@ def test_key_is_good_until_it_expires_whatever_was_known_before(world):
     assert world.who(key) is None
 
 
-def test_key_that_another_process_revoked_is_good_for_a_second_at_most(world):
+def test_key_revoked_by_another_process_is_refused_within_a_second(world):
     key = add_key(world.store, "read")
     assert world.who(key) is not None
     world.revoke(key)
@@ -60,7 +60,7 @@ def test_key_that_another_process_revoked_is_good_for_a_second_at_most(world):
     assert world.who(key) is None
 
 
-def test_key_that_this_process_revoked_is_not_good_any_more(world):
+def test_key_revoked_by_this_process_is_refused_at_once(world):
     key = add_key(world.store, "read")
     assert world.who(key) is not None
     world.revoke(key)
@@ -68,7 +68,7 @@ def test_key_that_this_process_revoked_is_not_good_any_more(world):
     assert world.who(key) is None
 
 
-def test_session_has_the_rights_of_its_key_and_ends_with_it(world):
+def test_session_has_the_rights_of_its_key_and_ends_when_the_key_is_revoked(world):
     key = add_key(world.store, "read", "theirs")
     key_id = world.who(key).key_id
 
@@ -122,7 +122,7 @@ def test_answer_of_the_database_is_good_for_a_second_and_not_for_one_of_the_cloc
     assert world.who(key) is None
 
 
-def test_callers_without_end_take_no_memory_without_end(world, monkeypatch):
+def test_credential_cache_is_bounded(world, monkeypatch):
     monkeypatch.setattr(credentials, "_MAX_CACHED", 2)
     made = [add_key(world.store, "read", name=name) for name in "abc"]
     assert [world.who(key).key_name for key in made] == ["a", "b", "c"]
@@ -133,7 +133,7 @@ def test_callers_without_end_take_no_memory_without_end(world, monkeypatch):
 
 
 @pytest.mark.parametrize("outcome", ["good", "unknown", "anonymous", "database away"])
-def test_stream_goes_on_while_its_key_is_good_or_nobody_can_say(world, monkeypatch, outcome):
+def test_stream_stays_authorized_while_its_key_is_valid_or_the_database_away(world, monkeypatch, outcome):
     key = add_key(world.store, "read") if outcome != "unknown" else "manta_unknown"
     credential = None if outcome == "anonymous" else Credential(digest_of(key), True)
     if outcome == "database away":

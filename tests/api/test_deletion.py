@@ -20,7 +20,7 @@ def job(service):
     return made
 
 
-def test_deleted_job_is_gone_and_the_answer_says_what_went(service, job):
+def test_deleted_job_is_gone_and_the_answer_counts_what_was_removed(service, job):
     other = service.submit()
     response = service.http.delete(f"/v1/jobs/{job['id']}")
     assert response.status_code == 200
@@ -33,7 +33,7 @@ def test_deleted_job_is_gone_and_the_answer_says_what_went(service, job):
     assert [each["id"] for each in service.http.get("/v1/jobs").json()["items"]] == [other["id"]]
 
 
-def test_idempotency_key_is_deleted_with_its_job_so_that_it_creates_another(service, document):
+def test_idempotency_key_of_a_deleted_job_creates_a_new_job(service, document):
     submit = lambda: service.http.post("/v1/jobs", json=document, headers={"Idempotency-Key": "k"})  # noqa: E731
     first = submit().json()["id"]
     service.move(first, "CANCELLED")
@@ -44,7 +44,7 @@ def test_idempotency_key_is_deleted_with_its_job_so_that_it_creates_another(serv
 
 
 @pytest.mark.parametrize("states", [(), ("STARTING",), ("STARTING", "RUNNING", "CANCELLING")])
-def test_job_that_is_not_over_has_to_be_cancelled_first(service, states):
+def test_deletion_of_an_unfinished_job_is_refused_with_advice_to_cancel(service, states):
     job = service.submit()
     service.move(job["id"], *states)
     response = service.http.delete(f"/v1/jobs/{job['id']}")
@@ -53,7 +53,7 @@ def test_job_that_is_not_over_has_to_be_cancelled_first(service, states):
     assert ("release_job", job["id"]) not in service.control.asked
 
 
-def test_what_cannot_be_removed_is_named_and_the_job_says_that_its_deletion_has_begun(service, job):
+def test_deletion_that_cannot_remove_files_names_them_and_marks_the_job_as_begun(service, job):
     folder = log_folder(service.control.home, job["id"]).parent
     folder.rename(folder.parent / "elsewhere")
     folder.symlink_to(folder.parent / "elsewhere")

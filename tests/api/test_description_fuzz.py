@@ -17,11 +17,11 @@ def asked(request, operation_id):
 
 
 @pytest.mark.parametrize("operation_id", OPERATIONS)
-def test_answers_are_as_described(asked):
+def test_fuzzed_requests_get_the_answers_that_the_openapi_document_describes(asked):
     asked(6, derandomize=True, phases=[Phase.generate])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("operation_id", OPERATIONS)
-def test_many_answers_are_as_described(asked):
+def test_many_fuzzed_requests_get_the_answers_that_the_openapi_document_describes(asked):
     asked(500)

@@ -12,7 +12,7 @@ def patch(service, job, body, **headers):
     )
 
 
-def test_what_is_given_changes_and_the_rest_stays(service):
+def test_edit_changes_the_given_fields_and_keeps_the_rest(service):
     job = service.submit()
     service.control.asked.clear()
     response = patch(service, job, {"priority": 5})
@@ -24,7 +24,7 @@ def test_what_is_given_changes_and_the_rest_stays(service):
     assert patch(service, job, {}).json()["spec"]["name"] == "better"
 
 
-def test_labels_are_merged_and_a_null_takes_one_away(service):
+def test_edit_merges_labels_and_null_removes_one(service):
     job = service.submit(labels={"team": "vision", "run": "1"})
     assert patch(service, job, {"labels": {"run": None, "new": ""}}).json()["labels"] == {"team": "vision", "new": ""}
     again = patch(service, job, {"labels": {}}).json()
@@ -33,7 +33,7 @@ def test_labels_are_merged_and_a_null_takes_one_away(service):
     assert (event["type"], event["data"]["labels"]["to"]) == ("edited", {"team": "vision", "new": ""})
 
 
-def test_label_too_many_is_refused_and_nothing_changes(service):
+def test_edit_beyond_64_labels_is_refused_and_changes_nothing(service):
     job = service.submit(labels={f"a{number}": "" for number in range(60)})
     refused = patch(service, job, {"name": "other", "labels": {f"b{number}": "" for number in range(5)}})
     assert (refused.status_code, refused.json()["errors"][0]["path"]) == (422, "labels")
@@ -42,13 +42,13 @@ def test_label_too_many_is_refused_and_nothing_changes(service):
 
 
 @pytest.mark.parametrize("states", [("STARTING", "RUNNING"), ("CANCELLED",)])
-def test_job_in_any_state_may_be_called_something_else(service, states):
+def test_job_in_any_state_can_be_renamed(service, states):
     job = service.submit()
     service.move(job["id"], *states)
     assert patch(service, job, {"name": "better"}).json()["name"] == "better"
 
 
-def test_merge_patch_is_json_too(service):
+def test_edit_accepts_merge_patch_content(service):
     job = service.submit()
     response = service.http.patch(
         f"/v1/jobs/{job['id']}",
@@ -67,18 +67,18 @@ def test_merge_patch_is_json_too(service):
         ({"labels": {"a": "b c"}}, "labels.a"), ({"labels": None}, "labels"), ([], ""),
     ],
 )  # fmt: skip
-def test_change_that_makes_no_sense_names_the_field(service, body, field):
+def test_invalid_edit_names_the_field(service, body, field):
     response = patch(service, service.submit(), body)
     assert (response.status_code, response.json()["code"]) == (422, "invalid_parameter")
     assert [error["path"] for error in response.json()["errors"]] == [field]
 
 
-def test_unknown_job_is_not_found(service):
+def test_edit_of_an_unknown_job_is_not_found(service):
     response = patch(service, {"id": "job_000000000000"}, {"priority": 1})
     assert (response.status_code, response.json()["code"]) == (404, "job_not_found")
 
 
-def test_etag_is_that_of_what_can_be_changed(service):
+def test_etag_of_a_job_changes_only_with_its_editable_fields(service):
     job = service.submit()
     path = f"/v1/jobs/{job['id']}"
     etag = service.http.get(path).headers["ETag"]
@@ -89,7 +89,7 @@ def test_etag_is_that_of_what_can_be_changed(service):
     assert changed.headers["ETag"] == changed.json()["etag"] == service.http.get(path).headers["ETag"] != etag
 
 
-def test_change_of_what_somebody_else_has_changed_is_refused(service):
+def test_edit_with_a_stale_etag_is_refused(service):
     job = service.submit()
     assert patch(service, job, {"priority": 1}, If_Match=job["etag"]).status_code == 200
     refused = patch(service, job, {"priority": 2}, If_Match=job["etag"])
@@ -104,7 +104,7 @@ def test_change_of_what_somebody_else_has_changed_is_refused(service):
     ("header", "versions"),
     [(None, None), ("*", None), ('"a"', {"a"}), ('"a" , "b"', {"a", "b"}), ('W/"a"', set()), ("a", set()), ("", set())],
 )
-def test_versions_of_a_condition(header, versions):
+def test_if_match_header_is_parsed_into_etags(header, versions):
     assert versions_in(header) == versions
 
 

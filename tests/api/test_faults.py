@@ -14,14 +14,14 @@ def address(service):
     return f"/v1/jobs/{service.submit()['id']}/faults"
 
 
-def test_a_service_makes_no_faults_unless_it_was_started_for_it(service, address):
+def test_fault_injection_is_refused_unless_the_service_allows_faults(service, address):
     response = service.http.post(address, json={"kind": "kill", "rank": 0})
     assert (response.status_code, response.json()["code"]) == (403, "faults_not_allowed")
     assert "--allow-faults" in response.json()["detail"]
     assert service.control.faults == []
 
 
-def test_a_fault_is_handed_on_as_it_was_asked_for(service, address):
+def test_fault_reaches_the_control_plane_with_all_its_fields(service, address):
     service.control.allow_faults = True
     wanted = {"kind": "hang", "rank": 3, "at_step": 7, "phase": "reduction", "hold_gil": True}
     response = service.http.post(address, json=wanted)
@@ -43,7 +43,7 @@ def test_a_fault_is_handed_on_as_it_was_asked_for(service, address):
         ({"kind": "stop", "hold_gil": True}, "hang only"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_reason(service, address, wrong, said):
+def test_invalid_fault_is_refused_with_a_reason(service, address, wrong, said):
     service.control.allow_faults = True
     response = service.http.post(address, json={"kind": "kill", "rank": 0, **wrong})
     assert (response.status_code, response.json()["code"]) == (422, "invalid_parameter")
@@ -52,7 +52,7 @@ def test_what_makes_no_sense_is_refused_with_a_reason(service, address, wrong, s
 
 
 @pytest.mark.parametrize(("wrong", "said"), [({"rank": 4}, "0 to 3"), ({"at_step": 11}, "2 of 10 steps")])
-def test_what_could_never_strike_is_a_conflict(service, address, wrong, said):
+def test_fault_that_can_never_strike_is_a_conflict(service, address, wrong, said):
     service.control.allow_faults = True
     response = service.http.post(address, json={"kind": "kill", "rank": 0, **wrong})
     assert (response.status_code, response.json()["code"]) == (409, "fault_not_possible")

@@ -41,7 +41,7 @@ paths = st.sampled_from(
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=paths, value=values, dry_run=st.booleans())
-def test_any_value_anywhere_gets_a_verdict(service, document, path, value, dry_run):
+def test_spec_with_any_value_at_any_path_is_accepted_or_refused_with_a_problem(service, document, path, value, dry_run):
     changed = copy.deepcopy(document)
     place = changed
     for part in path[:-1]:
@@ -65,7 +65,7 @@ def test_any_value_anywhere_gets_a_verdict(service, document, path, value, dry_r
     name=st.sampled_from(["limit", "cursor", "state", "name", "names", "after_step", "max_points", "rank"]),
     value=st.text(max_size=30) | st.integers().map(str),
 )
-def test_any_parameter_gets_an_answer(service, resource, name, value):
+def test_query_parameters_of_any_value_get_an_answer_or_a_refusal(service, resource, name, value):
     listed = service.http.get("/v1/jobs").json()["items"]
     job_id = (listed[0] if listed else service.submit())["id"]
     response = service.http.get("/v1/jobs" + resource.replace("{id}", job_id), params={name: value})

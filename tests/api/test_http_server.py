@@ -29,7 +29,7 @@ def test_open_stream_ends_in_order_with_the_server(store, tmp_path):
         (None, True),
     ],
 )
-def test_client_that_resets_its_connection_is_no_error_of_the_service(error, logged):
+def test_client_resets_are_not_logged_as_service_errors(error, logged):
     about = None if error is None else (type(error), error, None)
     record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception in ASGI application", (), about)
     assert is_no_hangup(record) == logged

@@ -13,7 +13,7 @@ def ids_of(service, **parameters):
     return [job["id"] for job in answer.json()["items"]]
 
 
-def test_states_may_be_repeated_or_separated_by_commas(service):
+def test_job_list_accepts_states_repeated_or_comma_separated(service):
     ids = [service.submit()["id"] for _ in range(3)]
     service.move(ids[0], "CANCELLED")
     service.move(ids[1], "STARTING")
@@ -23,7 +23,7 @@ def test_states_may_be_repeated_or_separated_by_commas(service):
     assert ids_of(service, state="QUEUED") == [ids[2]]
 
 
-def test_filters_orders_and_cursors_go_together(service):
+def test_job_list_combines_filters_order_and_cursor(service):
     named = {name: service.submit(name=name, labels={"team": "a"})["id"] for name in ("c", "a", "b")}
     service.submit(name="run one")
     wanted = {"label": "team=a", "sort": "name", "order": "asc", "limit": 2}
@@ -37,7 +37,7 @@ def test_filters_orders_and_cursors_go_together(service):
         assert client.count_jobs(labels=["team"]).by_state["QUEUED"] == 3
 
 
-def test_label_without_a_value_is_not_any_value(service):
+def test_job_list_distinguishes_an_empty_label_value_from_any_value(service):
     empty, full = (service.submit(labels={"team": value})["id"] for value in ("", "a"))
     asked = {"team=": [empty], "team=a": [full], "team": [full, empty], "other": []}
     assert {label: ids_of(service, label=label) for label in asked} == asked
@@ -52,7 +52,7 @@ def test_owner_is_the_user_else_the_name_of_the_key(service):
     assert job["owner"] == "ada"
 
 
-def test_counts_have_every_state_and_the_filters_of_the_list(service):
+def test_job_counts_have_every_state_and_obey_the_list_filters(service):
     ids = [service.submit(name=name)["id"] for name in ("a", "a", "b")]
     service.move(ids[0], "CANCELLED")
     counts = service.http.get("/v1/jobs/counts").json()
@@ -74,13 +74,13 @@ def test_counts_have_every_state_and_the_filters_of_the_list(service):
         ({"search": ""}, "search", "at least 1"),
     ],
 )
-def test_parameter_that_makes_no_sense_is_named(service, parameters, path, part):
+def test_invalid_job_list_parameter_is_named(service, parameters, path, part):
     answer = service.http.get("/v1/jobs", params=parameters)
     assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, path)
     assert part in answer.json()["detail"]
 
 
-def test_sparkline_is_short_and_that_of_the_job_as_it_is_now(service):
+def test_sparkline_is_short_and_current(service):
     job, other = service.submit()["id"], service.submit()["id"]
     service.report(job, [{"step": step, "loss": 100.0 - step} for step in range(1, 101)])
     path = f"/v1/jobs/sparklines?jobs={other},{job},job_000000000000,{job}"
@@ -92,7 +92,7 @@ def test_sparkline_is_short_and_that_of_the_job_as_it_is_now(service):
     assert service.http.get(path).json()["items"][1]["loss"][-1] == "nan"
 
 
-def test_sparklines_that_nobody_moved_are_not_read_again(service, monkeypatch):
+def test_sparklines_of_unchanged_jobs_are_cached(service, monkeypatch):
     job = service.submit()["id"]
     service.report(job, [{"step": 1, "loss": 1.0}])
     asked = []
@@ -109,12 +109,12 @@ def test_sparklines_that_nobody_moved_are_not_read_again(service, monkeypatch):
 
 
 @pytest.mark.parametrize("jobs", ["", "job_x", "../../etc", ",".join(["job_000000000000"] * 3) + ","])
-def test_sparklines_of_what_is_no_job_are_refused(service, jobs):
+def test_sparklines_of_invalid_job_ids_are_refused(service, jobs):
     answer = service.http.get("/v1/jobs/sparklines", params={"jobs": jobs})
     assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, "jobs")
 
 
-def test_sparklines_and_counts_are_of_the_callers_project_alone(service):
+def test_sparklines_and_counts_cover_the_callers_project_only(service):
     job = service.submit()["id"]
     asked = {"headers": bearer(add_key(service.store, "read", "other"))}
     assert service.http.get(f"/v1/jobs/sparklines?jobs={job}", **asked).json()["items"] == []

@@ -32,7 +32,7 @@ def job(service):
     return service.submit(name="a job")
 
 
-def test_whatever_is_asked_of_a_job_may_be_asked_by_its_name(service, job):
+def test_client_calls_accept_the_name_of_a_job_for_its_id(service, job):
     lookups = Lookups(job)
     with Client(ADDRESS, httpx.MockTransport(lookups)) as client:
         for ask in (
@@ -65,14 +65,14 @@ def test_whatever_is_asked_of_a_job_may_be_asked_by_its_name(service, job):
     ]
 
 
-def test_ids_are_not_looked_up():
+def test_client_does_not_look_up_job_ids():
     lookups = Lookups()
     with Client(ADDRESS, httpx.MockTransport(lookups)) as client, pytest.raises(ApiError, match="later"):
         client.job(IDS[0])
     assert lookups.asked == [f"GET /v1/jobs/{IDS[0]}"]
 
 
-def test_a_name_of_several_jobs_is_none_s(service, job):
+def test_name_shared_by_several_jobs_is_refused_as_ambiguous(service, job):
     newer = service.submit(name="a job")
     service.move(newer["id"], "CANCELLED")
     with Client(service.url) as client:
@@ -89,7 +89,7 @@ def test_a_name_of_several_jobs_is_none_s(service, job):
         client.job("a job")
 
 
-def test_jobs_of_others_are_none_that_a_name_could_mean(service, job):
+def test_job_names_of_other_projects_are_not_resolved(service, job):
     with Client(service.url, key=add_key(service.store, project="others")) as client:
         with pytest.raises(ApiError, match="no job has"):
             client.job("a job")
@@ -97,7 +97,7 @@ def test_jobs_of_others_are_none_that_a_name_could_mean(service, job):
         assert client.job("a job").id == own.id
 
 
-def test_a_job_that_is_waited_for_stays_the_same_when_others_get_its_name(service, job):
+def test_client_wait_by_name_keeps_the_job_it_first_resolved(service, job):
     lookups = Lookups(job)
 
     def answer(request):

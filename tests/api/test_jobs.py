@@ -59,14 +59,14 @@ def test_a_dry_run_whose_layout_has_no_plan_says_why(service, document):
     assert answer["plan"] is None and "needs 32 slots" in answer["plan_note"]
 
 
-def test_a_dry_run_of_a_job_for_gpus_says_where_there_are_none(service, document):
+def test_dry_run_of_a_gpu_job_on_a_cluster_without_gpus_explains_the_missing_plan(service, document):
     document["resources"] = {"accelerator": "gpu"}
     answer = service.http.post("/v1/jobs?dry_run=true", json=document).json()
     assert answer["plan"] is None
     assert answer["plan_note"].startswith("nothing is planned: the job would wait for GPUs, of which this cluster has")
 
 
-def test_a_dry_run_says_that_data_is_not_there(service, document, tmp_path, monkeypatch):
+def test_dry_run_reports_missing_data(service, document, tmp_path, monkeypatch):
     def said():
         return service.http.post("/v1/jobs?dry_run=true", json=document).json()["data_problem"]
 
@@ -88,7 +88,7 @@ def test_a_dry_run_of_a_huge_layout_does_not_list_its_ranks(service, document):
     assert (layout["world_size"], layout["ranks"]) == (10**5, None)
 
 
-def test_the_same_key_and_body_is_the_same_job(service, document):
+def test_resubmission_with_the_same_key_and_body_returns_the_same_job(service, document):
     keyed = {"Idempotency-Key": "once"}
     first = service.http.post("/v1/jobs", json=document, headers=keyed)
     reordered = dict(reversed(document.items()))
@@ -100,7 +100,7 @@ def test_the_same_key_and_body_is_the_same_job(service, document):
     assert (conflict.status_code, conflict.json()["code"]) == (409, "idempotency_conflict")
 
 
-def test_the_same_request_is_the_same_job_whatever_has_become_of_the_cluster(service, document, monkeypatch):
+def test_resubmission_returns_the_same_job_after_the_cluster_has_changed(service, document, monkeypatch):
     keyed, auto = {"Idempotency-Key": "once"}, {**document, "parallel": "auto"}
     first = service.http.post("/v1/jobs", json=auto, headers=keyed)
     monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": [], "totals": {}})
@@ -122,7 +122,7 @@ def test_concurrent_requests_with_one_key_make_one_job(service, document):
     assert len({answer.json()["id"] for answer in answers}) == 1
 
 
-def test_without_a_key_each_request_is_a_job(service):
+def test_submission_without_an_idempotency_key_always_creates_a_job(service):
     assert service.submit()["id"] != service.submit()["id"]
 
 
@@ -141,7 +141,7 @@ def test_pages_are_newest_first(service):
 
 
 @pytest.mark.parametrize("state", ["QUEUED", "RESIZING", "PAUSING", "PAUSED", "SUCCEEDED"])
-def test_every_state_of_the_contract_may_be_asked_for(service, state):
+def test_job_list_can_be_filtered_by_every_documented_state(service, state):
     service.submit()
     response = service.http.get("/v1/jobs", params={"state": state})
     assert response.status_code == 200
@@ -156,7 +156,7 @@ def test_a_queued_job_is_cancelled_at_once(service):
     assert service.control.asked[-1] == ("cancel", job["id"])
 
 
-def test_a_running_job_is_asked_to_stop(service):
+def test_running_job_is_cancelling_after_a_cancel_request(service):
     job = service.submit()
     service.move(job["id"], "STARTING", "RUNNING")
     assert service.http.post(f"/v1/jobs/{job['id']}/cancel").json()["state"] == "CANCELLING"
@@ -217,7 +217,7 @@ def test_a_failed_job_is_tried_again(service):
 
 
 @pytest.mark.parametrize("states", [(), ("STARTING", "RUNNING"), ("STARTING", "SUCCEEDED"), ("CANCELLED",)])
-def test_only_a_failed_job_is_tried_again(service, states):
+def test_retry_of_a_job_that_has_not_failed_is_refused(service, states):
     job = service.submit()
     service.move(job["id"], *states)
     asked = list(service.control.asked)
@@ -238,7 +238,7 @@ def test_a_running_job_shows_its_numbers(service):
     assert shown["queue"] == {"position": None, "waiting_for": None}
 
 
-def test_numbers_that_json_does_not_know_are_words(service):
+def test_non_finite_numbers_are_words_in_json(service):
     job = service.submit()
     service.move(job["id"], "STARTING", "RUNNING")
     rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": float("inf"), "grad_norm": float("-inf")}]
@@ -249,7 +249,7 @@ def test_numbers_that_json_does_not_know_are_words(service):
     assert (series["loss"], series["grad_norm"]) == (["nan", "inf"], [None, "-inf"])
 
 
-def test_a_job_says_what_it_waits_for(service):
+def test_queued_job_shows_what_it_waits_for(service):
     job = service.submit()
     lacks = {"needed": 4, "available": 1}
     service.store.write(lambda session: jobs.set_waiting(session, job["id"], lacks, "insufficient_slots", "4 of 1"))
@@ -257,7 +257,7 @@ def test_a_job_says_what_it_waits_for(service):
     assert (shown["reason"], shown["queue"]) == ("insufficient_slots", {"position": 1, "waiting_for": lacks})
 
 
-def test_job_that_was_resized_shows_the_layout_that_it_runs_in(service):
+def test_resized_job_shows_the_layout_it_runs_in(service):
     job = service.submit()
     layout = ParallelConfig.model_validate(job["spec"]["parallel"]).model_copy(update={"data": 3})
     service.store.write(lambda session: jobs.set_layout(session, job["id"], layout))
@@ -281,7 +281,7 @@ def events_of(service, job_id):
     return service.http.get(f"/v1/jobs/{job_id}/events").json()["items"]
 
 
-def test_resize_that_makes_no_sense_is_refused(service):
+def test_invalid_resize_is_refused(service):
     job = service.submit()
 
     def answer(body, job_id=job["id"]):
@@ -297,7 +297,7 @@ def test_resize_that_makes_no_sense_is_refused(service):
     assert answer({"data": 1}) == (409, "illegal_transition")
 
 
-def test_model_of_a_package_that_is_not_listed_is_refused(service, document):
+def test_custom_model_of_an_unlisted_package_is_refused(service, document):
     theirs = {**document["model"], "family": "custom", "entrypoint": "theirs:build"}
     answer = service.http.post("/v1/jobs", json={**document, "model": theirs})
     (error,) = answer.json()["errors"]
@@ -306,7 +306,7 @@ def test_model_of_a_package_that_is_not_listed_is_refused(service, document):
     assert service.http.post("/v1/jobs", json={**document, "model": theirs}).status_code == 201
 
 
-def test_data_outside_of_the_folders_that_jobs_may_read_is_refused(service, document, tmp_path):
+def test_submission_with_data_outside_the_data_roots_is_refused(service, document, tmp_path):
     service.control.data_roots = DataRoots((tmp_path / "data",))
     document = {**document, "data": {"source": "text", "paths": ["/etc/passwd"]}}
     for query in ("", "?dry_run=true"):
@@ -317,7 +317,7 @@ def test_data_outside_of_the_folders_that_jobs_may_read_is_refused(service, docu
     assert service.control.asked == []
 
 
-def test_a_tokenizers_vocabulary_is_read_at_the_door_and_stays_in_the_spec(service, document, tmp_path):
+def test_tokenizer_vocabulary_is_read_at_submission_and_stored_in_the_spec(service, document, tmp_path):
     byte_level(tmp_path / "tokenizer.json")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     data = {"source": "jsonl", "paths": [str(tmp_path / "a.jsonl")], "tokenizer": str(tmp_path / "tokenizer.json")}
@@ -341,7 +341,7 @@ def test_a_tokenizer_that_is_a_pipe_or_of_40_gb_is_a_problem_of_its_key(service,
         assert f"no tokenizer can be read from {tmp_path / name} ({why}" in error["rule"]
 
 
-def test_a_tokenizer_outside_of_the_folders_that_jobs_may_read_is_refused_unread(service, document, tmp_path):
+def test_tokenizer_outside_the_data_roots_is_refused_unread(service, document, tmp_path):
     (tmp_path / "data").mkdir()
     byte_level(tmp_path / "tokenizer.json")
     (tmp_path / "data" / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")

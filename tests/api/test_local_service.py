@@ -40,14 +40,14 @@ def test_key_of_the_home_is_for_the_service_that_runs_there(home):
         assert find_key(Settings(home), other) is None
 
 
-def test_key_of_the_home_is_not_shown_to_whoever_took_the_port_of_a_service_that_is_gone(home):
+def test_home_key_is_withheld_from_a_process_that_took_the_services_port(home):
     file = Settings(home).service_file
     file.write_text(json.dumps({**json.loads(file.read_text()), "started": "another boot/1"}))
     assert find_key(Settings(home), URL) is None
 
 
 @pytest.mark.parametrize("content", [None, "", "no JSON", "[]", "{}", '{"pid": "x", "started": 1}'])
-def test_file_that_says_nothing_is_no_service(tmp_path, content):
+def test_malformed_service_file_counts_as_no_service(tmp_path, content):
     if content is not None:
         Settings(tmp_path).service_file.write_text(content)
     assert running_service(tmp_path) is None
@@ -55,7 +55,7 @@ def test_file_that_says_nothing_is_no_service(tmp_path, content):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_bytes(b"\xff")])
-def test_own_files_that_are_none_are_a_sentence_or_nothing_and_nobody_waits(tmp_path, make):
+def test_unreadable_files_in_the_home_are_ignored_or_reported_without_blocking(tmp_path, make):
     paths = Paths.of(tmp_path)
     for file in (Settings(tmp_path).service_file, paths.ray_record, paths.ray_token, tmp_path / RECORD):
         make(file)
@@ -74,19 +74,19 @@ def test_own_files_that_are_none_are_a_sentence_or_nothing_and_nobody_waits(tmp_
     paths.remove_runtime_folder()
 
 
-def test_home_that_cannot_be_written_is_a_sentence_with_what_to_do(tmp_path):
+def test_unwritable_home_is_reported_with_advice(tmp_path):
     (tmp_path / "home").write_text("a file")
     with pytest.raises(HomeUnusable, match=r"the home .*home cannot be used .* in MANTA_HOME"):
         announce(Settings(tmp_path / "home").service_file, URL, "sqlite:///there")
 
 
-def test_key_of_the_environment_goes_where_the_environment_says(home):
+def test_environment_key_is_used_for_any_service_url(home):
     settings = Settings.from_environment({"MANTA_HOME": str(home), "MANTA_API_KEY": "manta_other"})
     assert find_key(settings, "https://manta.example.org") == find_key(settings, URL) == "manta_other"
     assert "manta_other" not in repr(settings)
 
 
-def test_client_of_a_home_is_of_its_service_whatever_the_environment_says(home, monkeypatch):
+def test_client_of_a_home_uses_its_service_despite_the_environment(home, monkeypatch):
     monkeypatch.setenv("MANTA_API_KEY", "manta_of-another")
     with Client.of_home(home) as client:
         assert (client.url, client._http.headers["Authorization"]) == (URL, "Bearer manta_own")
@@ -109,7 +109,7 @@ Ou0=
 """Of manta.example.org, signed by itself; the key to it is kept nowhere."""
 
 
-def test_service_of_the_home_is_known_by_its_certificate_and_others_by_what_the_machine_trusts(tmp_path):
+def test_home_service_is_trusted_by_its_certificate_and_others_by_the_system(tmp_path):
     assert ssl_verification(Settings(tmp_path), "https://manta.example.org") is True
     assert ssl_verification(Settings(tmp_path), "http://127.0.0.1:8400") is False, "there is none"
     certificate = tmp_path / "cert.pem"

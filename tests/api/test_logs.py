@@ -45,7 +45,7 @@ def texts(page):
     return [line["text"] for line in page["items"]]
 
 
-def test_newest_lines_come_by_time_and_say_whether_there_are_more(service, job):
+def test_log_tail_is_sorted_by_time_and_says_if_there_are_earlier_lines(service, job):
     page = asked(service, job, tail=2)
     assert (texts(page), page["earlier"], page["next_cursor"]) == (list(LINES[3:]), True, None)
     assert texts(asked(service, job, cursor=page["resume_cursor"])) == []
@@ -68,7 +68,7 @@ def test_newest_lines_come_by_time_and_say_whether_there_are_more(service, job):
         ({"level": "critical"}, []),
     ],
 )
-def test_lines_that_are_wanted_and_no_others(service, job, parameters, expected):
+def test_log_filters_return_exactly_the_matching_lines(service, job, parameters, expected):
     assert texts(asked(service, job, **parameters)) == expected
     assert texts(asked(service, job, **parameters, tail=50)) == expected
     assert texts(asked(service, job, **parameters, tail=1)) == expected[-1:]
@@ -81,12 +81,12 @@ def test_lines_that_are_wanted_and_no_others(service, job, parameters, expected)
     assert [line["text"] for _, line in entries] == expected
 
 
-def test_lines_say_how_serious_they_are(service, job):
+def test_log_lines_carry_their_level(service, job):
     levels = {line["text"]: line["level"] for line in asked(service, job)["items"]}
     assert (levels[LINES[0]], levels[LINES[1]], levels[LINES[3]]) == (None, "warning", "error")
 
 
-def test_stream_begins_with_the_newest_lines_and_goes_on_behind_any_of_them(service, job):
+def test_log_stream_starts_at_its_tail_and_resumes_after_any_line(service, job):
     service.move(job, "CANCELLED")
     entries, state = read_stream(service, f"/v1/jobs/{job}/logs?tail=4")
     assert ([line["text"] for _, line in entries], state) == ([*LINES[1:]], "CANCELLED")
@@ -96,7 +96,7 @@ def test_stream_begins_with_the_newest_lines_and_goes_on_behind_any_of_them(serv
     assert said == [*LINES[3:]]
 
 
-def test_earlier_lines_come_part_by_part(service, job):
+def test_log_pages_go_back_in_time_by_cursor(service, job):
     page = asked(service, job, tail=4)
     before = asked(service, job, tail=1, before=page["earlier_cursor"])
     first = asked(service, job, tail=100, before=before["earlier_cursor"])
@@ -114,7 +114,7 @@ def test_stream_has_no_earlier_part(service, job):
         assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, "before")
 
 
-def test_stream_waits_for_the_last_lines_of_a_job_that_is_over_but_not_for_long(service, job, monkeypatch):
+def test_log_stream_of_a_finished_job_waits_briefly_for_late_lines(service, job, monkeypatch):
     """A node that was lost may bring what was printed on it later, or never."""
     service.report(job, [{"step": 1, "loss": 2.5}])
     service.move(job, "CANCELLED")
@@ -135,7 +135,7 @@ def test_stream_waits_for_the_last_lines_of_a_job_that_is_over_but_not_for_long(
     assert (entries[-1][1]["text"], state) == ("came late", "CANCELLED")
 
 
-def test_stream_goes_on_once_logs_that_could_not_be_read_can_be(service, job, monkeypatch):
+def test_log_stream_resumes_once_unreadable_logs_are_readable(service, job, monkeypatch):
     source, looks = LogsInHome.source, itertools.count()
 
     def away_at_first(self, job_id, fresh=True):
@@ -150,7 +150,7 @@ def test_stream_goes_on_once_logs_that_could_not_be_read_can_be(service, job, mo
     assert [line["text"] for _, line in entries] == [*LINES]
 
 
-def test_cursor_of_other_lines_is_refused(service, job):
+def test_log_cursor_of_another_filter_is_refused(service, job):
     cursor = asked(service, job, search="step", limit=1)["resume_cursor"]
     for other in ({}, {"search": "loss"}, {"search": "step", "rank": 0}):
         answer = service.http.get(f"/v1/jobs/{job}/logs", params={**other, "cursor": cursor})
@@ -166,7 +166,7 @@ def test_cursor_of_other_lines_is_refused(service, job):
         ({"stream": "stdin"}, "stream", "'stdout'"), ({"tail": 0}, "tail", "1"), ({"search": ""}, "search", "1"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_named(service, job, parameters, path, part):
+def test_invalid_log_parameter_is_named(service, job, parameters, path, part):
     for follow in ("false", "true"):
         answer = service.http.get(f"/v1/jobs/{job}/logs", params={**parameters, "follow": follow})
         assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, path)
@@ -179,7 +179,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(logs, "_SEARCH_SECONDS", 60.0)
 
 
-def test_what_is_searched_for_is_found_behind_much_else(service, job, monkeypatch, patient):
+def test_log_search_finds_a_line_behind_many_others(service, job, monkeypatch, patient):
     monkeypatch.setattr("manta.service.logs.pages.MIN_CHUNK_BYTES", 200)
     monkeypatch.setattr("manta.api.routes.logs.read_page", _in_small_parts)
     add(service, job, 0, *["nothing"] * 500, "the needle", begin=100.0)
@@ -187,7 +187,7 @@ def test_what_is_searched_for_is_found_behind_much_else(service, job, monkeypatc
 
 
 @pytest.mark.parametrize("limit", [2, 3])
-def test_no_more_is_found_than_is_asked_for(service, job, monkeypatch, patient, limit):
+def test_log_search_returns_no_more_lines_than_its_limit(service, job, monkeypatch, patient, limit):
     monkeypatch.setattr("manta.service.logs.pages.MIN_CHUNK_BYTES", 400)
     monkeypatch.setattr("manta.api.routes.logs.read_page", _in_small_parts)
     needles = [f"needle {number}" for number in range(9)]
@@ -203,7 +203,7 @@ def _in_small_parts(source, position, rank, limit, **more):
     return read_page(source, position, rank, limit, max_bytes=1, **more)
 
 
-def test_a_rank_that_the_job_never_had_is_refused_and_one_of_before_it_shrank_is_not(service, job, monkeypatch):
+def test_log_of_an_unknown_rank_is_refused_and_of_a_former_rank_served(service, job, monkeypatch):
     add(service, job, 6, "from before")
     assert texts(asked(service, job, rank=6)) == ["from before"]
     assert texts(asked(service, job, rank=3)) == [], "a rank that has printed nothing"

@@ -6,7 +6,7 @@ from manta.api.routes import metrics as route
 from manta.service.store import jobs, metric_bins
 
 
-def test_first_look_at_the_series_of_another_release_has_its_bins_made(service, monkeypatch):
+def test_series_from_an_older_release_gets_its_bins_on_first_read(service, monkeypatch):
     job, made, some = service.submit()["id"], threading.Event(), route._catch_up_batch
 
     def noted(session, job_id):

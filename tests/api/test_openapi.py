@@ -34,11 +34,11 @@ def api():
     return DescribedApi(create_app(control=type("NoControl", (), {"store": None})()).openapi())
 
 
-def test_operations_have_names_that_clients_can_be_made_with(api):
+def test_openapi_operation_ids_are_the_listed_ones(api):
     assert [operation.id for operation in api.operations] == OPERATIONS
 
 
-def test_every_error_is_a_problem_document_with_the_codes_that_it_can_carry(api):
+def test_openapi_errors_are_problem_documents_with_their_codes(api):
     for operation in api.operations:
         for status, response in operation.document["responses"].items():
             if int(status) >= 400:
@@ -51,7 +51,7 @@ def test_every_error_is_a_problem_document_with_the_codes_that_it_can_carry(api)
             assert ("WWW-Authenticate" in headers) == (status == 401)
 
 
-def test_what_is_refused_before_a_route_sees_it_is_described_too(api):
+def test_openapi_describes_refusals_that_happen_before_routing(api):
     for operation in api.operations:
         changes = operation.method != "GET"
         assert "unknown_host" in operation.codes(403)
@@ -61,7 +61,7 @@ def test_what_is_refused_before_a_route_sees_it_is_described_too(api):
         assert operation.codes(415) == (["unsupported_media_type"] if changes else [])
 
 
-def test_errors_are_those_of_the_operation_and_no_others(api):
+def test_openapi_lists_exactly_the_errors_of_each_operation(api):
     errors = {operation.id: operation.errors for operation in api.operations}
     assert errors["get_health"] == {
         400: ["other_release"],
@@ -85,7 +85,7 @@ def test_errors_are_those_of_the_operation_and_no_others(api):
     assert errors["undrain_node"][409] == ["node_leaving"]
 
 
-def test_bodies_that_routes_read_themselves_are_described(api):
+def test_openapi_describes_bodies_that_routes_parse_themselves(api):
     bodies = {
         operation.id: operation.document["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
         for operation in api.operations
@@ -105,7 +105,7 @@ def test_bodies_that_routes_read_themselves_are_described(api):
     }
 
 
-def test_every_reference_leads_somewhere_and_nothing_is_there_that_is_never_answered(api):
+def test_openapi_references_resolve_and_default_validation_errors_are_absent(api):
     names = set(api.document["components"]["schemas"])
     references = {part.split('"')[0] for part in json.dumps(api.document).split('"#/components/schemas/')[1:]}
     assert references <= names
@@ -113,7 +113,7 @@ def test_every_reference_leads_somewhere_and_nothing_is_there_that_is_never_answ
 
 
 @pytest.mark.parametrize("resource", ["events", "logs"])
-def test_events_of_a_stream_are_as_described(service, api, resource):
+def test_openapi_describes_stream_events_as_they_are_sent(service, api, resource):
     job = service.submit()
     service.move(job["id"], "CANCELLED")
     folder = log_folder(service.control.home, job["id"])
@@ -131,7 +131,7 @@ def test_events_of_a_stream_are_as_described(service, api, resource):
     assert events[-1].event == "end"
 
 
-def test_answer_that_is_not_as_described_is_noticed(api):
+def test_openapi_validation_rejects_a_wrong_answer(api):
     with pytest.raises(jsonschema.ValidationError):
         api.validate({"status": 5}, {"$ref": "#/components/schemas/Health"})
 
@@ -140,7 +140,7 @@ def test_answer_that_is_not_as_described_is_noticed(api):
     "body", [b"", b"{", b"\xff\xfe", b'{"data": NaN}', b'{"\\ud800": 1}', b"[" * 100_000, b"1" * 5000]
 )
 @pytest.mark.parametrize("path", ["/v1/jobs/{id}/resize", "/v1/jobs/{id}/faults", "/v1/nodes/abcd/drain"])
-def test_body_that_is_no_json_is_malformed_wherever_one_is_taken(service, path, body):
+def test_malformed_json_body_is_refused_by_every_operation(service, path, body):
     path = path.replace("{id}", service.submit()["id"])
     response = service.http.post(path, content=body, headers={"Content-Type": "application/json"})
     assert (response.status_code, response.json()["code"]) == (400, "malformed_json")

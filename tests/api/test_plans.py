@@ -35,7 +35,7 @@ def test_the_current_cluster_is_that_of_the_service(service):
     assert max(plan["gpus"] for plan in answer.json()["plans"]) <= 16
 
 
-def test_a_calibration_in_the_home_is_what_plans_go_by(service):
+def test_plans_use_the_cpu_calibration_of_the_home(service):
     core = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
     asked = PLAN | {"cluster": {"current": True}}
     assert service.http.post("/v1/plans", json=asked).json()["note"] is not None
@@ -54,7 +54,7 @@ def test_a_calibration_in_the_home_is_what_plans_go_by(service):
         path.unlink()
 
 
-def test_a_gpu_that_was_calibrated_is_what_plans_for_its_type_go_by(service):
+def test_plans_use_the_calibration_of_their_gpu_type(service):
     asked = PLAN | {"cluster": {"accelerator": "h100", "nodes": 1, "gpus_per_node": 1}}
     before = service.http.post("/v1/plans", json=asked).json()
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
@@ -100,7 +100,7 @@ def test_jobs_that_ran_refine_the_plans_for_their_machines(service):
     assert (len(machine["constants"]), machine["this_node"], machine["warning"]) == (8, False, None)
 
 
-def test_a_calibration_that_was_disturbed_says_so(service):
+def test_plan_warns_of_a_disturbed_calibration(service):
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     calibration = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu, other_cores=3.2, spread=0.01)
     path = save(Paths.of(service.control.home).machines, calibration)
@@ -111,7 +111,7 @@ def test_a_calibration_that_was_disturbed_says_so(service):
         path.unlink()
 
 
-def test_the_best_of_fewer_gpus_is_in_the_answer_where_it_is_asked_for(service):
+def test_plan_answer_includes_smaller_sizes_on_request(service):
     answer = service.http.post("/v1/plans", json=PLAN | {"sizes": True}).json()
     sizes = answer["sizes"]
     assert (sizes[0]["up_to"], sizes[-1]["gpus"]) == (4, 1)
@@ -124,7 +124,7 @@ def test_the_best_of_fewer_gpus_is_in_the_answer_where_it_is_asked_for(service):
     assert wrong.json()["errors"][0]["path"] == "sizes"
 
 
-def test_what_is_wrong_is_a_problem_with_its_path(service):
+def test_invalid_plan_request_is_a_problem_with_its_path(service):
     answer = service.http.post("/v1/plans", json=PLAN | {"cluster": {"accelerator": "abacus"}})
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
     (error,) = answer.json()["errors"]
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_a_problem_with_its_path(service):
     assert service.http.post("/v1/plans", json=[]).status_code == 422
 
 
-def test_a_job_without_a_layout_gets_one_before_it_is_stored(service):
+def test_job_with_layout_auto_gets_a_layout_before_it_is_stored(service):
     document = DOCUMENT | {"parallel": "auto"}
     dry = service.http.post("/v1/jobs", params={"dry_run": "true"}, json=document).json()
     assert dry["spec"]["parallel"]["tensor"] >= 1
@@ -145,7 +145,7 @@ def test_a_job_without_a_layout_gets_one_before_it_is_stored(service):
     assert parallel == dry["spec"]["parallel"]
 
 
-def test_a_job_that_asks_for_slots_is_laid_out_for_slots_where_there_are_gpus(service, monkeypatch):
+def test_job_on_cpu_is_laid_out_for_slots_on_a_gpu_cluster(service, monkeypatch):
     nodes = [
         {"alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 2},
         {"alive": True, "accelerator": "cpu", "total": 2, "slots_total": 2},
@@ -163,7 +163,7 @@ def test_a_job_that_asks_for_slots_is_laid_out_for_slots_where_there_are_gpus(se
     assert on_slots["plan"]["mfu_causal"] > 10 * on_gpus["plan"]["mfu_causal"], "of a core's peak, not of an H100's"
 
 
-def test_what_a_job_takes_is_planned_for_and_gpus_that_are_not_there_are_not(service, monkeypatch):
+def test_plans_use_the_accelerator_that_the_job_asks_for_and_refuse_missing_gpus(service, monkeypatch):
     job = PLAN | {"cluster": {"current": True}, "resources": {"accelerator": "gpu"}}
     on_current = [("/v1/plans", job), ("/v1/jobs", DOCUMENT | {"parallel": "auto", "resources": job["resources"]})]
     for path, document in on_current:
@@ -182,7 +182,7 @@ def test_what_a_job_takes_is_planned_for_and_gpus_that_are_not_there_are_not(ser
     assert most["cpu"] <= 2 < most["gpu"]
 
 
-def test_a_job_that_fits_nowhere_is_refused_with_the_reason(service):
+def test_job_that_fits_nowhere_is_refused_with_the_reason(service):
     large = {"layers": 96, "hidden_size": 12288, "heads": 96, "sequence_length": 2048}
     answer = service.http.post("/v1/jobs", json=DOCUMENT | {"model": large, "parallel": "auto"})
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")

@@ -27,7 +27,7 @@ def check(response, status, code):
     return document
 
 
-def test_an_unknown_key_is_named_with_the_closest_known_one(service, document):
+def test_unknown_spec_key_is_reported_with_the_closest_known_key(service, document):
     document["train"]["step"] = document["train"].pop("steps")
     problem = check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
     errors = {error["path"]: error for error in problem["errors"]}
@@ -42,7 +42,7 @@ def test_a_layout_that_does_not_fit_names_the_nearest_that_does(service, documen
     assert problem["errors"][0]["suggestion"] in ("1", "2")
 
 
-def test_what_is_not_built_is_unsupported_and_says_what_works(service, document):
+def test_unsupported_spec_value_is_reported_with_supported_values(service, document):
     document["parallel"] = {"zero": 3}
     problem = check(service.http.post("/v1/jobs", json=document), 422, "unsupported")
     assert problem["errors"] == [
@@ -60,7 +60,7 @@ def test_an_unsupported_value_beside_a_wrong_one_is_an_invalid_spec(service, doc
     [b"", b"{", b"\xff\xfe", b'{"a": NaN}', b'{"a": Infinity}', b'"\\ud800"', b"[" * 100_000, b"1" * 5000],
     ids=["empty", "cut", "not-utf8", "nan", "infinity", "surrogate", "deep", "long-number"],
 )
-def test_a_body_that_is_no_json_is_malformed(service, body):
+def test_submission_with_malformed_json_is_refused(service, body):
     check(service.http.post("/v1/jobs", content=body, headers=JSON), 400, "malformed_json")
 
 
@@ -77,18 +77,18 @@ def test_body_with_a_key_twice_is_refused_with_the_path_of_the_key(service, body
 
 
 @pytest.mark.parametrize("body", [b"null", b"[]", b"5", b'"name: x"', b"{}"])
-def test_json_that_is_no_spec_is_an_invalid_spec(service, body):
+def test_submission_of_json_that_is_no_spec_is_refused(service, body):
     check(service.http.post("/v1/jobs", content=body, headers=JSON), 422, "invalid_spec")
 
 
-def test_steps_beyond_what_can_be_counted_are_refused(service, document):
+def test_submission_with_too_many_steps_is_refused(service, document):
     document["train"]["steps"] = 10**30
     problem = check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
     assert problem["errors"][0]["path"] == "train.steps"
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_beyond_all_measure_is_too_large(service, chunked):
+def test_submission_with_an_oversized_body_is_refused(service, chunked):
     body = b" " * (2 * 1024 * 1024)
     content = (body[start : start + 65536] for start in range(0, len(body), 65536)) if chunked else body
     check(service.http.post("/v1/jobs", content=content, headers=JSON), 413, "body_too_large")
@@ -96,23 +96,23 @@ def test_a_body_beyond_all_measure_is_too_large(service, chunked):
 
 @pytest.mark.parametrize("job_id", ["job_000000000000", "nonsense", "job_%2e%2e%2f%2e%2e", "%00", "job_00000000000%0a"])
 @pytest.mark.parametrize("resource", ["", "/metrics", "/events", "/logs", "/ranks", "/checkpoints"])
-def test_an_unknown_job_is_not_found_whatever_is_asked_of_it(service, job_id, resource):
+def test_every_resource_of_an_unknown_job_is_not_found(service, job_id, resource):
     response = service.http.get(f"/v1/jobs/{job_id}{resource}")
     assert response.status_code == 404
     assert response.json()["code"] in ("job_not_found", "not_found")
 
 
-def test_an_unknown_job_says_where_jobs_are_listed(service):
+def test_unknown_job_is_reported_with_the_command_that_lists_jobs(service):
     assert "manta ps" in check(service.http.get("/v1/jobs/job_000000000000"), 404, "job_not_found")["detail"]
     check(service.http.post("/v1/jobs/job_000000000000/cancel"), 404, "job_not_found")
 
 
 @pytest.mark.parametrize("path", ["/", "/v2", "/v1/job", "/v1/jobs/", "/v1/jobs/job_000000000000/sleep"])
-def test_an_unknown_route_is_not_found(service, path):
+def test_unknown_route_is_not_found(service, path):
     check(service.http.get(path), 404, "not_found")
 
 
-def test_a_wrong_method_names_what_is_allowed(service):
+def test_wrong_method_is_refused_with_the_allowed_ones(service):
     response = service.http.delete("/v1/jobs")
     check(response, 405, "method_not_allowed")
     assert response.headers["allow"]
@@ -140,13 +140,13 @@ def test_a_wrong_method_names_what_is_allowed(service):
         ("/v1/jobs/{id}/checkpoints?cursor=AAAA", "cursor"),
     ],
 )
-def test_a_bad_parameter_is_named(service, path, field):
+def test_invalid_query_parameter_is_named(service, path, field):
     job = service.submit()
     problem = check(service.http.get(path.replace("{id}", job["id"])), 422, "invalid_parameter")
     assert [error["path"] for error in problem["errors"]] == [field]
 
 
-def test_cursor_is_good_only_for_the_request_that_gave_it_out(service):
+def test_cursor_is_valid_only_for_its_own_list_and_filter(service):
     """Used for another list or filter it would leave things out, or show them twice."""
     first, second = service.submit(), service.submit()
     of_jobs = service.http.get("/v1/jobs?limit=1").json()["next_cursor"]
@@ -190,7 +190,7 @@ def test_an_internal_error_is_logged_and_kept_from_the_client(service, caplog, m
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_what_fails_behind_the_beginning_of_its_answer_is_broken_off(begun):
+def test_exception_after_the_start_of_an_answer_breaks_the_answer_off(begun):
     sent = []
 
     async def app(_scope, _receive, send):
@@ -232,7 +232,7 @@ def test_a_database_that_does_not_answer_is_a_503_that_says_when_to_try_again(
 
 
 @pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
-def test_a_database_whose_file_is_gone_is_a_503_for_all_until_it_is_back(service, document):
+def test_missing_database_file_is_a_503_for_all_requests_until_it_is_back(service, document):
     file, job = service.control.store.database.file, service.http.post("/v1/jobs", json=document).json()["id"]
     file.rename(f"{file}.away")
     paths = ("/v1/jobs", f"/v1/jobs/{job}", "/v1/events", f"/v1/jobs/{job}/events", "/v1/projects", "/metrics")

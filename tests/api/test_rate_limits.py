@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_bucket_gives_two_seconds_worth_at_once_and_then_as_it_fills():
+def test_token_bucket_allows_a_two_second_burst_and_then_its_rate():
     clock = Clock()
     buckets = TokenBuckets(5.0, clock)
     assert [buckets.take("a") for _ in range(10)] == [0.0] * 10
@@ -37,7 +37,7 @@ def test_bucket_gives_two_seconds_worth_at_once_and_then_as_it_fills():
     assert buckets.take("a") > 0, "it does not fill for ever"
 
 
-def test_who_asks_while_they_are_refused_wait_no_less():
+def test_refused_requests_do_not_extend_the_wait_of_a_rate_limited_caller():
     clock = Clock()
     buckets = TokenBuckets(5.0, clock)
     while not buckets.take("a"):
@@ -48,12 +48,12 @@ def test_who_asks_while_they_are_refused_wait_no_less():
     assert buckets.take("a") == 0.0
 
 
-def test_no_rate_is_no_limit():
+def test_rate_of_zero_disables_the_request_limit():
     buckets = TokenBuckets(0, Clock())
     assert {buckets.take("a") for _ in range(1000)} == {0.0}
 
 
-def test_callers_without_end_take_no_memory_without_end(monkeypatch):
+def test_rate_limiter_remembers_a_bounded_number_of_callers(monkeypatch):
     monkeypatch.setattr(rate_limits, "_MAX_CALLERS", 3)
     clock = Clock()
     buckets = TokenBuckets(1.0, clock)
@@ -62,7 +62,7 @@ def test_callers_without_end_take_no_memory_without_end(monkeypatch):
     assert buckets.take("b") > 0 and buckets.take("a") == 0.0, "the one that was forgotten has a full one"
 
 
-def test_requests_and_streams_at_once_are_counted_until_they_end():
+def test_concurrent_requests_and_streams_are_counted_until_they_end():
     limits = CallerLimits(RequestLimits(0, requests_at_once=2, streams_at_once=1), Clock())
     limits.begin_request("a")
     limits.begin_request("a")
@@ -78,7 +78,7 @@ def test_requests_and_streams_at_once_are_counted_until_they_end():
     limits.begin_stream("a")
 
 
-def test_service_says_when_to_come_back(tmp_path, store):
+def test_rate_limited_request_gets_retry_after(tmp_path, store):
     add_admin(store)
     other = add_key(store, "read")
     slow = RequestLimits(requests_per_second=1e-3, anonymous_per_second=1e-3)
@@ -94,7 +94,7 @@ def test_service_says_when_to_come_back(tmp_path, store):
         assert audit.page(session, None).items == [], "who asks too often does not fill the database by that"
 
 
-def test_streams_at_once_are_limited_and_their_place_is_free_when_they_end(tmp_path, store):
+def test_concurrent_streams_are_limited_and_their_places_freed(tmp_path, store):
     add_admin(store)
     one = RequestLimits(0, streams_at_once=1, anonymous_per_second=0)
     path = "/v1/events?follow=true"
@@ -117,7 +117,7 @@ def test_streams_at_once_are_limited_and_their_place_is_free_when_they_end(tmp_p
         assert stream.status_code == 200
 
 
-def test_request_that_fails_inside_the_service_is_over(tmp_path, store, monkeypatch):
+def test_failed_request_frees_its_place(tmp_path, store, monkeypatch):
     add_admin(store)
     control = FakeControl(store, tmp_path)
 

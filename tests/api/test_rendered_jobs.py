@@ -79,7 +79,7 @@ def test_answer_is_the_job_with_all_its_fields(store, submit, rendered):
     assert answer.etag == view.etag
 
 
-def test_job_that_is_as_it_was_is_put_together_once_a_second(store, submit, rendered, clock, put_together):
+def test_unchanged_active_job_is_rendered_once_a_second(store, submit, rendered, clock, put_together):
     job_id = submit().id
     first = rendered.one(store, job_id)
     clock.now += FRESH_SECONDS / 2
@@ -92,7 +92,7 @@ def test_job_that_is_as_it_was_is_put_together_once_a_second(store, submit, rend
 
 
 @pytest.mark.parametrize(("over_for", "times"), [(SETTLED_SECONDS + 5, 1), (SETTLED_SECONDS - 5, 2)])
-def test_job_that_was_over_for_a_while_is_put_together_once_until_its_row_changes(
+def test_finished_job_is_rendered_once_until_its_row_changes(
     store, submit, rendered, clock, put_together, monkeypatch, over_for, times
 ):
     job_id = submit().id
@@ -111,9 +111,7 @@ def test_job_that_was_over_for_a_while_is_put_together_once_until_its_row_change
     assert json.loads(rendered.one(store, job_id).body)["name"] == "new"
 
 
-def test_change_of_a_job_is_seen_at_once_and_the_others_are_not_put_together_again(
-    store, submit, rendered, put_together
-):
+def test_changed_job_is_rendered_at_once_and_the_others_are_not(store, submit, rendered, put_together):
     ids = [submit().id for _ in range(3)]
     page_of(rendered, store)
     assert put_together == ids[::-1]
@@ -137,9 +135,7 @@ def test_page_is_newest_first_with_its_filters_and_its_cursor(store, submit, ren
     assert rest.next_cursor is None
 
 
-def test_what_nobody_asks_for_any_more_is_forgotten_where_there_is_room_for_no_more(
-    store, submit, rendered, clock, put_together, monkeypatch
-):
+def test_job_cache_evicts_jobs_no_longer_requested_when_full(store, submit, rendered, clock, put_together, monkeypatch):
     ids = [submit().id for _ in range(3)]
     one = rendered.one(store, ids[0])
     size = len(one.body) + len(one.brief)
@@ -160,7 +156,7 @@ def test_what_nobody_asks_for_any_more_is_forgotten_where_there_is_room_for_no_m
     assert put_together == [ids[2], ids[0]]
 
 
-def test_job_that_is_gone_is_not_found_though_it_is_known(store, submit, rendered):
+def test_deleted_job_is_not_found_despite_the_job_cache(store, submit, rendered):
     job = submit()
     rendered.one(store, job.id)
     store.write(lambda session: session.delete(jobs.get(session, job.id)))
@@ -169,7 +165,7 @@ def test_job_that_is_gone_is_not_found_though_it_is_known(store, submit, rendere
         rendered.one(store, job.id)
 
 
-def test_jobs_that_are_known_cost_one_query_however_many_they_are(store, submit, rendered):
+def test_page_of_cached_jobs_costs_one_query(store, submit, rendered):
     for _ in range(4):
         submit()
     page_of(rendered, store)

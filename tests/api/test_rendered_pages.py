@@ -61,7 +61,7 @@ def items(body: bytes) -> list[dict[str, Any]]:
     return json.loads(body)["items"]
 
 
-def test_answer_is_that_of_the_jobs_in_it(store, submit, pages):
+def test_rendered_page_contains_the_rendered_jobs_of_its_filter(store, submit, pages):
     ids = [submit(name=name) for name in ("a", "b", "a")]
     page = json.loads(pages.page(store, JobFilter(name="a"), NEWEST_FIRST, 1))
     assert [job["id"] for job in page["items"]] == [ids[2]]
@@ -71,7 +71,7 @@ def test_answer_is_that_of_the_jobs_in_it(store, submit, pages):
     assert json.loads(pages.page(store, JobFilter(states=("PAUSED",)))) == {"items": [], "next_cursor": None}
 
 
-def test_page_that_is_as_it_was_costs_one_query_and_is_the_same(store, over, pages):
+def test_unchanged_job_page_costs_one_query(store, over, pages):
     for _ in range(4):
         over()
     first = pages.page(store)
@@ -83,7 +83,7 @@ def test_page_that_is_as_it_was_costs_one_query_and_is_the_same(store, over, pag
 
 
 @pytest.mark.parametrize("change", ["edited", "moved on", "ended", "another", "deleted", "its metrics"])
-def test_whatever_changes_is_seen_at_once(store, submit, over, pages, change):
+def test_rendered_page_shows_any_change_of_its_jobs_at_once(store, submit, over, pages, change):
     ids = [over(), submit(), over()]
     before = items(pages.page(store))
 
@@ -110,7 +110,7 @@ def test_whatever_changes_is_seen_at_once(store, submit, over, pages, change):
     assert after == [json.loads(RenderedJobs().one(store, job_id).body) for job_id in there]
 
 
-def test_what_is_not_in_the_rows_is_a_second_old_at_most(store, submit, over, pages, clock):
+def test_rendered_page_of_active_jobs_is_rebuilt_after_a_second(store, submit, over, pages, clock):
     submit()
     first = pages.page(store)
     clock.now += FRESH_SECONDS / 2
@@ -119,14 +119,14 @@ def test_what_is_not_in_the_rows_is_a_second_old_at_most(store, submit, over, pa
     assert pages.page(store) is not first
 
 
-def test_a_page_of_jobs_that_are_over_stays_until_one_of_them_changes(store, over, pages, clock):
+def test_job_page_of_finished_jobs_is_cached_until_one_changes(store, over, pages, clock):
     over()
     first = pages.page(store)
     clock.now += 1000 * FRESH_SECONDS
     assert pages.page(store) is first
 
 
-def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_for_no_more(store, over, clock):
+def test_page_cache_evicts_a_page_when_full(store, over, clock):
     over()
     first, second = (EVERY_JOB, NEWEST_FIRST, 1), (EVERY_JOB, NEWEST_FIRST, 2)
     made = RenderedPages(RenderedJobs(clock), clock).page(store, *first)
@@ -137,12 +137,12 @@ def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_f
     assert pages.page(store, *first) is not body and pages.page(store, *first) == body
 
 
-def test_a_cursor_that_is_none_is_refused(store, pages):
+def test_rendered_page_refuses_an_invalid_cursor(store, pages):
     with pytest.raises(InvalidCursor):
         pages.page(store, EVERY_JOB, NEWEST_FIRST, 50, "nonsense")
 
 
-def test_page_without_specs_is_the_same_but_for_them(service):
+def test_job_list_without_specs_differs_only_in_the_specs(service):
     name = service.submit()["name"]
     whole, brief = (service.http.get(f"/v1/jobs?spec={spec}").json()["items"][0] for spec in ("true", "false"))
     assert whole["spec"]["name"] == name and brief["spec"] == {}

@@ -43,7 +43,7 @@ def ask(store, job, rendered):
     return lambda after=0, most=1000, names=("loss",), **part: rendered.one(store, job, names, after, most, **part)
 
 
-def test_series_that_is_as_it_was_costs_one_statement_and_no_transaction(store, report, ask):
+def test_unchanged_series_costs_one_statement_and_no_transaction(store, report, ask):
     report([{"step": step, "loss": 1.0} for step in range(1, 50)])
     first, statements = ask(), list[str]()
     event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
@@ -51,7 +51,7 @@ def test_series_that_is_as_it_was_costs_one_statement_and_no_transaction(store, 
     assert len(statements) == 1
 
 
-def test_all_metrics_are_the_contracts_and_those_that_the_job_asks_for(store, document, rendered):
+def test_series_without_names_has_the_standard_metrics_and_those_of_the_job(store, document, rendered):
     data = {"source": "python-stdlib", "validation": [{"name": "code", "source": "python-stdlib"}]}
     train = document["train"] | {"validate_every": 5, "z_loss": 1e-4}
     spec = parse_job_spec(document | {"data": data, "train": train})
@@ -63,7 +63,7 @@ def test_all_metrics_are_the_contracts_and_those_that_the_job_asks_for(store, do
 
 
 @pytest.mark.parametrize("most", [1000, 10, 2])
-def test_whatever_is_stored_is_in_the_next_answer(store, job, report, ask, most):
+def test_metric_series_shows_rows_stored_since_the_last_request(store, job, report, ask, most):
     report([{"step": step, "loss": 1.0} for step in range(1, 50)])
     ask(most=most)
     report([{"step": 50, "loss": 2.0}])
@@ -75,14 +75,14 @@ def test_whatever_is_stored_is_in_the_next_answer(store, job, report, ask, most)
     assert losses(ask(most=most))[50] == 3.0
 
 
-def test_rows_that_are_deleted_are_in_no_answer(store, job, report, ask):
+def test_series_omits_deleted_rows(store, job, report, ask):
     report([{"step": step, "loss": 1.0} for step in range(1, 5)])
     ask()
     store.write(lambda session: session.delete(session.get(Metric, (job, 1))))
     assert list(losses(ask())) == [2, 3, 4]
 
 
-def test_each_part_is_kept_for_itself(report, ask):
+def test_series_ranges_are_cached_separately(report, ask):
     report([{"step": step, "loss": float(step)} for step in range(1, 20)])
     assert list(losses(ask(most=2))) == [1, 19]
     assert list(losses(ask(most=1))) == [19]
@@ -94,7 +94,7 @@ def test_each_part_is_kept_for_itself(report, ask):
     assert list(losses(ask(most=2))) == [1, 19]
 
 
-def test_series_without_bins_says_so_until_they_are_made(store, job, ask, monkeypatch):
+def test_series_without_bins_is_marked_until_they_are_made(store, job, ask, monkeypatch):
     steps = metric_bins.BATCH_STEPS + metric_bins.SMALLEST + 1
     rows = [{"job_id": job, "step": step, "generation": 1, "time": 0.0, "extra": {}} for step in range(1, steps + 1)]
     store.write(lambda session: session.execute(insert(Metric), rows))
@@ -109,7 +109,7 @@ def test_series_of_no_job_is_not_found(store, rendered):
         rendered.one(store, "job_000000000000", ["loss"], 0, 10)
 
 
-def test_part_of_a_series_ends_where_it_is_asked_to(report, rendered, store, job):
+def test_series_range_ends_at_its_until_step(report, rendered, store, job):
     report([{"step": step, "loss": float(step % 7)} for step in range(1, 400)])
     part = losses(rendered.one(store, job, ["loss"], 99, 1000, until_step=120))
     assert list(part) == list(range(100, 121))
@@ -131,7 +131,7 @@ def test_multiples_of_a_step_are_drawn_at_equal_distances(report, rendered, stor
 @pytest.mark.parametrize(
     ("after", "until", "steps"), [(24, 100, [25, 50, 75, 100]), (24, 25, [25]), (25, 99, [50, 75])]
 )
-def test_multiples_in_a_part_begin_and_end_with_those_on_its_edges(report, rendered, store, job, after, until, steps):
+def test_series_range_of_multiples_has_those_on_its_edges(report, rendered, store, job, after, until, steps):
     report([{"step": step, "loss": 1.0} for step in range(1, 112)])
     body = json.loads(rendered.one(store, job, ["loss"], after, 10, until_step=until, every=25).body)
     assert body["steps"] == steps

@@ -39,7 +39,7 @@ def code(method="POST", path="/v1/jobs/job_0/cancel", host="127.0.0.1:8400", sch
     "host",
     ["127.0.0.1:8400", "[::1]:8400", "192.168.7.3", "localhost:8400", "TRAINER7", "trainer7.", "manta.example.org"],
 )
-def test_addresses_and_own_names_are_hosts(host):
+def test_request_guard_accepts_addresses_and_own_names_as_hosts(host):
     assert code(host=host) is None
 
 
@@ -49,16 +49,16 @@ def test_addresses_and_own_names_are_hosts(host):
      "localhost:8400/link/?", "127.0.0.1?", "localhost#", "evil@localhost", "127.0.0.1\\link", "localhost "],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_name_of_somebody_else_that_leads_here_is_refused(host, method):
+def test_request_guard_refuses_unknown_host_names(host, method):
     assert code(host=host, method=method) == (403, "unknown_host")
 
 
-def test_probe_without_a_host_is_answered_and_nothing_else_is():
+def test_request_guard_lets_probes_omit_the_host_header():
     assert code("GET", "/healthz", host="") is None and code("HEAD", "/readyz", host="") is None
     assert code("GET", "/healthz", host="evil.example") == code("GET", "/v1/me", host="") == (403, "unknown_host")
 
 
-def test_service_is_reached_under_the_names_that_it_was_given(store):
+def test_service_answers_to_its_configured_host_names_only(store):
     app = create_app(SimpleNamespace(store=store), ["Manta.Example.org"])
     for host, status in (("manta.example.org", 200), ("localhost", 200), ("evil.example", 403)):
         assert TestClient(app, base_url=f"http://{host}").get("/healthz").status_code == status
@@ -113,14 +113,14 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("scheme", "host", "origin"), OURS)
-def test_our_own_pages_may_change_something(scheme, host, origin):
+def test_request_guard_lets_pages_of_the_service_change_state(scheme, host, origin):
     assert code(scheme=scheme, host=host, origin=origin) is None
     session = {"cookie": f"{cookie_name(host)}=secret"}
     assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **session) is None
 
 
 @pytest.mark.parametrize(("scheme", "host", "origin"), FOREIGN)
-def test_pages_of_others_change_nothing(scheme, host, origin):
+def test_request_guard_lets_foreign_pages_change_nothing(scheme, host, origin):
     for sender in ({}, {"authorization": "Bearer key"}, SESSION):
         assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **sender) == CROSS_SITE
     assert code(scheme=scheme, host=host, method="GET", origin=origin) is None, "a browser keeps the answer from it"
@@ -128,7 +128,7 @@ def test_pages_of_others_change_nothing(scheme, host, origin):
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "none", "", None])
 @pytest.mark.parametrize("method", ["POST", "PATCH", "PUT", "DELETE"])
-def test_cookie_changes_something_only_where_it_comes_from_our_own_page(method, site):
+def test_request_guard_accepts_cookies_only_from_own_pages(method, site):
     """A key without an origin is that of a program."""
     fetch = {} if site is None else {"sec_fetch_site": site}
     assert code(method, manta_rest="1", **SESSION, **fetch) == CROSS_SITE
@@ -139,7 +139,7 @@ def test_cookie_changes_something_only_where_it_comes_from_our_own_page(method, 
 
 
 @pytest.mark.parametrize("asked_as", ["empty", "image", "iframe", "script", "object"])
-def test_page_signs_nobody_in_with_a_link_that_it_asks_for(asked_as):
+def test_request_guard_refuses_login_links_fetched_by_a_page(asked_as):
     assert code("GET", "/link/secret", sec_fetch_dest=asked_as) == CROSS_SITE
     for opened in ({"sec_fetch_dest": "document", "sec_fetch_site": "cross-site"}, {}):
         assert code("GET", "/link/secret", **opened) is None
@@ -153,7 +153,7 @@ def test_dashboard_sends_the_version_of_the_api_that_the_service_speaks():
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; x", ""]
 )
-def test_body_that_says_it_is_no_json_is_refused(content_type):
+def test_request_guard_refuses_bodies_that_are_not_json(content_type):
     assert code(content_length="2", content_type=content_type) == (415, "unsupported_media_type")
     assert code(transfer_encoding="chunked", content_type=content_type) == (415, "unsupported_media_type")
     assert code(content_length="0", content_type=content_type) is None
@@ -163,16 +163,16 @@ def test_body_that_says_it_is_no_json_is_refused(content_type):
 @pytest.mark.parametrize(
     "content_type", ["application/json", "Application/JSON; charset=utf-8", "application/merge-patch+json"]
 )
-def test_json_is_let_through(content_type):
+def test_request_guard_accepts_json_bodies(content_type):
     assert code(content_length="2", content_type=content_type) is None
 
 
 @given(st.text(), st.text(), st.text())
-def test_no_header_makes_it_fail(host, origin, content_type):
+def test_request_guard_survives_any_header_values(host, origin, content_type):
     code(host=host, origin=origin, content_type=content_type, content_length="1")
 
 
-def test_refusal_is_a_problem_document_and_nothing_is_stored(service, document):
+def test_request_guard_refusal_is_a_problem_document_and_stores_nothing(service, document):
     response = service.http.post("/v1/jobs", json=document, headers={"Origin": "https://evil.example"})
     assert (response.status_code, response.json()["code"]) == (403, "cross_site")
     assert response.headers["content-type"] == "application/problem+json"
@@ -184,7 +184,7 @@ def test_refusal_is_a_problem_document_and_nothing_is_stored(service, document):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_body_that_no_request_needs_is_refused_by_every_operation(service, chunked):
+def test_oversized_request_body_is_refused_by_every_operation(service, chunked):
     size = MAX_BODY_BYTES + 1
     for operation in description_at(service.url).operations:
         content = (b" " * 65536 for _ in range(size // 65536 + 1)) if chunked else b" " * size

@@ -29,7 +29,7 @@ def write_log(service, job_id, rank, *texts):
             file.write(json.dumps(entry) + "\n")
 
 
-def test_metrics_are_what_was_asked_for(service):
+def test_metrics_are_filtered_by_name_step_and_number_of_points(service):
     job = service.submit()
     service.report(job["id"], [{"step": n, "loss": 1.0 / n, "mine": n} for n in range(1, 101)])
     path = f"/v1/jobs/{job['id']}/metrics"
@@ -93,7 +93,7 @@ def test_events_by_type_generation_and_rank_from_either_end(service):
     assert [event["message"] for _, event in entries] == ["2", "3"]
 
 
-def test_events_of_an_unknown_rank_are_refused_and_those_of_a_former_rank_listed(service):
+def test_events_of_an_unknown_rank_are_refused_and_of_a_former_rank_listed(service):
     job = service.submit()["id"]
     service.store.write(lambda session: events.append(session, job, "a", "from before", rank=30))
     path = f"/v1/jobs/{job}/events"
@@ -108,7 +108,7 @@ def test_events_of_an_unknown_rank_are_refused_and_those_of_a_former_rank_listed
         assert answer.json()["detail"].startswith(f"{job} has no rank {rank}; its ")
 
 
-def test_page_without_events_leads_on_from_where_it_was_asked_for(service):
+def test_empty_event_page_keeps_its_cursor(service):
     """Else whoever comes back with what it was given last would see everything a second time."""
     job = service.submit()
     path = f"/v1/jobs/{job['id']}/events"
@@ -156,7 +156,7 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service):
     assert saved[0]["kept_because"] == "it is the newest: the job would continue from it"
 
 
-def test_checkpoints_say_why_they_are_kept(service):
+def test_checkpoint_list_says_why_each_is_kept(service):
     job = service.submit(checkpoint={"keep": 2})["id"]
 
     def save(session):
@@ -179,7 +179,7 @@ def test_checkpoints_say_why_they_are_kept(service):
         assert listed[1]["kept_because"] == why
 
 
-def test_checkpoint_is_deleted_unless_the_job_needs_it(service):
+def test_checkpoint_deletion_is_refused_if_the_job_needs_it_unless_forced(service):
     job = service.submit()["id"]
     place = checkpoint_path(Paths.of(service.control.home).checkpoint_folder(job), 5, 1)
     place.mkdir(parents=True)
@@ -199,7 +199,7 @@ def test_checkpoint_is_deleted_unless_the_job_needs_it(service):
     assert (missing.status_code, missing.json()["code"]) == (404, "checkpoint_not_found")
 
 
-def test_how_ranks_are_doing_and_were(service):
+def test_rank_numbers_are_shown_for_the_last_step_and_as_history(service):
     job = service.submit()["id"]
     place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": 1, "state": "running"}
 
@@ -250,7 +250,7 @@ def test_weights_are_exported_below_the_folder_for_that(service):
     assert (missing.status_code, missing.json()["code"]) == (404, "export_not_found")
 
 
-def test_who_waits_for_whom_and_where_a_rank_is(service):
+def test_waits_and_stack_of_a_rank_are_served(service):
     job = service.submit()["id"]
     waits = service.http.get(f"/v1/jobs/{job}/waits").json()
     assert (waits["culprits"], waits["sentence"][:19]) == ([0], "the job stands stil")
@@ -271,7 +271,7 @@ CLASSES = [
 ]  # fmt: skip
 
 
-def test_the_ledger_says_where_every_second_went(service):
+def test_ledger_accounts_for_every_second_of_a_job(service):
     job = service.submit()
     path = f"/v1/jobs/{job['id']}/ledger"
     waiting = service.http.get(path).json()
@@ -291,7 +291,7 @@ def test_the_ledger_says_where_every_second_went(service):
     assert service.http.get("/v1/jobs/job_000000000000/ledger").json()["code"] == "job_not_found"
 
 
-def test_a_plan_stands_beside_what_steps_take(service):
+def test_job_plan_is_shown_beside_measured_steps(service):
     job = service.submit()
     path = f"/v1/jobs/{job['id']}/plan"
     before = service.http.get(path).json()
@@ -319,7 +319,7 @@ def test_a_plan_stands_beside_what_steps_take(service):
     assert service.http.get("/v1/jobs/job_000000000000/plan").json()["code"] == "job_not_found"
 
 
-def test_a_plan_is_drawn_as_it_was_made(service):
+def test_job_plan_picture_shows_the_stored_plan(service):
     job = service.submit()
     path = f"/v1/jobs/{job['id']}/plan/picture"
     early = service.http.get(path)
@@ -352,7 +352,7 @@ def test_a_plan_is_drawn_as_it_was_made(service):
         {"plan": {"parallel": {}, "planned": None, "problem": "unknown"}, "measured": {"steps": {"seconds": 1.0}}},
     ],
 )
-def test_a_plan_that_another_release_has_kept_is_no_failure_of_the_service(service, kept):
+def test_stored_plan_of_another_release_is_a_problem_text_and_no_error(service, kept):
     job = service.submit()
     service.move(job["id"], "STARTING", "RUNNING")
     service.report(job["id"], [{"step": step, "step_seconds": 0.04} for step in range(1, 8)])
@@ -376,7 +376,7 @@ def fail_once(service, job_id):
     service.store.write(operation)
 
 
-def test_recoveries_say_what_failed_what_was_replaced_and_for_how_long(service):
+def test_recoveries_list_cause_replaced_ranks_and_duration(service):
     job = service.submit()
     path = f"/v1/jobs/{job['id']}/recoveries"
     assert service.http.get(path).json() == {"items": [], "next_cursor": None}
@@ -395,7 +395,7 @@ def test_recoveries_say_what_failed_what_was_replaced_and_for_how_long(service):
 @pytest.mark.parametrize(("resource", "number", "expected"), [
     ("checkpoints", "step", [30, 20, 10]), ("recoveries", "generation", [1, 2, 3]),
 ])  # fmt: skip
-def test_lists_come_in_pages_of_the_size_that_was_asked_for(service, resource, number, expected):
+def test_resource_lists_are_paged_by_the_requested_limit(service, resource, number, expected):
     job = service.submit()
 
     def prepare(session):
@@ -413,7 +413,7 @@ def test_lists_come_in_pages_of_the_size_that_was_asked_for(service, resource, n
     assert rest["next_cursor"] is None
 
 
-def test_the_cluster_is_what_the_control_plane_says(service):
+def test_cluster_resource_shows_the_control_planes_view(service):
     node = service.http.get("/v1/cluster").json()["nodes"][0]
     assert (node["total"], node["free"], node["ranks"]) == (16, 15, [{"job": "job_000000000001", "rank": 0}])
 

@@ -55,7 +55,7 @@ class Script:
         return thing
 
 
-def test_pauses_grow_and_begin_anew_with_each_answer(pauses):
+def test_client_retry_pauses_grow_and_reset_after_an_answer(pauses):
     said = []
     patient = RetryPolicy(notify=said.append, clock=lambda: 0.0)
     assert patient.call(Script(*[AWAY] * 7, refusal(503), "a")) == "a"
@@ -65,7 +65,7 @@ def test_pauses_grow_and_begin_anew_with_each_answer(pauses):
     assert said == [f"{AWAY}; trying again", "not now; trying again"], "once each time that it is away"
 
 
-def test_patience_ends():
+def test_client_retries_end_after_the_patience_time():
     seconds = iter([0, 299, 300])
     asked = Script(AWAY, AWAY, refusal(503), "too late")
     with pytest.raises(ApiError, match="not now"):
@@ -74,7 +74,7 @@ def test_patience_ends():
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 422, 500])
-def test_refusals_are_no_matter_of_patience(pauses, status):
+def test_client_does_not_retry_refusals(pauses, status):
     with pytest.raises(ApiError):
         RetryPolicy().call(Script(refusal(status)))
     assert pauses == []
@@ -134,7 +134,7 @@ def test_a_submission_whose_answer_is_lost_makes_one_job(lost):
 
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("refused"), httpx.ConnectTimeout("slow")])
-def test_a_submission_that_nobody_heard_is_given_up(error):
+def test_failed_submission_without_a_connection_is_not_retried(error):
     transport, asked = answers_of(error)
     with Client(URL, transport) as client, pytest.raises(ServiceUnreachable):
         client.submit({"name": "a"})
@@ -178,7 +178,7 @@ both = pytest.mark.parametrize("hear", [heard, heard_in_a_loop])
 
 
 @both
-def test_a_stream_goes_on_where_it_broke_off(hear):
+def test_client_stream_resumes_where_it_broke_off(hear):
     transport, asked = answers_of(
         stream_of("1", "2", broken=True),
         httpx.ConnectError("refused"),
@@ -191,7 +191,7 @@ def test_a_stream_goes_on_where_it_broke_off(hear):
 
 
 @both
-def test_a_stream_that_began_again_may_be_away_as_long_as_the_first_time(hear, monkeypatch):
+def test_client_stream_patience_restarts_after_each_reconnection(hear, monkeypatch):
     def away(*answers):
         clock = itertools.count(0, GIVE_UP_SECONDS)
         monkeypatch.setattr(retries, "RetryPolicy", partial(RetryPolicy, clock=lambda: next(clock)))
@@ -203,7 +203,7 @@ def test_a_stream_that_began_again_may_be_away_as_long_as_the_first_time(hear, m
 
 
 @both
-def test_a_stream_whose_key_is_revoked_says_so(hear):
+def test_client_stream_with_a_revoked_key_raises_the_refusal(hear):
     document = {"code": "unauthenticated", "title": "t", "status": 401, "detail": "send a key that is good"}
     transport, _ = answers_of(stream_of("1"), httpx.Response(401, json=document))
     with pytest.raises(ApiError, match="send a key"):
@@ -211,7 +211,7 @@ def test_a_stream_whose_key_is_revoked_says_so(hear):
 
 
 @both
-def test_a_stream_that_never_began_is_given_up(hear):
+def test_client_stream_that_never_began_is_given_up(hear):
     transport, asked = answers_of(httpx.ConnectError("refused"))
     with pytest.raises(ServiceUnreachable):
         hear(transport)

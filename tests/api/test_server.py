@@ -98,7 +98,7 @@ def test_service_that_fails_leaves_the_jobs_running(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ray_ran", [True, False])
-def test_service_that_is_not_ready_in_time_takes_only_what_it_started_with_it(tmp_path, monkeypatch, ray_ran):
+def test_start_that_times_out_ends_the_service_and_only_a_ray_it_started(tmp_path, monkeypatch, ray_ran):
     sleeper, real, stopped = [], subprocess.Popen, []
 
     def sleep(command, **options):
@@ -204,7 +204,7 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     assert (tmp_path / "service.lock").stat().st_mode & 0o077 == 0, "what it makes is for its own user alone"
 
 
-def test_home_whose_jobs_are_elsewhere_does_not_begin_with_an_empty_database(tmp_path, monkeypatch):
+def test_home_with_jobs_in_another_database_is_not_started_with_an_empty_one(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
     monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
@@ -255,7 +255,7 @@ def delete_job(store, job):
     (make_no_file, True, True), (make_no_file, False, True), (make_empty_file, True, True), (make_tables, True, True),
     (add_job, True, False), (delete_job, True, False),
 ])  # fmt: skip
-def test_home_with_files_of_jobs_does_not_begin_with_a_database_that_never_had_any(
+def test_home_with_files_of_jobs_is_not_started_with_a_database_without_jobs(
     tmp_path, monkeypatch, document, make, record, refused
 ):
     monkeypatch.setattr(server, "ControlPlane", StoringControl)
@@ -287,7 +287,7 @@ def test_home_with_files_of_jobs_does_not_begin_with_a_database_that_never_had_a
     serve()
 
 
-def test_disk_that_is_full_at_a_start_leaves_what_the_home_knows(tmp_path, monkeypatch):
+def test_full_disk_at_start_keeps_the_homes_recorded_database(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     (tmp_path / "database.part").symlink_to("/dev/full")
     with pytest.raises(
@@ -308,13 +308,13 @@ def test_disk_that_is_full_at_a_start_leaves_what_the_home_knows(tmp_path, monke
     lambda home: server.serve(Settings(home), "127.0.0.1", 0, None, None),
     lambda home: service.start_service(Settings(home), "127.0.0.1", 0, None, None),
 ])  # fmt: skip
-def test_home_that_cannot_be_made_is_one_clear_sentence(tmp_path, begin):
+def test_home_that_cannot_be_created_is_reported(tmp_path, begin):
     (tmp_path / "file").write_text("")
     with pytest.raises(HomeUnusable, match=r"the home .*/file/home cannot be used \(.*file.*: Not a directory\)"):
         begin(tmp_path / "file" / "home")
 
 
-def test_home_without_a_place_for_its_log_or_lock_is_one_clear_sentence(tmp_path):
+def test_unusable_log_or_lock_file_in_the_home_is_reported(tmp_path):
     (tmp_path / "logs").write_text("")
     with pytest.raises(HomeUnusable, match="logs: File exists"):
         service.start_service(Settings(tmp_path), "127.0.0.1", 0, None, None)
@@ -323,7 +323,7 @@ def test_home_without_a_place_for_its_log_or_lock_is_one_clear_sentence(tmp_path
         server.lock_home(tmp_path)
 
 
-def test_ray_of_somebody_else_is_used_and_no_own_one(tmp_path, monkeypatch):
+def test_service_uses_an_existing_ray_cluster_when_its_address_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
     monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
@@ -331,12 +331,12 @@ def test_ray_of_somebody_else_is_used_and_no_own_one(tmp_path, monkeypatch):
     assert isinstance(NotedControl.made.head, ExistingRay)
 
 
-def test_second_service_of_a_home_gives_way(tmp_path):
+def test_second_service_of_a_home_is_refused(tmp_path):
     with server.lock_home(tmp_path), pytest.raises(server.AlreadyRunning, match="manta down"):
         server.lock_home(tmp_path)
 
 
-def test_of_two_services_with_one_sqlite_file_the_second_says_so_and_leaves(tmp_path):
+def test_second_service_on_one_sqlite_file_is_refused(tmp_path):
     url = f"sqlite:///{tmp_path}/shared.db"
     (held,) = server.lock_database(tmp_path / "one", url)
     with held, pytest.raises(server.AlreadyRunning, match=r"another service uses .*/shared.db already, and an SQLite"):
@@ -344,7 +344,7 @@ def test_of_two_services_with_one_sqlite_file_the_second_says_so_and_leaves(tmp_
     assert server.lock_database(tmp_path, "postgresql://manta@/jobs") == []
 
 
-def test_address_in_use_is_a_sentence():
+def test_address_in_use_is_reported_in_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(server.PortTaken, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\);"):
@@ -367,7 +367,7 @@ def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_certificate_that_cannot_be_used_is_said_before_anything_is_started(tmp_path, host):
+def test_unusable_tls_certificate_is_refused_before_the_home_is_created(tmp_path, host):
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     settings = Settings(tmp_path / "home", tls=Tls(certificate, key))
     for file in (certificate, key):
@@ -380,7 +380,7 @@ def test_certificate_that_cannot_be_used_is_said_before_anything_is_started(tmp_
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.7.3", "trainer7", "::"])
-def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anything(tmp_path, host):
+def test_shared_service_needs_tls_and_a_key_before_it_starts(tmp_path, host):
     home = tmp_path / "home"
     with pytest.raises(server.UnprotectedService, match=r"--tls-cert and --tls-key, or use --tls-terminated"):
         server.serve(Settings(home), host, 0, None, None)
@@ -389,7 +389,7 @@ def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anythin
     assert not home.exists()
 
 
-def test_service_without_the_trace_exporter_it_needs_cannot_start_and_makes_no_home(tmp_path, monkeypatch):
+def test_service_with_traces_but_no_exporter_package_does_not_start(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "manta.service.traces.exporter", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(TracesNotInstalled, match=r"pip install 'manta-train\[traces\]'"):
@@ -406,7 +406,7 @@ def test_service_without_the_trace_exporter_it_needs_cannot_start_and_makes_no_h
         ({"installation": False}, False),
     ],
 )
-def test_key_with_which_a_shared_service_starts_is_good_for_everything(tmp_path, database_url, store, more, enough):
+def test_shared_service_needs_an_unlimited_admin_key(tmp_path, database_url, store, more, enough):
     given = {"scope": Scope.ADMIN, "installation": True, **more}
     store.write(lambda session: keys.create(session, "digest", "a", **given))
     settings = Settings(tmp_path, database_url=database_url, tls=Tls(terminated=True))
@@ -417,7 +417,7 @@ def test_key_with_which_a_shared_service_starts_is_good_for_everything(tmp_path,
             server.refuse_without_protection(settings, "0.0.0.0")
 
 
-def test_database_of_a_release_without_keys_holds_none(tmp_path, store):
+def test_shared_service_with_a_database_without_key_table_needs_a_key_first(tmp_path, store):
     store.write(lambda session: session.execute(text("DROP TABLE browser_tokens")))
     store.write(lambda session: session.execute(text("DROP TABLE api_keys")))
     with pytest.raises(server.UnprotectedService, match="keys create"):
@@ -425,7 +425,7 @@ def test_database_of_a_release_without_keys_holds_none(tmp_path, store):
 
 
 @pytest.mark.parametrize("proxies", [(), ("10.0.0.0/8",)])
-def test_addresses_that_a_proxy_tells_are_believed_from_trusted_ones_only(tmp_path, monkeypatch, proxies):
+def test_client_addresses_from_a_proxy_are_used_only_if_it_is_trusted(tmp_path, monkeypatch, proxies):
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: address_app)
     monkeypatch.setattr(uvicorn.Server, "run", lambda served, **options: seen.append(ask(served.config)))
@@ -444,7 +444,7 @@ def test_addresses_that_a_proxy_tells_are_believed_from_trusted_ones_only(tmp_pa
     assert seen[0] == ("203.0.113.5" if proxies else "10.1.2.3")
 
 
-def test_idle_connection_is_kept_for_longer_than_clients_use_it_again(tmp_path, monkeypatch):
+def test_idle_connections_outlive_the_clients_keepalive(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)

@@ -56,7 +56,7 @@ def tell(service, job_id, text):
     service.store.write(lambda session: events.append(session, job_id, "told", text))
 
 
-def test_a_stream_shows_what_was_and_what_comes_and_ends_with_the_job(service):
+def test_event_stream_shows_past_and_new_events_and_ends_with_the_job(service):
     job = service.submit()
     tell(service, job["id"], "before")
 
@@ -75,7 +75,7 @@ def test_a_stream_shows_what_was_and_what_comes_and_ends_with_the_job(service):
     assert [entry_id for entry_id, _ in entries] == [event["id"] for _, event in entries]
 
 
-def test_a_broken_stream_goes_on_behind_the_last_event(service):
+def test_event_stream_resumes_after_its_last_event_id(service):
     job = service.submit()
     for number in range(5):
         tell(service, job["id"], str(number))
@@ -87,7 +87,7 @@ def test_a_broken_stream_goes_on_behind_the_last_event(service):
 
 
 @pytest.mark.parametrize("resource", ["events", "logs"])
-def test_a_stream_begins_where_a_page_ended_unless_it_was_broken_off_later(service, resource):
+def test_event_stream_begins_at_a_cursor_unless_last_event_id_is_later(service, resource):
     job = service.submit()
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)
@@ -105,7 +105,7 @@ def test_a_stream_begins_where_a_page_ended_unless_it_was_broken_off_later(servi
     assert read_stream(service, behind_it, headers={"Last-Event-ID": everything[2][0]})[0] == everything[3:]
 
 
-def test_the_stream_of_a_finished_job_has_more_events_than_one_look_brings(service, monkeypatch):
+def test_event_stream_of_a_finished_job_spans_several_pages(service, monkeypatch):
     monkeypatch.setattr(events_route, "_STREAM_PAGE", 2)
     job = service.submit()
     for number in range(4):
@@ -115,7 +115,7 @@ def test_the_stream_of_a_finished_job_has_more_events_than_one_look_brings(servi
     assert ([event["message"] for _, event in entries][1:5], len(entries), state) == (list("0123"), 6, "CANCELLED")
 
 
-def test_the_stream_of_a_finished_job_ends_by_itself(service):
+def test_event_stream_of_a_finished_job_ends_by_itself(service):
     job = service.submit()
     service.move(job["id"], "CANCELLED")
     entries, state = read_stream(service, f"/v1/jobs/{job['id']}/events?follow=true", headers={"Accept": "*/*"})
@@ -124,7 +124,7 @@ def test_the_stream_of_a_finished_job_ends_by_itself(service):
 
 
 @pytest.mark.parametrize("query", ["", "?rank=0"])
-def test_logs_stream_line_by_line_and_resume_behind_any_line(service, query):
+def test_log_stream_sends_line_by_line_and_resumes_after_any_line(service, query):
     job = service.submit()
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)
@@ -141,7 +141,7 @@ def test_logs_stream_line_by_line_and_resume_behind_any_line(service, query):
         assert rest == everything[stop + 1 :]
 
 
-def test_what_a_job_prints_last_is_in_the_stream(service):
+def test_log_stream_contains_the_last_line_of_a_job(service):
     job = service.submit()
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)
@@ -163,7 +163,7 @@ def test_what_a_job_prints_last_is_in_the_stream(service):
     assert seen == ["first", "last"]
 
 
-def test_what_a_job_prints_last_is_in_the_stream_though_it_ends_while_its_log_is_read(service, monkeypatch):
+def test_log_stream_contains_a_last_line_written_while_the_job_ends_during_a_read(service, monkeypatch):
     job = service.submit()
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)
@@ -234,7 +234,7 @@ def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf, away=ra
     return said, ended
 
 
-def test_quiet_stream_is_kept_alive_now_and_then(monkeypatch):
+def test_quiet_event_stream_sends_keepalives(monkeypatch):
     said, _ = said_by_a_stream(monkeypatch, 4.5 * KEEPALIVE_SECONDS, {2 * KEEPALIVE_SECONDS - 5: "news"})
     assert [part.startswith(":") for _, part in said] == [True, True, False, True, True]
     times = [second for second, _ in said]
@@ -242,20 +242,20 @@ def test_quiet_stream_is_kept_alive_now_and_then(monkeypatch):
     assert all(KEEPALIVE_SECONDS < each <= KEEPALIVE_SECONDS + 3 * PRESENCE_SECONDS for each in quiet)
 
 
-def test_stream_ends_soon_after_its_key_was_revoked_and_says_no_more(monkeypatch):
+def test_event_stream_ends_soon_after_its_key_is_revoked(monkeypatch):
     said, ended = said_by_a_stream(monkeypatch, 60, {3: "before", 6: "after"}, revoked_after=5)
     assert [part for _, part in said if "data:" in part] == ["data: before\nid: 3\n\n"]
     assert 5 <= ended <= 5 + 2 * PRESENCE_SECONDS
 
 
-def test_stream_waits_for_a_database_that_is_away_and_goes_on(monkeypatch):
+def test_event_stream_survives_a_database_outage(monkeypatch):
     said, ended = said_by_a_stream(monkeypatch, 60, {2: "before", 20: "meanwhile", 40: "after"}, away=range(19, 27))
     sent_at = {part.split("\n")[0]: second for second, part in said if "data:" in part}
     assert list(sent_at) == ["data: before", "data: meanwhile", "data: after"] and ended == 60
     assert 27 <= sent_at["data: meanwhile"] <= 27 + AWAY_SECONDS + PRESENCE_SECONDS
 
 
-def test_open_streams_block_nobody_cost_nothing_while_quiet_and_notice_that_the_client_left(service, monkeypatch):
+def test_open_event_streams_are_cheap_and_notice_that_their_client_left(service, monkeypatch):
     left, looks, looked = threading.Semaphore(0), [], sse_server.LongReads.run
 
     async def counted(self, read):
@@ -288,7 +288,7 @@ def test_open_streams_block_nobody_cost_nothing_while_quiet_and_notice_that_the_
         assert left.acquire(timeout=20), "a stream goes on although its client left"
 
 
-def test_stream_of_a_job_that_is_deleted_meanwhile_ends(service):
+def test_event_stream_of_a_job_deleted_meanwhile_ends(service):
     job = service.submit()
 
     def vanish(session):

@@ -27,7 +27,7 @@ def ask(service, job, **parameters):
     return response, time.monotonic() - began
 
 
-def test_answer_comes_when_the_state_changes(service):
+def test_state_wait_is_answered_when_the_state_changes(service):
     job = service.submit()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask, service, job, wait=LONG, state="QUEUED")
@@ -39,7 +39,7 @@ def test_answer_comes_when_the_state_changes(service):
     assert seconds < LONG / 2
 
 
-def test_state_that_shall_change_is_the_one_of_now_where_none_is_given():
+def test_state_wait_without_a_state_waits_for_a_change_of_the_current_one():
     states, looked = {"job": "STARTING"}, threading.Event()
 
     def states_of(job_ids):
@@ -59,7 +59,7 @@ def test_state_that_shall_change_is_the_one_of_now_where_none_is_given():
     asyncio.run(main())
 
 
-def test_change_that_happened_before_the_request_is_not_missed(service):
+def test_state_wait_notices_a_change_before_the_request(service):
     job = service.submit()
     service.move(job["id"], "STARTING")
     response, seconds = ask(service, job, wait=LONG, state="QUEUED")
@@ -67,7 +67,7 @@ def test_change_that_happened_before_the_request_is_not_missed(service):
     assert seconds < LONG / 2
 
 
-def test_nothing_is_waited_for_where_nothing_can_come(service):
+def test_state_wait_returns_at_once_for_final_changed_or_unknown_jobs(service):
     job = service.submit()
     service.move(job["id"], "CANCELLED")
     for parameters in ({"wait": LONG}, {"wait": LONG, "state": "CANCELLED"}, {"wait": 0, "state": "QUEUED"}):
@@ -79,7 +79,7 @@ def test_nothing_is_waited_for_where_nothing_can_come(service):
     assert seconds < LONG / 2
 
 
-def test_after_the_time_the_answer_is_the_job_as_it_is(service):
+def test_state_wait_returns_the_unchanged_job_at_its_timeout(service):
     job = service.submit()
     response, seconds = ask(service, job, wait=0.3)
     assert (response.status_code, response.json()["state"]) == (200, "QUEUED")
@@ -87,12 +87,12 @@ def test_after_the_time_the_answer_is_the_job_as_it_is(service):
 
 
 @pytest.mark.parametrize(("parameter", "value"), [("wait", 61), ("wait", -1), ("wait", "nan"), ("state", "ASLEEP")])
-def test_wait_beyond_all_measure_or_for_no_state_is_refused(service, parameter, value):
+def test_state_wait_with_an_invalid_time_or_state_is_refused(service, parameter, value):
     response, _ = ask(service, service.submit(), **{parameter: value})
     assert (response.status_code, response.json()["errors"][0]["path"]) == (422, parameter)
 
 
-def test_many_that_wait_do_not_hold_up_other_requests_and_are_all_answered(service):
+def test_many_state_waits_do_not_block_other_requests_and_are_all_answered(service):
     """More than there are threads for requests."""
     job = service.submit()
     with ThreadPoolExecutor(60) as pool:
@@ -106,7 +106,7 @@ def test_many_that_wait_do_not_hold_up_other_requests_and_are_all_answered(servi
         assert {wait.result()[0].json()["state"] for wait in waiting} == {"CANCELLED"}
 
 
-def test_all_that_wait_share_one_look():
+def test_concurrent_state_waits_share_one_database_query():
     looks = []
 
     def states_of(job_ids):
@@ -129,7 +129,7 @@ def test_all_that_wait_share_one_look():
 
 
 @pytest.mark.parametrize("ended", [{"revoked_at": 1.0}, {"expires_at": 1.0}], ids=["revoked", "expired"])
-def test_request_that_waits_is_refused_once_its_key_is_no_longer_valid(service, monkeypatch, ended):
+def test_state_wait_is_refused_once_its_key_is_invalid(service, monkeypatch, ended):
     job, key, waits, until_changed = (
         service.submit(),
         add_key(service.store),
@@ -152,7 +152,7 @@ def test_request_that_waits_is_refused_once_its_key_is_no_longer_valid(service, 
     assert ("was revoked" if "revoked_at" in ended else "has expired") in response.json()["detail"]
 
 
-def test_database_that_does_not_answer_is_told_to_who_waits(service, monkeypatch):
+def test_state_wait_is_answered_with_503_if_the_database_is_away(service, monkeypatch):
     job = service.submit()
 
     def away(*arguments):
@@ -166,7 +166,7 @@ def test_database_that_does_not_answer_is_told_to_who_waits(service, monkeypatch
     assert seconds < LONG / 2
 
 
-def test_client_waits_until_the_job_is_final(service):
+def test_client_wait_returns_when_the_job_is_final(service):
     job = service.submit()
     with Client(service.url) as client:
         assert client.job(job["id"], wait=0.1).state == "QUEUED"
@@ -177,7 +177,7 @@ def test_client_waits_until_the_job_is_final(service):
 @pytest.mark.parametrize(
     ("now", "known"), [("STARTING", "QUEUED"), ("FAILED", "FAILED"), ("FAILED", None), (None, None)]
 )
-def test_one_look_is_enough_where_nothing_is_to_be_waited_for(now, known):
+def test_state_wait_needs_one_look_if_the_state_differs_or_cannot_change(now, known):
     looks = []
 
     def states_of(job_ids):
@@ -188,7 +188,7 @@ def test_one_look_is_enough_where_nothing_is_to_be_waited_for(now, known):
     assert looks == [{"job"}]
 
 
-def test_nobody_waits_for_a_service_that_ends():
+def test_state_waits_end_when_the_service_ends():
     async def main():
         waits = StateWaits(lambda job_ids: {"job": "RUNNING"})
         wait = asyncio.create_task(waits.until_changed("job", None, LONG))

@@ -23,7 +23,7 @@ from tests.api.support.keys import ADMIN, bearer
 SECONDS = 20.0
 
 
-def test_lists_of_jobs_that_stand_still_hold_up_no_other_request(service, monkeypatch):
+def test_slow_job_lists_do_not_block_other_requests(service, monkeypatch):
     begun, go_on, page = threading.Semaphore(0), threading.Event(), RenderedPages.page
 
     def page_later(*arguments, **options):
@@ -59,7 +59,7 @@ AT_ONCE = 50  # more than there are threads for what is short
         *("GET cluster", "POST drain", "DELETE drain", "GET waits", "GET stack"),
     ],
 )
-def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask):
+def test_slow_operations_do_not_block_other_requests(service, monkeypatch, ask):
     come, go_on, begin_request = threading.Semaphore(0), threading.Event(), CallerLimits.begin_request
 
     def stand_still(*_arguments, **_options):
@@ -133,7 +133,7 @@ def test_submission_on_a_hanging_file_system_gets_503_and_one_without_files_succ
     assert service.http.post("/v1/jobs", json=weights).status_code == 422, "there are threads again"
 
 
-def test_read_that_hangs_keeps_its_place_until_it_is_answered(monkeypatch):
+def test_file_read_that_hangs_keeps_its_thread_until_it_returns(monkeypatch):
     """Else there would be a thread more with each request that names such a file system."""
     monkeypatch.setattr(threads, "FILES", 1)
     go_on = threading.Event()
@@ -157,7 +157,7 @@ def test_read_that_hangs_keeps_its_place_until_it_is_answered(monkeypatch):
         go_on.set()
 
 
-def test_file_systems_that_a_spec_names_are_asked_on_threads_of_their_own(service, monkeypatch, tmp_path):
+def test_file_checks_of_a_spec_run_on_threads_of_their_own(service, monkeypatch, tmp_path):
     asked = []
 
     def noted(name, answer):

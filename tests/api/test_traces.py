@@ -55,7 +55,7 @@ def record(service, job, number=1, of=(0, 1), timeline=TIMELINE):
         )
 
 
-def test_a_trace_is_asked_for_listed_and_read(service, job):
+def test_trace_is_requested_listed_and_read(service, job):
     asked = service.http.post(f"/v1/jobs/{job}/traces", json={"steps": 2, "step": 7})
     assert asked.status_code == 202
     assert service.control.asked[-1] == ("trace", job)
@@ -94,13 +94,13 @@ def test_a_trace_is_asked_for_listed_and_read(service, job):
         ({"ranks": [1]}, "ranks"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_reason(service, job, wanted, said):
+def test_invalid_trace_request_is_refused_with_a_reason(service, job, wanted, said):
     response = service.http.post(f"/v1/jobs/{job}/traces", json=wanted)
     assert (response.status_code, response.json()["code"]) == (422, "invalid_parameter")
     assert said in response.json()["detail"]
 
 
-def test_what_cannot_be_traced_is_a_conflict_and_what_is_not_there_is_not_found(service, job):
+def test_trace_past_the_last_step_is_a_conflict_and_a_missing_trace_not_found(service, job):
     late = service.http.post(f"/v1/jobs/{job}/traces", json={"step": 101})
     assert (late.status_code, late.json()["code"]) == (409, "trace_not_possible")
     for path in ("traces/trace_1", "traces/trace_1/perfetto"):
@@ -113,7 +113,7 @@ def test_what_cannot_be_traced_is_a_conflict_and_what_is_not_there_is_not_found(
     assert (odd.status_code, odd.json()["code"]) == (422, "invalid_parameter")
 
 
-def test_a_budget_is_made_of_a_trace_of_phases_or_of_what_is_known(service, job):
+def test_budget_is_made_from_a_trace_phases_or_the_ledger(service, job):
     address = f"/v1/jobs/{job}/budget"
     nothing = service.http.get(address)
     assert (nothing.status_code, nothing.json()["code"]) == (409, "nothing_measured")
@@ -155,7 +155,7 @@ def test_a_budget_without_parts_has_the_waits_of_the_newest_generation(service, 
     assert (parts["loader"], parts["snapshot"]) == pytest.approx((0.05, 0.03))
 
 
-def test_a_job_on_slots_is_planned_on_slots_where_there_are_gpus_too(service, job, monkeypatch):
+def test_job_on_cpu_is_planned_for_slots_on_a_gpu_cluster(service, job, monkeypatch):
     node = {"id": "n1", "alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 4}
     monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": [node]})
     clusters = planner_cluster(service.control)
@@ -183,7 +183,7 @@ def manta(service, *command):
     return CliRunner().invoke(command_line(), [*command, "--url", service.url])
 
 
-def test_the_command_lists_traces_and_prints_budgets(service, job, monkeypatch):
+def test_trace_commands_list_traces_and_print_budgets(service, job, monkeypatch):
     assert "no traces" in manta(service, "traces", job).output
     service.http.post(f"/v1/jobs/{job}/traces", json={})
     record(service, job)
@@ -194,7 +194,9 @@ def test_the_command_lists_traces_and_prints_budgets(service, job, monkeypatch):
 
 
 @pytest.mark.parametrize("ending", ["json", "pftrace"])
-def test_the_command_waits_for_its_trace_and_writes_it(service, job, tmp_path, monkeypatch, ending):
+def test_trace_command_waits_for_its_trace_and_writes_it_as_json_or_perfetto(
+    service, job, tmp_path, monkeypatch, ending
+):
     follow = Client.follow_events
 
     def recorded_meanwhile(self, job_id):
@@ -212,7 +214,7 @@ def test_the_command_waits_for_its_trace_and_writes_it(service, job, tmp_path, m
         assert len(read_trace(file.read_bytes())) == 3
 
 
-def test_the_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypatch):
+def test_trace_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypatch):
     wrong = manta(service, "trace", job, "--output", str(tmp_path / "trace.svg"))
     assert wrong.exit_code == 2 and "must end in .json or .pftrace" in wrong.output
     assert manta(service, "traces", job).output.startswith("no traces")
@@ -228,7 +230,7 @@ def test_the_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypa
     assert "trace_1 has failed: it did not begin: the job is SUCCEEDED" in failed.output
 
 
-def test_trace_command_waits_for_its_own_trace_and_if_interrupted_says_it_continues(service, job, monkeypatch):
+def test_trace_command_interrupted_while_waiting_says_that_recording_continues(service, job, monkeypatch):
     service.http.post(f"/v1/jobs/{job}/traces", json={})
     record(service, job)
     follow = Client.follow_events
@@ -245,7 +247,7 @@ def test_trace_command_waits_for_its_own_trace_and_if_interrupted_says_it_contin
     assert f"trace_2 of {job} is still being recorded; `manta traces {job}` shows it" in left.output
 
 
-def test_the_command_writes_profiles_beside_the_trace(service, job, tmp_path, monkeypatch):
+def test_trace_command_writes_profiles_beside_the_trace(service, job, tmp_path, monkeypatch):
     assert "--profile-rank needs --output" in manta(service, "trace", job, "--profile-rank", "1").output
     follow = Client.follow_events
 

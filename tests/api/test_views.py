@@ -25,14 +25,14 @@ def shown(answer: Any) -> dict[str, Any]:
     return {name: getattr(answer, name) for name in type(answer).model_fields}
 
 
-def test_event_is_shown_with_all_that_is_known_of_it():
+def test_event_view_shows_all_fields_of_an_event():
     fields = {"type": "t", "generation": 2, "rank": 3, "step": 4, "message": "m", "data": {"a": 5}}
     row = tables.Event(id=1, job_id="job_1", time=6.0, **fields)
     assert shown(views.event_view(row)) == {"id": "1", "time": moment(6.0), **fields}
     assert shown(views.job_event_view(row)) == {"id": "1", "time": moment(6.0), "job": "job_1", **fields}
 
 
-def test_rank_is_where_it_says():
+def test_rank_view_shows_the_place_of_a_rank():
     place = {"rank": 7, "tensor": 1, "pipeline": 2, "data": 3, "context": 4, "node": "n", "device": "d"}
     fields = {**place, "pid": 5, "generation": 6, "state": "running"}
     row = tables.Rank(job_id="job_1", actor="a", **fields)
@@ -40,7 +40,7 @@ def test_rank_is_where_it_says():
     assert [shown(rank) for rank in views.rank_views([row], None)] == [fields | unknown]
 
 
-def test_numbers_of_ranks_are_those_of_each():
+def test_rank_views_have_the_numbers_of_each_rank():
     straggler = {"own_seconds": 1.5, "usual_seconds": 0.5, "sentence": "rank 1 is slow"}
     numbers = tables.RankNumbers(
         seconds=1.0, own_seconds=packed([0.25, 1.5]), memory_bytes=packed([7, 8]), stragglers=[{"rank": 1, **straggler}]
@@ -89,7 +89,7 @@ def test_recovery_is_shown_with_its_causes_and_its_phases():
     assert list(answer["seconds"].values()) == [1.0, 2.0, 7.0, 5.0, 6.0]
 
 
-def test_ledger_log_line_and_deletion_are_shown_as_they_are():
+def test_ledger_log_line_and_deletion_views_show_all_fields():
     seconds = {"queue": 10.0, "pause": 20.0, "compute": 35.0}
     ledger = shown(views.ledger_view(Ledger(1000.0, 1100.0, True, seconds)))
     assert (ledger["seconds"], ledger["wall_seconds"], ledger["goodput"]) == (seconds, 100.0, 0.5)
@@ -100,7 +100,7 @@ def test_ledger_log_line_and_deletion_are_shown_as_they_are():
     assert gone == {"id": "job_1", "rows": {"events": 1}, "checkpoints": 2, "logs": 3, "bytes": 4}
 
 
-def test_key_its_holder_and_what_was_done_with_it_are_shown_as_they_are():
+def test_key_and_audit_views_show_all_fields_but_the_secret():
     held = {"id": "k", "name": "laptop", "user": "ada", "project": "theirs", "scope": "read", "installation": True}
     held["highest_priority"] = 5
     key = installation_tables.ApiKey(digest="secret", created_at=1.0, expires_at=2.0, revoked_at=3.0, **held)
@@ -145,7 +145,7 @@ def test_job_is_shown_with_all_its_numbers_and_times(store, job):
     assert (answer.metrics.latest["loss"], answer.metrics.latest["tokens"]) == (1.5, None)
 
 
-def test_time_that_is_left_is_that_of_the_steps_that_are_left_while_the_job_trains(store, job):
+def test_eta_of_a_training_job_is_that_of_its_remaining_steps(store, job):
     def train(session):
         generation = generations.begin(session, job.id, "test", False)
         rows = [{"step": step, "step_seconds": 2.0} for step in (1, 2, 3)]

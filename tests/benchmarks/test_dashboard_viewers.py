@@ -56,7 +56,7 @@ async def asked_by_a_viewer(url, cookie, job):
 
 @pytest.mark.soak  # as of all benchmarks in small; the pages themselves: tests/api/ui
 @needs_chromium
-def test_a_viewer_asks_what_a_browser_asks(tmp_path):
+def test_simulated_dashboard_viewer_sends_the_requests_of_a_browser(tmp_path):
     with served(tmp_path) as sample:
         browser, cookie = asked_by_a_browser(sample)
         assert asyncio.run(asked_by_a_viewer(sample.url, cookie, sample.job)) == browser

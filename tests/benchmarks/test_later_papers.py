@@ -25,23 +25,23 @@ QUICK = {
 
 
 @pytest.mark.parametrize("table", QUICK)
-def test_the_median_row_of_a_table_is_predicted_as_well_as_is_said(table):
+def test_median_error_of_each_paper_table_is_within_its_stated_bound(table):
     assert statistics.median(abs(papers.step_error(row)) for row in rows(table)) <= QUICK[table]
 
 
-def test_hoppers_constants_agree_with_independent_tables():
+def test_planner_constants_of_hopper_agree_with_independent_tables():
     """Two engines, 16 bits, 8 to 16,384 GPUs."""
     of_hoppers = [row for table in ("llama3", "nanotron") for row in rows(table)]
     assert [row.case for row in of_hoppers if abs(papers.step_error(row)) > 0.12] == []
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_no_line_of_a_table_is_there_twice(table):
+def test_paper_tables_have_no_duplicate_rows(table):
     cases = [(case_of(line), line["published"]) for line in lines_of(table)]
     assert cases
     assert len(set(cases)) == len(cases)
 
 
-def test_the_benchmark_lists_every_row(tmp_path, capsys):
+def test_papers_benchmark_lists_every_row_of_a_table(tmp_path, capsys):
     assert papers.main(["--table", "nanotron", "--rows"]) == 0
     assert capsys.readouterr().out.count("nanotron-1b") == len(lines_of("nanotron"))

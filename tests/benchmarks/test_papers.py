@@ -35,7 +35,7 @@ def rows_of() -> RowsOf:
 @pytest.mark.parametrize(
     ("family", "count"), [("arithmetic", 76), ("memory", 96), ("bubbles", 58)], ids=["arithmetic", "memory", "bubbles"]
 )
-def test_all_rows_agree(rows_of: RowsOf, family: str, count: int) -> None:
+def test_published_arithmetic_memory_and_bubble_rows_agree_with_ours(rows_of: RowsOf, family: str, count: int) -> None:
     rows = rows_of(family)
     assert [papers.line(row) for row in rows if not row.met] == []
     assert len(rows) == count
@@ -51,7 +51,7 @@ MISSED_TIMES = {
 
 
 @needs_tables
-def test_predicted_times_agree_but_for_those_that_are_known_not_to(rows_of: RowsOf) -> None:
+def test_predicted_times_match_the_papers_except_for_known_misses(rows_of: RowsOf) -> None:
     rows = rows_of("times")
     assert {row.case for row in rows if row.met is False} == MISSED_TIMES
     assert (len(rows), sum(row.met is not None for row in rows)) == (160, 113)
@@ -60,7 +60,7 @@ def test_predicted_times_agree_but_for_those_that_are_known_not_to(rows_of: Rows
 @needs_tables
 @pytest.mark.parametrize("name", ["product", "skew_seconds", "spread"])
 @pytest.mark.parametrize("factor", [0.9, 1.1])
-def test_fitted_constants_are_those_that_fit_the_readme_best(name: str, factor: float, monkeypatch) -> None:
+def test_fitted_a100_constants_minimize_the_error_on_the_megatron_readme(name: str, factor: float, monkeypatch) -> None:
     """Of the A100, on the eight rows of Megatron-LM's README that they are fitted on."""
 
     def squares() -> float:
@@ -74,7 +74,7 @@ def test_fitted_constants_are_those_that_fit_the_readme_best(name: str, factor: 
 
 
 @needs_tables
-def test_the_tables_in_the_documentation_are_what_is_predicted_now(rows_of: RowsOf, monkeypatch) -> None:
+def test_documented_prediction_tables_are_up_to_date(rows_of: RowsOf, monkeypatch) -> None:
     predicted = {family: rows_of(family) for family in papers.FAMILIES}
     monkeypatch.setattr(papers, "FAMILIES", {family: lambda _, rows=rows: rows for family, rows in predicted.items()})
     options = argparse.Namespace(seed=1, tables=TABLES, json=True, rows=False, markdown=None)
@@ -83,7 +83,7 @@ def test_the_tables_in_the_documentation_are_what_is_predicted_now(rows_of: Rows
 
 
 @needs_tables
-def test_the_report_has_every_row_with_its_error(
+def test_papers_report_has_every_row_with_its_error(
     rows_of: RowsOf, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
     rows = rows_of("memory")
@@ -100,7 +100,9 @@ def test_the_report_has_every_row_with_its_error(
     assert (first["case"], first["published"], first["predicted"]) == ("1T, Pos+g+p, 1024 replicas", 15.6, 15.625)
 
 
-def test_a_folder_without_tables_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_papers_benchmark_without_tables_prints_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert papers.main(["--tables", str(tmp_path), "--json"]) == 1
     assert f"no published table at {tmp_path}" in capsys.readouterr().err
     (tmp_path / "a_megatron2019_table1_configs.json").write_text("[1, 2]")

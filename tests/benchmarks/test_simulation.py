@@ -31,7 +31,7 @@ NOT_SIMULATED = {
     (NodeDaemons, simulated.SimulatedDaemons),
     (NodeRequests, simulated.SimulatedRequests),
 ])  # fmt: skip
-def test_each_simulated_part_answers_what_the_real_one_does(real: type, stand_in: type) -> None:
+def test_simulated_components_have_the_methods_of_the_real_ones(real: type, stand_in: type) -> None:
     for name, method in inspect.getmembers(real, inspect.isfunction):
         if not name.startswith("_") and name not in NOT_SIMULATED:
             theirs = getattr(stand_in, name, None)

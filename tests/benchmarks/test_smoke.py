@@ -28,7 +28,7 @@ from manta.workers.storage.locations import parse_location
 from tests.api.ui.browser import needs_chromium
 
 
-def test_nanogpt_follows_the_plain_loop(tmp_path: Path) -> None:
+def test_nanogpt_benchmark_loss_follows_the_plain_loop(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and then it goes back. " * 100)
     report = nanogpt.measure(argparse.Namespace(seed=1, text=text, steps=3))
@@ -37,7 +37,7 @@ def test_nanogpt_follows_the_plain_loop(tmp_path: Path) -> None:
     assert report.settings["job"]["data"]["paths"] == ["text.txt"]
 
 
-def test_nanogpt_says_which_text_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_nanogpt_benchmark_names_a_missing_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = argparse.Namespace(seed=1, text=tmp_path / "nowhere.txt", steps=3, json=True, out=None)
     assert deliver(nanogpt.measure, options) == 1
     assert f"no text to train on at {tmp_path / 'nowhere.txt'}" in capsys.readouterr().err
@@ -54,7 +54,7 @@ def machine(tmp_path: Path) -> Path:
 
 
 @pytest.mark.soak
-def test_predictions_are_stored_before_the_runs(tmp_path: Path, machine: Path) -> None:
+def test_layout_benchmark_stores_predictions_before_its_runs(tmp_path: Path, machine: Path) -> None:
     predictions = tmp_path / "predictions.json"
     options = argparse.Namespace(seed=1, jobs=2, turns=2, steps=1, machine=machine, predictions=predictions)
     report = planned_layouts.measure(options)
@@ -65,7 +65,7 @@ def test_predictions_are_stored_before_the_runs(tmp_path: Path, machine: Path) -
 
 @pytest.mark.soak
 @needs_chromium
-def test_pages_of_the_dashboard_are_opened() -> None:
+def test_dashboard_benchmark_opens_its_pages() -> None:
     options = argparse.Namespace(seed=1, jobs=20, longest=3000, viewers=1, turns=1, seconds=1, repeats=1, only="pages")
     report = dashboard.measure(options)
     for name in ("list_drawn", "million_steps_drawn", "zoom_drawn"):
@@ -74,14 +74,14 @@ def test_pages_of_the_dashboard_are_opened() -> None:
 
 @pytest.mark.soak
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_viewers_follow_a_job() -> None:
+def test_dashboard_benchmark_viewers_follow_a_job() -> None:
     options = argparse.Namespace(seed=1, jobs=0, longest=0, viewers=2, turns=1, seconds=3, repeats=1, only="viewers")
     report = dashboard.measure(options)
     assert report.figures["step_watched_median"].value > 0 and report.figures["service_cores_watched"].value > 0
 
 
 @pytest.mark.soak
-def test_all_schedules_are_timed_and_take_at_least_what_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubble_benchmark_times_every_schedule_at_or_above_its_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubbles, "MICRO_BATCHES", (4,))
     report = bubbles.measure(argparse.Namespace(seed=1, repetitions=1, wait=0.002))
     for kind in ("gpipe", "1f1b", "interleaved", "zbh1", "zbv"):
@@ -89,7 +89,7 @@ def test_all_schedules_are_timed_and_take_at_least_what_they_must(monkeypatch: p
 
 
 @pytest.mark.soak
-def test_a_step_is_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_benchmark_times_the_engine_beside_plain_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "SIZES", {"tiny": step.Size(1, 32, 2, 8, 2, 256)})
     report = step.measure(argparse.Namespace(seed=1, starts=1, rounds=1, seconds=0.01))
     for name in ("tiny_engine_to_plain", "tiny_engine_to_transformers", "host_time_parallel_to_plain"):
@@ -97,7 +97,7 @@ def test_a_step_is_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.soak  # of a real one: tests/e2e/test_service.py
-def test_jobs_end_though_the_control_plane_is_killed() -> None:
+def test_control_plane_kill_benchmark_lets_jobs_end() -> None:
     options = {"jobs": 3, "steps": 4, "kills": 1, "steady_seconds": 0.0, "control_planes": 1, "database": "sqlite"}
     report = control_plane.measure(argparse.Namespace(seed=1, **options))
     assert all(figure.met is not False for figure in report.figures.values()), report.to_table()
@@ -105,7 +105,7 @@ def test_jobs_end_though_the_control_plane_is_killed() -> None:
 
 
 @pytest.mark.soak
-def test_requests_are_timed_beside_a_filled_database() -> None:
+def test_api_benchmark_times_requests_beside_a_filled_database() -> None:
     options = {"jobs": 120, "points": 4000, "longest": 2100, "seconds": 0.05, "streams": 3, "database": None}
     report = api.measure(argparse.Namespace(seed=1, **options))
     for name in ("read_job", "read_job_again", "list_50", "list_50_again", "series", "submit", "streams"):
@@ -114,7 +114,7 @@ def test_requests_are_timed_beside_a_filled_database() -> None:
 
 
 @pytest.mark.soak
-def test_steps_are_timed_beside_uploads_and_plain_ones(tmp_path: Path) -> None:
+def test_checkpoint_store_benchmark_times_steps_beside_uploads(tmp_path: Path) -> None:
     server = S3Server()
     server.make_bucket("bucket")
     out = tmp_path / "report.json"
@@ -135,7 +135,7 @@ def test_steps_are_timed_beside_uploads_and_plain_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_bubble_of_a_trace_is_that_of_timers() -> None:
+def test_trace_benchmark_bubble_matches_that_of_timers() -> None:
     report = traces.measure(argparse.Namespace(seed=1, steps=15))
     assert report.figures["bubble_difference"].met
     assert report.figures["slices_of_a_step"].value > 100

@@ -21,13 +21,15 @@ def rehearse(folder: Path, *more: str) -> tuple[dict[str, Any], str]:
     return json.loads(out.read_text()), out.with_suffix(".txt").read_text()
 
 
-def test_it_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_gpu_benchmark_says_that_it_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(step_gpu.torch.cuda, "is_available", lambda: False)
     assert step_gpu.main([]) == 1
     assert "needs a GPU and found none" in capsys.readouterr().err
 
 
-def test_a_part_that_fails_is_named_and_the_others_go_on(
+def test_step_gpu_benchmark_names_a_failed_part_and_runs_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object) -> Any:
@@ -63,7 +65,9 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
     assert capsys.readouterr().out.strip() == text.strip()
 
 
-def test_what_was_measured_before_a_run_was_cut_off_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_gpu_benchmark_keeps_results_of_an_interrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cut_off(*_: object) -> Any:
         raise KeyboardInterrupt
 
@@ -75,7 +79,7 @@ def test_what_was_measured_before_a_run_was_cut_off_is_kept(tmp_path: Path, monk
     assert "gpt_1b3 manta " in (tmp_path / "gpu.txt").read_text()
 
 
-def test_a_card_that_others_use_is_said_to_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_gpu_benchmark_reports_memory_held_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_gpu.torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
     assert step_gpu._held_by_others(step_gpu.torch.device("cuda", 0)) == 19 * 2**30
     monkeypatch.setattr(step_gpu.torch.cuda, "mem_get_info", lambda device: (79.5 * 2**30, 80 * 2**30))
@@ -88,7 +92,7 @@ def test_a_card_that_others_use_is_said_to_be_shared(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.soak
-def test_a_job_whose_rank_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_step_gpu_benchmark_reports_the_same_bits_after_a_kill(tmp_path: Path) -> None:
     report, text = rehearse(tmp_path, "--parts", "kill")
     assert report["settings"]["left_out"] == {}
     assert report["figures"]["kill_same_bits"] == {"value": True, "unit": "bool", "target": True, "met": True}
@@ -100,7 +104,9 @@ def test_a_job_whose_rank_was_killed_ends_with_the_same_bits(tmp_path: Path) -> 
     ("reached", "against", "stall", "verdicts"),
     [(0.45, 1.1, 0.01, ["met"] * 3), (0.4499, 1.0999, 0.0101, ["MISSED"] * 3)],
 )
-def test_verdicts_follow_from_the_figures(reached: float, against: float, stall: float, verdicts: list[str]) -> None:
+def test_step_gpu_verdicts_follow_from_the_figures(
+    reached: float, against: float, stall: float, verdicts: list[str]
+) -> None:
     report = Report("step_gpu", 1)
     report.settings = {"device": "a card", "torch": "2", "rehearsal": False, "sizes": {}, "left_out": {}}
     report.add("llama_1b5_manta_mfu_causal", reached, "ratio")
@@ -117,7 +123,7 @@ def test_verdicts_follow_from_the_figures(reached: float, against: float, stall:
     assert "rehearsal" not in page.page_of(report)
 
 
-def test_what_saves_memory_computes_the_same(tmp_path: Path) -> None:
+def test_step_gpu_memory_options_compute_the_same_bits(tmp_path: Path) -> None:
     report, text = rehearse(tmp_path, "--parts", "memory")
     assert report["settings"]["left_out"] == {}
     verdicts = {name: each["met"] for name, each in report["figures"].items() if "met" in each}
@@ -131,7 +137,7 @@ def test_what_saves_memory_computes_the_same(tmp_path: Path) -> None:
     assert 0 < moved < report["figures"]["memory_offload_state_host_predicted"]["value"]
 
 
-def test_graphs_of_micro_batches_compute_the_same(tmp_path: Path) -> None:
+def test_step_gpu_benchmark_micro_batch_graphs_compute_the_same(tmp_path: Path) -> None:
     report, text = rehearse(tmp_path, "--parts", "graphs", "--sizes", "gpt_125m", "gpt_1b3", "--steps", "1")
     assert report["settings"]["left_out"] == {}
     assert "met           graphs_gpt_125m_same_bits (True, True)" in text
@@ -144,7 +150,7 @@ def test_graphs_of_micro_batches_compute_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_every_part_runs(tmp_path: Path) -> None:
+def test_step_gpu_benchmark_runs_every_part_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     assert (
         step_gpu.main(["--device", "cpu", "--steps", "1", "--sizes", "gpt_125m", "llama_1b5", "--out", str(out)]) == 0

@@ -39,17 +39,17 @@ def labelled(labels, selector):
     return selector and selector.items() <= labels.items()
 
 
-def test_the_examples_are_those_that_the_documentation_names():
+def test_chart_examples_are_those_the_documentation_names():
     assert [path.stem for path in EXAMPLES] == ["gpu-pool", "one-node", "several-pools", "spot-pools"]
 
 
 @pytest.mark.parametrize("values", [None, *EXAMPLES], ids=lambda path: path.stem if path else "defaults")
-def test_helm_finds_nothing_to_say(values):
+def test_chart_passes_helm_lint(values):
     done = run_helm("lint", "--strict", "--quiet", CHART, *([f"--values={values}"] if values else []))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_package_and_chart_have_one_version():
+def test_chart_version_equals_that_of_the_package():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert chart["version"] == chart["appVersion"] == as_semantic(package)
@@ -61,13 +61,13 @@ def as_semantic(version):
     return parsed.base_version + dev
 
 
-def test_rays_version_is_that_of_the_images():
+def test_chart_ray_version_equals_that_of_the_images():
     pinned = re.search(r"^ray==(.+)$", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE)[1]
     assert yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["ray"]["version"] == pinned
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_kubernetes_takes_every_manifest(manifests, release):
+def test_chart_manifests_are_valid_for_kubernetes(manifests, release):
     for manifest in manifests:
         if manifest["kind"] not in CUSTOM:
             kubernetes_validate.validate(manifest, release, strict=True)
@@ -78,7 +78,7 @@ def test_kubernetes_takes_every_manifest(manifests, release):
         )
 
 
-def test_kuberay_takes_the_cluster(manifests):
+def test_chart_cluster_is_valid_for_kuberay(manifests):
     (cluster,) = of_kind(manifests, "RayCluster")
     jsonschema.validate(cluster, SCHEMA)
     assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
@@ -89,7 +89,7 @@ def test_kuberay_takes_the_cluster(manifests):
         )
 
 
-def test_rays_autoscaler_reads_what_a_node_of_each_group_has(manifests):
+def test_chart_worker_groups_give_the_ray_autoscaler_their_resources(manifests):
     from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
 
     (cluster,) = of_kind(manifests, "RayCluster")
@@ -101,7 +101,7 @@ def test_rays_autoscaler_reads_what_a_node_of_each_group_has(manifests):
         assert read["min_workers"] <= group["replicas"] <= read["max_workers"]
 
 
-def test_control_planes_know_what_the_autoscaler_can_add(manifests):
+def test_chart_tells_control_planes_the_node_shapes_of_the_autoscaler(manifests):
     (cluster,) = of_kind(manifests, "RayCluster")
     (plane,) = [pod for pod in pods(manifests) if pod.name.startswith("Deployment/")]
     said = {each["name"]: each.get("value") for each in plane.spec["containers"][0]["env"]}.get("MANTA_NODE_SHAPES")
@@ -122,7 +122,7 @@ def places_of(group):
     return "manta_slot", json.loads(given.partition("=")[2])["manta_slot"]
 
 
-def test_a_node_is_started_as_kuberay_is_told(manifests):
+def test_chart_start_command_matches_the_kuberay_parameters(manifests):
     (cluster,) = of_kind(manifests, "RayCluster")
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
     for group in groups:
@@ -137,7 +137,7 @@ def test_a_node_is_started_as_kuberay_is_told(manifests):
         assert ("--head" in command) == (group is groups[0])
 
 
-def test_selectors_find_what_they_are_for(manifests):
+def test_chart_selectors_match_the_pods_they_are_for(manifests):
     labels = [pod.labels for pod in pods(manifests)]
     for each in of_kind(manifests, "Service", "Deployment", "StatefulSet", "PodDisruptionBudget"):
         selector = each["spec"]["selector"]
@@ -159,7 +159,7 @@ def test_selectors_find_what_they_are_for(manifests):
         assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "manta" and endpoint["honorLabels"]
 
 
-def test_every_pod_is_kept_from_strangers(manifests):
+def test_chart_pods_are_all_covered_by_network_policies(manifests):
     policies = of_kind(manifests, "NetworkPolicy")
     for pod in pods(manifests):
         covering = [each for each in policies if labelled(pod.labels, each["spec"]["podSelector"]["matchLabels"])]
@@ -173,7 +173,7 @@ def test_every_pod_is_kept_from_strangers(manifests):
                 assert not from_elsewhere or reached in ({DEFAULT_PORT}, {RAY_SERVER_PORTS["metrics-export-port"]})
 
 
-def test_ports_are_those_of_the_code_and_of_docs_deploy_ray(manifests):
+def test_chart_ports_match_the_code_and_the_documentation(manifests):
     (cluster,) = of_kind(manifests, "RayCluster")
     first, last = RAY_WORKER_PORTS.split("-")
     for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
@@ -209,7 +209,7 @@ def policy(manifests, name):
     return manifest
 
 
-def test_every_container_is_probed_at_what_it_answers(manifests):
+def test_chart_containers_are_probed_at_endpoints_they_serve(manifests):
     for pod in pods(manifests):
         for container in pod.spec["containers"]:
             known = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -224,14 +224,14 @@ def test_every_container_is_probed_at_what_it_answers(manifests):
                     assert probe["exec"]["command"][0] == "pg_isready"
 
 
-def test_control_plane_is_asked_while_no_job_can_run(manifests):
+def test_chart_readiness_of_a_control_plane_does_not_depend_on_ray(manifests):
     """/readyz is 503 while Ray or the database is away, and then no pod would get any request."""
     (pod,) = [each for each in pods(manifests) if each.name.startswith("Deployment/")]
     (container,) = pod.spec["containers"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/healthz"
 
 
-def test_every_container_has_requests_and_limits(manifests):
+def test_chart_containers_have_requests_and_limits(manifests):
     for pod in pods(manifests):
         for container in pod.containers:
             for kind in ("requests", "limits"):
@@ -242,7 +242,7 @@ def test_every_container_has_requests_and_limits(manifests):
         assert options is None or {"requests", "limits"} == options["resources"].keys()
 
 
-def test_shared_memory_is_memory_and_has_room_for_the_snapshots():
+def test_chart_shared_memory_is_in_memory_and_holds_the_snapshots():
     (group,) = [pod for pod in pods(render(CHART / "examples" / "gpu-pool.yaml")) if pod.name.endswith("/h100")]
     (volume,) = [each for each in group.spec["volumes"] if each["name"] == "shared-memory"]
     (mount,) = [each for each in group.spec["containers"][0]["volumeMounts"] if each["name"] == "shared-memory"]
@@ -252,7 +252,7 @@ def test_shared_memory_is_memory_and_has_room_for_the_snapshots():
     assert needed <= mebibytes * 2**20 < needed + 256 * 2**20
 
 
-def test_a_pod_that_ends_has_time_for_its_jobs_to_leave(manifests):
+def test_chart_pod_termination_leaves_time_to_drain(manifests):
     for pod in pods(manifests):
         for container in pod.spec["containers"]:
             if "lifecycle" in container:
@@ -267,13 +267,13 @@ def test_a_pod_that_ends_has_time_for_its_jobs_to_leave(manifests):
     )
 
 
-def test_names_stay_short_enough_for_kuberay():
+def test_chart_names_are_short_enough_for_kuberay():
     (cluster,) = of_kind(render(EXAMPLES[0], f"fullnameOverride={'a' * 40}"), "RayCluster")
     assert cluster["metadata"]["name"] == "a" * 40
     assert "fullnameOverride: String length" in render_or_refuse(EXAMPLES[0], f"fullnameOverride={'a' * 41}").stderr
 
 
-def test_dashboards_and_rules_are_those_of_deploy():
+def test_chart_dashboards_and_rules_are_copies_of_those_in_deploy():
     originals = {"rules.yml": ROOT / "deploy" / "prometheus" / "rules.yml"}
     originals |= {
         f"dashboards/{path.name}": path for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")

@@ -42,7 +42,7 @@ def pod_of(manifests, end):
     return pod
 
 
-def test_pods_run_where_it_is_said_and_are_pulled_with_what_is_given(changed):
+def test_chart_pods_have_the_given_scheduling_and_image_pull_secrets(changed):
     plane, group, head = (pod_of(changed, end).spec for end in ("Deployment/manta", "/cpu", "/head"))
     assert {name: plane[name] for name in SOMEWHERE} == SOMEWHERE
     assert {name: group[name] for name in (*SOMEWHERE, *CLASSES)} == SOMEWHERE | CLASSES
@@ -50,13 +50,13 @@ def test_pods_run_where_it_is_said_and_are_pulled_with_what_is_given(changed):
     assert all(each["imagePullSecrets"] == [{"name": "registry"}] for each in (plane, group, head))
 
 
-def test_service_is_known_by_every_name_that_leads_to_it_and_believes_proxies_that_are_named(changed):
+def test_chart_service_accepts_its_own_host_names_and_the_given_proxies(changed):
     settings = Settings.from_environment(containers(changed)["manta"].environment)
     assert settings.allowed_hosts == ("manta", "manta.training", "manta.training.svc", "there", "here")
     assert settings.trusted_proxies == ("10.0.0.0/8", "192.0.2.1")
 
 
-def test_nodes_alone_see_data_and_cannot_change_it(changed):
+def test_chart_mounts_data_read_only_and_on_ray_nodes_only(changed):
     made = containers(changed)
     assert Mount("corpora", "/data", read_only=True) in made["manta-cpu"].mounts
     (claim,) = [each for each in pod_of(changed, "/cpu").spec["volumes"] if each["name"] == "data-0"]
@@ -66,7 +66,7 @@ def test_nodes_alone_see_data_and_cannot_change_it(changed):
     assert plane.environment["MANTA_CHECKPOINTS"] == "/checkpoints"
 
 
-def test_claims_that_are_there_are_used_and_others_made_as_it_is_said():
+def test_chart_uses_existing_volume_claims_and_creates_the_others():
     settings = ["jobs.existingClaim=mine", "checkpoints.claim.existingClaim=theirs"]
     manifests = render(ONE_NODE, *settings)
     assert not of_kind(manifests, "PersistentVolumeClaim")
@@ -76,7 +76,7 @@ def test_claims_that_are_there_are_used_and_others_made_as_it_is_said():
     assert (jobs["storageClassName"], jobs["resources"]["requests"]["storage"]) == ("shared", "7Gi")
 
 
-def test_a_group_is_as_large_as_its_autoscaler_may_make_it_and_without_one_as_it_is_said():
+def test_chart_worker_group_has_autoscaler_bounds_or_a_fixed_size():
     def sizes(*settings):
         sizes = [f"ray.workerGroups[0].{name}={count}" for name, count in
                  (("replicas", 2), ("minReplicas", 1), ("maxReplicas", 4))]  # fmt: skip
@@ -88,7 +88,7 @@ def test_a_group_is_as_large_as_its_autoscaler_may_make_it_and_without_one_as_it
     assert sizes("ray.autoscaling.enabled=true") == (1, 2, 4)
 
 
-def test_ranks_on_gpus_have_another_image():
+def test_chart_gpu_groups_use_the_cuda_image():
     images = {
         group: pod_of(render(SEVERAL_POOLS), f"/{group}").spec["containers"][0]["image"].partition(":")[0]
         for group in ("cpu", "l4", "head")
@@ -96,7 +96,7 @@ def test_ranks_on_gpus_have_another_image():
     assert images == {"cpu": "manta/worker-cpu", "l4": "manta/worker-cuda", "head": "manta/control"}
 
 
-def test_redis_and_the_object_store_are_reached_with_what_is_given():
+def test_chart_passes_redis_password_and_object_store_settings_on():
     manifests = render(SEVERAL_POOLS, "checkpoints.region=moon-1", "ray.head.redis.key=word")
     (cluster,) = of_kind(manifests, "RayCluster")
     password = cluster["spec"]["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]["secretKeyRef"]
@@ -107,7 +107,7 @@ def test_redis_and_the_object_store_are_reached_with_what_is_given():
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_whoever_ends_tls_the_others_know_it(own):
+def test_chart_configures_probes_ingress_and_metrics_for_whoever_terminates_tls(own):
     settings = [
         "ingress.enabled=true",
         "ingress.host=there",
@@ -127,7 +127,7 @@ def test_whoever_ends_tls_the_others_know_it(own):
     assert endpoint["authorization"]["credentials"] == {"name": "manta-keys", "key": "prometheus"}, "it may only read"
 
 
-def test_nodes_that_ask_kubernetes_do_so_as_an_account_that_may():
+def test_chart_nodes_that_ask_kubernetes_have_an_account_that_may():
     manifests = render(SPOT_POOLS)
     (account,), (role,), (binding,) = (
         of_kind(manifests, kind) for kind in ("ServiceAccount", "ClusterRole", "ClusterRoleBinding")
@@ -138,7 +138,7 @@ def test_nodes_that_ask_kubernetes_do_so_as_an_account_that_may():
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": "training"}]
 
 
-def test_ports_are_open_to_those_who_need_them_and_to_nobody_else():
+def test_chart_network_policies_open_ports_only_to_their_users():
     made = containers(render(ONE_NODE))
     ours, database = ((20000, 20199),), ((5432, 5432),)
     of_ray = ((6379, 6384), (10002, 10999), *ours)
@@ -165,7 +165,7 @@ def test_rest_is_open_to_clients_and_prometheus_and_metrics_of_nodes_to_that_alo
     assert from_elsewhere("manta-nodes") == [([prometheus], 6384)]
 
 
-def test_a_name_that_is_cut_ends_in_no_hyphen():
+def test_chart_resource_name_cut_to_length_ends_in_no_hyphen():
     release = f"manta-{'a' * 33}-b"
     done = run_helm("template", release, CHART, "--api-versions=ray.io/v1", f"--values={ONE_NODE}")
     (deployment,) = of_kind(filter(None, yaml.safe_load_all(done.stdout)), "Deployment")

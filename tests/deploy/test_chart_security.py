@@ -66,7 +66,7 @@ def settings_known(monkeypatch):
     return service.asked | {name for name in worker.asked if name.startswith("MANTA_")}
 
 
-def test_no_pod_has_a_privilege(manifests):
+def test_chart_pods_run_unprivileged(manifests):
     for pod in pods(manifests):
         own, spec = pod.spec["securityContext"], pod.spec
         assert own["runAsNonRoot"] and own["runAsUser"] > 0 and own["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -83,20 +83,20 @@ def test_no_pod_has_a_privilege(manifests):
             assert not [port for port in container.get("ports", []) if "hostPort" in port]
 
 
-def test_a_head_without_autoscaler_asks_kubernetes_nothing():
+def test_chart_head_without_autoscaler_gets_no_kubernetes_account():
     for values, asks in (("gpu-pool", False), ("several-pools", True)):
         (path,) = [each for each in EXAMPLES if each.stem == values]
         (head,) = [pod for pod in pods(render(path)) if pod.name.endswith("/head")]
         assert head.spec.get("automountServiceAccountToken", True) == asks
 
 
-def test_what_nodes_may_ask_kubernetes_is_about_nodes_alone(manifests):
+def test_chart_cluster_roles_allow_nodes_to_read_nodes_only(manifests):
     for role in of_kind(manifests, "ClusterRole"):
         assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
     assert not of_kind(manifests, "Role", "RoleBinding")
 
 
-def test_only_ingress_and_service_lead_inside(manifests):
+def test_chart_exposes_the_service_through_ingress_only(manifests):
     assert {each["spec"]["type"] for each in of_kind(manifests, "Service") if "type" in each["spec"]} == {"ClusterIP"}
     for ingress in of_kind(manifests, "Ingress"):
         (rule,) = ingress["spec"]["rules"]
@@ -106,7 +106,7 @@ def test_only_ingress_and_service_lead_inside(manifests):
         assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/affinity"] == "cookie"
 
 
-def test_secrets_are_in_secrets_only(manifests):
+def test_chart_secret_values_appear_in_secrets_only(manifests):
     values = {
         base64.b64decode(value).decode() for each in of_kind(manifests, "Secret") for value in each["data"].values()
     }
@@ -121,12 +121,12 @@ def test_secrets_are_in_secrets_only(manifests):
                 ]
 
 
-def test_secrets_that_are_made_outlive_the_release(manifests):
+def test_chart_generated_secrets_outlive_the_release(manifests):
     for each in of_kind(manifests, "Secret", "PersistentVolumeClaim"):
         assert each["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
-def test_who_gets_which_secret(manifests):
+def test_chart_containers_get_only_the_secrets_they_need(manifests):
     got = {name: HIDDEN & each.environment.keys() for name, each in containers(manifests, secrets=GIVEN).items()}
     bucket = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} if "manta-bucket" in json.dumps(manifests) else set()
     assert got.pop("manta-migrate") == {"MANTA_DATABASE_URL"}
@@ -139,13 +139,13 @@ def test_who_gets_which_secret(manifests):
     assert got and all(secrets == {"RAY_AUTH_TOKEN"} | bucket for secrets in got.values()), "no key where jobs run"
 
 
-def test_keys_that_are_made_allow_what_their_holders_need(manifests):
+def test_chart_generated_keys_have_the_scopes_their_holders_need(manifests):
     made = containers(manifests, secrets=GIVEN)
     for name, scope in (("admin", "admin"), ("prometheus", "read")):
         assert made[f"manta-{name}-key"].command == ("manta", "keys", "add", name, "--scope", scope)
 
 
-def test_every_variable_is_one_that_somebody_reads(manifests, settings_known):
+def test_chart_environment_variables_are_all_read_by_a_program(manifests, settings_known):
     assert len(settings_known) > 20
     for name, each in containers(manifests, secrets=GIVEN).items():
         unknown = each.environment.keys() - settings_known - OTHERS
@@ -156,14 +156,14 @@ def test_every_variable_is_one_that_somebody_reads(manifests, settings_known):
         assert pod.spec["enableServiceLinks"] is False, "or Kubernetes adds MANTA_PORT for a Service called manta"
 
 
-def test_every_setting_is_one_that_the_service_takes(manifests):
+def test_chart_settings_are_accepted_by_the_service(manifests):
     plane = containers(manifests, secrets=GIVEN)["manta"]
     settings = Settings.from_environment(plane.environment)
     assert {"--tls-terminated", "--tls-cert=/etc/manta/tls/tls.crt"} & set(plane.command)
     assert settings.database_url and str(settings.checkpoints) and settings.allowed_hosts[0] == "manta"
 
 
-def test_jobs_may_read_what_is_mounted_for_them_and_nothing_else():
+def test_chart_data_roots_are_the_mounted_volumes():
     mounts = [
         f"data[{n}].{key}={value}" for n in (0, 1) for key, value in (("claim", f"c{n}"), ("mountPath", f"/data/{n}"))
     ]
@@ -171,7 +171,7 @@ def test_jobs_may_read_what_is_mounted_for_them_and_nothing_else():
     assert Settings.from_environment(made["manta"].environment).data_roots == (Path("/data/0"), Path("/data/1"))
 
 
-def test_every_command_is_one_that_its_program_takes(manifests):
+def test_chart_commands_are_accepted_by_their_programs(manifests):
     started = [each.command for each in containers(manifests, secrets=GIVEN).values() if each.command]
     before_the_end = [
         container["lifecycle"]["preStop"]["exec"]["command"]
@@ -204,7 +204,7 @@ def commands_of(program):
     return get_command(command_line())
 
 
-def test_containers_are_read_as_the_kubelet_starts_them():
+def test_chart_containers_of_the_tests_match_the_kubelets_view():
     (path,) = [each for each in EXAMPLES if each.stem == "one-node"]
     by_name = containers(render(path), {"manta-cpu": "10.1.2.3"})
     worker = by_name["manta-cpu"]

@@ -52,18 +52,18 @@ def refused(*settings, values=ONE_NODE, api_versions=API_VERSIONS):
     (["networkPolicy.clients[0].everybody=true"], "Additional property everybody is not allowed"),
     ([f"{GROUP}.resources.limits.memory=null"], "resources.limits.memory: Invalid type"),
 ])  # fmt: skip
-def test_values_that_do_not_fit_are_refused_with_what_would(settings, sentence):
+def test_chart_refuses_invalid_values_with_valid_ones(settings, sentence):
     assert sentence in refused(*settings)
 
 
-def test_without_kuberay_or_the_prometheus_operator_it_says_what_is_missing():
+def test_chart_refuses_to_install_without_kuberay_or_the_prometheus_operator():
     assert "no RayCluster (ray.io/v1): install the KubeRay operator first" in refused(api_versions=())
     for kind in ("serviceMonitor", "prometheusRule"):
         said = refused(f"metrics.{kind}.enabled=true", api_versions=("ray.io/v1",))
         assert "need the Prometheus operator (monitoring.coreos.com/v1)" in said
 
 
-def test_a_ray_that_is_there_is_used_as_it_is():
+def test_chart_uses_an_existing_ray_cluster_unchanged():
     manifests = render(ONE_NODE, "ray.address=there:6379", "ray.autoscaling.enabled=true", api_versions=())
     assert not of_kind(manifests, "RayCluster")
     (plane,) = [pod for pod in pods(manifests) if pod.name.startswith("Deployment/")]
@@ -77,7 +77,7 @@ def test_a_ray_that_is_there_is_used_as_it_is():
     ("settings", "strategy", "budgets"),
     [((), "Recreate", 0), (("controlPlane.replicas=2", "jobs.accessModes={ReadWriteMany}"), "RollingUpdate", 1)],
 )
-def test_several_control_planes_go_one_at_a_time(settings, strategy, budgets):
+def test_chart_rolls_several_control_planes_one_at_a_time(settings, strategy, budgets):
     manifests = render(ONE_NODE, *settings)
     (deployment,) = of_kind(manifests, "Deployment")
     assert deployment["spec"]["strategy"]["type"] == strategy
@@ -86,7 +86,7 @@ def test_several_control_planes_go_one_at_a_time(settings, strategy, budgets):
     assert all(each["spec"]["selector"] == deployment["spec"]["selector"] for each in policies)
 
 
-def test_control_planes_are_on_nodes_of_their_own_unless_it_is_said_where_they_go():
+def test_chart_spreads_control_planes_over_nodes_unless_an_affinity_is_given():
     def affinity(*settings):
         (deployment,) = of_kind(render(ONE_NODE, *settings), "Deployment")
         pod = deployment["spec"]["template"]
@@ -100,7 +100,7 @@ def test_control_planes_are_on_nodes_of_their_own_unless_it_is_said_where_they_g
     assert own == {"nodeAffinity": {"mine": "yes"}}
 
 
-def test_secrets_of_ones_own_are_used_and_none_is_made():
+def test_chart_uses_existing_secrets_and_creates_none():
     settings = ["keys.existingSecret=k", "database.existingSecret=d", "database.key=dsn", "ray.tokenSecret=t"]
     manifests = render(ONE_NODE, *settings)
     assert not of_kind(manifests, "Secret", "StatefulSet")
@@ -109,7 +109,7 @@ def test_secrets_of_ones_own_are_used_and_none_is_made():
         assert json.dumps({"name": name, "key": key}) in text
 
 
-def test_variables_from_a_secret_reach_the_service_alone_and_replace_none_of_the_charts():
+def test_chart_secret_variables_reach_the_service_only_and_override_none_of_its_own():
     secret = {"OTEL_EXPORTER_OTLP_HEADERS": "authorization=mine", "MANTA_HOME": "/elsewhere"}
     started = containers(render(ONE_NODE, "controlPlane.environmentSecret=headers"), secrets={"headers": secret})
     assert started["manta"].environment["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=mine"
@@ -118,7 +118,7 @@ def test_variables_from_a_secret_reach_the_service_alone_and_replace_none_of_the
     assert having == ["manta"]
 
 
-def test_rules_and_dashboards_come_from_the_files_of_the_chart(tmp_path):
+def test_chart_rules_and_dashboards_are_rendered_from_its_files(tmp_path):
     chart = shutil.copytree(CHART, tmp_path / "manta")
     rule = {"alert": "Away", "expr": "up == 0", "annotations": {"summary": "{{ $labels.job }} is away"}}
     rules = {"groups": [{"name": "manta", "rules": [rule]}]}
@@ -142,7 +142,7 @@ def install(kinds, secrets):
         return run_helm("install", "manta", CHART, *options, f"--values={ONE_NODE}", f"--kube-apiserver={url}")
 
 
-def test_what_the_cluster_says_counts():
+def test_chart_install_keeps_existing_secrets_and_checks_the_api_versions():
     manifests = render(ONE_NODE)
     kinds = {(each["apiVersion"], each["kind"]) for each in manifests}
     known = {

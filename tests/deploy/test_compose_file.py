@@ -24,7 +24,7 @@ SERVICES = compose_file.containers(VARIABLES, profiles=("gpu", "tools"))
 OURS = {name: each for name, each in SERVICES.items() if each.image.startswith("manta/")}
 
 
-def test_file_follows_the_compose_specification(tmp_path):
+def test_compose_file_follows_the_compose_specification(tmp_path):
     check = [
         sys.executable,
         "-m",
@@ -37,25 +37,25 @@ def test_file_follows_the_compose_specification(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nothing_starts_without_its_secrets():
+def test_compose_file_without_secrets_is_refused():
     with pytest.raises(compose_file.MissingVariable, match="run deploy/compose/make-env"):
         compose_file.document({})
 
 
-def test_rest_and_grafana_are_published_on_loopback_and_nothing_else_is():
+def test_compose_publishes_only_rest_and_grafana_and_on_loopback():
     published = {name: each.published for name, each in SERVICES.items() if each.published}
     assert published == {"gateway": (DEFAULT_PORT, 3000)}
     assert all(each.startswith("127.0.0.1:") for each in DOCUMENT["services"]["gateway"]["ports"])
 
 
-def test_only_the_gateway_is_on_a_network_that_leads_outside():
+def test_compose_gateway_alone_is_on_an_external_network():
     outside = {name for name, words in DOCUMENT["networks"].items() if not (words or {}).get("internal")}
     assert outside == {"public"}
     assert [name for name, each in SERVICES.items() if "public" in each.networks] == ["gateway"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_container_has_no_privilege_and_a_limit_to_what_it_takes(name):
+def test_compose_container_is_unprivileged_and_limited(name):
     container, words = SERVICES[name], DOCUMENT["services"][re.sub(r"^worker-\d$", "worker", name)]
     assert container.user, "a user who is not root, by number"
     assert container.read_only and not container.capabilities and not container.new_privileges
@@ -67,7 +67,7 @@ def test_container_has_no_privilege_and_a_limit_to_what_it_takes(name):
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_container_says_when_it_is_healthy_or_is_waited_for(name):
+def test_compose_container_has_a_health_check_or_runs_once(name):
     waited_for = {
         each for container in SERVICES.values() for each, how in container.needs.items() if how == "completed"
     }
@@ -78,16 +78,16 @@ def test_container_says_when_it_is_healthy_or_is_waited_for(name):
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_image_is_pinned(name):
+def test_compose_images_are_pinned(name):
     assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+.*", SERVICES[name].image), SERVICES[name].image
 
 
-def test_images_have_the_version_of_the_package():
+def test_compose_images_have_the_version_of_the_package():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert {each.image.partition(":")[2] for each in OURS.values()} == {re.sub(r"\.dev(\d+)$", r"-dev.\1", version)}
 
 
-def test_each_secret_is_given_to_those_only_who_need_it():
+def test_compose_services_get_only_the_secrets_they_need():
     def holders(name):
         return {
             each
@@ -105,13 +105,13 @@ def test_each_secret_is_given_to_those_only_who_need_it():
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_commands_and_variables_are_known(name):
+def test_compose_commands_and_variables_are_known_to_their_programs(name):
     check_command(OURS[name].command)
     known = set(re.findall(r"MANTA_[A-Z0-9_]+", (ROOT / "src/manta/service/settings.py").read_text()))
     assert {each for each in OURS[name].environment if each.startswith("MANTA_")} <= known
 
 
-def test_ports_are_those_that_the_documentation_opens():
+def test_compose_ports_are_those_the_documentation_opens():
     first, last = RAY_WORKER_PORTS.split("-")
     ports = {**RAY_SERVER_PORTS, "min-worker-port": first, "max-worker-port": last}
     for name in ("ray-head", "worker-1", "worker-gpu"):
@@ -126,7 +126,7 @@ def test_control_planes_differ_in_nothing_but_their_place():
     assert {key for key in first.environment if first.environment[key] != second.environment[key]} == {"MANTA_HOME"}
 
 
-def test_one_command_makes_what_is_needed_and_again_changes_nothing(tmp_path):
+def test_make_env_creates_secrets_and_certificate_and_changes_nothing_again(tmp_path):
     def make(*names):
         script = [ROOT / "deploy/compose/make-env.sh", *names]
         subprocess.run(

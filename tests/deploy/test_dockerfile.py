@@ -32,11 +32,11 @@ def user_of(stage):
     return users[-1] if users else user_of(base)
 
 
-def test_images_run_as_a_user_who_is_not_root():
+def test_docker_images_run_as_an_unprivileged_user():
     assert {user_of(target) for target in ("control", "worker-cpu", "worker-cuda")} == {"10001:10001"}
 
 
-def test_control_has_no_torch():
+def test_control_image_has_no_torch():
     extras = re.findall(r"--extra (\S+)", next(line for line in instructions("RUN") if "image_requirements.py" in line))
     options = [word for extra in extras for word in ("--extra", extra)]
     command = [sys.executable, "deploy/image_requirements.py", *options, "--without", "torch"]
@@ -47,7 +47,7 @@ def test_control_has_no_torch():
     assert set(wanted) - set(printed) == {each for each in wanted if each.startswith("torch>")} != set()
 
 
-def test_nothing_is_copied_but_what_is_named_and_all_of_that_is_sent():
+def test_docker_build_context_is_exactly_the_copied_files():
     sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     copied = [word for line in instructions("COPY") if "--from=" not in line for word in line.split()[:-1]]
     assert sorted(sent) == sorted(copied)
@@ -55,14 +55,14 @@ def test_nothing_is_copied_but_what_is_named_and_all_of_that_is_sent():
     assert "*" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
-def test_no_secret_can_lie_in_a_layer():
+def test_docker_image_layers_take_no_secrets():
     names = " ".join([*instructions("ARG"), *instructions("ENV")])
     assert not re.search(r"PASSWORD|TOKEN|SECRET|_KEY|CREDENTIAL", names)
     installs = [line for line in instructions("RUN") if "pip --python" in line]
     assert installs and all("--mount=type=secret,id=pip" in line for line in installs)
 
 
-def test_images_say_which_version_they_are():
+def test_docker_images_are_labelled_with_their_version():
     assert f"MANTA_VERSION={semantic_version()}" in instructions("ARG")
     (labels,) = instructions("LABEL")
     assert all(f"org.opencontainers.image.{each}=" in labels for each in ("title", "description", "version"))

@@ -115,7 +115,7 @@ def test_gateway_waits_for_longer_than_the_service_takes_or_is_silent():
     assert int(seconds) > max(MAX_WAIT_SECONDS, FILE_SECONDS, KEEPALIVE_SECONDS)
 
 
-def test_who_is_ready_is_asked_and_where_nobody_is_whoever_lives(planes, ask):
+def test_gateway_routes_to_ready_control_planes_or_to_all_if_none_is_ready(planes, ask):
     planes["control-1"].is_ready = False
     until(lambda: {ask() for _ in range(5)}, lambda answers: answers == {(200, "control-2")})
     planes["control-2"].is_ready = False  # as all are while Ray, or the database, does not answer
@@ -126,7 +126,7 @@ def test_who_is_ready_is_asked_and_where_nobody_is_whoever_lives(planes, ask):
 
 
 @pytest.mark.parametrize("name", ["", "train.example.org"])
-def test_only_pages_of_the_published_address_may_change_something_behind_the_gateway(ask, name):
+def test_gateway_lets_only_pages_of_the_published_address_change_state(ask, name):
     until(ask, lambda answer: answer[0] == 200)
     variables = dict.fromkeys(compose_file.required_variables(compose_file.FILE.read_text()), "x")
     environment = compose_file.containers({**variables, "MANTA_NAME": name})["control-1"].environment

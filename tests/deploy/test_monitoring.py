@@ -22,25 +22,25 @@ def recorded():
 
 
 @pytest.mark.parametrize("name", ["control-plane", "fleet", "job", "recovery"])
-def test_dashboard_names_only_metrics_that_there_are(name):
+def test_grafana_dashboard_uses_existing_metrics_only(name):
     expressions = [query for dashboard, _, query in monitoring.queries() if dashboard == name]
     assert expressions
     assert set().union(*map(metric_names, expressions)) <= sample_names() | OF_OTHERS
 
 
-def test_rules_name_only_metrics_that_there_are():
+def test_prometheus_rules_use_existing_metrics_only():
     used = set().union(*(metric_names(rule["expr"]) for rule in monitoring.rules()))
     assert used <= sample_names() | OF_OTHERS | recorded()
 
 
-def test_series_of_the_rules_tests_are_of_metrics_that_there_are():
+def test_prometheus_rule_tests_use_existing_metrics_only():
     tests = yaml.safe_load((monitoring.PROMETHEUS / "rules_test.yml").read_text())["tests"]
     used = set().union(*(metric_names(series["series"]) for test in tests for series in test["input_series"]))
     assert used <= sample_names() | OF_OTHERS
 
 
 @pytest.mark.parametrize("alert", monitoring.alerts(), ids=lambda alert: alert["alert"])
-def test_alert_says_what_it_is_about_and_where_to_read_on(alert):
+def test_alert_has_summary_severity_and_runbook_section(alert):
     name, annotations = alert["alert"], alert["annotations"]
     assert annotations["summary"] and annotations["description"]
     assert alert["labels"]["severity"] in ("warning", "critical")
@@ -49,12 +49,12 @@ def test_alert_says_what_it_is_about_and_where_to_read_on(alert):
     assert f"\n## {name}\n" in monitoring.RUNBOOK.read_text()
 
 
-def test_runbook_is_about_alerts_that_there_are():
+def test_runbook_sections_match_the_alerts():
     sections = set(re.findall(r"^## (Manta\w+)$", monitoring.RUNBOOK.read_text(), re.MULTILINE))
     assert sections == {alert["alert"] for alert in monitoring.alerts()}
 
 
-def test_each_alert_fires_in_a_test_and_does_not_in_another():
+def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not():
     tests = yaml.safe_load((monitoring.PROMETHEUS / "rules_test.yml").read_text())["tests"]
     outcomes = [
         (name, bool(case.get("exp_samples") or case.get("exp_alerts")))
@@ -67,13 +67,13 @@ def test_each_alert_fires_in_a_test_and_does_not_in_another():
     assert {name for name, fires in outcomes if not fires} == names
 
 
-def test_dashboards_are_as_the_script_makes_them():
+def test_grafana_dashboards_match_the_script_that_makes_them():
     for path, text in make_dashboards.as_files().items():
         assert path.read_text() == text, "run: python deploy/grafana/make_dashboards.py"
     assert len(monitoring.dashboards()) == len(make_dashboards.DASHBOARDS) == 4
 
 
-def test_dashboards_are_provisioned_from_the_source_that_they_name():
+def test_grafana_provisioning_uses_the_datasource_of_the_dashboards():
     folder = monitoring.GRAFANA / "provisioning"
     (source,) = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text())["datasources"]
     (provider,) = yaml.safe_load((folder / "dashboards" / "manta.yml").read_text())["providers"]
@@ -87,13 +87,13 @@ def test_dashboards_are_provisioned_from_the_source_that_they_name():
     [("check", "rules", "rules.yml"), ("test", "rules", "rules_test.yml")],
     ids=["rules are well formed", "alerts fire when they should"],
 )
-def test_promtool_agrees(arguments):
+def test_promtool_accepts_the_alert_rules_and_their_tests(arguments):
     done = subprocess.run(["promtool", *arguments], cwd=monitoring.PROMETHEUS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @promtool
-def test_configuration_of_prometheus_is_valid(tmp_path):
+def test_prometheus_configuration_is_valid(tmp_path):
     key = tmp_path / "key"
     key.write_text("secret")
     text = (monitoring.PROMETHEUS / "prometheus.yml").read_text()

@@ -16,5 +16,5 @@ from tests.deploy.promql import metric_names
         ("vector(0)", set()),
     ],
 )
-def test_names_of_a_query(query, names):
+def test_metric_names_of_a_promql_query_are_found(query, names):
     assert metric_names(query) == names

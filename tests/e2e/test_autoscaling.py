@@ -36,7 +36,7 @@ def until_trained(manta, job):
 
 
 @pytest.mark.soak
-def test_nodes_come_when_a_job_waits_and_go_when_nobody_needs_them(manta):
+def test_autoscaler_adds_nodes_for_waiting_jobs_and_removes_idle_ones(manta):
     assert nodes(manta) == 0
     never = manta.submit(manta.spec(layout=(1, 1, 2 * MOST * SLOTS)))
     job = manta.submit(manta.spec(layout=ALL, steps=20))

@@ -77,7 +77,7 @@ def full(folder):
 
 
 @pytest.mark.soak
-def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill):
+def test_clock_change_costs_a_running_job_nothing(service, clock, pair_undisturbed, kill):
     job = service.submit_held(service.spec(layout=PAIR), 0)  # the other one is killed
     processes = service.agents(), service.zygote()
     kept = service.pids(job)[0]

@@ -53,7 +53,7 @@ def skipped(manta, job):
     return [(event.step, event.data["samples"]) for event in manta.events(job, "rolled_back")]
 
 
-def test_samples_of_a_spike_are_skipped(manta, rolled_back):
+def test_spike_samples_are_skipped_after_a_roll_back(manta, rolled_back):
     job, _ = rolled_back
     events = manta.events(job, "rolled_back")
     assert events, manta.story(job)

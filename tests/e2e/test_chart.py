@@ -68,14 +68,14 @@ def installation(engine, manifests):
     ways.close()
 
 
-def test_job_survives_the_end_of_a_pod(installation, engine):
+def test_chart_job_survives_the_end_of_a_pod(installation, engine):
     job = installation.submit(installation.spec(STEPS, PAIR, checkpoint={"every_steps": SAVED_EVERY}))
     installation.trains_on_without_its_worker(job, SAVED_EVERY, STEPS)
     *_, newest = installation.client.checkpoints(job).items
     assert newest.path.startswith(f"/checkpoints/{job}/")
 
 
-def test_pod_that_is_to_go_is_left_before_it_ends(installation, engine):
+def test_chart_pod_that_terminates_is_drained_first(installation, engine):
     job = installation.submit(installation.spec(100_000, PAIR))
     installation.until_step(job, 1)
     left = installation.worker_of(job)
@@ -90,11 +90,11 @@ def test_pod_that_is_to_go_is_left_before_it_ends(installation, engine):
     installation.until_healthy(left)
 
 
-def test_each_container_has_the_rights_that_the_chart_gives_it_and_no_others(engine):
+def test_chart_containers_have_exactly_the_privileges_of_the_chart(engine):
     check_rights(engine)
 
 
-def test_policies_let_in_what_the_service_needs_and_nothing_else(engine):
+def test_chart_network_policies_allow_only_what_the_service_needs(engine):
     assert reaches(engine, "manta", "manta-postgresql", DATABASE)
     assert not reaches(engine, NODES[0], "manta-postgresql", DATABASE)
     assert reaches(engine, NODES[0], "manta-head-svc", GCS) and reaches(engine, "manta", "manta-head-svc", GCS)
@@ -103,7 +103,7 @@ def test_policies_let_in_what_the_service_needs_and_nothing_else(engine):
 
 
 # The last: it is gone afterwards.
-def test_all_end_when_they_are_told_to_and_leave_no_process(engine):
+def test_chart_services_stop_when_asked_and_leave_no_process(engine):
     for name in ("manta", *NODES, "manta-head-svc", "manta-postgresql"):
         engine.stop(name)
     assert engine.processes() == []

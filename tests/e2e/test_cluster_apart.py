@@ -65,7 +65,7 @@ def spec(apart):
     return apart.spec(STEPS, LAYOUT, checkpoint={**EVERY_STEP, "every_steps": 20})
 
 
-def test_job_trains_where_nothing_is_shared(apart, cluster, clean):
+def test_job_trains_on_machines_that_share_nothing(apart, cluster, clean):
     assert len(apart.curve(clean)) == STEPS
     (newest,) = (row for row in apart.client.checkpoints(clean).items if row.state == "complete" and row.step == STEPS)
     assert newest.path.startswith(f"s3://checkpoints/apart/{clean}/")
@@ -74,7 +74,7 @@ def test_job_trains_where_nothing_is_shared(apart, cluster, clean):
     assert not (apart.home / "jobs" / clean / "checkpoints").exists()
 
 
-def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, clean):
+def test_node_drains_itself_on_request_as_before_a_pod_ends(apart, cluster, clean):
     job = apart.submit(spec(apart))
     apart.hold(job, 0, step=5)
     leaving = cluster.node_of(apart.pids(job)[3])
@@ -87,7 +87,7 @@ def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, cle
     cluster.start_node(leaving)
 
 
-def test_what_ranks_print_is_in_the_logs(apart, cluster):
+def test_output_of_ranks_on_separate_machines_reaches_the_logs(apart, cluster):
     job = apart.submit(spec(apart))
     apart.inject(job, "exception", 1, at_step=3)
     apart.until_state(job, "SUCCEEDED")
@@ -97,7 +97,7 @@ def test_what_ranks_print_is_in_the_logs(apart, cluster):
     assert SLOTS == 2
 
 
-def test_doctor_names_closed_ports_before_a_job_needs_them(apart, cluster):
+def test_doctor_reports_closed_ports_before_any_job_runs(apart, cluster):
     healthy = apart.doctor()
     assert f"ok    ports: {NODES} nodes reach each other" in healthy, healthy
     assert f"WARN  cluster: {HEAD_NOT_PERSISTENT}" in healthy and HEAD_NOT_PERSISTENT in apart.log.read_text()
@@ -114,7 +114,7 @@ def test_doctor_names_closed_ports_before_a_job_needs_them(apart, cluster):
     assert "-> open the ports of MANTA_PORTS between all machines" in said
 
 
-def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart, cluster):
+def test_job_waiting_for_a_node_with_closed_ports_names_both_ends(apart, cluster):
     closed, *_ = cluster.nodes
     closed.let_in([ports for ports in OPEN if ports != MANTA_PORTS])
     apart.kill_service()  # what was connected before stays so
@@ -136,7 +136,7 @@ def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(
     assert apart.curve(job) == apart.curve(clean)
 
 
-def test_job_comes_back_from_its_checkpoint_when_the_head_is_lost_with_all_that_ray_knew(apart, cluster, clean):
+def test_job_resumes_from_its_checkpoint_when_the_ray_head_and_its_state_are_lost(apart, cluster, clean):
     job = apart.submit(spec(apart))
     apart.hold(job, 0, step=25, seconds=LONG_HOLD_SECONDS)
     cluster.head.power_off()

@@ -139,11 +139,11 @@ def test_doctor_names_closed_ports_with_both_ends(engine):
     assert f"WARN  cluster: {HEAD_NOT_PERSISTENT}" in said
 
 
-def test_each_container_has_the_rights_that_the_file_gives_it_and_no_others(engine):
+def test_compose_containers_have_exactly_the_privileges_of_the_file(engine):
     check_rights(engine)
 
 
-def test_containers_of_different_networks_do_not_reach_each_other(engine):
+def test_compose_networks_are_isolated_from_each_other(engine):
     assert reaches(engine, "control-1", "postgres", 5432) and not reaches(engine, "worker-1", "postgres", 5432)
     assert reaches(engine, "worker-1", "ray-head", 6379) and not reaches(engine, "gateway", "ray-head", 6379)
     assert reaches(engine, "gateway", "control-2", 8400)
@@ -151,7 +151,7 @@ def test_containers_of_different_networks_do_not_reach_each_other(engine):
     assert engine.run("worker-1", "getent", "hosts", "postgres").returncode != 0
 
 
-def test_users_get_keys_of_their_own(installation, engine):
+def test_compose_users_get_keys_of_their_own(installation, engine):
     made = engine.once("manta", "keys", "create", "laptop of ada", "--user", "ada", "--scope", "submit")
     assert made.returncode == 0, made.stderr
     with Client(installation.client.url, key=made.stdout.strip()) as ada:
@@ -184,13 +184,13 @@ def test_prometheus_has_numbers_of_both_control_planes(installation, engine):
 
 
 # From here on there is one control plane less.
-def test_gateway_goes_on_with_the_other_control_plane(installation, engine):
+def test_gateway_switches_to_the_other_control_plane(installation, engine):
     engine.kill(PLANES[0])
     assert installation.client.ready() and engine.health("gateway").returncode == 0
 
 
 # The last: it is gone afterwards.
-def test_all_end_when_they_are_told_to_and_leave_no_process(engine):
+def test_compose_services_stop_when_asked_and_leave_no_process(engine):
     for name in reversed(engine.names()):
         code = engine.stop(name)
         assert code in (0, 1 if name in RAY else signal.SIGTERM, 128 + signal.SIGTERM), (name, engine.log(name)[-2000:])

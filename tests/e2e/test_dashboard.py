@@ -18,14 +18,14 @@ def front_page(manta, **headers):
     return httpx.get(f"{manta.url}/ui/", headers=headers, timeout=30)
 
 
-def test_service_has_a_dashboard(manta):
+def test_service_serves_a_dashboard(manta):
     shown = front_page(manta, authorization=f"Bearer {read_key(manta.home)}")
     assert (shown.status_code, "Manta" in shown.text) == (200, True)
     assert front_page(manta).status_code == 401
 
 
 @pytest.mark.soak  # what is mounted: tests/api/test_server.py
-def test_service_has_none_where_it_was_told_so(on_postgres):
+def test_service_told_to_have_no_dashboard_answers_not_found(on_postgres):
     without = front_page(on_postgres, authorization=f"Bearer {read_key(on_postgres.home)}")
     assert (without.status_code, without.json()["code"]) == (404, "not_found")
 

@@ -105,7 +105,7 @@ def test_a_broken_document_ends_the_job_with_its_place(manta, documents):
     assert manta.leftovers(job) == []
 
 
-def test_a_tokenizer_that_is_none_is_refused_at_the_door(manta, documents):
+def test_submission_with_an_invalid_tokenizer_file_is_refused(manta, documents):
     (documents / "tokenizer.json").write_text("{}")
     with pytest.raises(ApiError) as refused:
         manta.submit(manta.spec(data=data_of(documents)))

@@ -14,7 +14,7 @@ def spec_of(manta, data):
     return manta.spec(STEPS, (1, 1, data), train=train, elastic={"min_data": 1, "max_data": 3})
 
 
-def test_resized_job_goes_on_without_losing_a_bit(manta):
+def test_resized_job_continues_with_the_bits_of_an_undisturbed_one(manta):
     job = manta.submit(spec_of(manta, 2))
     manta.leave_room(job)  # each step made while the size changes is made twice, below
     manta.until_step(job, 10)
@@ -44,7 +44,7 @@ def test_resized_job_goes_on_without_losing_a_bit(manta):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("place", "source"), [("node_memory", "memory"), ("off", "checkpoint")])
-def test_resized_job_goes_on_from_wherever_its_state_is(manta, place, source):
+def test_resized_job_resumes_from_snapshots_or_checkpoints(manta, place, source):
     job = manta.submit(spec_of(manta, 2) | {"checkpoint": {"every_steps": 20, "snapshots": place}})
     manta.leave_room(job)
     manta.until("a complete checkpoint", lambda: manta.events(job, "checkpoint_saved"))
@@ -83,13 +83,13 @@ def test_agent_lost_while_the_size_changes_is_one_recovery(manta):
 
 
 @pytest.mark.soak  # on GPUs: test_gpus.py; what is decided: tests/service/scheduler/test_order.py
-def test_job_starts_with_as_many_replicas_as_there_is_room_for(manta):
+def test_elastic_job_starts_with_as_many_replicas_as_fit(manta):
     job = manta.submit(manta.spec(10, (2, 2, 3), elastic={"min_data": 1, "max_data": 3}))
     ended = manta.until_state(job, "SUCCEEDED")
     assert (ended.parallel["data"], ended.restarts, ended.generation) == (2, 0, 1)
 
 
-def test_size_outside_of_the_bounds_is_refused_with_a_sentence(manta):
+def test_resize_of_a_job_outside_its_bounds_is_refused(manta):
     job = manta.submit(manta.spec(STEPS, (1, 1, 2)))
     try:
         manta.client.resize(job, 4)

@@ -38,7 +38,7 @@ def test_rank_killed_in_each_phase_of_a_step(manta, pair_undisturbed):
     assert ended.restarts == len(phases)
 
 
-def test_rank_that_fails_otherwise(manta, pair_undisturbed):
+def test_ranks_failing_by_exception_oom_or_hang_are_recovered(manta, pair_undisturbed):
     """An exception, an out-of-memory error and a standstill that holds the GIL, one after the other."""
     strikes = [
         (1, MIDDLE, "exception in backward"),
@@ -56,7 +56,7 @@ def test_rank_that_fails_otherwise(manta, pair_undisturbed):
     assert ended.restarts == len(strikes)
 
 
-def test_cut_connections_cost_no_process(manta, pair_undisturbed):
+def test_cut_connections_end_no_process(manta, pair_undisturbed):
     with manta.starting(manta.spec(layout=PAIR)) as (job, inject):
         inject("partition", 1, at_step=MIDDLE, phase="reduction", seconds=0.3)
     manta.until_generation(job, 2)
@@ -84,7 +84,7 @@ def test_faults_of_a_beginning_strike_in_the_next_generation(manta, pair_undistu
     assert ended.restarts >= 2
 
 
-def test_killed_store_is_started_anew_by_the_next_recovery(manta, pair_undisturbed):
+def test_killed_rendezvous_store_is_restarted_by_the_next_recovery(manta, pair_undisturbed):
     with manta.starting(manta.spec(layout=PAIR)) as (job, inject):
         inject("store", 0, at_step=MIDDLE)
         inject("slow", 1, at_step=MIDDLE + 3, seconds=HOLD_SECONDS)
@@ -108,7 +108,7 @@ def test_lost_node_costs_no_committed_step(manta, pair_undisturbed):
     assert manta.leftovers(job) == []
 
 
-def test_what_cannot_strike_is_refused(manta):
+def test_fault_for_a_missing_rank_or_a_finished_job_is_refused(manta):
     job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
     with pytest.raises(ApiError, match="no rank 2") as refused:

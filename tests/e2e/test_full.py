@@ -6,7 +6,7 @@ from tests.e2e.manta import PAIR
 from tests.e2e.small_file_system import small_file_system
 
 
-def test_full_disk_costs_checkpoints_but_never_the_last_one(manta, pair_undisturbed):
+def test_full_disk_fails_intermediate_checkpoints_but_the_last_one_is_retried(manta, pair_undisturbed):
     with contextlib.ExitStack() as disk:
         with manta.starting(manta.spec(layout=PAIR, checkpoint={"every_steps": 20})) as (job, _):
             disk.enter_context(small_file_system(manta.paths.checkpoint_folder(job), 64))
@@ -19,7 +19,7 @@ def test_full_disk_costs_checkpoints_but_never_the_last_one(manta, pair_undistur
     assert manta.client.checkpoints(job).items[0].step == ended.step
 
 
-def test_full_shared_memory_is_one_clear_sentence(manta):
+def test_job_that_finds_shared_memory_full_fails_with_advice(manta):
     full = manta.spec(model={"hidden_size": 64}, checkpoint={"snapshots": "shared_memory"})
     with small_file_system(manta.paths.snapshot_folder("x").parent, 256):
         job = manta.submit(full)
@@ -29,7 +29,7 @@ def test_full_shared_memory_is_one_clear_sentence(manta):
     assert manta.leftovers(job) == []
 
 
-def test_without_room_in_shared_memory_snapshots_lie_with_the_nodes_daemon(manta, kill):
+def test_snapshots_move_to_daemon_memory_when_shared_memory_is_too_small(manta, kill):
     def ended(place):
         job = manta.submit_held(manta.spec(layout=PAIR, model={"hidden_size": 64}, checkpoint={"snapshots": place}), 1)
         kill(manta.pids(job)[1])

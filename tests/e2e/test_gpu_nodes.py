@@ -75,7 +75,7 @@ def until_given_back(manta, node):
     manta.until(f"all GPUs of {node.id} being free", with_freed_units)
 
 
-def test_tensor_groups_stay_on_a_node_and_what_an_odd_one_has_left_is_for_others(manta, nodes):
+def test_tensor_groups_stay_on_one_node_and_leftover_gpus_serve_other_jobs(manta, nodes):
     three, two, none = nodes
     job = running(manta, LAYOUT)
     alone = [running(manta, (1, 1, 1)) for _ in range(3)]
@@ -93,7 +93,7 @@ def test_tensor_groups_stay_on_a_node_and_what_an_odd_one_has_left_is_for_others
     assert len(ranks_on(manta, on_slots, none)) == SLOTS, "of GPUs or not, all nodes have slots"
 
 
-def test_lost_nodes_ranks_go_on_on_gpus_of_another(manta, nodes, clean):
+def test_ranks_of_a_lost_gpu_node_resume_on_gpus_of_another(manta, nodes, clean):
     job = held(manta)
     lost, ranks = some_with_ranks(manta, job, nodes)
     lost.kill(job, ranks)
@@ -106,7 +106,7 @@ def test_lost_nodes_ranks_go_on_on_gpus_of_another(manta, nodes, clean):
     until_given_back(manta, lost)
 
 
-def test_node_that_is_to_be_left_gives_its_gpus_back_and_no_process_elsewhere_is_lost(manta, nodes, clean):
+def test_drained_gpu_node_releases_its_gpus_without_ending_other_processes(manta, nodes, clean):
     job = held(manta, LONG_HOLD_SECONDS)
     leaving, moved = some_with_ranks(manta, job, nodes)
     before = manta.pids(job)
@@ -128,7 +128,7 @@ def test_node_that_is_to_be_left_gives_its_gpus_back_and_no_process_elsewhere_is
     leaving.start_again()
 
 
-def test_job_without_gpus_elsewhere_waits_for_some_though_there_are_slots(manta, nodes, clean):
+def test_gpu_job_without_gpus_elsewhere_waits_despite_free_slots(manta, nodes, clean):
     three, two, none = nodes
     job = held(manta)
     here = ranks_on(manta, job, none)

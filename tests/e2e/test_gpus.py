@@ -74,7 +74,7 @@ def seen(manta, job):
     return by_rank
 
 
-def test_every_rank_of_every_job_has_a_gpu_of_its_own_and_jobs_on_slots_run_beside_them(manta):
+def test_each_rank_gets_a_gpu_of_its_own_and_cpu_jobs_run_beside_them(manta):
     pair, alone, on_slots = running(manta, PAIR), running(manta, ALONE), running(manta, PAIR, resources=CPU)
     assert sorted(devices(manta, pair) + devices(manta, alone)) == ["GPU 0", "GPU 1", "GPU 2"]
     for job in (pair, alone):
@@ -86,7 +86,7 @@ def test_every_rank_of_every_job_has_a_gpu_of_its_own_and_jobs_on_slots_run_besi
     assert manta.client.job(pair).spec["resources"]["accelerator"] == "gpu", "what auto is, was decided"
 
 
-def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(manta):
+def test_job_that_does_not_fit_says_what_it_waits_for_and_runs_in_turn(manta):
     """On slots, of which there are four."""
     large = manta.spec(steps=10_000, layout=(1, 1, 2), resources=CPU)
     first = manta.submit(large)
@@ -106,7 +106,7 @@ def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(manta):
 
 
 @pytest.mark.soak  # what is decided: tests/service/scheduler/test_order.py; one that gets its turn: the test before
-def test_job_without_a_free_gpu_says_what_is_missing_and_holds_back_none_that_takes_slots(manta):
+def test_gpu_job_without_a_free_gpu_says_so_and_blocks_no_cpu_job(manta):
     first = running(manta, PAIR)
     second, on_slots = manta.submit(manta.spec(STEPS, PAIR)), manta.submit(manta.spec(STEPS, PAIR, resources=CPU))
     manta.until_state(on_slots, "SUCCEEDED")
@@ -117,7 +117,7 @@ def test_job_without_a_free_gpu_says_what_is_missing_and_holds_back_none_that_ta
     manta.until_state(second, "SUCCEEDED")
 
 
-def test_job_with_more_ranks_than_gpus_waits_and_holds_back_none(manta, clean):
+def test_gpu_job_larger_than_the_cluster_waits_without_blocking_others(manta, clean):
     job = manta.submit(manta.spec(STEPS, (2, 2, 1)))
     why = (
         "needs 4 GPUs in groups of 2 on one node, of which there are 2; "
@@ -130,7 +130,7 @@ def test_job_with_more_ranks_than_gpus_waits_and_holds_back_none(manta, clean):
     assert manta.curve(behind) == clean
 
 
-def test_stages_on_gpus_of_a_type_wait_for_nodes_that_have_it(manta, clean):
+def test_stages_on_typed_gpus_wait_until_such_nodes_exist(manta, clean):
     typed = {"stage_layers": [1, 1], "stage_accelerators": ["A100", "A100"]}
     job = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed))
     manta.until_state(job, "SUCCEEDED")
@@ -139,12 +139,12 @@ def test_stages_on_gpus_of_a_type_wait_for_nodes_that_have_it(manta, clean):
     manta.until("why it waits", lambda: manta.client.job(waiting).message == why)
 
 
-def test_job_that_may_be_smaller_takes_the_gpus_that_there_are(manta):
+def test_elastic_gpu_job_starts_on_the_gpus_that_are_free(manta):
     job = running(manta, (1, 1, 4), elastic={"min_data": 1, "max_data": 4})
     assert sorted(devices(manta, job)) == ["GPU 0", "GPU 1", "GPU 2"]
 
 
-def test_killed_rank_goes_on_on_its_gpu_and_its_peers_on_theirs(manta, clean, kill):
+def test_killed_gpu_rank_restarts_on_its_gpu_while_its_peers_keep_theirs(manta, clean, kill):
     job = manta.submit_held(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP), 1, HELD_AT)
     before = devices(manta, job)
     (tried,) = manta.events(job, "repair_self_test")
@@ -160,7 +160,7 @@ def test_killed_rank_goes_on_on_its_gpu_and_its_peers_on_theirs(manta, clean, ki
     assert min(ledger.seconds[name] for name in ("compute", "re_form", "restore")) > 0.0
 
 
-def test_rank_whose_agent_is_lost_gets_a_gpu_again_and_no_second_one(manta, clean):
+def test_rank_with_a_lost_agent_gets_exactly_one_gpu_again(manta, clean):
     job = manta.submit_held(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP), 0, HELD_AT)
     manta.agent_of(job, 1).kill()
     manta.until("the recovery", lambda: manta.events(job, "recovered"))

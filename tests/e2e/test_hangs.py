@@ -17,7 +17,7 @@ def wake(pid):
         os.kill(pid, signal.SIGCONT)
 
 
-def test_stopped_ranks_are_named_and_replaced(manta, pair_undisturbed):
+def test_hang_of_a_stopped_rank_is_blamed_on_it_and_it_is_replaced(manta, pair_undisturbed):
     """One after the other: the last rank, and the one that reports."""
     with manta.starting(manta.spec(layout=PAIR)) as (job, inject):
         for number, rank in enumerate((1, 0)):
@@ -41,7 +41,7 @@ def test_stopped_ranks_are_named_and_replaced(manta, pair_undisturbed):
 
 
 @pytest.mark.soak  # what is decided: tests/service/recovery/test_hang_culprits.py
-def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
+def test_hang_of_a_whole_pipeline_is_blamed_on_its_stopped_rank(manta):
     spec = manta.spec(layout=(1, 2, 2))
     clean = manta.submit(spec)
     manta.until_state(clean, "SUCCEEDED")
@@ -64,7 +64,7 @@ def test_hang_that_began_while_the_control_plane_was_away_is_found_by_the_next(m
     assert manta.curve(job) == pair_undisturbed
 
 
-def test_clean_run_raises_no_alarm(manta, clean_pair):
+def test_clean_run_reports_no_hang_or_straggler(manta, clean_pair):
     assert manta.client.job(clean_pair).generation == 1
     kinds = {event.type for event in manta.events(clean_pair)}
     assert not kinds & {"rank_hung", "gang_hung", "rank_lost", "straggler"}
@@ -95,7 +95,7 @@ def slowed_down(pid):
 
 
 @pytest.mark.soak  # what is decided: tests/service/job/test_hangs_and_stragglers.py
-def test_straggler_is_named_and_nothing_else_happens(manta):
+def test_straggler_is_reported_without_any_other_effect(manta):
     job = manta.submit(manta.spec(steps=400))
     manta.until_step(job, 5)
     with slowed_down(manta.pids(job)[2]):
@@ -110,7 +110,7 @@ def test_straggler_is_named_and_nothing_else_happens(manta):
 
 
 @pytest.mark.soak  # what is decided: tests/service/job/test_hangs_and_stragglers.py
-def test_straggler_is_replaced_where_the_policy_says_so(manta):
+def test_straggler_is_replaced_under_the_replace_policy(manta):
     job = manta.submit(manta.spec(steps=400, recovery={"stragglers": "replace"}))
     manta.until_step(job, 5)
     before = manta.pids(job)

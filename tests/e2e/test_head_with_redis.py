@@ -86,7 +86,7 @@ def test_job_trains_on_without_a_head_and_replaces_a_rank(apart, cluster, clean,
     assert starts(apart) == before
 
 
-def test_what_cannot_be_done_without_a_head_is_done_once_there_is_one_again(apart, cluster, clean):
+def test_work_that_needs_the_ray_head_is_done_once_the_head_is_back(apart, cluster, clean):
     job, before = apart.submit(spec(apart)), starts(apart)
     apart.hold(job, 0, step=5)
     cluster.head.power_off()

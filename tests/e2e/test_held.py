@@ -6,7 +6,7 @@ from tests.e2e.manta import LASTING, LONG_HOLD_SECONDS, MIDDLE, PAIR
 
 
 @LASTING
-def test_job_whose_checkpoints_are_away_is_held_until_they_are_back(manta, kill, seconds):
+def test_job_is_held_while_its_checkpoints_are_unreachable_and_then_resumes(manta, kill, seconds):
     """The folder is moved away, and then all that holds a newer state is lost: trainers and shared memory."""
     spec = manta.spec(layout=PAIR, checkpoint={"every_steps": MIDDLE})  # the next one is far away
     job = manta.submit_held(spec, 0, seconds=LONG_HOLD_SECONDS)

@@ -25,7 +25,7 @@ def until_final(manta, job):
     return manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
 
 
-def test_from_submit_to_success(manta):
+def test_job_runs_from_submission_to_success_and_leaves_nothing_behind(manta):
     spec = manta.spec(steps=40, layout=(2, 1, 2), checkpoint={"every_steps": 20}, train={"validate_every": 20})
     job = manta.submit_held(spec, 3, 5)
     ranks = manta.client.ranks(job).items
@@ -86,7 +86,7 @@ def checkpoints_agree_with_the_disk(manta, job):
     return sorted(row.step for row in complete)
 
 
-def test_cancelled_job_is_gone_at_once_and_for_good(manta):
+def test_cancelled_job_ends_at_once_and_cannot_be_cancelled_again(manta):
     job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
     assert manta.client.cancel(job).state == "CANCELLING"
@@ -117,9 +117,7 @@ def test_cancel_while_starting(manta):
     assert manta.leftovers(job) == []
 
 
-def test_corpus_that_changes_while_the_job_runs_is_named_and_once_it_is_back_the_job_goes_on(
-    manta, corpus, tmp_path, kill
-):
+def test_changed_corpus_is_named_and_the_job_resumes_once_it_is_restored(manta, corpus, tmp_path, kill):
     text = tmp_path / "changing.txt"
     shutil.copy(corpus, text)
     job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2), data={"paths": [str(text)]}))
@@ -141,14 +139,14 @@ def test_corpus_that_changes_while_the_job_runs_is_named_and_once_it_is_back_the
     manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
 
 
-def test_corpus_that_is_not_there_fails_the_job_before_it_is_placed(manta, tmp_path):
+def test_missing_corpus_fails_the_job_before_placement(manta, tmp_path):
     job = manta.submit(manta.spec(data={"paths": [str(tmp_path / "nowhere.txt")]}))
     ended = until_final(manta, job)
     assert (ended.state, ended.reason, ended.generation) == ("FAILED", "bad_data", 0)
     assert "nowhere.txt" in ended.message
 
 
-def test_exception_that_repeats_at_the_same_step_is_the_users(manta, kill):
+def test_exception_recurring_at_one_step_fails_the_job_as_user_error(manta, kill):
     # Rank 0 reads notes of its own from its snapshot; here they make no sense, so it fails whenever it resumes.
     job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
@@ -177,7 +175,7 @@ def replace_notes(path):
     file.close()
 
 
-def test_checkpoint_that_cannot_be_written_is_an_event_but_the_last_one_is_tried_until_it_can(manta):
+def test_failed_checkpoint_is_an_event_and_the_last_one_is_retried(manta):
     with manta.starting(manta.spec(steps=30, layout=(1, 1, 2), checkpoint={"every_steps": 10})) as (job, _):
         folder = manta.paths.checkpoint_folder(job)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +191,7 @@ def test_checkpoint_that_cannot_be_written_is_an_event_but_the_last_one_is_tried
 
 
 @pytest.mark.soak
-def test_a_job_begins_with_weights_of_another_library_and_gives_its_own_back(manta, tmp_path):
+def test_job_starts_from_transformers_weights_and_exports_its_own(manta, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=263, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,

@@ -17,7 +17,7 @@ SETTINGS_FRAME = 4
 
 
 @pytest.mark.parametrize("ports", ["of_ours", pytest.param("all", marks=pytest.mark.soak)])
-def test_from_another_machine_nothing_but_ray_can_be_talked_to(manta, ports):
+def test_other_machines_reach_only_ports_of_ray_and_get_no_answer_without_its_token(manta, ports):
     """Ray listens on all addresses, whatever it is asked to do, and wants its token (docs/security.md)."""
     job = manta.submit(manta.spec(steps=100_000, layout=PAIR))
     manta.leave_room(job)

@@ -140,7 +140,7 @@ def steps_committed(manta, job, times):
 
 
 @pytest.mark.parametrize("way", ["both", "output", "input"])
-def test_host_behind_a_cut_cable_is_done_without_and_comes_back(manta, network, host, undisturbed_curve, way):
+def test_unreachable_host_is_replaced_and_used_again_when_it_returns(manta, network, host, undisturbed_curve, way):
     """Also where one way of the cable is cut: whoever is asked there hears the question, or is heard."""
     if not network.usable:
         pytest.skip("this user may not make network namespaces")
@@ -164,7 +164,7 @@ def test_host_behind_a_cut_cable_is_done_without_and_comes_back(manta, network, 
     assert ended.restarts == 1
 
 
-def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes, undisturbed_curve):
+def test_drained_node_is_left_without_repeating_a_step(manta, nodes, undisturbed_curve):
     job = submitted_whole(manta, spec_of(manta, min_data=2))
     manta.until_step(job, 8)
     leaving, moved = node_with_ranks(manta, job, nodes)
@@ -187,7 +187,7 @@ def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes
     assert manta.leftovers(job) == []
 
 
-def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, last):
+def test_job_runs_with_fewer_stages_until_there_is_room_again(manta, last):
     job = submitted_whole(manta, manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}, checkpoint=EVERY_STEP))
     manta.until_step(job, 8)
     lost = ranks_on(manta, job, last)
@@ -230,7 +230,7 @@ def test_lost_node_costs_a_step_at_most(manta, last, undisturbed_curve):
     assert manta.leftovers(job) == []
 
 
-def test_without_room_elsewhere_it_stays_until_its_state_has_to_be_saved_and_goes_on_elsewhere(
+def test_job_on_a_leaving_node_without_room_elsewhere_saves_then_resumes_elsewhere(
     manta, cloud, network, undisturbed_curve
 ):
     saves_all_the_time = {**EVERY_STEP, "every_steps": 1}  # so that the notice comes in the middle of a checkpoint

@@ -9,7 +9,7 @@ from tests.e2e.test_held import complete_checkpoints
 
 
 @pytest.mark.soak  # tests/workers/checkpoint/test_object_store.py shows the bits
-def test_job_that_lost_all_but_what_the_store_has_goes_on_with_the_same_bits(on_postgres, object_store, kill):
+def test_job_resumes_with_the_same_bits_from_an_object_store_alone(on_postgres, object_store, kill):
     """The store does not answer either while the trainers and the shared memory are lost: nothing is begun anew."""
     manta = on_postgres
     spec = manta.spec(layout=PAIR, checkpoint={"every_steps": MIDDLE, "keep": 1})

@@ -5,7 +5,7 @@ import shutil
 from tests.e2e.manta import LONG_HOLD_SECONDS, MIDDLE, PAIR, suspended
 
 
-def test_paused_job_goes_on_though_control_plane_and_memory_are_lost(manta, pair_undisturbed):
+def test_paused_job_resumes_after_losing_control_plane_and_memory(manta, pair_undisturbed):
     job = manta.submit_held(manta.spec(layout=PAIR), 1, seconds=LONG_HOLD_SECONDS)
     with suspended(manta.agents()):  # nobody hears of it yet
         assert manta.client.pause(job).state == "PAUSING"

@@ -96,7 +96,7 @@ def further_nodes(manta, monkeypatch):
         node.close()
 
 
-def test_drained_node_is_left_between_two_steps_by_its_own_ranks_alone(manta, clean, further_nodes):
+def test_drained_node_is_left_between_steps_and_only_its_ranks_move(manta, clean, further_nodes):
     blocker = manta.submit(manta.spec(100_000, (1, 1, 2)))  # half of the first node
     manta.leave_room(blocker)
     manta.until_step(blocker, 1)

@@ -75,7 +75,7 @@ def prometheus(manta, tmp_path) -> Iterator[Prometheus]:
         httpx.delete(f"{manta.url}/v1/keys/{made['id']}", headers=admin, timeout=30)
 
 
-def test_every_panel_has_data(manta, prometheus, kill: Callable[[int], None]):
+def test_every_grafana_panel_has_data_after_a_recovery(manta, prometheus, kill: Callable[[int], None]):
     job = manta.submit(manta.spec(10_000, PAIR, checkpoint={**EVERY_STEP, "every_steps": 10}))
     manta.until_step(job, 5)
     kill(manta.pids(job)[1])

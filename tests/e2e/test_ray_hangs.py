@@ -24,7 +24,7 @@ def head(manta):
 
 
 @LASTING
-def test_ray_head_that_stands_still_and_goes_on_costs_nothing(manta, head, seconds):
+def test_paused_ray_head_costs_a_running_job_nothing(manta, head, seconds):
     job = manta.submit_held(manta.spec(steps=20_000, layout=PAIR), 1)
     pids = manta.pids(job)
     for process in head:

@@ -31,7 +31,7 @@ def oldest() -> str:
 
 
 @pytest.mark.parametrize("wanted", [oldest(), "ray"])
-def test_ranks_agents_nodes_and_the_control_plane_are_lost_under_it(
+def test_job_survives_losses_of_ranks_agents_nodes_and_service_on_each_ray_version(
     network, tmp_path_factory, corpus, object_store, wanted
 ):
     folder = tmp_path_factory.mktemp("machines")

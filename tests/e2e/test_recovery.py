@@ -19,7 +19,7 @@ AFTER_A_CHANGE = 33
 """The interval between snapshots changes after steps 16, 32 and so on alone (`workers/snapshot/interval.py`)."""
 
 
-def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill, collector):
+def test_killed_rank_costs_no_more_steps_than_promised_also_after_a_recovery(manta, undisturbed, kill, collector):
     with manta.starting(manta.spec()) as (job, inject):
         inject("slow", 3, at_step=MIDDLE + 1, seconds=HOLD_SECONDS)
         inject("slow", 2, at_step=AFTER_A_CHANGE + 1, seconds=HOLD_SECONDS)
@@ -87,7 +87,7 @@ def assert_promise_kept(manta, job, intervals):
     assert last - resume_step <= sum(every - 1 for every in in_force[:-1]) + in_force[-1], (last, resume_step, known)
 
 
-def test_killed_again_and_again_it_loses_nothing(manta, undisturbed, kill):
+def test_job_loses_nothing_when_ranks_are_killed_repeatedly(manta, undisturbed, kill):
     """The rank that reports, all others at once, and one while it still recovers from the death of another."""
     job = manta.submit_held(manta.spec(), 0, seconds=LONG_HOLD_SECONDS)
     manta.hold(job, 1, seconds=LONG_HOLD_SECONDS)  # it survives the first
@@ -115,7 +115,7 @@ def trainer_of_generation(manta, job, generation):
     return ranks[0].pid if ranks else None
 
 
-def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, pair_undisturbed):
+def test_agent_zygote_and_daemon_are_replaced_when_killed(manta, pair_undisturbed):
     """An agent, the zygote that all trainers are forked from, and the node's daemon, one after the other."""
     job = manta.submit_held(manta.spec(layout=PAIR), 0)  # it survives the first
     manta.agent_of(job, 1).kill()
@@ -132,7 +132,7 @@ def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, 
     manta.until("nothing being left", lambda: not manta.leftovers(job))  # a new daemon measures its node in a process
 
 
-def test_rendezvous_store_is_needed_at_the_start_only(manta, pair_undisturbed, kill):
+def test_rendezvous_store_is_needed_only_at_the_start_of_a_generation(manta, pair_undisturbed, kill):
     job = manta.submit_held(manta.spec(layout=PAIR), 1)
     pids = set(manta.pids(job))
     (store,) = manta.until(
@@ -151,7 +151,7 @@ def alone(processes):
     return processes if len(processes) == 1 else None
 
 
-def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, pair_undisturbed, kill):
+def test_killed_rank_resumes_from_the_newest_checkpoint_if_snapshots_are_gone(manta, pair_undisturbed, kill):
     job = manta.submit_held(manta.spec(layout=PAIR, checkpoint={"every_steps": 10}), 1)
     manta.until("a complete checkpoint", lambda: complete_checkpoints(manta, job))
     shutil.rmtree(manta.paths.snapshot_folder(job))
@@ -166,7 +166,7 @@ def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, pair_und
 
 
 @pytest.mark.soak  # what is read: the test before this one
-def test_a_job_that_keeps_no_snapshots_goes_on_from_its_newest_checkpoint(manta, pair_undisturbed, kill):
+def test_job_without_snapshots_resumes_from_its_newest_checkpoint(manta, pair_undisturbed, kill):
     job = manta.submit_held(manta.spec(layout=PAIR, checkpoint={"every_steps": 10, "snapshots": "off"}), 1, MIDDLE + 4)
     assert list(manta.paths.snapshot_folder(job).glob("*.snapshot")) == []
     manta.until("the checkpoint being complete", lambda: MIDDLE in complete_checkpoints(manta, job))
@@ -182,7 +182,7 @@ def complete_checkpoints(manta, job):
     return [row.step for row in manta.client.checkpoints(job).items if row.state == "complete"]
 
 
-def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, pair_undisturbed, kill):
+def test_killed_rank_without_its_snapshot_resumes_from_that_of_a_peer(manta, pair_undisturbed, kill):
     job = manta.submit_held(manta.spec(layout=PAIR, parallel={"zero": 0}, checkpoint=EVERY_STEP), 0)
     for file in manta.paths.snapshot_folder(job).glob("rank-00000.*snapshot"):
         file.unlink()
@@ -194,9 +194,7 @@ def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, pair_undist
     assert recovered.data["steps_redone"] <= 1, "rows that a peer kept too are not of steps done again"
 
 
-def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is_tried_again(
-    manta, pair_undisturbed, kill
-):
+def test_job_without_allowed_restarts_fails_and_resumes_on_retry(manta, pair_undisturbed, kill):
     job = manta.submit_held(manta.spec(layout=PAIR, recovery={"max_restarts": 0}, checkpoint=EVERY_STEP), 1)
     kill(manta.pids(job)[1])
     failed = manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
@@ -213,7 +211,7 @@ def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is
     assert manta.leftovers(job) == []
 
 
-def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
+def test_lost_agent_of_a_job_without_restarts_leaves_no_process(manta):
     job = manta.submit_held(manta.spec(layout=(1, 1, 2), recovery={"max_restarts": 0}), 0, 1)
     manta.agent_of(job, 0).kill()
     ended = manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
@@ -229,9 +227,7 @@ def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
         pytest.param("start", signal.SIGKILL, marks=pytest.mark.soak),
     ],
 )
-def test_ray_that_lost_a_process_is_replaced_and_the_snapshots_survive_it(
-    manta, pair_undisturbed, process, with_signal
-):
+def test_ray_head_with_a_dead_process_is_replaced_and_snapshots_survive(manta, pair_undisturbed, process, with_signal):
     """The first process of a head stays when another one ends by SIGTERM, or without an error."""
     job = manta.submit_held(manta.spec(layout=PAIR), 1)
     head = RayHead(manta.home).record().pid

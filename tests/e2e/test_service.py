@@ -21,7 +21,7 @@ def snapshot_step(manta, job):
     return max(stored_steps(manta.paths.snapshot_folder(job), 0))
 
 
-def test_training_never_notices_that_the_service_ends(manta):
+def test_training_is_undisturbed_by_the_end_of_the_service(manta):
     job = manta.submit(manta.spec(steps=10_000, layout=PAIR))
     manta.leave_room(job)
     manta.until_step(job, 5)
@@ -54,7 +54,7 @@ def test_rank_that_died_while_the_service_was_away(manta, pair_undisturbed, kill
     assert ended.restarts == 1
 
 
-def test_users_packages_named_like_folders_of_manta_are_imported_by_no_process(manta, users_packages):
+def test_user_packages_named_like_folders_of_manta_are_never_imported(manta, users_packages):
     job = manta.submit_held(manta.spec(layout=PAIR), 1)
     ranks, zygotes = map(psutil.Process, manta.pids(job)), own_processes.zygotes(manta.paths)
     for process in (*ranks, *zygotes, *manta.agents(), psutil.Process(int(running_service(manta.home)["pid"]))):
@@ -140,7 +140,7 @@ def manta_command(home, *words):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_second_up_says_that_it_runs_already(manta):
+def test_second_up_says_that_the_service_runs_already(manta):
     code, said = manta_command(manta.home, "up", "--port", "0")
     assert code == 0
     assert manta.url in said
@@ -151,7 +151,7 @@ def test_second_up_says_that_it_runs_already(manta):
 
 
 @pytest.mark.soak  # the sentence itself: tests/api/test_server.py
-def test_taken_port_is_one_clear_sentence(tmp_path):
+def test_up_on_a_port_in_use_is_one_sentence(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, said = manta_command(tmp_path / "home", "up", "--port", str(port))

@@ -4,7 +4,7 @@ from manta.workers.system.resources import usable_cores
 from tests.e2e.manta import MIDDLE
 
 
-def test_a_killed_rank_goes_on_with_the_threads_that_the_job_began_with(manta):
+def test_killed_rank_resumes_with_the_original_thread_count(manta):
     """Tensors are large enough to be cut among threads: torch does that above 32,768 elements."""
     model = {"hidden_size": 64, "sequence_length": 64, "dropout": 0.1}
     described = manta.spec(MIDDLE + 10, (1, 1, 1), model=model, train={"micro_batch_size": 8, "validate_every": 5})

@@ -68,7 +68,7 @@ def test_steps_of_eight_ranks_are_recorded(manta, tmp_path):
     assert manta.client.delete(job).rows["step_trace_parts"] == 8
 
 
-def test_a_fault_a_pause_and_the_end_break_recordings_off_with_a_sentence(manta, pair_undisturbed):
+def test_trace_recordings_interrupted_by_fault_pause_or_end_say_so(manta, pair_undisturbed):
     """Three traces of one job: a rank dies in the first, which a second one waits for; the job is paused in the second;
     the third would go on beyond the last step."""
     job = manta.submit_held(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1}), 0, 5)

@@ -57,7 +57,7 @@ def gives_way(manta, job):
 
 
 @pytest.mark.soak  # what is decided and written: tests/service/leases
-def test_job_trains_on_whatever_happens_to_its_owner(planes):
+def test_job_keeps_training_whatever_happens_to_its_control_plane(planes):
     first, second = planes
     job = second.submit(second.spec(steps=20_000, layout=PAIR))  # and the first one places it
     first.hold(job, 1, step=3)
@@ -118,7 +118,7 @@ def prints_something(manta, job, times):
 
 
 @pytest.mark.soak  # what is kept and read: tests/service/log_archive
-def test_both_control_planes_serve_logs_of_all_jobs_and_a_killed_one_loses_no_line(planes, object_store):
+def test_both_control_planes_serve_all_logs_and_a_killed_one_loses_no_line(planes, object_store):
     first, second = planes
     job = first.submit(first.spec(steps=20_000, layout=PAIR, checkpoint=EVERY_STEP))
     first.leave_room(job)
@@ -148,7 +148,7 @@ def test_both_control_planes_serve_logs_of_all_jobs_and_a_killed_one_loses_no_li
 
 # The last one that uses `on_postgres`: it is gone afterwards.
 @pytest.mark.soak  # what is ended and what stays: tests/api/cli/test_service.py
-def test_down_of_one_service_leaves_nothing_of_it_and_the_other_alone(manta, on_postgres):
+def test_down_of_one_service_leaves_the_other_and_its_job_alone(manta, on_postgres):
     job, its_own = manta.submit(manta.spec(layout=PAIR)), on_postgres.submit(on_postgres.spec(20_000, layout=PAIR))
     manta.until_step(job, 1)
     on_postgres.until_step(its_own, 1)

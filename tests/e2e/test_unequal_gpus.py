@@ -49,7 +49,7 @@ def stages_on(manta, job, nodes):
     return [stages[rank] for node in nodes for rank in ranks_on(manta, job, node)]
 
 
-def test_stages_lie_on_nodes_of_their_type_and_so_do_those_that_take_their_place(manta, slow):
+def test_stages_run_on_nodes_of_their_gpu_type_also_after_a_replacement(manta, slow):
     spec = manta.spec(STEPS, (1, 2, 2), model=MODEL, parallel=OVER_BOTH, checkpoint=EVERY_STEP)
     clean = manta.submit(spec)
     manta.until_state(clean, "SUCCEEDED")

@@ -137,7 +137,7 @@ def test_upgrade_loses_no_step_of_a_running_job(last_release, home, corpus):
 
 
 @pytest.mark.soak
-def test_this_release_goes_on_where_the_last_one_has_nothing_running(last_release, home, corpus):
+def test_new_release_takes_over_an_idle_home_of_the_last_release(last_release, home, corpus):
     old, new = Release(last_release, home), Release(ROOT, home)
     code, said = old.up()
     assert code == 0, said
@@ -155,7 +155,7 @@ def test_this_release_goes_on_where_the_last_one_has_nothing_running(last_releas
 
 
 @pytest.mark.soak
-def test_what_was_ended_goes_on_from_the_checkpoint_of_the_last_release(last_release, home, corpus):
+def test_job_stopped_under_the_last_release_resumes_from_its_checkpoint(last_release, home, corpus):
     old, new = Release(last_release, home), Release(ROOT, home)
     code, said = old.up()
     assert code == 0, said

@@ -25,7 +25,7 @@ def home(tmp_path):
     return tmp_path / "home"
 
 
-def test_first_start_makes_a_key_for_everything_that_only_its_user_can_read(store, home):
+def test_automatic_key_is_created_on_the_first_start_readable_by_its_user_only(store, home):
     ensure_automatic(store, home)
     key = read_key(home)
     assert stat.S_IMODE((home / "api.key").stat().st_mode) == 0o600
@@ -37,21 +37,21 @@ def test_first_start_makes_a_key_for_everything_that_only_its_user_can_read(stor
     assert (entry.operation, entry.target, entry.user) == ("create_key", row.id, "the service")
 
 
-def test_next_start_keeps_it(store, home):
+def test_automatic_key_is_kept_on_the_next_start(store, home):
     ensure_automatic(store, home)
     before = read_key(home)
     ensure_automatic(store, home)
     assert read_key(home) == before
 
 
-def test_another_database_is_told_of_the_key_that_is_there(store, home):
+def test_automatic_key_is_added_to_another_database(store, home):
     (home / "api.key").write_text("manta_from-before\n")
     (home / "api.key").chmod(0o600)
     ensure_automatic(store, home)
     assert read_key(home) == "manta_from-before" and row_of(store, "manta_from-before").installation
 
 
-def test_key_that_was_revoked_is_replaced(store, home):
+def test_automatic_key_that_was_revoked_is_replaced(store, home):
     ensure_automatic(store, home)
     before = read_key(home)
     store.write(lambda session: keys.revoke(session, None, keys.by_digest(session, digest_of(before)).id))
@@ -59,12 +59,12 @@ def test_key_that_was_revoked_is_replaced(store, home):
     assert read_key(home) != before and row_of(store, read_key(home)).revoked_at is None
 
 
-def test_without_a_file_there_is_no_key(home):
+def test_automatic_key_is_none_without_a_file(home):
     assert read_key(home) is None
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
-def test_file_that_others_could_have_read_or_written_is_not_used(store, home, mode):
+def test_automatic_key_file_accessible_to_others_is_refused(store, home, mode):
     ensure_automatic(store, home)
     (home / "api.key").chmod(mode)
     for use in (lambda: read_key(home), lambda: ensure_automatic(store, home)):
@@ -72,7 +72,7 @@ def test_file_that_others_could_have_read_or_written_is_not_used(store, home, mo
             use()
 
 
-def test_file_of_another_user_a_link_or_what_is_no_text_in_a_file_is_not_used(home, monkeypatch):
+def test_automatic_key_file_that_is_foreign_a_link_or_no_text_is_refused(home, monkeypatch):
     path = home / "api.key"
     (home / "other").touch(mode=0o600)
     path.symlink_to(home / "other")
@@ -94,7 +94,7 @@ def test_file_of_another_user_a_link_or_what_is_no_text_in_a_file_is_not_used(ho
         read_key(home)
 
 
-def test_without_room_for_the_key_the_home_is_named_and_nothing_is_left(store, home, monkeypatch):
+def test_full_disk_leaves_no_key_file_and_names_the_home(store, home, monkeypatch):
     def full(_descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 

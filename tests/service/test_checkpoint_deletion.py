@@ -68,7 +68,7 @@ def deletions(store, job):
         return [each for each in events.page(session, job, limit=1000).items if each.type == "checkpoint_deleted"]
 
 
-def test_files_and_then_the_row_say_that_it_is_gone_and_others_stay(store, paths, job):
+def test_checkpoint_deletion_removes_files_and_row_and_leaves_others(store, paths, job):
     deleted = delete_checkpoint(store, paths, job, id_of(job, 5))
     assert deleted.state == "deleted"
     assert not folder(paths, job, 5).exists() and folder(paths, job, 10).exists()
@@ -79,7 +79,7 @@ def test_files_and_then_the_row_say_that_it_is_gone_and_others_stay(store, paths
 
 
 @pytest.mark.parametrize("state", [JobState.RUNNING, JobState.PAUSED, JobState.FAILED])
-def test_newest_whole_one_of_a_job_that_may_go_on_goes_by_force_alone(store, paths, job, state):
+def test_newest_whole_checkpoint_of_an_unfinished_job_is_deleted_by_force_only(store, paths, job, state):
     store.write(lambda session: setattr(jobs.get(session, job), "state", state))
     with pytest.raises(CheckpointNeeded, match="force=true"):
         delete_checkpoint(store, paths, job, id_of(job, 10))
@@ -92,13 +92,13 @@ def test_newest_whole_one_of_a_job_that_may_go_on_goes_by_force_alone(store, pat
 
 
 @pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.CANCELLED])
-def test_job_that_is_over_needs_none(store, paths, job, state):
+def test_checkpoints_of_a_finished_job_are_all_deletable(store, paths, job, state):
     store.write(lambda session: setattr(jobs.get(session, job), "state", state))
     for step in (10, 15):
         assert delete_checkpoint(store, paths, job, id_of(job, step)).state == "deleted"
 
 
-def test_one_that_is_being_saved_or_restored_from_stays_whatever_the_force(store, paths, job):
+def test_checkpoint_being_saved_or_restored_is_not_deleted_even_by_force(store, paths, job):
     with pytest.raises(CheckpointNeeded, match="is being saved"):
         delete_checkpoint(store, paths, job, id_of(job, 15), force=True)
 
@@ -111,7 +111,7 @@ def test_one_that_is_being_saved_or_restored_from_stays_whatever_the_force(store
     assert delete_checkpoint(store, paths, job, id_of(job, 5), force=True).state == "deleted", "memory has it"
 
 
-def test_one_that_is_being_exported_stays_until_that_is_over(store, paths, job):
+def test_checkpoint_being_exported_is_not_deleted_until_the_export_ends(store, paths, job):
     begun = store.write(lambda session: exports.begin(session, job, id_of(job, 5), "/out", "hf", None)).id
     with pytest.raises(CheckpointNeeded, match="is being exported"):
         delete_checkpoint(store, paths, job, id_of(job, 5), force=True)
@@ -120,7 +120,7 @@ def test_one_that_is_being_exported_stays_until_that_is_over(store, paths, job):
     assert delete_checkpoint(store, paths, job, id_of(job, 5), force=True).state == "deleted"
 
 
-def test_what_a_trainer_reported_leads_nowhere_else(store, paths, job, tmp_path):
+def test_checkpoint_outside_the_jobs_folder_is_not_deleted(store, paths, job, tmp_path):
     elsewhere = tmp_path / "precious"
     elsewhere.mkdir()
     lies_at(store, job, 5, elsewhere)
@@ -129,7 +129,7 @@ def test_what_a_trainer_reported_leads_nowhere_else(store, paths, job, tmp_path)
     assert elsewhere.exists() and folder(paths, job, 5).exists()
 
 
-def test_one_that_cannot_be_removed_is_still_listed(store, paths, job, monkeypatch):
+def test_checkpoint_that_cannot_be_removed_stays_listed(store, paths, job, monkeypatch):
     monkeypatch.setattr(deletion, "remove", lambda place: False)
     with pytest.raises(CheckpointNotRemoved, match="delete it again"):
         delete_checkpoint(store, paths, job, id_of(job, 5))
@@ -138,7 +138,7 @@ def test_one_that_cannot_be_removed_is_still_listed(store, paths, job, monkeypat
     assert deletions(store, job) == []
 
 
-def test_checkpoint_of_another_job_is_not_found(store, paths, job, submit):
+def test_checkpoint_of_another_job_is_not_found_for_deletion(store, paths, job, submit):
     with pytest.raises(CheckpointNotFound):
         delete_checkpoint(store, paths, submit().id, id_of(job, 5), force=True)
     with pytest.raises(JobNotFound):
@@ -146,7 +146,7 @@ def test_checkpoint_of_another_job_is_not_found(store, paths, job, submit):
     assert folder(paths, job, 5).exists()
 
 
-def test_one_in_an_object_store_goes_too(store, job, tmp_path, bucket):  # noqa: F811 - a fixture
+def test_checkpoint_in_an_object_store_is_deleted(store, job, tmp_path, bucket):  # noqa: F811 - a fixture
     paths = Paths.of(tmp_path, bucket)
     places = [checkpoint_path(paths.checkpoint_folder(job), step, 1) for step in (5, 10)]
     for place, step in zip(places, (5, 10), strict=True):
@@ -157,7 +157,7 @@ def test_one_in_an_object_store_goes_too(store, job, tmp_path, bucket):  # noqa:
     assert [files_of(place).is_there(place) for place in places] == [False, True]
 
 
-def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_goes_on(store, paths, job, monkeypatch):
+def test_checkpoint_deletion_on_a_hanging_store_times_out_and_continues(store, paths, job, monkeypatch):
     answers, work, about = threading.Event(), FileWork(), (store, paths, job, id_of(job, 5), False)
     monkeypatch.setattr(deletion, "remove", lambda place: answers.wait(20) and remove(place))
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)

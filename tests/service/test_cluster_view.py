@@ -22,7 +22,7 @@ def view(cluster, store):
     return asyncio.run(cluster_view(cluster, store))
 
 
-def test_each_node_says_what_is_free_who_runs_there_and_whether_it_is_left(store, started, cluster):
+def test_cluster_view_shows_free_units_ranks_and_drains_of_each_node(store, started, cluster):
     cluster.nodes.draining.add("two")
     cluster.nodes.problems["two"] = "it has no Manta"
     rows = [
@@ -40,7 +40,7 @@ def test_each_node_says_what_is_free_who_runs_there_and_whether_it_is_left(store
     assert two["ranks"] == [], "one that does not run takes no place"
 
 
-def test_node_that_is_lost_between_two_looks_is_left_out(store, cluster, monkeypatch):
+def test_cluster_view_omits_a_node_lost_between_two_looks(store, cluster, monkeypatch):
     known = cluster.nodes.known
 
     async def fewer():
@@ -54,7 +54,7 @@ def places(node):
     return tuple(node.get(name) for name in ("accelerator", "total", "free", "slots_total", "slots_free"))
 
 
-def test_nodes_without_gpus_offer_slots(store, cluster):
+def test_cluster_view_shows_slots_of_nodes_without_gpus(store, cluster):
     cluster.nodes.accelerated = {}
     cluster.nodes.used["two"] = 1
     seen = view(cluster, store)
@@ -62,14 +62,14 @@ def test_nodes_without_gpus_offer_slots(store, cluster):
     assert seen["totals"] == {"total": 6, "free": 5, "slots_total": 6, "slots_free": 5}
 
 
-def test_a_node_with_gpus_offers_those_and_slots_beside_them_and_one_without_only_slots(store, cluster):
+def test_cluster_view_shows_gpus_and_slots_of_a_gpu_node(store, cluster):
     cluster.nodes.accelerated = {"two": (3, 1)}
     seen = view(cluster, store)
     assert [places(node) for node in seen["nodes"]] == [("cpu", 2, 2, 2, 2), ("gpu", 3, 1, 4, 4)]
     assert seen["totals"] == {"total": 3, "free": 1, "slots_total": 6, "slots_free": 6}
 
 
-def test_the_type_and_memory_of_gpus_are_said_where_they_are_known(store, cluster):
+def test_cluster_view_shows_gpu_type_and_memory_if_known(store, cluster):
     cluster.nodes.accelerated = {"two": (3, 1)}
     readings = (GpuReading(0, memory_total_bytes=80), GpuReading(1, memory_total_bytes=40), GpuReading(2))
     cluster.nodes.gpus["two"] = GpuReadings(0.0, readings)

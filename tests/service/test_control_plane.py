@@ -45,7 +45,7 @@ def test_submitted_job_is_scheduled_supervised_and_over(start, cluster, submit, 
     assert cluster.nothing_held
 
 
-def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, cluster, submit, store):
+def test_jobs_keep_running_when_the_control_plane_stops_and_are_adopted_by_the_next(start, cluster, submit, store):
     job, agents = left_running(start, cluster, submit)
     assert all(agent.running for agent in agents)
 
@@ -61,7 +61,7 @@ def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, clust
 
 
 @pytest.mark.parametrize("understood", [True, False])
-def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_over(
+def test_database_is_not_migrated_while_jobs_run_that_cannot_be_taken_over(
     start, cluster, submit, store, tmp_path, understood
 ):
     job, agents = left_running(start, cluster, submit)
@@ -121,7 +121,7 @@ def test_ray_that_does_not_answer_at_the_start_keeps_no_job_from_being_taken_ove
     plane._call(reached(lambda: len(asked) > 3))
 
 
-def test_job_that_nobody_owns_is_taken_up(start, cluster, submit, store, monkeypatch):
+def test_job_without_an_owner_is_adopted(start, cluster, submit, store, monkeypatch):
     """As when the first write of its owner was lost, or its placing broke off."""
     monkeypatch.setattr(owners, "CLAIM_SECONDS", 0.01)
     plane = start()
@@ -132,7 +132,7 @@ def test_job_that_nobody_owns_is_taken_up(start, cluster, submit, store, monkeyp
 
 
 @pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
-def test_job_that_ends_while_its_database_is_moved_away_has_ended_when_it_is_back(
+def test_job_that_ends_during_a_database_outage_has_ended_afterwards(
     start, cluster, submit, store, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(owners, "CLAIM_SECONDS", 0.001)
@@ -190,7 +190,7 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
     assert log(store, job) == ["STARTING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
 
 
-def test_job_that_waits_gets_its_turn_as_soon_as_another_ends(start, cluster, submit, store, monkeypatch):
+def test_queued_job_is_scheduled_as_soon_as_another_ends(start, cluster, submit, store, monkeypatch):
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 1000.0)
     plane = start()
     behave(cluster, start_training)
@@ -206,7 +206,7 @@ def test_job_that_waits_gets_its_turn_as_soon_as_another_ends(start, cluster, su
     until(plane, second, "SUCCEEDED")
 
 
-def test_error_of_our_own_costs_a_job_nothing(start, cluster, submit, store, monkeypatch):
+def test_control_plane_error_costs_a_job_nothing(start, cluster, submit, store, monkeypatch):
     plane = start()
     behave(cluster, start_training)
     job = submit()
@@ -246,7 +246,7 @@ async def _fail():
     raise RuntimeError("nobody expected this")
 
 
-def test_it_is_ready_as_long_as_ray_answers(start, cluster, tmp_path):
+def test_control_plane_is_ready_as_long_as_ray_answers(start, cluster, tmp_path):
     assert ControlPlane(tmp_path, SimpleNamespace()).ready() == ["the control plane is starting"]
     plane = start()
     assert plane.ready() == []
@@ -261,7 +261,7 @@ def test_it_is_ready_as_long_as_ray_answers(start, cluster, tmp_path):
     assert plane.ready() == ["Ray does not answer (ConnectionResetError)"]
 
 
-def test_ray_that_hangs_is_said_to_and_nothing_waits_for_it_without_end(start, cluster, monkeypatch):
+def test_control_plane_gives_up_a_hanging_ray_call_after_its_timeout(start, cluster, monkeypatch):
     plane, ended = start(), threading.Event()
 
     async def hangs():
@@ -276,7 +276,7 @@ def test_ray_that_hangs_is_said_to_and_nothing_waits_for_it_without_end(start, c
     assert ended.wait(SECONDS), "it is given up"
 
 
-def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypatch):
+def test_control_plane_asks_for_peak_flops_until_every_node_knows_them(start, cluster, monkeypatch):
     monkeypatch.setattr(node_maintenance, "POLL_SECONDS", 0.0)
     daemon = cluster.daemons._daemon("node_b")
     daemon.peak_flops = None
@@ -360,7 +360,7 @@ async def _reported_lost(plane, node):
 
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("is_new", [False, True])
-def test_ray_that_ran_before_and_lets_nobody_in_is_replaced(database_url, tmp_path, monkeypatch, is_new, hangs):
+def test_earlier_ray_that_refuses_connections_is_replaced(database_url, tmp_path, monkeypatch, is_new, hangs):
     """One that was started just now would not let anybody in the next time either."""
     replaced, over = [], threading.Event()
     monkeypatch.setattr(control_plane, "JOIN_RAY_SECONDS", 0.01 if hangs else SECONDS)
@@ -386,7 +386,7 @@ def test_ray_that_ran_before_and_lets_nobody_in_is_replaced(database_url, tmp_pa
     plane.stop()
 
 
-def test_control_plane_that_uses_another_ray_may_be_dead_and_is_waited_for(tmp_path, monkeypatch):
+def test_control_plane_waits_for_one_with_another_ray_that_may_be_dead(tmp_path, monkeypatch):
     plane, asked = ControlPlane(tmp_path, SimpleNamespace()), []
     monkeypatch.setattr(control_plane, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(control_plane, "LEASE_SECONDS", 60.0)
@@ -406,7 +406,7 @@ def test_control_plane_that_uses_another_ray_may_be_dead_and_is_waited_for(tmp_p
     plane.stop()
 
 
-def test_files_of_jobs_are_where_the_first_control_plane_has_them_or_it_does_not_start(store, tmp_path):
+def test_control_plane_refuses_to_start_with_another_place_for_job_files(store, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
 
     def home_of_jobs(home, checkpoints=None, logs=None):
@@ -425,7 +425,7 @@ def test_files_of_jobs_are_where_the_first_control_plane_has_them_or_it_does_not
     assert named == Paths.of(first).home and not first.exists(), "nothing is in it: nodes know the jobs by its name"
 
 
-def test_it_is_not_ready_when_its_scheduler_has_stopped(start, cluster):
+def test_control_plane_is_not_ready_once_its_scheduler_has_stopped(start, cluster):
     plane = start()
     (scheduling,) = [task for task in plane._tasks if task.get_name() == "scheduler"]
     plane._loop.call_soon_threadsafe(scheduling.cancel)
@@ -433,7 +433,7 @@ def test_it_is_not_ready_when_its_scheduler_has_stopped(start, cluster):
     assert plane.ready() == ["the scheduler has stopped; see the service's log"]
 
 
-def test_it_tells_what_it_looks_after_and_how_far_behind_it_is(start, cluster, submit, store):
+def test_control_plane_measurements_count_jobs_nodes_units_and_lag(start, cluster, submit, store):
     plane = start()
     behave(cluster, start_training)
     job = submit()

@@ -61,9 +61,7 @@ def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resum
     assert until(second, job, "SUCCEEDED").restarts == 0
 
 
-def test_job_that_is_placed_before_its_last_owner_has_quite_left_keeps_its_new_one(
-    start, cluster, submit, store, monkeypatch
-):
+def test_job_placed_before_its_former_owner_ended_keeps_its_new_owner(start, cluster, submit, store, monkeypatch):
     def start_and_save(agent):
         start_training(agent)
         agent.on_save = FakeAgent.save_and_exit
@@ -113,7 +111,7 @@ def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, 
 
 
 @pytest.mark.parametrize("asked_here", [True, False])
-def test_a_trace_reaches_the_first_rank_whichever_control_plane_was_asked(start, cluster, submit, store, asked_here):
+def test_trace_request_reaches_rank_0_through_any_control_plane(start, cluster, submit, store, asked_here):
     plane = start()
     behave(cluster, start_training)
     job = submit(parallel={"tensor": 2})
@@ -127,7 +125,7 @@ def test_a_trace_reaches_the_first_rank_whichever_control_plane_was_asked(start,
     assert first.traces == [TraceOrder(1, 1, 2, 7)]
 
 
-def test_jobs_on_a_node_that_is_drained_or_lost_are_told(start, cluster, submit, store):
+def test_jobs_are_told_of_a_drained_or_lost_node(start, cluster, submit, store):
     plane = start()
     behave(cluster, start_training)
     job = submit(parallel={"tensor": 2})
@@ -147,7 +145,7 @@ def test_jobs_on_a_node_that_is_drained_or_lost_are_told(start, cluster, submit,
     plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_a"}))
 
 
-def test_node_that_says_again_and_again_that_it_is_to_be_left_is_heard_once(start, cluster, submit, store):
+def test_repeated_drain_heartbeats_of_a_node_are_handled_once(start, cluster, submit, store):
     """It does so with every heartbeat."""
     plane = start()
     behave(cluster, start_training)
@@ -165,7 +163,7 @@ def test_node_that_says_again_and_again_that_it_is_to_be_left_is_heard_once(star
 
 
 @pytest.mark.parametrize("seconds", [1000.0, 0.0])
-def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_was_asked_for(start, cluster, submit, seconds):
+def test_failed_job_keeps_its_snapshots_for_the_configured_time(start, cluster, submit, seconds):
     plane = start(memory_seconds=seconds)
 
     def train_and_fail(agent):
@@ -186,7 +184,7 @@ def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_was_asked_for(sta
 FAULT = Fault("f1", "kill", 0, 5)
 
 
-def test_faults_are_for_services_that_allow_them_and_jobs_that_run(start, cluster, submit):
+def test_fault_injection_needs_permission_and_a_running_job(start, cluster, submit):
     cluster.nodes.used["node_a"] = 4
     job = submit(parallel={"tensor": 2, "data": 4})
     with pytest.raises(FaultsNotAllowed):
@@ -198,7 +196,7 @@ def test_faults_are_for_services_that_allow_them_and_jobs_that_run(start, cluste
         plane.inject("job_000000000000", FAULT)
 
 
-def test_fault_of_a_job_that_is_over_is_refused_also_before_its_owner_has_left(start, cluster, submit, monkeypatch):
+def test_fault_for_a_finished_job_is_refused_before_its_owner_has_left(start, cluster, submit, monkeypatch):
     plane, leaves = start(allow_faults=True), asyncio.Event()
     release = plane._leases.release
 
@@ -243,7 +241,7 @@ def test_cluster_shows_nodes_slots_and_ranks(start, cluster, submit):
     ]  # fmt: skip
 
 
-def test_data_is_looked_for_where_jobs_would_read_it(start, cluster, make_spec):
+def test_data_check_happens_on_the_nodes_if_jobs_run_elsewhere(start, cluster, make_spec):
     spec = make_spec(data={"source": "text", "paths": ["/on/the/nodes/only"]})
     control = start()
     assert control.problem_of_data(spec) == "no such file or directory: /on/the/nodes/only"
@@ -255,7 +253,7 @@ def test_data_is_looked_for_where_jobs_would_read_it(start, cluster, make_spec):
     assert control.problem_of_data(spec) == "/on/the/nodes/only is empty"
 
 
-def test_node_that_is_drained_is_told_once_and_left(start, cluster):
+def test_drained_node_is_told_once(start, cluster):
     plane = start()
     assert plane.drain("node_a", 60.0)["draining"]
     assert cluster.daemons._daemon("node_a").drains == [60.0]
@@ -287,7 +285,7 @@ def test_drain_is_undone_unless_the_machine_goes_away(start, cluster):
         plane.undrain("node_b")
 
 
-def test_what_is_kept_in_mind_of_the_log_of_a_deleted_job_is_forgotten(start, submit, store, monkeypatch):
+def test_deletion_of_a_job_clears_its_cached_log(start, submit, store, monkeypatch):
     plane, job, forgotten = start(), submit(), []
     store.write(lambda s: jobs.request_cancel(s, job.id))
     with monkeypatch.context() as patched:
@@ -336,7 +334,7 @@ def test_job_whose_agents_cannot_be_reached_is_not_deleted(start, cluster, submi
     assert plane.delete(job.id).rows["jobs"] == 1
 
 
-def test_notice_that_comes_again_is_no_news_but_for_the_time_that_is_left(start, cluster, submit, store):
+def test_repeated_drain_notice_only_updates_the_deadline(start, cluster, submit, store):
     plane = start()
     behave(cluster, start_training)
     job = submit(parallel={"tensor": 2, "data": 4})

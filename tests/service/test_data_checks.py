@@ -10,7 +10,7 @@ from manta.service.control.data_checks import DataChecks, DataTimeout
 AWAY = {"source": "text", "paths": ["/away"]}
 
 
-def test_data_that_was_found_good_or_bad_is_looked_at_anew(make_spec):
+def test_data_check_result_is_not_cached(make_spec):
     answers = iter([None, "it is gone", None])
 
     async def check(_spec):
@@ -23,7 +23,7 @@ def test_data_that_was_found_good_or_bad_is_looked_at_anew(make_spec):
     assert asyncio.run(body()) == [None, "it is gone", None]
 
 
-def test_nobody_looks_any_more_for_jobs_that_are_not_queued(make_spec, monkeypatch):
+def test_data_checks_of_jobs_that_left_the_queue_are_cancelled(make_spec, monkeypatch):
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.0)
     ended = []
 
@@ -46,7 +46,7 @@ def test_nobody_looks_any_more_for_jobs_that_are_not_queued(make_spec, monkeypat
     assert asyncio.run(body()) == ["gone"]
 
 
-def test_while_one_file_system_is_silent_another_has_a_moment_and_not_a_turn(make_spec, monkeypatch):
+def test_second_check_on_a_silent_file_system_loses_its_turn(make_spec, monkeypatch):
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.0)
 
     async def check(_spec):

@@ -25,7 +25,7 @@ def spec_of(make_spec, *paths):
     return make_spec(data={"source": "text", "paths": [str(path) for path in paths]})
 
 
-def test_what_is_below_may_be_read(folders, make_spec):
+def test_paths_below_the_data_roots_are_allowed(folders, make_spec):
     data, others = folders
     roots = DataRoots((others, data))
     for path in (data, data / "text.txt", data / "." / "text.txt"):
@@ -37,7 +37,7 @@ def test_what_is_below_may_be_read(folders, make_spec):
 @pytest.mark.parametrize(
     "outside", ["../data-of-others", "../data-of-others/text.txt", "..", "../nowhere", "/etc/passwd"]
 )
-def test_what_is_not_is_refused_with_the_same_sentence_whether_it_is_there_or_not(folders, make_spec, outside):
+def test_paths_outside_the_data_roots_are_refused_whether_or_not_they_exist(folders, make_spec, outside):
     data, _ = folders
     spec = spec_of(make_spec, data, data / outside)
     (problem,) = DataRoots((data,)).problems(spec)
@@ -51,13 +51,13 @@ def test_what_is_not_is_refused_with_the_same_sentence_whether_it_is_there_or_no
 
 
 @pytest.mark.parametrize("roots", [DataRoots(), DataRoots((Path.cwd(),))])
-def test_relative_path_is_refused_since_the_next_service_may_run_in_another_folder(make_spec, roots):
+def test_data_roots_refuse_relative_paths(make_spec, roots):
     (problem,) = roots.problems(spec_of(make_spec, "pyproject.toml"))
     assert problem.path == "data.paths.0"
     assert problem.rule == "'pyproject.toml' is relative; name it by its absolute path on the service's machine"
 
 
-def test_validation_sets_are_below_as_well(folders, make_spec):
+def test_data_roots_apply_to_validation_sets(folders, make_spec):
     data, others = folders
     sets = [
         {"name": "one", "paths": [str(data / "text.txt")]},
@@ -76,7 +76,7 @@ def test_validation_sets_are_below_as_well(folders, make_spec):
         DataRoots((data,)).check(make_spec(data=inside, train=TRAIN))
 
 
-def test_links_are_followed_before_that(folders, make_spec):
+def test_data_roots_are_checked_after_following_links(folders, make_spec):
     data, others = folders
     (data / "way-out").symlink_to(others)
     (data / "file.txt").symlink_to(others / "text.txt")
@@ -91,7 +91,7 @@ def test_links_are_followed_before_that(folders, make_spec):
     assert DataRoots((linked,)).problems(spec_of(make_spec, data / "text.txt")) == []
 
 
-def test_standard_library_may_always_be_read(make_spec):
+def test_data_roots_always_allow_the_standard_library(make_spec):
     spec = make_spec(data={"source": "python-stdlib"})
     assert DataRoots(()).problems(spec) == []
     DataRoots(()).check(spec)
@@ -108,16 +108,16 @@ def test_standard_library_may_always_be_read(make_spec):
         ((Path("/data"),), "0.0.0.0", (Path("/data"),)),
     ],
 )
-def test_without_a_setting_it_is_everything_on_loopback_and_nothing_elsewhere(set_to, host, folders):
+def test_default_data_roots_are_everything_on_loopback_and_nothing_elsewhere(set_to, host, folders):
     assert roots_of(set_to, host).folders == folders
 
 
-def test_where_no_folder_is_set_the_sentence_says_so(make_spec):
+def test_refusal_without_data_roots_says_that_none_is_set(make_spec):
     (problem,) = DataRoots(()).problems(spec_of(make_spec, "/data"))
     assert problem.rule.endswith("(MANTA_DATA_ROOTS: none is set)")
 
 
-def test_a_chat_template_is_below_as_well_and_so_is_what_lies_beside_the_tokenizer(folders, make_spec):
+def test_data_roots_apply_to_chat_templates_and_tokenizer_folders(folders, make_spec):
     data, others = folders
     (data / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
     for folder in folders:
@@ -134,7 +134,7 @@ def test_a_chat_template_is_below_as_well_and_so_is_what_lies_beside_the_tokeniz
         DataRoots((data,)).check(make_spec(data=named))
 
 
-def test_a_folder_of_a_tokenizer_is_no_way_out(folders, make_spec):
+def test_data_roots_apply_to_links_in_a_tokenizer_folder(folders, make_spec):
     data, others = folders
     byte_level(others / "tokenizer.json")
     (data / "tokenizer.json").symlink_to(others / "tokenizer.json")

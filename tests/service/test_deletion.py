@@ -42,7 +42,7 @@ def types_of(store, job_id):
         return [event.type for event in events.page(session, job_id, limit=1000).items]
 
 
-def test_files_and_rows_go_once_the_cluster_holds_nothing(store, paths, job):
+def test_job_deletion_removes_files_and_rows_after_the_cluster_released_it(store, paths, job):
     seen = []
 
     def release_job():
@@ -58,7 +58,7 @@ def test_files_and_rows_go_once_the_cluster_holds_nothing(store, paths, job):
         jobs.get(session, job)
 
 
-def test_checkpoints_that_are_elsewhere_go_too_and_nothing_beside_them(tmp_path):
+def test_deletion_removes_checkpoints_in_another_folder_and_nothing_beside_them(tmp_path):
     paths = Paths.of(tmp_path / "home", tmp_path / "shared")
     for job_id in ("job-1", "job-2"):
         file = paths.checkpoint_folder(job_id) / "step-00000005-generation-1" / "data"
@@ -71,7 +71,7 @@ def test_checkpoints_that_are_elsewhere_go_too_and_nothing_beside_them(tmp_path)
     assert remove_files(paths, "job-1") == RemovedFiles()
 
 
-def test_checkpoints_elsewhere_that_stay_are_named(tmp_path, monkeypatch):
+def test_job_deletion_names_checkpoints_elsewhere_that_cannot_be_removed(tmp_path, monkeypatch):
     paths = Paths.of(tmp_path / "home", tmp_path / "shared")
     paths.checkpoint_folder("job-1").mkdir(parents=True)
     monkeypatch.setattr(LocalFiles, "remove_folder", lambda self, folder: None)
@@ -97,7 +97,7 @@ def test_checkpoints_whose_folder_is_not_mounted_keep_the_job(tmp_path):
     assert not paths.job_folder("job-1").exists() and not (tmp_path / "shared" / "job-1").exists()
 
 
-def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, job, tmp_path):
+def test_job_deletion_names_a_folder_that_cannot_be_removed_and_keeps_the_job(store, paths, job, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     paths.job_folder(job).rename(elsewhere)
     paths.job_folder(job).symlink_to(elsewhere)
@@ -110,7 +110,7 @@ def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, 
 
 
 @pytest.mark.parametrize("moment", ["release_job", "rmtree", "delete_metrics_batch", "end"])
-def test_whoever_is_killed_in_between_leaves_a_job_that_can_be_deleted_again(store, paths, job, monkeypatch, moment):
+def test_deletion_interrupted_at_any_moment_can_be_repeated(store, paths, job, monkeypatch, moment):
     class Killed(BaseException):
         pass
 
@@ -135,7 +135,7 @@ def test_job_without_files_is_deleted_too(store, paths, submit):
     assert remove_files(paths, job_id) == RemovedFiles()
 
 
-def test_job_that_never_saved_or_logged_anything_has_a_folder_all_the_same(paths, job):
+def test_deletion_of_a_job_without_checkpoints_or_logs_removes_its_folder(paths, job):
     for folder in (paths.checkpoint_folder(job), paths.log_folder(job)):
         shutil.rmtree(folder)
     (paths.job_folder(job) / "note").write_bytes(b"z" * 5)
@@ -151,7 +151,7 @@ def test_job_that_never_saved_or_logged_anything_has_a_folder_all_the_same(paths
         (OSError(), "{folder} cannot be removed (OSError)"),
     ],
 )
-def test_what_is_in_the_way_of_a_deletion_is_said(store, paths, job, monkeypatch, error, why):
+def test_deletion_that_fails_says_what_is_in_the_way(store, paths, job, monkeypatch, error, why):
     def fail(folder):
         raise error
 
@@ -164,7 +164,7 @@ def test_what_is_in_the_way_of_a_deletion_is_said(store, paths, job, monkeypatch
     assert event.message == str(caught.value)
 
 
-def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store, paths, job, monkeypatch):
+def test_job_deletion_removes_and_counts_all_metrics(store, paths, job, monkeypatch):
     metrics, bins = iter([3, 2, 0]), iter([4, 4, 4, 0])
     monkeypatch.setattr(deletion.deletion, "delete_metrics_batch", lambda session, job_id: next(metrics))
     monkeypatch.setattr(deletion.deletion, "delete_bins_batch", lambda session, job_id: next(bins))
@@ -172,12 +172,12 @@ def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store,
     assert (rows["metrics"], rows["metric_bins"]) == (5, 12)
 
 
-def test_link_that_leads_nowhere_does_not_keep_a_job(store, paths, job):
+def test_job_deletion_is_not_stopped_by_a_broken_link(store, paths, job):
     (paths.log_folder(job) / "newest").symlink_to("gone")
     assert delete_job(store, paths, job, lambda: None, FileWork()).files.logs == 2
 
 
-def test_rows_that_go_in_several_transactions_are_all_counted_and_all_gone(store, paths, job, monkeypatch):
+def test_job_deletion_in_several_transactions_counts_all_rows(store, paths, job, monkeypatch):
     monkeypatch.setattr(deletion.deletion, "METRICS_BATCH_ROWS", 2)
 
     def fill(session):
@@ -190,7 +190,7 @@ def test_rows_that_go_in_several_transactions_are_all_counted_and_all_gone(store
         assert session.query(Metric).count() == 0
 
 
-def test_nobody_looks_after_a_job_that_was_deleted(store, paths, job):
+def test_deleted_job_has_no_lease(store, paths, job):
     store.write(lambda session: leases.claim(session, job, "me"))
     delete_job(store, paths, job, lambda: None, FileWork())
     with store.read() as session:
@@ -198,7 +198,7 @@ def test_nobody_looks_after_a_job_that_was_deleted(store, paths, job):
 
 
 @pytest.mark.parametrize("place", ["shared", "logs"])
-def test_logs_that_are_kept_elsewhere_go_too_and_nothing_beside_them(tmp_path, place):
+def test_deletion_removes_logs_in_another_folder_and_nothing_beside_them(tmp_path, place):
     """With the checkpoints, or in a place of their own."""
     paths = Paths.of(tmp_path / "home", tmp_path / "shared", logs=tmp_path / place)
     for job_id in ("job-1", "job-2"):
@@ -210,9 +210,7 @@ def test_logs_that_are_kept_elsewhere_go_too_and_nothing_beside_them(tmp_path, p
     assert (paths.stored_log_folder("job-2") / "file").exists()
 
 
-def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_goes_on(
-    store, paths, job, submit, monkeypatch
-):
+def test_job_deletion_on_a_hanging_store_times_out_and_continues(store, paths, job, submit, monkeypatch):
     answers, work, remove, other = threading.Event(), FileWork(), deletion.remove_files, submit().id
     store.write(lambda session: jobs.request_cancel(session, other))
 
@@ -237,7 +235,7 @@ def test_store_that_does_not_answer_is_waited_for_only_so_long_and_the_deletion_
     assert not paths.job_folder(job).exists()
 
 
-def test_deletion_that_has_not_begun_says_so(store, paths, job, monkeypatch):
+def test_job_deletion_that_could_not_begin_says_so(store, paths, job, monkeypatch):
     answers, work = threading.Event(), FileWork()
     monkeypatch.setattr(file_work, "MAX_THREADS", 1)
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)

@@ -29,5 +29,5 @@ CHANGES = [
     ],
     ids=["nothing", "queue", "running", "paused", "resumed", "retried", "since_retry", "in_between", "clock_set_back"],
 )
-def test_time_counts_in_which_it_may_hold_places(entries, now, since, seconds):
+def test_job_duration_counts_time_in_states_that_hold_places(entries, now, since, seconds):
     assert seconds_taken(CHANGES[:entries], now, since) == seconds

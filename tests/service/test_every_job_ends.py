@@ -329,7 +329,7 @@ DRAWN = [
 
 
 @pytest.mark.parametrize(("kind_of_database", "seed"), DRAWN, indirect=["kind_of_database"])
-def test_every_job_ends_whatever_happens(seed, tmp_path, store: Store, submit, monkeypatch):
+def test_every_job_ends_despite_any_failures(seed, tmp_path, store: Store, submit, monkeypatch):
     monkeypatch.setattr(leases, "now", lambda session: time.time())
     trouble = Trouble(seed, tmp_path, store, submit, monkeypatch)
 

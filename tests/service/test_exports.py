@@ -117,7 +117,7 @@ def id_of(job, step):
     return f"ckpt_{job.removeprefix('job_')}_{step}_1"
 
 
-def test_weights_are_written_and_it_is_said_how_far_they_are(store, job, root, written_by, ended):
+def test_export_writes_weights_and_reports_its_progress(store, job, root, written_by, ended):
     written_by(WRITES)
     row = Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
     assert (row.state, row.path) == ("running", str(root / "mine"))
@@ -128,13 +128,13 @@ def test_weights_are_written_and_it_is_said_how_far_they_are(store, job, root, w
         assert events.page(session, job, limit=100).items[-1].type == "exported"
 
 
-def test_failure_is_the_sentence_of_whoever_wrote(store, job, root, written_by, ended):
+def test_export_failure_has_the_message_of_the_exporter(store, job, root, written_by, ended):
     written_by(FAILS)
     over = ended(store, job, Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", "bf16"))
     assert (over.state, over.message, over.dtype) == ("failed", "no such model", "bf16")
 
 
-def test_real_exporter_says_what_is_wrong_with_the_checkpoint(store, job, root, ended):
+def test_export_of_a_missing_checkpoint_fails_with_its_path(store, job, root, ended):
     over = ended(
         store,
         job,
@@ -144,7 +144,7 @@ def test_real_exporter_says_what_is_wrong_with_the_checkpoint(store, job, root, 
     assert not (root / "a" / "b").exists()
 
 
-def test_export_that_cannot_begin_is_over(store, job, root, monkeypatch):
+def test_export_that_cannot_start_is_recorded_as_failed(store, job, root, monkeypatch):
     def refuse(*_arguments):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -156,7 +156,7 @@ def test_export_that_cannot_begin_is_over(store, job, root, monkeypatch):
         assert (row.state, exports.any_runs(session, job, row.updated_at)) == ("failed", False)
 
 
-def test_only_so_many_at_once_and_none_after_the_service(store, job, root, written_by, ended):
+def test_exports_are_limited_in_number_and_end_with_the_service(store, job, root, written_by, ended):
     started = written_by(WAITS)
     writer = Exports(store, (root,), FileWork())
     rows = [writer.begin(job, id_of(job, 5), f"out-{number}", "hf", None) for number in range(MAX_EXPORTS)]
@@ -193,7 +193,7 @@ def test_database_that_is_away_for_a_while_hides_no_end(store, job, root, writte
 @pytest.mark.parametrize(
     "to", ["../elsewhere", "/etc/weights", "/", ".", "link/weights", "there", "", " \n", "s3://there/a"]
 )
-def test_nothing_is_written_elsewhere_or_over_anything(store, job, root, tmp_path, to):
+def test_export_refuses_targets_outside_its_folder_and_existing_ones(store, job, root, tmp_path, to):
     (root / "link").symlink_to(tmp_path)
     (root / "there").mkdir()
     with pytest.raises(InvalidTarget):
@@ -202,14 +202,14 @@ def test_nothing_is_written_elsewhere_or_over_anything(store, job, root, tmp_pat
         assert exports.of_job(session, job) == []
 
 
-def test_folder_for_exports_may_be_a_link(store, job, root, tmp_path, written_by, ended):
+def test_export_folder_may_be_a_link(store, job, root, tmp_path, written_by, ended):
     (tmp_path / "linked").symlink_to(root)
     written_by(WRITES)
     row = Exports(store, (tmp_path / "linked",), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
     assert (ended(store, job, row).state, row.path) == ("done", str(root / "mine"))
 
 
-def test_exporter_is_told_all_and_no_secret(root, monkeypatch):
+def test_exporter_gets_all_arguments_and_no_secrets(root, monkeypatch):
     monkeypatch.setenv("MANTA_API_KEY", "secret")
     started = Mock()
     monkeypatch.setattr(module.subprocess, "Popen", started)
@@ -221,11 +221,11 @@ def test_exporter_is_told_all_and_no_secret(root, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "was ended by signal 9"), (3, "it ended with exit status 3")])
-def test_exporter_that_says_nothing_is_told_by_how_it_ended(code, words):
+def test_silent_exporter_failure_is_described_by_its_exit_code(code, words):
     assert module._problem(module._Run("export_1", Mock(returncode=code))).endswith(words)
 
 
-def test_export_that_is_over_takes_no_place(store, job, root, written_by, ended, monkeypatch):
+def test_finished_export_frees_its_place(store, job, root, written_by, ended, monkeypatch):
     monkeypatch.setattr(module, "MAX_EXPORTS", 1)
     written_by(WRITES)
     writer = Exports(store, (root,), FileWork())
@@ -234,7 +234,7 @@ def test_export_that_is_over_takes_no_place(store, job, root, written_by, ended,
         asyncio.run(reached(lambda: not writer._runs))
 
 
-def test_only_complete_checkpoints_of_the_job_can_be_exported(store, job, root):
+def test_export_needs_a_complete_checkpoint_of_the_job(store, job, root):
     writer = Exports(store, (root,), FileWork())
     with pytest.raises(ExportNotPossible, match="is saving"):
         writer.begin(job, id_of(job, 10), "mine", "hf", None)
@@ -248,7 +248,7 @@ def test_export_of_which_nothing_is_heard_any_more_has_ended(store, job):
     assert not exports.is_running(row, row.updated_at + exports.ABANDONED_SECONDS)
 
 
-def test_only_the_checkpoint_that_is_exported_is_needed_and_only_while_it_is(store, submit):
+def test_running_export_needs_its_checkpoint_only_until_it_ends_or_falls_silent(store, submit):
     job = submit().id
     export = store.write(lambda session: exports.begin(session, job, "ckpt_a", "/out", "hf", None)).id
 
@@ -303,7 +303,7 @@ def test_export_that_moves_is_not_given_up_after_one_slow_write(store, job, root
     assert len(moves) == 20 and max(moves) == (1.6 if late else 0.4)
 
 
-def test_what_is_given_up_has_time_to_clean_up_and_none_without_end(written_by, monkeypatch):
+def test_abandoned_export_is_killed_after_its_time_to_clean_up(written_by, monkeypatch):
     monkeypatch.setattr(module, "CLEANUP_SECONDS", 0.3)
     written_by(IGNORES_SIGTERM)
     process = module._started("/ckpt", "/out", "hf", None)
@@ -339,7 +339,7 @@ def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root
     assert (over.state, over.message) == ("failed", "the service ended meanwhile: export it again")
 
 
-def test_folder_on_a_file_system_that_does_not_answer_is_not_waited_for(store, job, root, monkeypatch):
+def test_export_to_a_hanging_file_system_is_refused(store, job, root, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(module.os.path, "realpath", lambda path: answers.wait(60))
     monkeypatch.setattr(module, "FILE_SECONDS", 0.01)

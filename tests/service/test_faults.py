@@ -94,7 +94,7 @@ def asked(kind="kill", rank=0, at_step=0, phase="data"):
         (asked("store"), 1, 0, "one rank has no rendezvous store"),
     ],
 )
-def test_fault_that_could_never_strike_is_refused(fault, ranks, step, said):
+def test_fault_that_can_never_strike_is_refused(fault, ranks, step, said):
     with pytest.raises(FaultNotPossible, match=said):
         refuse_impossible(fault, ranks, step, 10)
 
@@ -111,7 +111,7 @@ def test_fault_that_could_never_strike_is_refused(fault, ranks, step, said):
         (asked(), 1, 0),
     ],
 )
-def test_fault_that_may_strike_is_let_through(fault, ranks, step):
+def test_fault_that_can_strike_is_accepted(fault, ranks, step):
     refuse_impossible(fault, ranks, step, 10)
 
 
@@ -160,7 +160,7 @@ def test_fault_that_an_agent_does_not_take_is_refused(agents, inject):
         inject(asked(rank=1))
 
 
-def test_fault_of_a_job_that_is_over_is_refused_though_its_agents_are_still_there(store, job, inject):
+def test_fault_for_a_finished_job_is_refused_although_agents_remain(store, job, inject):
     begin(store, job, named_for=1)
     store.write(lambda s: jobs.request_cancel(s, job))
     store.write(lambda s: jobs.transition(s, job, JobState.CANCELLED))

@@ -34,7 +34,7 @@ def hang():
     answers.set()
 
 
-def test_work_goes_on_without_its_caller_who_may_ask_again(hang):
+def test_file_work_continues_after_its_caller_timed_out(hang):
     work = FileWork()
     for _ in range(3):
         with pytest.raises(StillRunning, match=r"^that takes longer than 0.01 s$"):
@@ -46,7 +46,7 @@ def test_work_goes_on_without_its_caller_who_may_ask_again(hang):
     assert work.run("a job", SECONDS, hang) == "done"
 
 
-def test_error_of_the_work_is_the_callers_and_the_next_call_begins_anew():
+def test_file_work_error_is_raised_to_its_caller_and_the_next_call_starts_anew():
     def fail():
         raise TimeoutError("the system's own")
 
@@ -56,7 +56,7 @@ def test_error_of_the_work_is_the_callers_and_the_next_call_begins_anew():
     assert work.run("a job", SECONDS, lambda: 7) == 7
 
 
-def test_only_so_many_hang(hang, monkeypatch):
+def test_file_work_refuses_new_work_while_all_places_hang(hang, monkeypatch):
     monkeypatch.setattr(file_work, "MAX_THREADS", 2)
     work = FileWork()
     for about in ("one", "another"):
@@ -69,7 +69,7 @@ def test_only_so_many_hang(hang, monkeypatch):
     assert [work.run(about, SECONDS, hang) for about in ("one", "another", "one more")] == ["done"] * 3
 
 
-def test_more_than_there_are_places_for_wait_for_one(monkeypatch):
+def test_file_work_beyond_its_places_waits_for_one(monkeypatch):
     monkeypatch.setattr(file_work, "MAX_THREADS", 2)
     work, at_once, most = FileWork(), [], []
 
@@ -85,7 +85,7 @@ def test_more_than_there_are_places_for_wait_for_one(monkeypatch):
     assert len(most) == 12 and max(most) <= 2
 
 
-def test_who_waits_for_a_place_is_told_of_the_end_of_the_service(hang, monkeypatch):
+def test_file_work_waiting_for_a_place_ends_with_the_service(hang, monkeypatch):
     monkeypatch.setattr(file_work, "MAX_THREADS", 1)
     work = FileWork()
     with pytest.raises(StillRunning):
@@ -98,7 +98,7 @@ def test_who_waits_for_a_place_is_told_of_the_end_of_the_service(hang, monkeypat
     assert len(hang.begun(1)) == 1
 
 
-def test_nobody_waits_at_the_end_of_the_service(hang):
+def test_file_work_callers_are_released_when_the_service_ends(hang):
     work, said = FileWork(), []
 
     def wait():

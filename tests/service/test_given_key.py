@@ -21,12 +21,12 @@ def test_key_is_good_for_all_projects_and_is_added_once(store):
     ["", "manta_", "manta_" + "a" * 42, "a" * 64, "manta_" + "ä" * 64, new_browser_token()],
     ids=["empty", "nothing drawn", "too short", "no mark", "not ASCII", "of a browser"],
 )
-def test_what_could_be_guessed_or_is_no_key_is_refused(store, poor):
+def test_weak_or_malformed_given_key_is_refused(store, poor):
     with pytest.raises(GivenKeyUnusable, match="openssl rand"):
         store.write(lambda session: add_existing_key(session, poor, "admin", Scope.ADMIN))
 
 
-def test_key_that_was_revoked_stays_so(store):
+def test_given_key_that_was_revoked_stays_revoked(store):
     drawn = new_key()
     added = store.write(lambda session: add_existing_key(session, drawn, "admin", Scope.ADMIN))
     store.write(lambda session: keys.revoke(session, None, added.id))
@@ -34,7 +34,7 @@ def test_key_that_was_revoked_stays_so(store):
         store.write(lambda session: add_existing_key(session, drawn, "admin", Scope.ADMIN))
 
 
-def test_key_that_is_known_gets_no_other_scope(store):
+def test_given_key_that_is_known_cannot_get_another_scope(store):
     drawn = new_key()
     store.write(lambda session: add_existing_key(session, drawn, "prometheus", Scope.READ))
     with pytest.raises(GivenKeyUnusable, match="known already"):

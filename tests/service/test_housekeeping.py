@@ -27,7 +27,7 @@ from tests.service.support.control_planes import (
 from tests.service.support.waiting import reached
 
 
-def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, cluster, submit, store):
+def test_leftovers_of_finished_jobs_are_released_at_the_start(start, cluster, submit, store):
     over, waiting = submit(), submit(parallel={"tensor": 2, "data": 4})
     hold(cluster, over)
     finish(store, over)
@@ -42,7 +42,7 @@ def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, clus
     assert over.id not in {job_of(name) for name in cluster.groups.held}
 
 
-def test_what_a_paused_job_still_holds_is_released_but_for_its_snapshots(start, cluster, submit, store):
+def test_agents_of_a_paused_job_are_released_but_its_snapshots_kept(start, cluster, submit, store):
     job = submit()
     hold(cluster, job)
     store.write(lambda session: pauses_and_retries.request_pause(session, job.id))
@@ -77,7 +77,7 @@ def test_job_that_runs_though_a_restored_database_does_not_say_so_runs_on(start,
     assert "database_older" in log(store, job)
 
 
-def test_job_that_the_database_does_not_know_is_left_running_and_reported(start, cluster, submit, store, caplog):
+def test_job_unknown_to_the_database_is_left_running_and_reported(start, cluster, submit, store, caplog):
     unknown = submit()
     hold(cluster, unknown)
     daemon = cluster.daemons._daemon("node_b")
@@ -94,7 +94,7 @@ def test_job_that_the_database_does_not_know_is_left_running_and_reported(start,
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_job_of_a_lost_database_is_reported_where_the_ray_is_our_own(start, cluster, caplog, is_remote):
+def test_agents_of_an_unknown_job_are_reported_on_our_own_ray_only(start, cluster, caplog, is_remote):
     """In a Ray of others, other installations are none of our business."""
     plane = start()
     cluster.agents.elsewhere, cluster.is_remote = ["job_of_before"], is_remote
@@ -102,7 +102,7 @@ def test_job_of_a_lost_database_is_reported_where_the_ray_is_our_own(start, clus
     assert ("agents of job_of_before are in the Ray of this home" in caplog.text) != is_remote
 
 
-def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, submit, store):
+def test_snapshots_of_a_job_cancelled_while_paused_are_removed(start, cluster, submit, store):
     plane = start()
     job = submit()
     store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
@@ -113,7 +113,7 @@ def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, sub
     plane._call(reached(lambda: cluster.nothing_held))
 
 
-def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, submit, store):
+def test_snapshots_of_a_job_cancelled_in_the_queue_are_removed(start, cluster, submit, store):
     plane = start()
     plane._call(reached(lambda: len(cluster.peak_flops) == 2))  # all nodes are swept by then
     job = submit(parallel={"tensor": 2, "data": 2})
@@ -129,9 +129,7 @@ def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, s
     assert cluster.nothing_held
 
 
-def test_job_that_ended_long_ago_is_deleted_with_what_it_holds_where_that_was_asked_for(
-    start, cluster, submit, store, monkeypatch
-):
+def test_expired_job_is_deleted_with_all_it_holds_if_configured(start, cluster, submit, store, monkeypatch):
     monkeypatch.setattr(retention, "CONFIRMED_SECONDS", 0.0)
     old, young, let_go_of = submit(), submit(), []
     for job in (old, young):
@@ -200,9 +198,7 @@ def test_clock_that_is_set_forward_takes_no_snapshots_of_a_failed_job(start, clu
     assert plane._job(job.id).memory_kept_until == until
 
 
-def test_snapshots_whose_time_was_over_while_ray_was_away_go_once_it_is_back(
-    start, cluster, submit, store, monkeypatch
-):
+def test_snapshots_that_expired_during_a_ray_outage_are_removed_afterwards(start, cluster, submit, store, monkeypatch):
     monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
     monkeypatch.setattr(housekeeping, "MEMORY_CONFIRMED_SECONDS", 0.0)
     job = submit()
@@ -227,7 +223,7 @@ def test_snapshots_whose_time_was_over_while_ray_was_away_go_once_it_is_back(
     plane._call(reached(lambda: daemon.ended_jobs == [job.id]))
 
 
-def test_snapshots_whose_time_is_over_are_looked_for_again_after_a_failure(kept, submit, store, cluster, monkeypatch):
+def test_expired_snapshots_are_looked_for_again_after_a_failure(kept, submit, store, cluster, monkeypatch):
     monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
     keeping = kept(True, True)
     looked, failures = asyncio.Event(), [RuntimeError("the database is away")] * 2
@@ -296,7 +292,7 @@ def test_job_of_which_something_cannot_be_released_keeps_no_other_one_waiting(
     assert plane._job(stuck.id).generation == 1
 
 
-def test_what_is_done_for_all_jobs_is_begun_again_after_a_failure(kept, monkeypatch):
+def test_housekeeping_restarts_after_a_failure(kept, monkeypatch):
     monkeypatch.setattr(housekeeping, "CLAIM_SECONDS", 0.001)
     keeping, tries, again = kept(True, True), [], asyncio.Event()
 
@@ -327,7 +323,7 @@ def test_what_is_done_for_all_jobs_is_begun_again_after_a_failure(kept, monkeypa
     assert tries == [HOUSEKEEPING] * 3
 
 
-def test_queue_is_served_again_after_another_process_had_the_lease_for_it(start, cluster, submit, store, monkeypatch):
+def test_scheduler_resumes_after_another_process_held_its_lease(start, cluster, submit, store, monkeypatch):
     monkeypatch.setattr(housekeeping, "CLAIM_SECONDS", 0.001)
     behave(cluster, train_to_the_end)
     plane = start()
@@ -347,7 +343,7 @@ def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, 
     assert daemon.left == []
 
 
-def test_what_is_left_of_a_deleted_job_goes_when_its_node_comes_back(start, cluster, submit, store):
+def test_leftovers_of_a_deleted_job_are_removed_when_its_node_returns(start, cluster, submit, store):
     """What belongs to a job that the database never knew would be left alone."""
     first, second = submit(), submit()
     for job in (first, second):
@@ -376,7 +372,7 @@ def kept(store, cluster):
 
 
 @pytest.mark.parametrize(("alone", "done_here"), [(True, False), (False, True), (False, False)])
-def test_what_is_over_is_said_by_one_control_plane(kept, submit, store, alone, done_here):
+def test_housekeeping_reports_finished_jobs_only_if_alone_or_in_charge(kept, submit, store, alone, done_here):
     over, waiting = submit(), submit()
     finish(store, over)
     said = asyncio.run(kept(alone, done_here).over([over.id, waiting.id, "job_unknown"]))
@@ -384,12 +380,12 @@ def test_what_is_over_is_said_by_one_control_plane(kept, submit, store, alone, d
 
 
 @pytest.mark.parametrize(("alone", "unswept"), [(True, set()), (False, {"node_a", "node_b"})])
-def test_who_comes_after_another_has_all_nodes_swept(kept, cluster, alone, unswept):
+def test_housekeeping_sweeps_all_nodes_after_a_takeover(kept, cluster, alone, unswept):
     asyncio.run(kept(alone, True)._have_nodes_swept())
     assert cluster.nodes.unswept == unswept
 
 
-def test_nodes_that_cannot_be_asked_for_are_swept_another_time(kept, cluster, monkeypatch):
+def test_sweep_of_nodes_is_postponed_if_they_cannot_be_listed(kept, cluster, monkeypatch):
     async def unknown():
         raise ClusterUnavailable(TimeoutError("no answer"))
 
@@ -399,7 +395,7 @@ def test_nodes_that_cannot_be_asked_for_are_swept_another_time(kept, cluster, mo
 
 
 @pytest.mark.parametrize(("done_here", "stopped"), [(True, False), (False, True)])
-def test_what_another_does_by_now_is_stopped_here(kept, done_here, stopped):
+def test_housekeeping_stops_when_another_control_plane_has_it(kept, done_here, stopped):
     async def body():
         keeping = kept(False, done_here)
         keeping.stop_if_lost()  # nothing is done yet

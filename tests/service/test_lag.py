@@ -19,13 +19,13 @@ def clock():
     return Clock()
 
 
-def test_a_loop_that_waits_to_be_asked_is_not_behind(clock):
+def test_lag_of_an_idle_loop_is_zero(clock):
     lag = Lag(clock=clock)
     clock.now += 50
     assert lag.seconds == 0
 
 
-def test_it_is_behind_from_when_it_was_asked_until_it_is_done(clock):
+def test_lag_counts_from_the_first_request_until_the_pass_ends(clock):
     lag = Lag(clock=clock)
     lag.asked()
     clock.now += 2
@@ -37,7 +37,7 @@ def test_it_is_behind_from_when_it_was_asked_until_it_is_done(clock):
     assert lag.seconds == 0
 
 
-def test_what_is_asked_during_a_pass_is_for_the_next_one(clock):
+def test_lag_of_a_request_during_a_pass_lasts_until_the_next_pass(clock):
     lag = Lag(clock=clock)
     lag.begin()
     clock.now += 1
@@ -48,7 +48,7 @@ def test_what_is_asked_during_a_pass_is_for_the_next_one(clock):
     assert lag.seconds == 2
 
 
-def test_a_pass_that_fails_leaves_the_loop_behind(clock):
+def test_lag_continues_after_a_failed_pass(clock):
     lag = Lag(every=1.0, clock=clock)
     for _ in range(3):
         clock.now += 10
@@ -56,7 +56,7 @@ def test_a_pass_that_fails_leaves_the_loop_behind(clock):
     assert lag.seconds == 29
 
 
-def test_a_loop_with_a_rhythm_is_behind_once_a_pass_is_overdue(clock):
+def test_lag_of_a_periodic_loop_counts_from_its_due_time(clock):
     lag = Lag(every=1.0, clock=clock)
     lag.begin()
     lag.done()

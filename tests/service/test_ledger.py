@@ -37,7 +37,7 @@ def test_undisturbed_job_waits_starts_computes_and_gives_back():
     assert book.goodput == 84 / 91
 
 
-def test_steps_are_shared_out_by_what_they_waited_for():
+def test_ledger_splits_steps_by_what_they_waited_for():
     seconds = {"compute": 60.0, "data_wait": 10.0, "snapshot_stall": 4.0, "checkpoint_stall": 6.0, "redo": 4.0}
     changes = states(QUEUED=0, STARTING=10, RUNNING=17, SUCCEEDED=100)
     assert spent(changes, [steps(11, 16, 100, 100, seconds=seconds)]) == {"queue": 10, "start": 6, **seconds}
@@ -49,13 +49,13 @@ def test_steps_that_took_longer_than_the_loop_was_painted_move_its_start_back():
     assert spent(changes, [longer]) == {"start": 10, "compute": 80, "data_wait": 10}
 
 
-def test_steps_that_took_longer_than_their_generation_are_cut_to_it():
+def test_ledger_scales_step_times_that_exceed_their_generation():
     changes = states(QUEUED=0, STARTING=0, RUNNING=21, SUCCEEDED=100)
     twice = steps(40, 50, 100, 100, seconds={"compute": 90.0, "data_wait": 30.0}, outcome="SUCCEEDED")
     assert spent(changes, [twice]) == {"start": 21, "detect": 19, "compute": 45, "data_wait": 15}
 
 
-def test_failure_costs_the_step_under_way_and_each_phase_of_the_recovery():
+def test_ledger_charges_a_failure_with_its_step_and_recovery_phases():
     timeline = RecoveryTimeline(51, 50, rested_at=51.5, launched_at=51.6, connected_at=52, restored_at=53)
     changes = states(QUEUED=0, STARTING=0, RUNNING=11, RECOVERING=51, RUNNING2=55, SUCCEEDED=100)
     first, second = steps(1, 10, 48, 51.5), steps(51.5, 53, 100, 100, recovery=timeline, outcome="SUCCEEDED")
@@ -64,14 +64,14 @@ def test_failure_costs_the_step_under_way_and_each_phase_of_the_recovery():
     }  # fmt: skip
 
 
-def test_failure_that_is_given_up_is_told_from_the_states_alone():
+def test_ledger_of_a_final_failure_uses_the_states_alone():
     changes = states(QUEUED=0, STARTING=0, RUNNING=11, RECOVERING=51, FAILED=53)
     assert spent(changes, [steps(1, 10, 48, 53, outcome="FAILED")]) == {
         "start": 10, "compute": 38, "redo": 3, "re_form": 2
     }  # fmt: skip
 
 
-def test_job_that_lost_its_places_waits_without_capacity_and_forms_anew():
+def test_ledger_of_a_job_without_places_has_idle_time_without_capacity():
     changes = states(QUEUED=0, STARTING=5, RUNNING=11, RECOVERING=50, QUEUED2=52, STARTING2=90, RUNNING2=95)
     trainings = [steps(6, 10, 50, 90), steps(90, 94, 1000)]
     assert spent(changes, trainings) == {
@@ -91,7 +91,7 @@ def test_job_that_finds_no_place_after_a_failure_waits_without_capacity():
     }  # fmt: skip
 
 
-def test_time_between_a_failure_for_good_and_its_retry_is_the_users():
+def test_ledger_counts_time_between_a_final_failure_and_a_retry_as_pause():
     changes = states(
         QUEUED=0, STARTING=0, RUNNING=10, FAILED=50, QUEUED2=200, STARTING2=203, RUNNING2=205, SUCCEEDED=300
     )
@@ -102,30 +102,30 @@ def test_time_between_a_failure_for_good_and_its_retry_is_the_users():
     assert ledger(changes, trainings, NOW).goodput == pytest.approx(135 / 150)
 
 
-def test_nothing_is_lost_by_a_change_of_size_but_the_time_to_form_anew():
+def test_ledger_of_a_resize_loses_only_the_time_to_re_form():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10, RESIZING=48, RUNNING2=56, SUCCEEDED=100)
     trainings = [steps(0, 10, 50, 51), steps(51, 55, 100, 100, outcome="SUCCEEDED")]
     assert spent(changes, trainings) == {"start": 10, "compute": 40 + 45, "re_form": 5}
 
 
 @pytest.mark.parametrize("seconds", [None, {}])
-def test_steps_of_which_no_seconds_are_known_have_computed(seconds):
+def test_ledger_counts_steps_without_known_seconds_as_compute(seconds):
     changes = states(QUEUED=0, STARTING=0, RUNNING=11, SUCCEEDED=100)
     assert spent(changes, [steps(1, 10, 100, 100, seconds=seconds, outcome="SUCCEEDED")]) == {
         "start": 10, "compute": 90
     }  # fmt: skip
 
 
-def test_step_under_way_of_a_generation_that_has_ended_is_lost():
+def test_ledger_counts_the_step_in_progress_of_an_ended_generation_as_lost():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10)
     assert spent(changes, [steps(0, 10, 20, ended=22)], now=25) == {"start": 10, "compute": 10, "redo": 5}
 
 
-def test_goodput_of_a_job_that_only_ever_waited_is_not_known():
+def test_goodput_of_a_job_that_never_trained_is_unknown():
     assert ledger(states(QUEUED=0, STARTING=0, RUNNING=10), [], 20).goodput is None
 
 
-def test_pause_and_what_follows_a_cancel_do_not_count_against_goodput():
+def test_goodput_excludes_pauses_and_time_after_a_cancel():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10, CANCELLING=50, CANCELLED=60)
     book = ledger(changes, [steps(0, 10, 50, 60, outcome="CANCELLED")], NOW)
     assert book.seconds["pause"] == 10
@@ -143,7 +143,7 @@ def test_a_paused_job_loses_nothing_but_the_time_to_start_again():
     assert ledger(changes, trainings, NOW).goodput == pytest.approx(136 / 150)
 
 
-def test_step_under_way_counts_as_compute_until_it_takes_far_too_long():
+def test_ledger_counts_a_step_in_progress_as_compute_until_it_is_overdue():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10)
     running = [steps(0, 10, 20, count=10)]
     assert spent(changes, running, now=25) == {"start": 10, "compute": 15}
@@ -152,17 +152,17 @@ def test_step_under_way_counts_as_compute_until_it_takes_far_too_long():
     }  # fmt: skip
 
 
-def test_step_under_way_is_lost_as_soon_as_a_failure_is_noticed():
+def test_ledger_counts_a_step_in_progress_as_lost_once_a_failure_is_noticed():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10, RECOVERING=23)
     assert spent(changes, [steps(0, 10, 20)], now=25) == {"start": 10, "compute": 10, "redo": 3, "re_form": 2}
 
 
-def test_nothing_is_known_of_a_job_that_waits_but_that_it_waits():
+def test_ledger_of_a_queued_job_has_queue_time_only():
     book = ledger(states(QUEUED=100), [], 130)
     assert (book.seconds["queue"], book.goodput, book.closed) == (30, None, False)
 
 
-def test_clock_of_a_rank_that_is_ahead_makes_nothing_negative():
+def test_ledger_is_never_negative_if_a_ranks_clock_is_ahead():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10, SUCCEEDED=30)
     assert spent(changes, [steps(1, 25, 45, 30)]) == {"start": 10, "detect": 15, "compute": 5}
     assert spent(changes, [steps(1, -20, 0, 30, outcome="SUCCEEDED")]) == {"start": 30}
@@ -201,14 +201,14 @@ def histories(draw):
     return changes, trainings, draw(st.floats(0, 2000))
 
 
-def test_steps_that_took_the_least_that_can_be_told_share_the_time_all_the_same():
+def test_ledger_shares_time_evenly_among_tiny_step_times():
     changes, sums = states(QUEUED=0, STARTING=0, RUNNING=10, SUCCEEDED=10.5), dict.fromkeys(STEP_CLASSES, 5e-324)
     training = steps(0, 10, 10.5, 10.5, seconds=sums, outcome="SUCCEEDED")
     assert spent(changes, [training]) == {"start": 10, **dict.fromkeys(STEP_CLASSES, 0.1)}
 
 
 @given(histories())
-def test_classes_sum_to_the_wall_time_and_none_is_negative(history):
+def test_ledger_classes_sum_to_the_wall_time_and_none_is_negative(history):
     book = ledger(*history)
     assert set(book.seconds) == set(CLASSES)
     assert all(seconds >= 0 for seconds in book.seconds.values())
@@ -217,7 +217,7 @@ def test_classes_sum_to_the_wall_time_and_none_is_negative(history):
 
 
 @given(histories())
-def test_intervals_follow_one_another_and_are_made_of_what_the_classes_are(history):
+def test_ledger_intervals_are_contiguous_and_sum_to_their_classes(history):
     book = ledger(*history)
     ends = [book.began_at, *(each.end for each in book.intervals)]
     assert [each.begin for each in book.intervals] == ends[:-1]
@@ -226,7 +226,7 @@ def test_intervals_follow_one_another_and_are_made_of_what_the_classes_are(histo
         assert sum(each.seconds.values()) == pytest.approx(each.end - each.begin, rel=1e-9, abs=1e-9)
 
 
-def test_intervals_say_when_each_second_was():
+def test_ledger_intervals_say_when_each_second_was_spent():
     changes = states(QUEUED=0, STARTING=4, RUNNING=10, SUCCEEDED=30)
     training = steps(4, 10, 28, 30, seconds={"compute": 9.0, "data_wait": 9.0}, outcome="SUCCEEDED")
     spans = [
@@ -247,7 +247,7 @@ lengths = st.floats(0.01, 30, allow_nan=False)
 @given(
     st.floats(0, 50), lengths, st.lists(st.tuples(*[lengths] * 8), min_size=1, max_size=6), st.floats(0.1, 1)
 )  # fmt: skip
-def test_orderly_history_is_accounted_for_to_the_second(queue, start, lives, share):
+def test_ledger_of_an_orderly_history_is_exact(queue, start, lives, share):
     """Generations that each train, lose a step, are noticed, rest, form anew and restore: no second is misplaced."""
     now, expected = queue + start, {"queue": queue, "start": start, "compute": 0.0, "data_wait": 0.0}
     changes, trainings, timeline, began = [StateEntry(0, "QUEUED"), StateEntry(queue, "STARTING")], [], None, queue

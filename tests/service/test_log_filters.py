@@ -15,7 +15,7 @@ from manta.service.logs.filters import InvalidPattern, LogFilter, level_of
         ("x" * 200 + " ERROR", None), ("  raise ValueError", None), ("INFORMATION", None),
     ],
 )  # fmt: skip
-def test_level_is_what_the_line_says(text, level):
+def test_log_level_is_read_from_the_line(text, level):
     assert level_of(text) == level
 
 
@@ -32,7 +32,7 @@ def test_level_is_what_the_line_says(text, level):
         (LogFilter("stderr", "b", "a", "info"), "stderr", "INFO a c", False),
     ],
 )  # fmt: skip
-def test_all_that_is_asked_for_must_hold(wanted, stream, text, yes):
+def test_log_filter_conditions_must_all_hold(wanted, stream, text, yes):
     assert wanted.test().wants(stream, text) is yes
 
 
@@ -41,16 +41,16 @@ def test_all_that_is_asked_for_must_hold(wanted, stream, text, yes):
     [("(a", r"missing \): \(a"), (r"(a)\1", "invalid escape"), ("a" * 501, "longer than 500"), ("\ud800", "half"),
      ("(a{100}){100}", "invalid repetition")],
 )  # fmt: skip
-def test_regular_expression_that_is_invalid_or_too_large_is_refused(regex, why):
+def test_log_filter_refuses_invalid_or_oversized_patterns(regex, why):
     with pytest.raises(InvalidPattern, match=why):
         LogFilter(regex=regex).test()
 
 
-def test_regular_expression_that_makes_others_backtrack_takes_linear_time():
+def test_log_filter_patterns_take_linear_time():
     assert not LogFilter(regex="(a*)*b|((a+)+)+$z").test().wants("stdout", "a" * 8192)
 
 
-def test_nothing_is_tested_where_every_line_is_wanted():
+def test_log_filter_without_conditions_tests_nothing():
     assert LogFilter().test() is None
 
 
@@ -61,5 +61,5 @@ def test_nothing_is_tested_where_every_line_is_wanted():
         ("é", b'{"text": "x"}', True), ("a\\b", b"{}", True), (None, b"{}", True),
     ],
 )  # fmt: skip
-def test_look_at_the_bytes_leaves_out_no_line_that_is_wanted(search, line, may):
+def test_log_filter_byte_check_never_drops_a_matching_line(search, line, may):
     assert LogFilter("stdout", search).test().may_want(line) is may

@@ -39,7 +39,7 @@ def all_from_the_end(folder, count, wanted):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_newest_lines_are_those_of_whoever_reads_everything(tmp_path, monkeypatch, seed):
+def test_log_tail_equals_the_end_of_the_whole_log(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(log_tail, "CHUNK_BYTES", 300)
     rng = random.Random(seed)
     for rank in range(3):
@@ -62,7 +62,7 @@ def test_newest_lines_are_those_of_whoever_reads_everything(tmp_path, monkeypatc
     assert read_tail(LogFiles(tmp_path), 20, rank=1).lines == one[-20:]
 
 
-def test_lines_of_the_same_moment_keep_the_order_of_ranks(tmp_path, monkeypatch):
+def test_log_tail_keeps_rank_order_for_equal_times(tmp_path, monkeypatch):
     monkeypatch.setattr(log_tail, "CHUNK_BYTES", 300)
     write(tmp_path, 0, [(1.0, f"first {number}") for number in range(3)])
     write(tmp_path, 1, [(1.0, f"second {number}") for number in range(100)])
@@ -80,7 +80,7 @@ class Counting(LogFiles):
         return chunk
 
 
-def test_little_is_read_of_a_long_log(tmp_path):
+def test_log_tail_reads_little_of_a_long_log(tmp_path):
     write(tmp_path, 0, [(float(number), "x" * 100) for number in range(50_000)])
     source = Counting(tmp_path)
     tail = read_tail(source, 100)
@@ -89,7 +89,7 @@ def test_little_is_read_of_a_long_log(tmp_path):
     assert tail.more
 
 
-def test_search_that_finds_little_ends(tmp_path, monkeypatch):
+def test_log_tail_search_with_few_matches_stops_at_its_byte_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(log_tail, "MAX_BYTES", 200_000)
     write(tmp_path, 0, [(float(number), "needle" if number == 5 else "x" * 100) for number in range(20_000)])
     tail = read_tail(LogFiles(tmp_path), 10, test=LogFilter(search="needle").test())
@@ -97,7 +97,7 @@ def test_search_that_finds_little_ends(tmp_path, monkeypatch):
     assert [line.time for line in all_from_the_end(tmp_path, 10, LogFilter(search="needle"))] == [5.0], "and goes on"
 
 
-def test_log_whose_beginning_is_lost_has_the_lines_that_are_left(tmp_path):
+def test_log_tail_of_a_truncated_log_has_the_remaining_lines(tmp_path):
     write(tmp_path, 0, [(float(number), str(number)) for number in range(10)])
     content = log_file(tmp_path, 0).read_bytes()
     half = content.index(b"\n", len(content) // 2) + 1
@@ -119,7 +119,7 @@ def test_job_that_printed_nothing_has_no_tail(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
-def test_line_that_is_longer_than_what_is_read_at_first(tmp_path, monkeypatch, end):
+def test_log_tail_reads_a_line_longer_than_its_first_chunk(tmp_path, monkeypatch, end):
     monkeypatch.setattr(log_tail, "CHUNK_BYTES", 100)
     write(tmp_path, 0, [(1.0, "a" * 1000), (2.0, "b" * 1000)], end)
     assert [line.text[0] for line in read_tail(LogFiles(tmp_path), 1).lines] == ["b"]

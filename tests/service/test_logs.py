@@ -55,7 +55,7 @@ def test_log_that_cannot_be_read_is_not_taken_for_an_empty_one_nor_waited_for(tm
         LogFiles(tmp_path / ("x" * 300)).ranks()
 
 
-def test_one_rank_alone(tmp_path):
+def test_log_page_of_one_rank_has_its_lines_only(tmp_path):
     write(tmp_path, 0, entry(1, "a"), entry(3, "c"))
     write(tmp_path, 1, entry(2, "b", 1, "stderr"))
     assert read_all(tmp_path, rank=0) == ["a", "c"]
@@ -63,14 +63,14 @@ def test_one_rank_alone(tmp_path):
     assert (line.rank, line.stream, line.generation, line.time) == (1, "stderr", 1, 2.0)
 
 
-def test_ranks_are_merged_by_time(tmp_path):
+def test_log_page_merges_ranks_by_time(tmp_path):
     write(tmp_path, 0, entry(1, "a"), entry(3, "c"))
     write(tmp_path, 1, entry(2, "b"), entry(4, "d"))
     assert read_all(tmp_path) == ["a", "b", "c", "d"]
     assert read_all(tmp_path, limit=1) == ["a", "b", "c", "d"]
 
 
-def test_a_half_written_line_waits_for_its_end(tmp_path):
+def test_log_page_omits_a_partial_line_until_it_is_complete(tmp_path):
     whole = entry(2, "second")
     write(tmp_path, 0, entry(1, "first"))
     write(tmp_path, 0, whole[:10], end="")
@@ -80,7 +80,7 @@ def test_a_half_written_line_waits_for_its_end(tmp_path):
     assert [line.text for line in read_page(LogFiles(tmp_path), page.position).lines] == ["second"]
 
 
-def test_lines_that_are_no_log_lines_are_skipped(tmp_path):
+def test_log_page_skips_lines_in_another_format(tmp_path):
     odd = ("garbage", "[]", "[" * 100_000, "\x00", '{"text": "no time"}')
     times = ("x", "NaN", "1e999", "-1", "253402300800", "Infinity")
     write(tmp_path, 0, *odd, *(f'{{"time": {time}, "text": ""}}' for time in times), entry(1, "good"))
@@ -88,20 +88,20 @@ def test_lines_that_are_no_log_lines_are_skipped(tmp_path):
     assert read_all(tmp_path) == ["good"]
 
 
-def test_a_line_beyond_all_measure_is_skipped_and_holds_nobody_up(tmp_path):
+def test_log_page_skips_an_oversized_line(tmp_path):
     write(tmp_path, 0, entry(1, "x" * 300_000), entry(2, "after"))
     write(tmp_path, 1, entry(1.5, "other"))
     assert read_all(tmp_path, max_bytes=1) == ["other", "after"]
 
 
-def test_lines_behind_one_beyond_all_measure_keep_their_place_among_those_of_other_ranks(tmp_path):
+def test_log_page_keeps_the_order_after_an_oversized_line(tmp_path):
     write(tmp_path, 0, entry(1, "x" * 300_000), *(entry(n, f"{n}") for n in (2, 4)))
     write(tmp_path, 1, *(entry(n, f"{n}") for n in (3, 5)))
     assert read_page(LogFiles(tmp_path), {}, max_bytes=1).lines == [], "what the first has to say comes first"
     assert read_all(tmp_path, max_bytes=1) == ["2", "3", "4", "5"]
 
 
-def test_a_page_reads_no_more_than_it_may(tmp_path):
+def test_log_page_reads_at_most_its_byte_limit(tmp_path):
     write(tmp_path, 0, *(entry(n, "x" * 1000) for n in range(1000)))
     page = read_page(LogFiles(tmp_path), {}, limit=10_000, max_bytes=100_000)
     assert 50 < len(page.lines) < 100
@@ -113,7 +113,7 @@ def test_a_page_reads_no_more_than_it_may(tmp_path):
     times=st.lists(st.lists(st.integers(0, 50), max_size=30), min_size=1, max_size=4),
     limit=st.integers(1, 40),
 )
-def test_every_line_comes_exactly_once_and_each_ranks_in_order(tmp_path_factory, times, limit):
+def test_log_pages_have_every_line_once_and_each_rank_in_order(tmp_path_factory, times, limit):
     folder = tmp_path_factory.mktemp("logs")
     for rank, own in enumerate(times):
         if own:
@@ -132,24 +132,24 @@ def test_sorted_ranks_read_in_small_chunks_come_out_sorted(tmp_path):
 
 
 @pytest.mark.parametrize("cursor", ["?", "AAAA", "MDotMQ", "MA"])
-def test_a_foreign_cursor_is_refused(cursor):
+def test_log_cursor_that_is_malformed_is_refused(cursor):
     with pytest.raises(InvalidCursor):
         CURSORS.decode(cursor)
 
 
 @pytest.mark.parametrize("job_id, rank", [("job_000000000002", None), ("job_000000000001", 0)])
-def test_cursor_of_another_job_or_rank_is_refused(job_id, rank):
+def test_log_cursor_of_another_job_or_rank_is_refused(job_id, rank):
     with pytest.raises(ForeignCursor, match="another list"):
         CURSORS.decode(LogCursors(job_id, rank).encode({0: 5}))
 
 
 @pytest.mark.parametrize("job_id", ["../..", "job_../../etc/pas", "", "/etc"])
-def test_only_job_ids_become_folders(tmp_path, job_id):
+def test_log_folder_refuses_anything_but_a_job_id(tmp_path, job_id):
     with pytest.raises(ValueError, match="not a job id"):
         log_folder(tmp_path, job_id)
 
 
-def test_line_that_does_not_tell_its_generation_or_stream_is_shown_all_the_same(tmp_path):
+def test_log_line_without_generation_or_stream_gets_defaults(tmp_path):
     write(tmp_path, 0, '{"time": 1, "text": "bare"}')
     (line,) = read_page(LogFiles(tmp_path), {}).lines
     assert (line.text, line.generation, line.stream) == ("bare", 0, "stdout")

@@ -38,14 +38,14 @@ def calibrated(name: str = "abacus-4") -> Calibrated:
     return Calibrated(name, "Abacus", 4, CORE)
 
 
-def test_what_was_kept_is_found_by_the_type_of_node(tmp_path):
+def test_calibration_is_loaded_by_node_type(tmp_path):
     path = save(tmp_path / "machines", calibrated())
     assert load(tmp_path / "machines", "abacus-4") == calibrated()
     assert load(tmp_path / "machines", "abacus-8") is None
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_calibration_that_cannot_be_kept_leaves_the_last_one(tmp_path, monkeypatch):
+def test_failed_save_of_a_calibration_leaves_the_former_one(tmp_path, monkeypatch):
     save(tmp_path, calibrated())
     with (
         monkeypatch.context() as patch,
@@ -67,7 +67,7 @@ def test_a_calibration_that_cannot_be_kept_leaves_the_last_one(tmp_path, monkeyp
         (0.4, 0.3, "other processes kept 0.4 of its cores busy and half of the repetitions were 30% apart or more: "),
     ],
 )
-def test_a_calibration_that_was_disturbed_is_kept_with_what_says_so(tmp_path, other_cores, spread, warning):
+def test_calibration_with_disturbances_has_a_warning(tmp_path, other_cores, spread, warning):
     save(tmp_path, replace(calibrated(), other_cores=other_cores, spread=spread))
     calibration = load(tmp_path, "abacus-4")
     assert (calibration.other_cores, calibration.spread) == (other_cores, spread)
@@ -81,7 +81,7 @@ def test_a_calibration_of_an_earlier_release_has_no_warning(tmp_path):
     assert load(tmp_path, "abacus-4") == calibrated()
 
 
-def test_this_node_is_assumed_until_it_is_calibrated(tmp_path):
+def test_this_node_has_assumed_constants_until_it_is_calibrated(tmp_path):
     assert this_node(tmp_path).core == ASSUMED_CORE
     assert this_node(tmp_path).machine(8).is_assumed
     save(tmp_path, calibrated(node_type()))
@@ -99,14 +99,14 @@ def test_this_node_is_assumed_until_it_is_calibrated(tmp_path):
         lambda document: json.dumps(document | {"core": document["core"] | {"speed": 1.0}}),
     ],
 )
-def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path, change):
+def test_malformed_calibration_file_is_refused_with_advice(tmp_path, change):
     path = save(tmp_path, calibrated())
     path.write_text(change(calibrated().to_json()))
     with pytest.raises(InvalidCalibration, match="calibrate again, or remove it"):
         load(tmp_path, "abacus-4")
 
 
-def test_gpus_are_kept_by_their_type_and_are_no_nodes_of_cores(tmp_path):
+def test_calibration_of_a_gpu_is_stored_by_type_apart_from_cpu_nodes(tmp_path):
     save(tmp_path, OF_GPU)
     save(tmp_path, calibrated())
     assert measured_machines(tmp_path) == {"h100-80gb": measured(MACHINES["h100-80gb"], OF_GPU.gpu)}
@@ -116,7 +116,7 @@ def test_gpus_are_kept_by_their_type_and_are_no_nodes_of_cores(tmp_path):
         measured_machines(tmp_path)
 
 
-def test_what_was_measured_between_gpus_is_kept_with_them(tmp_path):
+def test_measured_links_are_stored_with_their_gpu(tmp_path):
     save(tmp_path, linked := replace(OF_GPU, links=LINKS))
     assert load(tmp_path, "h100-80gb") == linked and linked.links_note is None
     assert measured_machines(tmp_path)["h100-80gb"] == measured(MACHINES["h100-80gb"], OF_GPU.gpu, LINKS)
@@ -130,7 +130,7 @@ def test_a_calibration_of_before_links_were_measured_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("links", [[], {"bandwidth": 1e11}, {"bandwidth": 1e11, "hop_seconds": 0.0}, {"speed": 1.0}])
-def test_links_that_are_none_make_a_file_no_calibration(tmp_path, links):
+def test_calibration_with_invalid_links_is_refused(tmp_path, links):
     save(tmp_path, OF_GPU).write_text(json.dumps(OF_GPU.to_json() | {"links": links}))
     with pytest.raises(InvalidCalibration, match="calibrate again, or remove it"):
         load(tmp_path, "h100-80gb")
@@ -151,7 +151,7 @@ def test_links_that_could_not_be_measured_again_stay(tmp_path, before, note):
     assert made.links_note.startswith(f"what lies between its GPUs was not measured (there is one GPU): {note}")
 
 
-def test_links_of_another_calibration_are_none_where_there_is_none_or_they_were_measured(tmp_path):
+def test_links_of_an_earlier_calibration_are_unused_if_missing_or_measured_again(tmp_path):
     assert with_links_of_before(tmp_path, ONE) is ONE
     save(tmp_path, OF_GPU).write_text("[")
     assert with_links_of_before(tmp_path, ONE) is ONE
@@ -172,7 +172,7 @@ def test_a_gpu_is_calibrated_whether_its_links_could_be_measured_or_not():
 PCIE = replace(OF_GPU, device="NVIDIA H100 PCIe", links=LINKS)
 
 
-def test_gpus_of_another_form_have_other_links_and_plans_know_which_were_measured(tmp_path):
+def test_calibration_of_another_gpu_form_factor_has_its_own_links(tmp_path):
     save(tmp_path, PCIE)
     assert with_links_of_before(tmp_path, ONE) is ONE
     again = replace(PCIE, links=None, links_problem="there is one GPU")
@@ -186,7 +186,7 @@ def sees(monkeypatch, *devices):
     monkeypatch.setattr(machines, "torch_facts", lambda: {"devices": list(devices)})
 
 
-def test_a_gpu_without_plans_is_refused_before_it_is_measured(monkeypatch):
+def test_calibration_of_an_unplannable_gpu_is_refused_before_it_starts(monkeypatch):
     measures_by(monkeypatch, "raise SystemExit('measured')")
     sees(monkeypatch, "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3")
     for device in ("auto", "cuda"):
@@ -208,14 +208,14 @@ def measures_by(monkeypatch, program):
     ("program", "why"),
     [("raise SystemExit('no memory left')", "no memory left"), ("print('NCCL')", "its output is not a measurement")],
 )
-def test_a_machine_that_cannot_be_measured_says_why(monkeypatch, program, why):
+def test_calibration_that_fails_says_why(monkeypatch, program, why):
     measures_by(monkeypatch, program)
     sees(monkeypatch)
     with pytest.raises(CalibrationFailed, match=f"could not be measured: {why}"):
         machines.measure("auto", print)
 
 
-def test_measurements_are_what_is_printed_last_however_much_it_is(monkeypatch):
+def test_calibration_result_is_the_last_line_of_the_program(monkeypatch):
     """More than a pipe holds, while what is said is read first."""
     measures_by(monkeypatch, "import sys; print('NCCL'); print([0] * 10**5); print('measuring: all', file=sys.stderr)")
     said = []

@@ -50,13 +50,13 @@ def test_each_node_is_in_one_state(noted, state):
     assert seen.units == {"GPU": (8, 3), "manta_slot": (8, 3)}
 
 
-def test_gpus_are_reported_as_long_as_the_node_reports_them():
+def test_gpu_readings_are_dropped_once_they_are_stale():
     now = time.monotonic()
     heard = {"n1": GpuReadings(now, GPUS), "n2": GpuReadings(now - FRESH_SECONDS - 1, GPUS)}
     assert [node.gpus for node in of(cluster(["n1", "n2", "n3"], gpus=heard)).nodes] == [GPUS, (), ()]
 
 
 @pytest.mark.parametrize("without", [None, cluster(None)])
-def test_without_an_answer_of_ray_the_rest_is_reported(without):
+def test_measurements_without_an_answer_of_ray_still_have_jobs_and_lag(without):
     seen = of(without)
     assert (seen.ray_answers, seen.nodes, seen.owned_jobs, seen.lag_seconds) == (False, (), 2, {"jobs": 0.5})

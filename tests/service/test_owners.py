@@ -62,7 +62,7 @@ def virtual(monkeypatch):
     return lambda body: in_virtual_time(monkeypatch, body)
 
 
-def test_each_outage_of_the_listing_is_logged_once_however_alike(virtual, caplog):
+def test_job_listing_outage_is_logged_once_each_time(virtual, caplog):
     async def body():
         away = OSError("away")
         owners = made(away, away, [], away, away)
@@ -102,7 +102,7 @@ def test_owner_that_ends_removes_itself_and_no_later_owner_of_the_job(virtual, r
         (job(wanted_replicas=2), job(), []),
     ],
 )
-def test_request_that_another_control_plane_wrote_reaches_the_owner_once(virtual, before, after, asked):
+def test_request_stored_by_another_control_plane_reaches_the_owner_once(virtual, before, after, asked):
     async def body():
         owners, owner = made([before], [after], [after]), FakeOwner()
         owners.by_job["job_1"] = (owner, asyncio.current_task())

@@ -65,7 +65,7 @@ def trained(store, submit, tmp_path):
     return Jobs(store, FakeCluster(tmp_path, one=2), submit)
 
 
-def test_the_next_job_is_planned_as_those_before_it_took(trained):
+def test_measured_jobs_refine_the_plan_of_the_next_one(trained):
     for _ in range(MIN_JOBS - 1):
         train(trained.store, trained.planned())
     old = trained.next_plan()
@@ -76,7 +76,7 @@ def test_the_next_job_is_planned_as_those_before_it_took(trained):
     assert old["assumed"] and not new["assumed"] and new["machine"] == node_type()
 
 
-def test_jobs_that_were_planned_as_others_took_say_the_same(trained):
+def test_jobs_planned_with_refined_constants_keep_them_stable(trained):
     for _ in range(MIN_JOBS):
         train(trained.store, trained.planned())
     first = trained.next_plan()
@@ -87,7 +87,7 @@ def test_jobs_that_were_planned_as_others_took_say_the_same(trained):
     assert second["step_seconds"] == pytest.approx(first["step_seconds"], rel=0.02)
 
 
-def test_gpus_of_another_type_are_as_they_were(trained):
+def test_measured_cpu_jobs_do_not_refine_gpu_plans(trained):
     for _ in range(MIN_JOBS):
         train(trained.store, trained.planned())
     cluster = Cluster(MACHINES["h100-80gb"], 1, 8)
@@ -107,7 +107,7 @@ def test_nodes_of_all_kinds_are_refined(trained, make_spec, submit):
     assert planned(spec, replace(h100, others=(l40s,)))["dependence"] is None
 
 
-def test_a_job_that_was_disturbed_says_nothing(trained):
+def test_disturbed_job_does_not_refine_constants(trained):
     one, two, three = (trained.planned() for _ in range(3))
     for each in (one, three):
         in_state(trained.store, each, JobState.RUNNING)
@@ -125,11 +125,11 @@ def test_a_job_that_was_disturbed_says_nothing(trained):
     assert [each.job for each in trained.seen().by_type[node_type()]] == [four]
 
 
-def test_the_newest_job_is_the_one_that_began_last():
+def test_newest_measured_job_is_the_one_that_began_last():
     assert JobMeasurements({"a": [SimpleNamespace(at=3.0), SimpleNamespace(at=5.0)], "b": []}).newest("a") == 5.0
 
 
-def test_jobs_that_wait_again_for_places_run_beside_nobody(trained):
+def test_jobs_waiting_for_places_do_not_disturb_the_measurement_of_others(trained):
     """Their last generation is on the nodes of one that runs, and its end was not noted."""
     waiting, runs = trained.planned(), trained.planned()
     in_state(trained.store, runs, JobState.RUNNING)
@@ -151,7 +151,7 @@ def keep(store, job_id, generation, planned):
     store.write(lambda session: plans.store(session, job_id, generation, plan))
 
 
-def test_each_job_counts_once_with_the_newest_that_was_measured(trained, store):
+def test_measured_job_counts_once_with_its_newest_measurement(trained, store):
     job = trained.planned()
     train(store, job)
     plan = trained.plan_of(job)
@@ -164,7 +164,7 @@ def test_each_job_counts_once_with_the_newest_that_was_measured(trained, store):
     assert said.rows[0].measured == pytest.approx(3 * said.rows[0].planned)
 
 
-def test_what_another_release_has_kept_says_nothing(trained, store):
+def test_plans_stored_by_another_release_do_not_refine_constants(trained, store):
     job = trained.planned()
     train(store, job)
     plan = {**trained.plan_of(job), "dependence": {"constants": 8}}
@@ -175,7 +175,7 @@ def test_what_another_release_has_kept_says_nothing(trained, store):
     assert trained.seen().by_type == {}
 
 
-def test_what_jobs_said_can_be_thrown_away(trained):
+def test_refinements_by_jobs_can_be_discarded(trained):
     for _ in range(MIN_JOBS):
         train(trained.store, trained.planned())
     assert trained.seen().of_type(node_type(), trained.folder).refined.jobs == MIN_JOBS
@@ -188,7 +188,7 @@ def test_what_jobs_said_can_be_thrown_away(trained):
     assert trained.seen().by_type
 
 
-def test_a_calibration_takes_the_place_of_what_jobs_said(trained):
+def test_calibration_replaces_refined_constants(trained):
     for _ in range(MIN_JOBS):
         train(trained.store, trained.planned())
     known = trained.seen().of_type(node_type(), trained.folder)

@@ -89,7 +89,7 @@ def is_there(store, job_id):
         return True
 
 
-def test_job_past_its_time_goes_with_all_it_has_once_every_look_of_an_hour_has_seen_it_so(store, paths, check, ended):
+def test_expired_job_is_deleted_after_an_hour_of_consistent_looks(store, paths, check, ended):
     old, young = ended(), ended(at=time.time() - (DAYS - 1) * DAY_SECONDS)
     for later in (0.0, 600.0, CONFIRMED_SECONDS - 601.0):
         assert check(later) == []
@@ -107,7 +107,7 @@ def test_job_past_its_time_goes_with_all_it_has_once_every_look_of_an_hour_has_s
     )  # fmt: skip
 
 
-def test_jobs_that_cannot_be_deleted_are_in_nobodys_way(store, paths, check, ended, monkeypatch):
+def test_expired_jobs_that_cannot_be_deleted_do_not_block_others(store, paths, check, ended, monkeypatch):
     monkeypatch.setattr(retention, "JOBS_PER_CHECK", 2)
     kept, others = [ended(at=OLD - 1) for _ in range(2)], [ended() for _ in range(3)]
     for job in kept:
@@ -121,7 +121,7 @@ def test_jobs_that_cannot_be_deleted_are_in_nobodys_way(store, paths, check, end
     assert [is_there(store, job) for job in (*kept, *others)] == [True, True, False, False, False]
 
 
-def test_clock_that_is_set_forward_for_less_than_an_hour_deletes_nothing(store, check, ended, monkeypatch):
+def test_clock_set_forward_for_less_than_an_hour_deletes_no_job(store, check, ended, monkeypatch):
     job, real = ended(at=time.time() - DAY_SECONDS), time.time
     for ahead in (0.0, 365 * DAY_SECONDS, 0.0, 365 * DAY_SECONDS):
         monkeypatch.setattr(retention.time, "time", lambda ahead=ahead: real() + ahead)
@@ -129,7 +129,7 @@ def test_clock_that_is_set_forward_for_less_than_an_hour_deletes_nothing(store, 
     assert is_there(store, job)
 
 
-def test_job_that_was_tried_again_meanwhile_is_kept(store, check, ended, monkeypatch):
+def test_expired_job_that_was_retried_meanwhile_is_kept(store, check, ended, monkeypatch):
     job = ended(state=JobState.FAILED)
     check()
     expired = deletion.expired
@@ -146,7 +146,7 @@ def test_job_that_was_tried_again_meanwhile_is_kept(store, check, ended, monkeyp
         assert audit.page(session, None).items == []
 
 
-def test_job_whose_files_are_newer_than_its_row_is_kept(store, paths, check, ended):
+def test_expired_job_with_files_newer_than_its_row_is_kept(store, paths, check, ended):
     """A restored database does not know what the job has done since."""
     job = ended()
     os.utime(paths.checkpoint_folder(job) / "step-00000005-generation-1" / "data")
@@ -155,14 +155,14 @@ def test_job_whose_files_are_newer_than_its_row_is_kept(store, paths, check, end
     assert is_there(store, job)
 
 
-def test_job_that_never_started_has_no_files_to_ask(store, check, ended):
+def test_expired_job_that_never_started_needs_no_file_check(store, check, ended):
     job = ended(started=False)
     check()
     assert check(CONFIRMED_SECONDS) == [job]
     assert not is_there(store, job)
 
 
-def test_job_whose_weights_are_being_exported_is_kept_until_they_are(store, check, ended):
+def test_expired_job_is_kept_while_its_weights_are_exported(store, check, ended):
     job = ended()
     begun = store.write(lambda session: exports.begin(session, job, "ckpt_1", "/out", "hf", None)).id
     check()
@@ -172,7 +172,7 @@ def test_job_whose_weights_are_being_exported_is_kept_until_they_are(store, chec
     assert check(CONFIRMED_SECONDS) == [job]
 
 
-def test_job_of_which_the_cluster_holds_on_to_something_is_tried_again_in_an_hour(store, check, ended):
+def test_expired_job_that_the_cluster_still_holds_is_retried_in_an_hour(store, check, ended):
     first, second = ended(at=OLD - 1), ended()
 
     async def busy_with_the_first(job_id):
@@ -189,7 +189,7 @@ def test_job_of_which_the_cluster_holds_on_to_something_is_tried_again_in_an_hou
         assert len(audit.page(session, None).items) == 2, "begun once for each"
 
 
-def test_jobs_that_ended_first_go_first_and_one_look_takes_on_no_more_than_it_can(store, check, ended, monkeypatch):
+def test_expired_jobs_are_deleted_oldest_first_and_a_limited_number_at_once(store, check, ended, monkeypatch):
     monkeypatch.setattr(retention, "JOBS_PER_CHECK", 2)
     last, first, second = ended(at=OLD), ended(at=OLD - 20), ended(at=OLD - 10)
     check()
@@ -197,7 +197,7 @@ def test_jobs_that_ended_first_go_first_and_one_look_takes_on_no_more_than_it_ca
     assert is_there(store, last)
 
 
-def test_only_jobs_that_are_over_are_past_their_time(store, submit, ended):
+def test_expired_jobs_are_finished_ones_only(store, submit, ended):
     job, waiting = ended(), submit().id
     with store.read() as session:
         assert deletion.expired(session, time.time()) == {job: True}
@@ -205,7 +205,7 @@ def test_only_jobs_that_are_over_are_past_their_time(store, submit, ended):
         assert jobs.get(session, waiting).finished_at is None
 
 
-def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
+def test_retention_continues_after_a_failed_look(paths, store, monkeypatch):
     monkeypatch.setattr(retention, "POLL_SECONDS", 0.001)
     looks = []
 
@@ -222,7 +222,7 @@ def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
     assert len(looks) == 3
 
 
-def test_what_was_not_seen_in_one_look_begins_anew():
+def test_expiry_of_a_job_missing_from_one_look_is_confirmed_anew():
     seen = ConfirmedExpiry(CONFIRMED_SECONDS)
     assert seen.confirmed(["a", "b"], 0.0) == []
     assert seen.confirmed(["b"], 10.0) == []
@@ -231,14 +231,14 @@ def test_what_was_not_seen_in_one_look_begins_anew():
 
 
 @pytest.mark.parametrize("newer", ["", "checkpoints", "checkpoints/step-00000005-generation-1/data"])
-def test_whatever_was_written_in_a_folder_shows(paths, ended, newer):
+def test_recent_files_in_a_jobs_folder_are_noticed(paths, ended, newer):
     folder = paths.job_folder(ended())
     assert not modified_since(folder, OLD + 1)
     os.utime(folder / newer)
     assert modified_since(folder, OLD + 1)
 
 
-def test_folder_that_is_away_says_nothing_where_others_are_away_too(paths, ended, tmp_path):
+def test_missing_folder_proves_no_expiry_if_all_others_are_missing_too(paths, ended, tmp_path):
     one, other = (paths.job_folder(ended()) for _ in range(2))
     one.rename(tmp_path / "one")
     assert not modified_since(one, OLD + 1), "it was removed by hand"
@@ -248,7 +248,7 @@ def test_folder_that_is_away_says_nothing_where_others_are_away_too(paths, ended
     assert modified_since(one, OLD + 1)
 
 
-def test_what_is_in_the_way_of_a_deletion_is_said_once(store, ended):
+def test_obstacle_to_a_deletion_is_reported_once(store, ended):
     job = ended()
     for why in ("read-only", "read-only", "away"):
         store.write(lambda session, why=why: deletion.record_obstacle(session, job, why))
@@ -258,7 +258,7 @@ def test_what_is_in_the_way_of_a_deletion_is_said_once(store, ended):
 
 
 @pytest.mark.parametrize("newer", [None, "checkpoints", "logs", "home"])
-def test_job_of_which_anything_is_newer_wherever_it_is_is_not_old(tmp_path, newer):
+def test_expired_job_with_newer_files_anywhere_is_kept(tmp_path, newer):
     """One that has nothing in the home any more, but elsewhere, is as old as that says."""
     paths = Paths.of(tmp_path / "home", tmp_path / "shared", logs=tmp_path / "logs")
     for kind, folder in (("checkpoints", paths.checkpoint_folder("j")), ("logs", paths.stored_log_folder("j"))):
@@ -269,7 +269,7 @@ def test_job_of_which_anything_is_newer_wherever_it_is_is_not_old(tmp_path, newe
     assert has_newer_files(paths, "j", time.time() - DAYS * DAY_SECONDS) is (newer is not None)
 
 
-def test_job_whose_checkpoints_are_away_together_with_all_others_is_not_old(tmp_path):
+def test_expired_job_is_kept_while_the_checkpoint_store_is_missing(tmp_path):
     paths, moment = Paths.of(tmp_path / "home", tmp_path / "shared"), time.time() - DAYS * DAY_SECONDS
     paths.job_folder("j").mkdir(parents=True)
     os.utime(paths.job_folder("j"), (OLD, OLD))
@@ -280,13 +280,13 @@ def test_job_whose_checkpoints_are_away_together_with_all_others_is_not_old(tmp_
     assert not has_newer_files(paths, "j", moment), "it never saved anything, or its checkpoints were removed by hand"
 
 
-def test_job_whose_store_does_not_answer_is_not_old(tmp_path, monkeypatch):
+def test_expired_job_with_a_hanging_store_is_kept(tmp_path, monkeypatch):
     paths = Paths.of(tmp_path / "home", logs=tmp_path / "logs")
     monkeypatch.setattr(LocalFiles, "newest", Mock(side_effect=OSError("no answer")))
     assert has_newer_files(paths, "j", time.time())
 
 
-def test_files_that_do_not_answer_are_waited_for_only_so_long_and_are_not_old(store, check, ended, monkeypatch):
+def test_expired_job_with_hanging_files_is_kept(store, check, ended, monkeypatch):
     first, second = ended(at=OLD - 1), ended()
     answers = threading.Event()
     monkeypatch.setattr(retention, "FILE_SECONDS", 0.01)
@@ -299,7 +299,7 @@ def test_files_that_do_not_answer_are_waited_for_only_so_long_and_are_not_old(st
     assert check(CONFIRMED_SECONDS) == [first, second]
 
 
-def test_jobs_whose_files_do_not_answer_are_in_nobodys_way(store, check, ended, monkeypatch):
+def test_expired_jobs_with_unresponsive_files_do_not_block_others(store, check, ended, monkeypatch):
     """One look takes on two of them; jobs that it has not come to are the next one's."""
     silent, answering, tried = [ended(at=OLD - 10 + n) for n in range(5)], [ended(at=OLD - 9.5), ended()], []
 

@@ -70,7 +70,7 @@ def running(store, agents):
     return RunningRanks(store, Cluster(agents))
 
 
-def test_all_agents_are_asked_once_for_all_who_want_to_know_at_the_same_time(running, agents, job):
+def test_concurrent_questions_about_running_ranks_share_one_look(running, agents, job):
     async def several():
         return await asyncio.gather(*(running.waits(job) for _ in range(5)))
 
@@ -80,7 +80,7 @@ def test_all_agents_are_asked_once_for_all_who_want_to_know_at_the_same_time(run
     assert [agent.asked for agent in agents.values()] == [1, 1]
 
 
-def test_what_was_seen_is_soon_too_old(running, agents, job, monkeypatch):
+def test_stale_look_at_running_ranks_is_repeated(running, agents, job, monkeypatch):
     monkeypatch.setattr("manta.service.control.running_ranks.FRESH_SECONDS", 0.0)
 
     async def twice():
@@ -91,19 +91,19 @@ def test_what_was_seen_is_soon_too_old(running, agents, job, monkeypatch):
     assert agents["a0"].asked == 2
 
 
-def test_rank_whose_agent_is_gone_or_silent_is_unknown(running, agents, job):
+def test_rank_with_a_lost_or_silent_agent_is_unknown(running, agents, job):
     del agents["a0"]
     agents["a1"].silent = True
     seen = asyncio.run(running.waits(job))
     assert [rank.phase for rank in seen.waits.ranks] == ["unknown", "unknown"]
 
 
-def test_stack_is_that_of_the_trainer_that_runs_now(running, agents, job):
+def test_stack_is_taken_from_the_current_trainer_of_a_rank(running, agents, job):
     stack = asyncio.run(running.stack(job, 1))
     assert (stack.rank, stack.pid, stack.text, agents["a1"].of) == (1, 51, "stack of it", [51])
 
 
-def test_what_cannot_be_asked_is_said(running, agents, store, submit, job):
+def test_stack_or_waits_of_missing_ranks_are_refused_with_a_reason(running, agents, store, submit, job):
     with pytest.raises(RankNotFound, match="its ranks are 0 to 1"):
         asyncio.run(running.stack(job, 2))
     agents["a0"].status, agents["a1"].text = None, ""

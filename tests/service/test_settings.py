@@ -9,42 +9,42 @@ from manta.service.settings import InvalidSetting, RequestLimits, Settings, Tls,
 from manta.workers.storage.locations import ObjectPath
 
 
-def test_without_an_environment_there_are_defaults():
+def test_settings_of_an_empty_environment_are_the_defaults():
     settings = Settings.from_environment({})
     assert settings == Settings(home=Path.home() / ".manta", url=None)
 
 
 @pytest.mark.parametrize("name", ["MANTA_HOME", "MANTA_URL"])
-def test_an_empty_variable_is_as_none(name):
+def test_setting_with_an_empty_variable_has_its_default(name):
     assert Settings.from_environment({name: ""}) == Settings.from_environment({})
 
 
-def test_a_home_becomes_absolute(tmp_path, monkeypatch):
+def test_home_setting_becomes_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = Settings.from_environment({"MANTA_HOME": "state", "MANTA_URL": "http://there"})
     assert (settings.home, settings.url) == (tmp_path / "state", "http://there")
     assert settings.service_file == tmp_path / "state" / "service.json"
 
 
-def test_snapshots_of_failed_jobs_are_kept_for_a_day_or_what_is_asked_for():
+def test_snapshots_of_failed_jobs_are_kept_a_day_or_as_configured():
     assert Settings.from_environment({}).failed_memory_hours == 24
     assert Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": "0.5"}).failed_memory_hours == 0.5
 
 
 @pytest.mark.parametrize("value", ["a day", "-1", "nan", "inf", "1e6"])
-def test_hours_that_are_none_are_refused(value):
+def test_setting_with_invalid_hours_is_refused(value):
     with pytest.raises(InvalidSetting, match=f"MANTA_FAILED_MEMORY_HOURS is '{value}'"):
         Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": value})
 
 
-def test_jobs_are_kept_until_somebody_deletes_them_or_as_long_as_is_asked_for():
+def test_jobs_are_kept_forever_or_as_configured():
     assert Settings.from_environment({}).jobs_kept_days == 0
     assert Settings.from_environment({"MANTA_JOBS_KEPT_DAYS": "30"}).jobs_kept_days == 30
     with pytest.raises(InvalidSetting, match="MANTA_JOBS_KEPT_DAYS is 'a month'; it must be a number of 0 or more"):
         Settings.from_environment({"MANTA_JOBS_KEPT_DAYS": "a month"})
 
 
-def test_checkpoints_are_in_the_home_or_where_the_operator_says():
+def test_checkpoint_setting_accepts_a_folder_or_object_store():
     read = Settings.from_environment
     assert read({}).checkpoints is read({"MANTA_CHECKPOINTS": ""}).checkpoints is None
     assert read({"MANTA_CHECKPOINTS": "s3://bucket/manta/"}).checkpoints == ObjectPath("s3", "bucket/manta")
@@ -53,7 +53,7 @@ def test_checkpoints_are_in_the_home_or_where_the_operator_says():
         read({"MANTA_CHECKPOINTS": "ftp://there"})
 
 
-def test_notices_are_asked_for_where_the_operator_says_of_which_cloud():
+def test_notice_setting_accepts_known_clouds():
     read = Settings.from_environment
     assert read({}).node_notices is None
     assert read({"MANTA_NODE_NOTICES": "aws"}).node_notices == "aws"
@@ -63,7 +63,7 @@ def test_notices_are_asked_for_where_the_operator_says_of_which_cloud():
         read({"MANTA_NODE_NOTICES": "ibm"})
 
 
-def test_folders_of_data_are_separated_by_colons_and_absolute():
+def test_data_roots_setting_takes_absolute_folders_separated_by_colons():
     assert Settings.from_environment({}).data_roots is None
     read = Settings.from_environment({"MANTA_DATA_ROOTS": "/data:/srv/texts:"})
     assert read.data_roots == (Path("/data"), Path("/srv/texts"))
@@ -76,12 +76,12 @@ def test_folders_of_data_are_separated_by_colons_and_absolute():
 
 
 @pytest.mark.parametrize(("value", "shown"), [("1", False), ("0", True), ("", True)])
-def test_there_is_a_dashboard_unless_somebody_said_no(value, shown):
+def test_dashboard_is_on_unless_its_setting_turns_it_off(value, shown):
     assert Settings.from_environment({"MANTA_NO_DASHBOARD": value}).dashboard is shown
 
 
 @pytest.mark.parametrize(("value", "allowed"), [("1", True), ("yes", True), ("0", False), ("", False)])
-def test_faults_are_made_only_where_somebody_said_so(value, allowed):
+def test_fault_setting_is_off_by_default(value, allowed):
     assert Settings.from_environment({"MANTA_ALLOW_FAULTS": value}).allow_faults is allowed
 
 
@@ -103,7 +103,7 @@ def test_name_of_the_service_that_no_request_could_have_is_refused(host):
         Settings.from_environment({"MANTA_ALLOWED_HOSTS": f"good.example,{host}"})
 
 
-def test_snapshots_of_failed_jobs_may_go_at_once():
+def test_snapshot_retention_of_failed_jobs_can_be_zero():
     assert Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": "0"}).failed_memory_hours == 0
 
 
@@ -116,14 +116,14 @@ def test_tls_is_the_services_own_or_that_of_a_proxy():
         Settings.from_environment({"MANTA_TLS_CERT": "/a/cert.pem"})
 
 
-def test_proxies_are_trusted_by_address_or_network():
+def test_trusted_proxies_setting_accepts_addresses_and_networks():
     named = Settings.from_environment({"MANTA_TRUSTED_PROXIES": "10.0.0.0/8, ::1,127.0.0.1"})
     assert named.trusted_proxies == ("10.0.0.0/8", "::1", "127.0.0.1")
     with pytest.raises(InvalidSetting, match=r"MANTA_TRUSTED_PROXIES names '\*'"):
         Settings.from_environment({"MANTA_TRUSTED_PROXIES": "*"})
 
 
-def test_limits_of_a_caller():
+def test_request_limit_settings_are_read_and_checked():
     given = {
         "MANTA_REQUESTS_PER_SECOND": "0.5", "MANTA_REQUESTS_AT_ONCE": "2", "MANTA_STREAMS_AT_ONCE": "1",
         "MANTA_ANONYMOUS_PER_SECOND": "0",
@@ -148,12 +148,12 @@ def test_key_of_the_client_is_not_printed_with_the_settings():
     assert settings.api_key == "manta_secret" and "manta_secret" not in repr(settings)
 
 
-def test_trainers_do_not_inherit_the_key_of_whoever_starts_their_service(tmp_path):
+def test_service_environment_excludes_the_api_key(tmp_path):
     given = {"MANTA_API_KEY": "manta_secret", "MANTA_HOME": "elsewhere", "PATH": "/bin"}
     assert Settings(tmp_path).environment_of_service(given) == {"MANTA_HOME": str(tmp_path), "PATH": "/bin"}
 
 
-def test_logs_are_kept_where_the_checkpoints_are_if_that_is_an_object_store():
+def test_log_setting_defaults_to_the_checkpoint_object_store():
     read = Settings.from_environment
     store, other = {"MANTA_CHECKPOINTS": "s3://bucket/manta"}, {"MANTA_LOGS": "s3://logs/manta"}
     assert read(store).logs == ObjectPath("s3", "bucket/manta")
@@ -169,7 +169,7 @@ def test_logs_are_kept_where_the_checkpoints_are_if_that_is_an_object_store():
         read({"MANTA_LOGS": "gs://there"})
 
 
-def test_traces_go_to_the_collector_that_the_operator_names():
+def test_trace_setting_takes_the_address_of_a_collector():
     read = Settings.from_environment
     assert read({}).traces is read({"MANTA_TRACES": " "}).traces is None
     for address in ("http://collector:4318", "https://there/otlp/v1/traces", "http://[::1]:4318"):
@@ -179,7 +179,7 @@ def test_traces_go_to_the_collector_that_the_operator_names():
 @pytest.mark.parametrize(
     "address", ["collector:4318", "grpc://collector:4317", "http://", "http://a:b", "http://a?b=c"]
 )
-def test_what_is_no_address_of_a_collector_is_refused(address):
+def test_invalid_trace_collector_address_is_refused(address):
     with pytest.raises(
         InvalidSetting, match=r"MANTA_TRACES is '.*'; it takes the address of a collector such as http://"
     ):

@@ -51,46 +51,46 @@ EDGES = {
 
 
 @pytest.mark.parametrize("source", JobState)
-def test_the_table_has_these_edges_and_no_others(source):
+def test_job_states_have_exactly_the_listed_transitions(source):
     assert set(TRANSITIONS) == set(JobState)
     assert {target.value for target in JobState if can(source, target)} == set(EDGES[source.value].split())
 
 
 @given(states)
-def test_every_state_reaches_a_final_one(state):
+def test_job_state_always_reaches_a_final_one(state):
     assert reachable(state) & FINAL
 
 
 @given(states)
-def test_no_state_leads_to_itself(state):
+def test_job_state_never_leads_to_itself(state):
     assert not can(state, state)
 
 
 @given(states)
-def test_every_state_but_the_first_can_be_reached_from_it(state):
+def test_job_states_are_all_reachable_from_queued(state):
     assert state in reachable(JobState.QUEUED)
 
 
-def test_the_final_states_are_these_three():
+def test_final_job_states_are_succeeded_failed_and_cancelled():
     assert {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED} == FINAL
     assert {state.value for state in JobState if is_final(state)} == {"SUCCEEDED", "FAILED", "CANCELLED"}
     assert [is_final(name) for name in ("FAILED", "CANCELLING")] == [True, False]
 
 
 @given(st.sampled_from(sorted(ACTIONS)), states)
-def test_what_a_user_may_ask_for_follows_the_edges(action, state):
+def test_user_actions_follow_the_job_state_transitions(action, state):
     target = after_action(action, state)
     assert target in (None, state) or can(state, target)
 
 
-def test_a_user_may_cancel_until_the_job_is_over():
+def test_job_can_be_cancelled_until_it_is_final():
     legal = {state for state in JobState if after_action("cancel", state)}
     assert legal == set(JobState) - FINAL
     assert after_action("cancel", JobState.QUEUED) is JobState.CANCELLED
     assert after_action("cancel", JobState.CANCELLING) is JobState.CANCELLING, "asked for twice"
 
 
-def test_a_user_may_pause_what_is_not_over_and_resume_what_is_paused():
+def test_job_can_be_paused_until_final_and_resumed_when_paused():
     assert {state for state in JobState if after_action("pause", state)} == set(JobState) - FINAL - {"CANCELLING"}
     assert after_action("pause", JobState.QUEUED) is after_action("pause", JobState.PAUSED) is JobState.PAUSED
     assert after_action("pause", JobState.RESIZING) is after_action("pause", JobState.PAUSING) is JobState.PAUSING
@@ -99,17 +99,17 @@ def test_a_user_may_pause_what_is_not_over_and_resume_what_is_paused():
     }
 
 
-def test_somebody_owns_every_job_that_may_hold_places_and_it_leaves_in_limited_time():
+def test_job_states_that_hold_places_are_supervised_and_limited_in_time():
     assert set(JobState) - FINAL - {JobState.QUEUED, JobState.PAUSED} == SUPERVISED
     assert set(TIME_LIMITS) == SUPERVISED - {JobState.RUNNING}
     assert min(TIME_LIMITS[JobState.PAUSING], TIME_LIMITS[JobState.RESIZING]) > SAVE_SECONDS
 
 
-def test_advice_is_given_where_an_action_is_refused():
+def test_advice_on_job_states_is_given_only_for_refused_actions():
     assert all(after_action(action, state) is None for action, state in ADVICE)
 
 
-def test_a_refusal_is_one_sentence_and_no_list_of_states():
+def test_refused_action_is_one_sentence_without_a_list_of_states():
     refused = [(action, state) for action in ACTIONS for state in JobState if after_action(action, state) is None]
     for action, state in refused:
         said = str(IllegalTransition("job_1", state, action=action))
@@ -120,11 +120,11 @@ def test_a_refusal_is_one_sentence_and_no_list_of_states():
     assert over == "job job_1 is SUCCEEDED: it is over, and there is nothing to cancel"
 
 
-def test_the_contract_names_eleven_states_and_all_of_ours_are_among_them():
+def test_documented_job_states_are_eleven_and_include_all_of_ours():
     assert len(STATE_NAMES) == len(set(STATE_NAMES)) == 11
     assert set(JobState) <= set(STATE_NAMES)
 
 
-def test_a_name_that_is_no_state_is_refused():
+def test_unknown_job_state_is_refused():
     with pytest.raises(ValueError, match="ASLEEP"):
         is_final("ASLEEP")

@@ -27,7 +27,7 @@ def stored(store, submit):
     return make
 
 
-def test_what_the_user_wrote_is_stored_beside_the_full_spec(submit):
+def test_submitted_spec_is_stored_beside_the_full_one(submit):
     job = submit(recovery={"max_restarts": 20}, train={"steps": 7, "optimizer": {"learning_rate": 1}})
     assert job.submitted == {
         "name": "small",
@@ -41,7 +41,7 @@ def test_what_the_user_wrote_is_stored_beside_the_full_spec(submit):
     assert job.not_default["train"] == {"steps": 7, "optimizer": {"learning_rate": 1.0}}
 
 
-def test_spec_that_is_understood_is_read_as_it_is_stored(stored):
+def test_stored_spec_that_is_understood_is_read_unchanged(stored):
     job = stored(spec={"recovery": {"max_restarts": 3}})  # the default of another release
     assert stored_spec(job).spec.recovery.max_restarts == 3
     assert stored_spec(job).left_out == ()
@@ -64,14 +64,14 @@ def test_stored_spec_with_a_key_that_is_gone_and_never_had_an_effect_is_read_in_
         ({"parallel": {"newer": [1]}}, "parallel.newer"),
     ],
 )
-def test_unknown_key_with_the_default_of_its_release_is_done_without(stored, newer, path):
+def test_stored_spec_drops_an_unknown_key_with_its_default(stored, newer, path):
     job = stored(spec=newer, parallel={"tensor": 2})
     understood = stored_spec(job)
     assert understood.left_out == (path,)
     assert understood.spec.layout.tensor == 2 and understood.spec.train.steps == 10
 
 
-def test_job_of_a_release_that_knew_of_no_choice_of_threads_keeps_the_one_that_it_has(store, submit):
+def test_stored_spec_from_before_the_threads_setting_keeps_one_thread(store, submit):
     job_id = submit().id
     assert stored_spec(store.write(lambda s: jobs.get(s, job_id))).spec.resources.threads == "auto"
 
@@ -86,42 +86,42 @@ def test_job_of_a_release_that_knew_of_no_choice_of_threads_keeps_the_one_that_i
         assert store.write(lambda s: jobs.decide_threads(s, job_id, 8)) == 1, "it is decided"
 
 
-def test_several_unknown_keys_are_done_without(stored):
+def test_stored_spec_drops_several_unknown_keys_with_their_defaults(stored):
     job = stored(spec={"newer": 1, "train": {"newer": 1}, "recovery": {"newer": 1}})
     assert sorted(stored_spec(job).left_out) == ["newer", "recovery.newer", "train.newer"]
 
 
 @pytest.mark.parametrize("said", ["submitted", "not_default"])
 @pytest.mark.parametrize("newer", [{"newer": 3}, {"recovery": {"newer": {"inner": 1}}}])
-def test_unknown_key_that_the_user_wrote_or_that_is_no_default_is_not_understood(stored, newer, said):
+def test_stored_spec_with_an_unknown_key_of_the_user_is_not_understood(stored, newer, said):
     job = stored(spec=newer, **{said: newer})
     with pytest.raises(SpecNotUnderstood, match="newer: Extra inputs are not permitted; a release that does continues"):
         stored_spec(job)
 
 
 @pytest.mark.parametrize("said", ["submitted", "not_default"])
-def test_unknown_key_of_a_job_of_which_nothing_more_is_known_is_not_understood(store, stored, said):
+def test_stored_spec_with_an_unknown_key_and_no_defaults_is_not_understood(store, stored, said):
     job_id = stored(spec={"newer": 1}).id
     job = store.write(lambda s: (setattr(jobs.get(s, job_id), said, None), jobs.get(s, job_id))[1])
     with pytest.raises(SpecNotUnderstood):
         stored_spec(job)
 
 
-def test_value_that_is_not_taken_is_not_understood_even_where_it_is_a_default(stored):
+def test_stored_spec_with_an_unknown_value_is_not_understood(stored):
     """Our own default would make another job of it."""
     job = stored(spec={"train": {"attention": "newest"}, "newer": 1})
     with pytest.raises(SpecNotUnderstood, match=r"attention"):
         stored_spec(job)
 
 
-def test_edits_are_what_the_user_wrote(store, submit):
+def test_edits_are_part_of_the_submitted_spec(store, submit):
     job_id = submit().id
     job = store.write(lambda s: edits.edit(s, job_id, name="other", priority=0))
     assert job.submitted["name"] == job.not_default["name"] == job.spec["name"] == "other"
     assert "priority" not in job.submitted
 
 
-def test_problems_after_the_first_are_counted(stored):
+def test_stored_spec_error_counts_further_problems(stored):
     job = stored(spec={"train": {"attention": "newest", "steps": "many"}, "model": {"heads": "many"}})
     with pytest.raises(SpecNotUnderstood, match=r": model\.heads: .* and 2 more problems; a release that does"):
         stored_spec(job)

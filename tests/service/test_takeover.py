@@ -43,13 +43,13 @@ def look(cluster, **states):
     asyncio.run(refuse_incompatible_agents(cluster, known))
 
 
-def test_gangs_that_are_understood_are_no_reason_to_refuse(cluster):
+def test_takeover_accepts_gangs_of_supported_protocols(cluster):
     look(cluster)
     agents_of(cluster, "job_a", "job_b")
     look(cluster, job_a="RUNNING", job_b="RECOVERING")
 
 
-def test_gang_of_another_release_is_named_with_both_numbers_and_what_to_do(cluster):
+def test_takeover_refusal_names_the_jobs_and_both_protocols(cluster):
     agents_of(cluster, "job_a")
     agents_of(cluster, "job_b", protocol=1)
     with pytest.raises(CannotTakeOver) as caught:
@@ -62,17 +62,17 @@ def test_gang_of_another_release_is_named_with_both_numbers_and_what_to_do(clust
 
 
 @pytest.mark.parametrize("state", ["QUEUED", "CANCELLING", "FAILED", "SUCCEEDED"])
-def test_what_nobody_needs_any_more_is_no_reason_to_refuse(cluster, state):
+def test_takeover_ignores_gangs_of_jobs_that_need_them_no_more(cluster, state):
     agents_of(cluster, "job_a", protocol=1)
     look(cluster, job_a=state)
 
 
-def test_job_that_the_database_does_not_know_is_no_reason_to_refuse(cluster):
+def test_takeover_ignores_jobs_unknown_to_the_database(cluster):
     agents_of(cluster, "job_a", protocol=1)
     look(cluster)
 
 
-def test_agent_that_does_not_answer_or_is_gone_says_nothing_about_its_release(cluster, monkeypatch):
+def test_takeover_ignores_silent_and_lost_agents(cluster, monkeypatch):
     monkeypatch.setattr(takeover, "REQUEST_SECONDS", 0.01)
     agents_of(cluster, "job_a")
     silent, lost = cluster.agents.living.values()
@@ -87,7 +87,7 @@ def test_agent_that_does_not_answer_or_is_gone_says_nothing_about_its_release(cl
     look(cluster, job_a="RUNNING")
 
 
-def test_gangs_of_several_releases_are_all_told_and_one_agent_is_enough_to_tell(cluster):
+def test_takeover_refusal_names_all_protocols_and_needs_one_agent_per_job(cluster):
     agents_of(cluster, "job_a", protocol=2)
     agents_of(cluster, "job_b", protocol=1)
     agents_of(cluster, "job_c")
@@ -100,14 +100,14 @@ def test_gangs_of_several_releases_are_all_told_and_one_agent_is_enough_to_tell(
     assert "cannot take over job_a, job_b: their agents speak protocol 1 and 2 and this" in str(caught.value)
 
 
-def test_many_jobs_are_not_all_named(cluster):
+def test_takeover_refusal_names_five_jobs_and_counts_the_rest(cluster):
     names = [f"job_{letter}" for letter in "abcdefg"]
     agents_of(cluster, *names, protocol=1)
     with pytest.raises(CannotTakeOver, match="job_a, job_b, job_c, job_d, job_e and 2 more: "):
         look(cluster, **dict.fromkeys(names, "RUNNING"))
 
 
-def test_as_many_jobs_as_are_named_are_all_there_are(cluster):
+def test_takeover_refusal_of_five_jobs_names_them_all(cluster):
     names = [f"job_{letter}" for letter in "abcde"]
     agents_of(cluster, *names, protocol=1)
     with pytest.raises(CannotTakeOver, match="job_a, job_b, job_c, job_d, job_e: their agents"):

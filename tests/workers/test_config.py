@@ -46,7 +46,7 @@ def advised(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:
     return result
 
 
-def test_the_contracts_own_example_parses_with_its_values():
+def test_contract_example_parses_with_its_values():
     spec = parse_job_spec(
         yaml.safe_load("""
 name: quickstart
@@ -68,7 +68,7 @@ priority:  0
     assert spec.train.optimizer.epsilon == 1e-8
 
 
-def test_everything_but_model_data_and_steps_has_a_default():
+def test_job_spec_has_defaults_for_all_but_model_data_and_steps():
     spec = parse_job_spec({"model": TINY["model"], "data": TINY["data"], "train": {"steps": 1}})
     assert spec.parallel == ParallelConfig(tensor=1, pipeline=1, data=1, schedule="1f1b", recompute="none", zero=1)
 
@@ -79,7 +79,7 @@ def test_sequence_parallelism_is_on_exactly_with_tensor_parallelism(tensor, aske
     assert parse_job_spec(document(parallel=parallel)).layout.sequence_parallel_on is on
 
 
-def test_a_job_takes_as_long_as_it_takes_unless_a_limit_is_set():
+def test_job_duration_is_unlimited_by_default():
     assert parse_job_spec(document()).max_duration is None
     assert parse_job_spec({**document(), "max_duration": 90}).max_duration == 90.0
     with pytest.raises(SpecError, match="max_duration: must be above 0"):
@@ -90,7 +90,7 @@ def test_a_job_takes_as_long_as_it_takes_unless_a_limit_is_set():
     ("nonfinite", "spike", "needs"),
     [("fail", "ignore", False), ("skip", "ignore", False), ("fail", "skip", True), ("roll_back", "ignore", True)],
 )
-def test_history_is_kept_where_the_next_step_depends_on_it(nonfinite, spike, needs):
+def test_numerics_history_is_kept_only_for_policies_that_need_it(nonfinite, spike, needs):
     recovery = {"nonfinite": nonfinite, "spike": {"policy": spike, "window": 5}}
     assert parse_job_spec({**document(), "recovery": recovery}).recovery.needs_history is needs
 
@@ -149,7 +149,7 @@ WRONG_VALUES = [
 @pytest.mark.parametrize(
     ("path", "value", "rule", "suggestion"), WRONG_VALUES, ids=[str(case[:2])[:50] for case in WRONG_VALUES]
 )
-def test_wrong_values_name_the_field_the_rule_and_what_works(path, value, rule, suggestion):
+def test_invalid_spec_value_names_its_key_rule_and_a_working_value(path, value, rule, suggestion):
     (problem,) = problems_of(with_value(path, value))
     assert problem.path == (f"{path}.a" if path == "model.options" else path)
     assert rule in problem.rule
@@ -159,13 +159,13 @@ def test_wrong_values_name_the_field_the_rule_and_what_works(path, value, rule, 
         assert not [other for other in problems_of(parsed) if other.path == path and not other.unsupported]
 
 
-def test_frequencies_that_do_not_fall_are_refused():
+def test_rope_base_whose_frequencies_do_not_fall_is_refused():
     """Yarn divides by the logarithm of their base."""
     (problem,) = problems_of(with_value("model.rope", {"theta": 1.0}))
     assert problem == Problem("model.rope.theta", "must be above 1.0, not 1.0", "10000.0")
 
 
-def test_what_is_written_in_a_few_characters_has_a_sentence_of_its_own():
+def test_short_text_values_have_a_rule_and_a_suggestion():
     (problem,) = problems_of(with_value("labels", {"Team!": "a"}))
     assert (problem.path, problem.suggestion) == ("labels.Team!", "Team")
     assert "optionally after a domain name" in problem.rule
@@ -177,7 +177,7 @@ def test_what_is_written_in_a_few_characters_has_a_sentence_of_its_own():
 
 
 @pytest.mark.parametrize("value", ["../up", "", "a\nb", "日本", " x", "n" * 101])
-def test_a_suggested_name_works(value):
+def test_suggested_job_name_is_valid(value):
     (problem,) = problems_of(with_value("name", value))
     if problem.suggestion is not None:
         assert parse_job_spec(with_value("name", problem.suggestion)).name == problem.suggestion
@@ -202,7 +202,7 @@ def test_a_suggested_name_works(value):
         ("model.n_layer", "layers"),
     ],
 )
-def test_unknown_keys_name_the_closest_known_one(key, closest):
+def test_unknown_spec_keys_are_reported_with_the_closest_known_ones(key, closest):
     (problem,) = problems_of(with_value(key, 1))
     assert (problem.path, problem.rule) == (key, "unknown key")
     if closest is not None:
@@ -216,7 +216,7 @@ def test_names_of_other_programs_lead_to_keys_that_exist():
 @pytest.mark.parametrize(
     "path", ["model", "data", "train", "model.layers", "model.heads", "data.source", "train.steps"]
 )
-def test_what_is_missing_is_named_with_an_example_that_works(path):
+def test_missing_spec_key_is_reported_with_an_example_that_works(path):
     spec = with_value(path, None)
     (problem,) = problems_of(spec)
     assert (problem.path, problem.rule) == (path, "required, but missing")
@@ -225,12 +225,12 @@ def test_what_is_missing_is_named_with_an_example_that_works(path):
     )
 
 
-def test_all_problems_are_reported_at_once():
+def test_all_problems_of_a_spec_are_reported_at_once():
     paths = {problem.path for problem in problems_of(document(model={"layers": 0, "head": 3}, train={"steps": "x"}))}
     assert paths == {"model.layers", "model.head", "train.steps"}
 
 
-def test_an_error_says_all_of_it_in_one_line():
+def test_spec_error_has_all_problems_in_one_line():
     error = SpecError([Problem("a.b", "is wrong", "4"), Problem("c", "is bad"), Problem("", "is no spec")])
     assert str(error) == "a.b: is wrong (try: 4); c: is bad; is no spec"
     assert not error.problems[0].unsupported
@@ -247,7 +247,7 @@ def test_an_error_says_all_of_it_in_one_line():
     ],
     ids=["empty", "comment", "latin", "twice", "deep"],
 )
-def test_a_file_that_holds_no_spec_is_told_apart(tmp_path, content, sentence):
+def test_file_without_a_spec_is_refused_with_the_reason(tmp_path, content, sentence):
     file = tmp_path / "job.yaml"
     file.write_bytes(content)
     with pytest.raises(SpecError) as caught:
@@ -304,7 +304,7 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path):
     assert (optimizer.learning_rate, optimizer.epsilon) == (1e-3, 1e-8)
 
 
-def test_relative_paths_are_resolved_against_the_files_own_folder(tmp_path, monkeypatch):
+def test_relative_paths_are_resolved_against_the_spec_files_folder(tmp_path, monkeypatch):
     (tmp_path / "jobs").mkdir()
     file = tmp_path / "jobs" / "job.yaml"
     sets = [{"name": "code", "paths": ["code.txt"]}]
@@ -319,7 +319,7 @@ def test_relative_paths_are_resolved_against_the_files_own_folder(tmp_path, monk
     assert code.paths == (str(tmp_path / "jobs" / "code.txt"),)
 
 
-def test_words_and_urls_are_no_relative_paths():
+def test_words_and_urls_are_not_taken_for_relative_paths():
     named = {"paths": ["a", "s3://texts/a"], "tokenizer": "s3://llama", "template": "chatml"}
     absolute = with_absolute_paths({"data": named, "model": {"from": "s3://llama"}}, Path("/jobs"))
     assert absolute == {"data": {**named, "paths": ["/jobs/a", "s3://texts/a"]}, "model": {"from": "s3://llama"}}
@@ -339,7 +339,7 @@ NO_SPECS = {
 
 
 @pytest.mark.parametrize("content", NO_SPECS.values(), ids=NO_SPECS)
-def test_a_file_that_is_no_spec_is_named_in_one_line(tmp_path, content):
+def test_file_that_is_no_spec_is_named_in_one_line(tmp_path, content):
     file = tmp_path / "job.yaml"
     file.write_bytes(content)
     with pytest.raises(SpecError) as caught:
@@ -347,7 +347,7 @@ def test_a_file_that_is_no_spec_is_named_in_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_of_aliases_upon_aliases_is_refused_in_few_words(tmp_path):
+def test_spec_file_of_nested_aliases_is_refused_in_few_words(tmp_path):
     file = tmp_path / "job.yaml"
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
     file.write_text("\n".join([*lines, "parallel: {recompute: *a39}"]))
@@ -363,13 +363,13 @@ def test_a_huge_number_in_another_base_is_refused(tmp_path):
         load_job_spec(file)
 
 
-def test_a_missing_file_is_an_os_error(tmp_path):
+def test_missing_spec_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_document(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(("value", "rule"), [(0, "must be above 0, not 0"), ("often", "must be an integer, not a")])
-def test_a_number_that_may_also_be_auto_is_reported_once(value, rule):
+def test_invalid_number_that_may_be_auto_is_reported_once(value, rule):
     with pytest.raises(SpecError) as caught:
         spec(checkpoint={"snapshot_every_steps": value})
     (problem,) = caught.value.problems
@@ -386,12 +386,12 @@ def test_a_number_that_may_also_be_auto_is_reported_once(value, rule):
         ("many", "must be an integer, not a string ('many')", "auto"),
     ],
 )
-def test_a_number_of_threads_is_auto_or_at_least_one(value, rule, suggestion):
+def test_thread_count_of_a_spec_is_auto_or_between_1_and_1024(value, rule, suggestion):
     assert problems_of(with_value("resources.threads", value)) == [Problem("resources.threads", rule, suggestion)]
     assert spec().resources.threads == "auto"
 
 
-def test_problems_of_a_file_are_a_line_each_and_name_it_once():
+def test_spec_problems_are_a_line_each_and_name_the_file_once():
     error = SpecError([Problem("model.heads", "must be at least 1, not 0", "1"), Problem("", "a.yaml is no YAML")])
     lines = ["a.yaml: model.heads: must be at least 1, not 0 (try: 1)", "a.yaml: is no YAML"]
     assert error.lines(Path("a.yaml")) == lines

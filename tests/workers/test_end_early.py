@@ -32,7 +32,9 @@ def spec(tmp_path_factory):
     [((1, 2, 2), "links"), pytest.param((2, 1, 1), "process_groups", marks=pytest.mark.soak)],
     ids=["pipeline_and_data", "process_groups"],
 )
-def test_one_that_is_asked_is_enough_and_nothing_shows_it_afterwards(ranks, spec, tmp_path, layout, backend):
+def test_request_to_one_rank_ends_the_whole_job_early_without_changing_its_curve(
+    ranks, spec, tmp_path, layout, backend
+):
     job, world = spec(layout), ParallelConfig(**axes(layout))
 
     def run(*arguments):
@@ -56,7 +58,7 @@ def test_one_that_is_asked_is_enough_and_nothing_shows_it_afterwards(ranks, spec
     assert [curve[step] for step in sorted(curve)] == whole
 
 
-def test_who_is_asked_in_the_last_step_is_simply_done(ranks, spec, tmp_path):
+def test_request_to_end_early_in_the_last_step_has_no_effect(ranks, spec, tmp_path):
     (trained,) = ranks.run(ParallelConfig(), train, spec((1, 1, 1)), str(tmp_path), Resume(), (0, STEPS - 1))
     assert trained[:2] == (STEPS, False)
     assert complete_checkpoints(tmp_path / "durable") == []

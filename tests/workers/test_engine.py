@@ -40,7 +40,7 @@ def step(engine: Engine, *outcomes: tuple[float, float]):
     return engine.step([None], 8, 1e-3, 0), scales
 
 
-def test_an_overflow_is_tried_again_until_it_fits():
+def test_overflowing_step_is_retried_until_it_fits():
     engine = engine_of()
     before = engine.optimizer.exp_avg.clone()
     statistics, scales = step(engine, (64.0, math.inf), (64.0, math.nan), (64.0, 1.0))
@@ -59,7 +59,7 @@ def test_a_loss_that_is_lost_is_not_tried_again(outcome):
     assert all(torch.equal(now, then) for now, then in zip(engine.state(), state, strict=True))
 
 
-def test_what_no_scale_helps_changes_nothing_and_leaves_the_scale_and_its_count():
+def test_engine_step_that_no_scale_helps_changes_no_state():
     engine = engine_of()
     step(engine, (64.0, 1.0))
     state = [each.clone() for each in engine.state()]
@@ -70,7 +70,7 @@ def test_what_no_scale_helps_changes_nothing_and_leaves_the_scale_and_its_count(
 
 
 @pytest.mark.parametrize("outcome", [(64.0, 1.0), (math.nan, 1.0)], ids=["good", "bad"])
-def test_after_a_step_the_state_is_nobodys_until_it_is_settled(outcome):
+def test_engine_state_is_unsettled_after_a_step_until_it_is_settled(outcome):
     """Whoever dies in between must not be asked for the step before."""
     engine = engine_of("fp32")
     assert engine.settled
@@ -80,7 +80,7 @@ def test_after_a_step_the_state_is_nobodys_until_it_is_settled(outcome):
     assert engine.settled
 
 
-def test_a_process_that_begins_anew_begins_with_the_first_scale():
+def test_restarted_engine_begins_with_the_first_loss_scale():
     engine = engine_of()
     first = [each.clone() for each in engine.state()]
     assert any(each.data_ptr() == engine.loss_scale.state.data_ptr() for each in engine.state()), "snapshots keep it"
@@ -122,7 +122,7 @@ def test_buckets_of_gpus_keep_a_link_busy(replicas, on_gpu, megabytes):
     )
 
 
-def test_numbers_of_a_communication_that_was_broken_off_commit_nothing(monkeypatch):
+def test_interrupted_communication_commits_nothing(monkeypatch):
     """On a GPU such a one ends without an error, and with whatever lay in memory; the host learns it only now."""
     engine = engine_of("fp32")
     engine.settle()

@@ -9,7 +9,7 @@ from manta.workers.training.reporter import announce, named_samples, sample_data
 SAMPLES = [range(8, 16), range(20, 21)]
 
 
-def test_rank_0_says_it_for_all_in_its_log_and_as_an_event(capsys):
+def test_announcement_is_made_by_rank_0_alone_in_its_log_and_as_an_event(capsys):
     events = []
     reporter = SimpleNamespace(event=lambda *arguments: events.append(arguments))
     for rank in (0, 1):
@@ -18,6 +18,6 @@ def test_rank_0_says_it_for_all_in_its_log_and_as_an_event(capsys):
     assert capsys.readouterr().out == "too high\n"
 
 
-def test_samples_are_named_for_people_with_the_last_one_and_for_programs_with_the_one_after_it():
+def test_skipped_samples_are_named_inclusively_in_text_and_half_open_in_data():
     assert named_samples(SAMPLES) == "8 to 15 and 20 to 20"
     assert sample_data(SAMPLES) == {"first_sample": 8, "last_sample": 20, "samples": [[8, 16], [20, 21]]}

@@ -91,28 +91,28 @@ def check(ranks: Any, scenario: Scenario, folder: Path, clean: dict[str, list[Re
     return by_rank
 
 
-def test_few_scenarios_have_every_value_of_every_factor():
+def test_short_list_of_fault_scenarios_covers_every_value_of_every_factor():
     rows = [drawn[0] for seed in FEW if (drawn := drawn_scenario(seed, "corpus.txt")) is not None]
     met = {(name, row[name]) for row in rows for name in row}
     assert len(rows) == len(FEW) and met == {(name, value) for name, values in FACTORS.items() for value in values}
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_faults_change_no_bit(ranks, corpus, tmp_path, clean, seed):
+def test_fault_scenarios_of_the_short_list_change_no_bit(ranks, corpus, tmp_path, clean, seed):
     _, scenario = drawn_scenario(seed, corpus)
     by_rank = check(ranks, scenario, tmp_path, clean)
     assert any(each.faults for each in by_rank)
 
 
 @pytest.mark.soak
-def test_every_pair_of_factors_changes_no_bit(ranks, corpus, tmp_path, clean):
+def test_fault_scenarios_with_every_pair_of_factors_keep_the_same_bits(ranks, corpus, tmp_path, clean):
     for number, (_, scenario) in enumerate(covering_scenarios(corpus)):
         check(ranks, scenario, tmp_path / str(number), clean)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(DRAWN))
-def test_drawn_lives(ranks, corpus, tmp_path, clean, number):
+def test_drawn_fault_scenarios_change_no_bit(ranks, corpus, tmp_path, clean, number):
     drawn = drawn_scenario(str(number), corpus)
     if drawn is not None:
         check(ranks, drawn[1], tmp_path, clean)

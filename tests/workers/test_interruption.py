@@ -47,7 +47,7 @@ except KeyboardInterrupt:
         ("api/cli/main", "from manta.api.cli import __main__ as manta; manta.main()"),
     ],
 )
-def test_one_that_is_interrupted_while_it_loads_ends_in_the_same_word(tmp_path, module, program):
+def test_command_interrupted_while_loading_ends_with_one_word(tmp_path, module, program):
     """Whatever the module that is being loaded makes of a KeyboardInterrupt. Files of `tmp_path` hide ours."""
     file = tmp_path / f"{module}.py"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def test_one_that_is_interrupted_while_it_loads_ends_in_the_same_word(tmp_path, 
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
-def test_who_ignores_interruptions_still_does_and_afterwards_they_are_raised_again():
+def test_ignored_interrupts_stay_ignored_and_handlers_are_restored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with ending_at_once():
@@ -76,7 +76,7 @@ def test_who_ignores_interruptions_still_does_and_afterwards_they_are_raised_aga
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_and_those_who_handle_sigterm_themselves_see_no_change():
+def test_cleanup_on_sigterm_leaves_other_threads_and_own_handlers_alone():
     seen = []
 
     def look() -> None:
@@ -97,7 +97,7 @@ def test_other_threads_and_those_who_handle_sigterm_themselves_see_no_change():
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_can_be_interrupted_before_it_imports_anything(program):
+def test_program_can_be_interrupted_before_its_imports(program):
     statements = ast.parse((ROOT / "src/manta/workers" / f"{program}.py").read_text()).body
     first = next(at for at, each in enumerate(statements) if isinstance(each, ast.If))
     assert ast.unparse(statements[first]) == (

@@ -24,7 +24,7 @@ from manta.workers.training.reporter import Reporter
 CONFIG = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
 
 
-def test_warm_up_rises_linearly_to_the_highest_rate():
+def test_warmup_raises_the_learning_rate_linearly_to_the_highest():
     assert [learning_rate(CONFIG, step, 20) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
 
 
@@ -34,7 +34,7 @@ def test_the_last_step_has_the_smallest_rate_and_the_middle_the_mean():
     assert learning_rate(CONFIG, 8, 20) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 4)))
 
 
-def test_without_warm_up_the_first_step_is_near_the_highest_rate():
+def test_first_learning_rate_without_warm_up_is_near_the_highest():
     config = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.0)
     assert learning_rate(config, 1, 1000) == pytest.approx(1.0, abs=1e-5)
 
@@ -47,7 +47,7 @@ SCHEDULES = ("cosine", "linear", "wsd", "inverse-sqrt", "constant")
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 300), st.integers(0, 300))
-def test_rates_rise_then_fall_and_stay_in_bounds(schedule, steps, warmup):
+def test_learning_rates_rise_then_fall_within_bounds(schedule, steps, warmup):
     config = OptimizerConfig(
         learning_rate=1.0, min_learning_rate=0.1, warmup_steps=min(warmup, steps), schedule=schedule
     )
@@ -94,14 +94,14 @@ def scheduled(make, steps: int = 40) -> list[float]:
     ],
     ids=["cosine", "linear", "inverse-sqrt", "constant", "wsd linear", "wsd cosine", "wsd 1-sqrt"],
 )
-def test_schedules_that_end_at_nothing_are_those_of_transformers(keys, name, arguments):
+def test_schedules_ending_at_zero_match_transformers(keys, name, arguments):
     optimization = pytest.importorskip("transformers.optimization")
     expected = scheduled(lambda optimizer: getattr(optimization, name)(optimizer, num_warmup_steps=8, **arguments))
     assert rates(**keys) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
-def test_decays_that_end_higher_are_those_of_transformers_after_its_warm_up(shape):
+def test_decays_ending_above_zero_match_transformers_after_its_warmup(shape):
     """Its warm-up then begins at the smallest rate, ours at nothing."""
     optimization = pytest.importorskip("transformers.optimization")
     decay = {"num_decay_steps": 12, "num_training_steps": 40, "min_lr_ratio": 0.2, "decay_type": shape}
@@ -110,12 +110,12 @@ def test_decays_that_end_higher_are_those_of_transformers_after_its_warm_up(shap
     assert actual[8:] == pytest.approx(expected[8:], rel=1e-12)
 
 
-def test_a_linear_decay_is_torchs():
+def test_linear_decay_matches_torchs():
     expected = scheduled(lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.2, total_iters=40))
     assert rates(low=0.1, schedule="linear", warmup_steps=0) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_decay_of_wsd_is_as_long_as_asked_for_and_a_tenth_of_the_job_by_default():
+def test_wsd_decay_is_as_long_as_asked_or_a_tenth_of_the_job():
     def length(steps: int, **keys) -> int:
         return decay_steps(OptimizerConfig(schedule="wsd", **keys), steps)
 
@@ -130,14 +130,14 @@ def test_the_decay_of_wsd_is_as_long_as_asked_for_and_a_tenth_of_the_job_by_defa
     assert falling[36:] == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
-def test_the_inverse_square_root_falls_no_lower_than_the_smallest_rate():
+def test_inverse_sqrt_schedule_falls_no_lower_than_the_smallest_rate():
     falling = rates(steps=100, low=0.2, schedule="inverse-sqrt")
     assert falling[31] == pytest.approx(0.25), "half of it at four times the warm-up"
     assert falling[99] == 0.2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_job_that_goes_on_from_a_checkpoint_has_the_rates_that_it_would_have_had(tmp_path, schedule):
+def test_resumed_job_has_the_learning_rates_of_an_uninterrupted_one(tmp_path, schedule):
     """Nothing of a schedule is kept: rates follow from the step."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")

@@ -8,7 +8,7 @@ from engine_specs import spec
 from manta.workers.training import metric_names
 
 
-def test_a_job_has_a_loss_for_each_validation_set_and_a_z_loss_where_it_asks_for_one():
+def test_metric_names_of_a_job_include_its_validation_sets_and_z_loss():
     sets = [{"name": name, "paths": ["a.txt"]} for name in ("b", "a_2")]
     job = spec(data={"validation": sets}, train={"validate_every": 5, "z_loss": 1e-4})
     document = job.model_dump(mode="json")
@@ -21,5 +21,5 @@ def test_a_job_has_a_loss_for_each_validation_set_and_a_z_loss_where_it_asks_for
     [{}, {"data": None, "train": 5}, {"data": {"validation": {"a": 1}}}, {"data": {"validation": [None, {"name": 3}]}}],
     ids=str,
 )
-def test_what_another_release_has_stored_does_no_harm(stored):
+def test_metric_names_of_a_malformed_stored_spec_are_empty(stored):
     assert metric_names.of_job(stored) == ()

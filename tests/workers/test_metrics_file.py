@@ -39,14 +39,14 @@ def test_the_metrics_file_is_json_line_by_line_and_at_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "why"), [("no/metrics.jsonl", "No such file or directory"), (".", "Is a directory")])
-def test_a_file_of_metrics_that_cannot_be_made_is_named(tmp_path, name, why):
+def test_unwritable_metrics_file_is_named(tmp_path, name, why):
     path = tmp_path / name
     with pytest.raises(MantaError) as caught, MetricsFile(path, 9):
         pass
     assert str(caught.value) == f"--metrics: {path} cannot be written ({why})"
 
 
-def test_a_full_disk_keeps_metrics_from_their_file_and_ends_neither_words_nor_training(capsys):
+def test_full_disk_stops_metrics_but_neither_output_nor_training(capsys):
     sentence = "--metrics: /dev/full cannot be written (No space left on device)"
     with pytest.raises(MantaError, match=re.escape(sentence)), MetricsFile(Path("/dev/full"), 9) as sink:
         sink.write([Message(Metrics((ROW,)), 1.0)])
@@ -56,7 +56,7 @@ def test_a_full_disk_keeps_metrics_from_their_file_and_ends_neither_words_nor_tr
     assert said.err == f"{sentence}; training goes on\n"
 
 
-def test_metrics_are_written_on_when_nobody_reads_the_words_any_more(tmp_path, monkeypatch):
+def test_metrics_are_written_even_if_nobody_reads_the_output(tmp_path, monkeypatch):
     reads, writes = os.pipe()
     os.close(reads)
     path = tmp_path / "metrics.jsonl"
@@ -68,7 +68,7 @@ def test_metrics_are_written_on_when_nobody_reads_the_words_any_more(tmp_path, m
     assert [row["step"] for row in rows_of(path)] == [2, 3]
 
 
-def test_without_a_file_there_are_still_words(capsys):
+def test_metrics_are_printed_without_a_metrics_file(capsys):
     with MetricsFile(None, 9) as sink:
         sink.write([Message(Metrics((ROW,)), 1.0)])
     assert "step 2/9" in capsys.readouterr().out

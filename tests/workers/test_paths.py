@@ -34,7 +34,7 @@ def test_folder_of_an_older_release_is_closed(ours):
     assert mode(ours.snapshot_root) == 0o700
 
 
-def test_folder_that_others_may_write_to_is_refused(ours):
+def test_snapshot_folder_that_others_may_write_to_is_refused(ours):
     ours.snapshot_root.mkdir()
     ours.snapshot_root.chmod(0o777)
     with pytest.raises(UnsafePath, match="only you can write to"):
@@ -48,7 +48,7 @@ def test_link_in_its_place_is_refused(ours, tmp_path):
         ours.make_snapshot_root()
 
 
-def test_folder_of_somebody_else_is_refused(ours, monkeypatch):
+def test_snapshot_folder_of_another_user_is_refused(ours, monkeypatch):
     ours.snapshot_root.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     with pytest.raises(UnsafePath, match="that is yours"):
@@ -56,7 +56,7 @@ def test_folder_of_somebody_else_is_refused(ours, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\0", "-x", "x" * 129])
-def test_name_that_leads_elsewhere_is_refused(name):
+def test_unsafe_folder_name_is_refused(name):
     with pytest.raises(UnsafePath, match="cannot name a folder"):
         safe_name(name)
 
@@ -71,7 +71,7 @@ def runtime(tmp_path):
     made.remove_runtime_folder()  # where there is none, nothing happens
 
 
-def test_folder_of_sockets_is_for_its_user_alone(runtime):
+def test_socket_folder_is_private_to_its_user(runtime):
     before = os.umask(0)
     try:
         assert runtime.make_runtime_folder() == runtime.runtime_folder
@@ -82,7 +82,7 @@ def test_folder_of_sockets_is_for_its_user_alone(runtime):
 
 
 @pytest.mark.parametrize(("bits", "is_refused"), [(0o755, False), (0o740, False), (0o720, True), (0o702, True)])
-def test_folder_of_sockets_is_closed_unless_others_could_have_put_something_there(runtime, bits, is_refused):
+def test_socket_folder_is_made_private_unless_others_could_have_written_to_it(runtime, bits, is_refused):
     runtime.runtime_folder.mkdir()
     runtime.runtime_folder.chmod(bits)
     if is_refused:
@@ -92,7 +92,7 @@ def test_folder_of_sockets_is_closed_unless_others_could_have_put_something_ther
         assert mode(runtime.make_runtime_folder()) == 0o700
 
 
-def test_folder_of_sockets_of_somebody_else_is_refused(runtime, monkeypatch):
+def test_runtime_folder_of_another_user_is_refused(runtime, monkeypatch):
     runtime.make_runtime_folder()
     folder, owner = runtime.runtime_folder, os.getuid()
     monkeypatch.setattr(Paths, "runtime_folder", folder)
@@ -102,7 +102,7 @@ def test_folder_of_sockets_of_somebody_else_is_refused(runtime, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [Paths.make_runtime_folder, Paths.make_snapshot_root])
-def test_link_to_a_folder_of_ours_is_no_folder(ours, tmp_path, monkeypatch, make):
+def test_link_to_a_private_folder_is_refused(ours, tmp_path, monkeypatch, make):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
@@ -121,7 +121,7 @@ def test_link_to_a_folder_of_ours_is_no_folder(ours, tmp_path, monkeypatch, make
         make(ours)
 
 
-def test_snapshots_of_this_home_go_and_those_of_another_stay(ours, tmp_path):
+def test_removing_snapshots_spares_those_of_another_home(ours, tmp_path):
     other = Paths.of(tmp_path / "other")
     for each in (ours, other):
         each.make_snapshot_root()
@@ -131,7 +131,7 @@ def test_snapshots_of_this_home_go_and_those_of_another_stay(ours, tmp_path):
     ours.remove_snapshots()  # a second time is no harm
 
 
-def test_everything_of_a_job_lies_below_its_own_folder_and_two_homes_share_nothing(tmp_path):
+def test_job_paths_lie_below_the_jobs_folder_and_two_homes_share_nothing(tmp_path):
     here, there = Paths.of(tmp_path / "here"), Paths.of(tmp_path / "there")
     assert Paths.of(f"{tmp_path}/there/../here").tag == here.tag != there.tag
     job = tmp_path / "here" / "jobs" / "job-1"
@@ -155,5 +155,5 @@ def test_nodes_of_one_machine_have_a_zygote_each(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a", "job-1", "0.x_Y-", "x" * 128])
-def test_name_of_a_folder_is_taken_as_it_is(name):
+def test_safe_folder_name_is_unchanged(name):
     assert safe_name(name) == name

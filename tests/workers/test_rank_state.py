@@ -64,7 +64,7 @@ class Rank:
         return [row["step"] for row in rows_of(self._messages)]
 
 
-def test_a_rank_that_is_a_step_ahead_goes_back_to_the_one_that_all_have(tmp_path):
+def test_rank_that_is_a_step_ahead_returns_to_the_common_step(tmp_path):
     rank = Rank(tmp_path)
     rank.trainer.restore(Resume())
     rank.train(1)
@@ -106,7 +106,7 @@ def test_snapshots_of_steps_that_were_given_up_are_forgotten(tmp_path, source, l
     rank.end()
 
 
-def test_rows_of_steps_that_were_given_up_do_not_come_back(tmp_path):
+def test_rows_of_abandoned_steps_are_not_reported_again(tmp_path):
     """The process begins anew; the one after it reports again what lies in its snapshot."""
     rank = Rank(tmp_path)
     rank.trainer.restore(Resume())
@@ -119,7 +119,7 @@ def test_rows_of_steps_that_were_given_up_do_not_come_back(tmp_path):
     assert successor.end() == [1]
 
 
-def test_rows_of_steps_that_a_roll_back_undid_do_not_come_back(tmp_path):
+def test_rows_of_rolled_back_steps_are_not_reported_again(tmp_path):
     recovery = {"nonfinite": "roll_back", "roll_back_steps": 2}
     rank = Rank(tmp_path, recovery)
     rank.trainer.restore(Resume())
@@ -133,7 +133,7 @@ def test_rows_of_steps_that_a_roll_back_undid_do_not_come_back(tmp_path):
     assert successor.end() == list(range(1, back_to + 1))
 
 
-def test_memory_of_another_layout_is_given_back_where_the_nodes_daemon_has_it(tmp_path, monkeypatch):
+def test_snapshot_memory_of_another_layout_is_given_back_to_the_node_daemon(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(SnapshotMemory, "free_unlinked", lambda memory: asked.append(memory.place))
     for with_daemon in (False, True):
@@ -145,7 +145,7 @@ def test_memory_of_another_layout_is_given_back_where_the_nodes_daemon_has_it(tm
         assert len(asked) == with_daemon
 
 
-def test_a_rank_at_rest_has_a_snapshot_of_its_step_though_none_was_due(tmp_path):
+def test_rank_coming_to_rest_takes_a_snapshot_even_if_none_is_due(tmp_path):
     """From which ranks of another layout can go on."""
     rank = Rank(tmp_path, snapshot_every_steps=4)
     rank.trainer.restore(Resume())
@@ -186,7 +186,7 @@ def full(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_job_whose_last_checkpoint_cannot_be_saved_says_so_and_is_not_done(tmp_path):
+def test_job_whose_last_checkpoint_cannot_be_saved_fails_and_says_so(tmp_path):
     rank = Rank(tmp_path)
     rank.trainer.restore(Resume())
     reason = "the last checkpoint, of step 5, could not be saved: .*No space left on device"
@@ -198,7 +198,7 @@ def test_a_job_whose_last_checkpoint_cannot_be_saved_says_so_and_is_not_done(tmp
     rank.end()
 
 
-def test_whoever_stands_in_for_rank_0_keeps_its_rows_and_says_none(tmp_path):
+def test_stand_in_for_rank_0_keeps_its_rows_and_reports_none(tmp_path):
     rank = Rank(tmp_path)
     state = rank.trainer.state
     rank.trainer.restore(Resume())
@@ -216,7 +216,7 @@ def test_whoever_stands_in_for_rank_0_keeps_its_rows_and_says_none(tmp_path):
     assert rank.end() == []
 
 
-def test_whoever_has_the_state_of_rank_0_keeps_its_rows():
+def test_ranks_with_the_state_of_rank_0_keep_its_rows():
     job = spec(parallel={"tensor": 1, "pipeline": 2, "data": 2, "zero": 0})
     keep = []
     for rank in range(4):
@@ -227,7 +227,7 @@ def test_whoever_has_the_state_of_rank_0_keeps_its_rows():
     assert keep.count(True) == 2
 
 
-def test_weights_that_are_compared_are_those_of_the_last_snapshot(tmp_path):
+def test_compared_weights_are_those_of_the_last_snapshot(tmp_path):
     rank = Rank(tmp_path)
     rank.trainer.restore(Resume())
     rank.train(1)
@@ -239,7 +239,7 @@ def test_weights_that_are_compared_are_those_of_the_last_snapshot(tmp_path):
     rank.end()
 
 
-def test_a_rank_at_rest_has_sums_that_other_nodes_ask_for_and_its_save_is_over(tmp_path):
+def test_resting_rank_has_snapshot_sums_and_no_save_in_progress(tmp_path):
     rank = Rank(tmp_path, every_steps=1)
     rank.trainer.restore(Resume())
     rank.trainer.train_step()
@@ -255,7 +255,7 @@ def test_a_rank_at_rest_has_sums_that_other_nodes_ask_for_and_its_save_is_over(t
     rank.end()
 
 
-def test_only_a_copy_that_was_made_counts_for_the_interval(tmp_path):
+def test_snapshot_interval_counts_only_steps_with_a_snapshot(tmp_path):
     rank = Rank(tmp_path, snapshot_every_steps=2)
     rank.trainer.restore(Resume())
     for _ in range(4):
@@ -265,7 +265,7 @@ def test_only_a_copy_that_was_made_counts_for_the_interval(tmp_path):
     rank.end()
 
 
-def test_state_is_of_no_step_while_it_is_being_changed(tmp_path):
+def test_state_belongs_to_no_step_while_it_changes(tmp_path):
     rank = Rank(tmp_path)
     assert rank.trainer.settled_step is None, "before it was restored"
     rank.trainer.restore(Resume())
@@ -278,7 +278,7 @@ def test_state_is_of_no_step_while_it_is_being_changed(tmp_path):
     rank.end()
 
 
-def test_a_file_of_another_layout_goes_when_a_generation_has_begun(tmp_path):
+def test_snapshot_file_of_another_layout_is_removed_once_a_generation_begins(tmp_path):
     (tmp_path / "shared").mkdir()
     other = snapshot_path(tmp_path / "shared", 0, "ffffffff")
     other.write_bytes(b"")
@@ -303,7 +303,7 @@ def test_a_rank_that_has_the_step_already_reads_nothing_and_keeps_its_rows(tmp_p
     assert successor.end() == [1, 2, 3]
 
 
-def test_a_measurement_that_a_failure_broke_off_is_over_when_the_next_generation_begins(tmp_path):
+def test_interrupted_step_measurement_ends_with_the_next_generation(tmp_path):
     rank = Rank(tmp_path)
     rank.trainer.restore(Resume())
     rank.trainer.comm.step.begin(10, measure=True)
@@ -312,9 +312,7 @@ def test_a_measurement_that_a_failure_broke_off_is_over_when_the_next_generation
     rank.end()
 
 
-def test_what_a_roll_back_undoes_is_forgotten_only_once_all_ranks_have_what_they_go_back_to(
-    tmp_path, monkeypatch, each_save_at_its_step
-):
+def test_steps_undone_by_a_roll_back_are_forgotten_after_all_ranks_saved(tmp_path, monkeypatch, each_save_at_its_step):
     """Whatever dies in between, all of them have a step in common."""
     rank = Rank(tmp_path, {"nonfinite": "roll_back", "roll_back_steps": 2}, every_steps=1)
     rank.trainer.restore(Resume())
@@ -348,7 +346,7 @@ def test_a_row_says_by_which_generation_its_step_was_committed(tmp_path):
 
 
 @pytest.mark.parametrize("recovery", [{}, {"nonfinite": "roll_back"}])
-def test_nothing_goes_on_beside_a_rank_that_was_closed(tmp_path, recovery):
+def test_closed_rank_state_leaves_no_thread_running(tmp_path, recovery):
     before = set(threading.enumerate())
     rank = Rank(tmp_path, recovery, every_steps=1)
     rank.trainer.restore(Resume())

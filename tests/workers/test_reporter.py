@@ -27,7 +27,7 @@ class Listener:
         return [payload for batch in self.batches for payload in batch]
 
 
-def test_all_that_was_said_has_been_heard_when_it_is_closed(monkeypatch):
+def test_reporter_has_delivered_everything_when_it_is_closed(monkeypatch):
     """The process ends right after that, and so does a thread that still ships."""
     monkeypatch.setattr(module, "BATCH_SECONDS", 1000.0)
     listener = Listener(seconds=0.02)
@@ -43,7 +43,7 @@ def test_all_that_was_said_has_been_heard_when_it_is_closed(monkeypatch):
     assert not reporter._thread.is_alive(), "and nobody has waited for the time to be over"
 
 
-def test_what_takes_a_while_is_made_on_the_reporters_thread_and_stays_in_order():
+def test_reporter_builds_slow_messages_on_its_own_thread_in_order():
     listener, made_by = Listener(), []
 
     def make():
@@ -59,7 +59,7 @@ def test_what_takes_a_while_is_made_on_the_reporters_thread_and_stays_in_order()
     assert made_by == ["reporter"]
 
 
-def test_what_cannot_be_made_keeps_nothing_else_from_being_heard(capfd):
+def test_reporter_skips_a_message_that_cannot_be_built(capfd):
     """A recovery waits for what a rank says last, and kills one that says nothing."""
 
     def fail():
@@ -75,7 +75,7 @@ def test_what_cannot_be_made_keeps_nothing_else_from_being_heard(capfd):
     assert "No space left on device" in capfd.readouterr().err
 
 
-def test_what_somebody_waits_for_does_not_wait_for_a_batch(monkeypatch):
+def test_reporter_ships_urgent_messages_without_waiting_for_a_batch(monkeypatch):
     monkeypatch.setattr(module, "BATCH_SECONDS", 1000.0)
     listener = Listener()
     reporter = Reporter(listener)
@@ -92,7 +92,7 @@ def test_what_somebody_waits_for_does_not_wait_for_a_batch(monkeypatch):
     assert len(listener.batches) <= 3, "what came meanwhile is one batch"
 
 
-def test_once_that_was_shipped_rows_wait_for_their_batch_again(monkeypatch):
+def test_reporter_batches_rows_again_after_an_urgent_message(monkeypatch):
     monkeypatch.setattr(module, "BATCH_SECONDS", 0.0)
     urgent, heard = [], threading.Event()
 
@@ -110,7 +110,7 @@ def test_once_that_was_shipped_rows_wait_for_their_batch_again(monkeypatch):
     reporter.close()
 
 
-def test_messages_say_when_they_were_made_and_not_when_they_were_shipped(monkeypatch):
+def test_messages_have_the_time_they_were_made_at(monkeypatch):
     monkeypatch.setattr(module.time, "time", lambda: 100.0)
     shipped, hold = [], threading.Event()
 
@@ -128,7 +128,7 @@ def test_messages_say_when_they_were_made_and_not_when_they_were_shipped(monkeyp
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError])
-def test_nobody_who_listens_is_no_reason_not_to_end(error):
+def test_reporter_thread_ends_when_its_listener_is_gone(error):
     def gone(messages):
         raise error
 
@@ -139,7 +139,7 @@ def test_nobody_who_listens_is_no_reason_not_to_end(error):
     reporter.close()
 
 
-def test_listener_that_takes_nothing_is_waited_for_no_longer_than_asked():
+def test_reporter_waits_for_a_stuck_listener_no_longer_than_asked():
     hold = threading.Event()
     reporter = Reporter(lambda messages: hold.wait(20))
     reporter.send(Finished(1))
@@ -149,7 +149,7 @@ def test_listener_that_takes_nothing_is_waited_for_no_longer_than_asked():
     hold.set()
 
 
-def test_numbers_of_all_ranks_go_with_the_next_row_and_no_other():
+def test_reporter_attaches_rank_samples_to_the_next_row_only():
     listener = Listener()
     reporter = Reporter(listener)
     sample = RankSample(1, 0.1, None, packed([1.0]))

@@ -49,7 +49,7 @@ def last_rows(rows):
 
 
 @pytest.mark.parametrize("layout", [pytest.param(LAYOUTS[0], marks=pytest.mark.soak), *LAYOUTS[1:]])
-def test_rolled_back_job_is_bit_for_bit_the_one_that_never_saw_those_samples(ranks, corpus, layout):
+def test_rolled_back_job_has_the_bits_of_one_that_never_saw_those_samples(ranks, corpus, layout):
     spec = job(corpus, layout, **ROLL_BACK)
     by_rank = run(ranks, spec, NAN)
     (event,) = by_rank[0].events
@@ -80,7 +80,7 @@ def test_passing_over_changes_the_curve_from_that_step_on_and_not_before(ranks, 
     assert same == list(range(1, BAD_STEP))
 
 
-def test_without_bad_numbers_the_policies_change_no_bit(ranks, corpus):
+def test_roll_back_policies_change_no_bit_without_bad_numbers(ranks, corpus):
     spike = {"policy": "roll_back", "window": 5}
     careful = run(ranks, job(corpus, (1, 1, 2), nonfinite="roll_back", spike=spike))
     plain = run(ranks, job(corpus, (1, 1, 2)))
@@ -98,7 +98,7 @@ def test_without_bad_numbers_the_policies_change_no_bit(ranks, corpus):
         ),
     ],
 )
-def test_spike_is_known_before_anything_is_updated(ranks, corpus, layout, policy):
+def test_spike_is_detected_before_the_update(ranks, corpus, layout, policy):
     spike = {"policy": policy, "window": 5}
     spec = job(corpus, layout, spike=spike, roll_back_steps=3)
     by_rank = run(ranks, spec, {BAD_SAMPLE: 1e7})
@@ -123,7 +123,7 @@ def test_spike_is_known_before_anything_is_updated(ranks, corpus, layout, policy
     ({"nonfinite": "fail"}, math.nan, "NonFiniteError: step 8 has loss .* (samples 56 to 63); nothing was updated"),
     ({"spike": {"policy": "fail", "window": 5}}, 1e7, "SpikeError: step 8 has loss .*recovery.spike.policy to skip"),
 ])  # fmt: skip
-def test_policy_of_failing_names_the_samples(ranks, corpus, recovery, harm, error):
+def test_fail_policy_names_the_samples(ranks, corpus, recovery, harm, error):
     from rank_processes import RankFailure
 
     kind = error.partition(":")[0]
@@ -139,7 +139,7 @@ def test_job_that_rolls_back_too_often_fails(ranks, corpus):
         run(ranks, job(corpus, **ROLL_BACK, max_roll_backs=2), dict.fromkeys(range(BAD_SAMPLE, 200), math.nan))
 
 
-def test_two_roll_backs_pass_two_batches_over(ranks, corpus):
+def test_two_roll_backs_skip_two_batches(ranks, corpus):
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     by_rank = run(ranks, spec, {**NAN, BAD_SAMPLE + BATCH: math.nan})
     assert [event["samples"] for event in by_rank[0].events] == [OFFENDING, [[64, 72]]]
@@ -148,7 +148,7 @@ def test_two_roll_backs_pass_two_batches_over(ranks, corpus):
     assert by_rank[0].statistics == knowing[0].statistics
 
 
-def test_all_ranks_have_a_snapshot_in_common_at_every_moment(ranks, corpus, tmp_path):
+def test_ranks_share_a_snapshot_at_every_moment_of_a_roll_back(ranks, corpus, tmp_path):
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     by_rank = run(ranks, spec, NAN, None, Resume(), (), str(tmp_path))
     assert by_rank[0].snapshots == by_rank[1].snapshots
@@ -160,7 +160,7 @@ def test_all_ranks_have_a_snapshot_in_common_at_every_moment(ranks, corpus, tmp_
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_restart_after_a_roll_back_goes_on_with_the_same_samples(ranks, corpus, whole, tmp_path, known):
+def test_restart_after_a_roll_back_continues_with_the_same_samples(ranks, corpus, whole, tmp_path, known):
     """`known`: whether the control plane has heard of it."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     first = run(ranks, spec, NAN, BAD_STEP - 1, Resume(), (), str(tmp_path))  # then rolls back:
@@ -192,7 +192,7 @@ def test_restart_in_the_middle_of_redone_steps(ranks, corpus, whole, tmp_path):
         assert [event["step"] for event in rest[0].events if event["type"] == "rolled_back"] == [BAD_STEP]
 
 
-def test_state_from_before_a_known_roll_back_goes_on_in_its_order(ranks, corpus, whole, tmp_path):
+def test_state_older_than_a_known_roll_back_resumes_in_its_sample_order(ranks, corpus, whole, tmp_path):
     """From a checkpoint of an undone step, or of one before: the samples are skipped without being seen again."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     (event,) = whole[0].events
@@ -202,7 +202,7 @@ def test_state_from_before_a_known_roll_back_goes_on_in_its_order(ranks, corpus,
     assert rest[0].statistics == {s: whole[0].statistics[s] for s in range(BAD_STEP - 1, STEPS + 1)}
 
 
-def test_numbers_that_were_recent_survive_a_restart(ranks, corpus, tmp_path):
+def test_spike_history_survives_a_restart(ranks, corpus, tmp_path):
     """A spike right after a restart is judged as without it."""
     spec = job(corpus, (1, 1, 2), spike={"policy": "skip", "window": 5})
     whole = run(ranks, spec, {BAD_SAMPLE: 1e7})
@@ -212,7 +212,7 @@ def test_numbers_that_were_recent_survive_a_restart(ranks, corpus, tmp_path):
     assert [event["type"] for event in rest[0].events] == ["spike", "step_skipped"]
 
 
-def test_what_went_wrong_once_is_cured(ranks, corpus):
+def test_roll_back_cures_a_fault_that_happens_once(ranks, corpus):
     """Of a fault of the machine nothing stays behind but the samples that were skipped."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     by_rank = run(ranks, spec, NAN, None, Resume(), (), None, None, True)

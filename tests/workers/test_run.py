@@ -80,7 +80,7 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_file_that_holds_no_spec_is_named_once_and_no_class_is(tmp_path, capsys):
+def test_run_names_a_file_without_a_spec_once_and_no_class(tmp_path, capsys):
     file = tmp_path / "job.yaml"
     assert run.main([str(file)]) == 2
     assert capsys.readouterr().err == f"{file}: cannot be read (No such file or directory)\n"
@@ -89,7 +89,7 @@ def test_a_file_that_holds_no_spec_is_named_once_and_no_class_is(tmp_path, capsy
     assert capsys.readouterr().err == f"{file}: is not text in UTF-8: see byte 7\n"
 
 
-def test_checkpoints_that_cannot_be_written_are_said_before_the_first_step(tmp_path):
+def test_unwritable_checkpoint_folder_is_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"^--checkpoints: .*file/below cannot be written \(Not a directory\)$"):
         standalone.refuse_unwritable(tmp_path / "file" / "below")
@@ -117,7 +117,7 @@ def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
     assert "step 4/4  loss" in capsys.readouterr().out
 
 
-def test_a_trace_has_the_steps_that_were_asked_for(config, tmp_path, capsys):
+def test_run_trace_has_the_requested_steps(config, tmp_path, capsys):
     trace = tmp_path / "trace.json"
     assert run.main([str(config), "--trace", str(trace), "--trace-steps", "2", "--trace-first-step", "3"]) == 0
     assert "incomplete" not in capsys.readouterr().err
@@ -163,13 +163,13 @@ def test_a_trace_that_could_not_be_kept_is_refused_before_anything_is_trained(tm
 
 
 @pytest.mark.parametrize("step", ["0", "-3", "x"])
-def test_no_run_stops_before_its_first_step(config, capsys, step):
+def test_run_refuses_to_stop_before_its_first_step(config, capsys, step):
     with pytest.raises(SystemExit):
         run.main([str(config), "--stop-after-step", step])
     assert f"must be a step, of which the first is 1, not '{step}'" in capsys.readouterr().err
 
 
-def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
+def test_second_run_continues_where_the_first_ended(tmp_path):
     folder = tmp_path / "checkpoints"
     whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
     assert run.main([str(job_file(tmp_path)), "--metrics", str(whole), "--checkpoints", str(tmp_path / "other")]) == 0
@@ -187,7 +187,7 @@ def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
     assert saved == [(1, 2), (2, 4)], "each run is a generation of its own"
 
 
-def test_a_run_does_not_go_on_with_another_corpus_than_it_began_with(tmp_path, capsys):
+def test_run_refuses_to_resume_with_another_corpus(tmp_path, capsys):
     config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(tmp_path / "checkpoints")]
     assert run.main([*config, "--stop-after-step", "2"]) == 0
     (tmp_path / "corpus.txt").write_text("the lazy dog sleeps on while the quick brown fox jumps\n" * 40)
@@ -197,7 +197,7 @@ def test_a_run_does_not_go_on_with_another_corpus_than_it_began_with(tmp_path, c
     assert run.main([config[0]]) == 0, "without checkpoints there is nothing to go on from"
 
 
-def test_a_run_that_stops_early_computes_what_the_whole_one_does(tmp_path):
+def test_run_that_stops_early_has_the_numbers_of_a_whole_one(tmp_path):
     folder, whole, part = tmp_path / "checkpoints", tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     config = str(job_file(tmp_path, checkpoint={"every_steps": 2}))
     assert run.main([config, "--metrics", str(whole)]) == 0
@@ -214,20 +214,20 @@ def test_a_bad_spec_is_reported_field_by_field(tmp_path, capsys):
     assert capsys.readouterr().err == expected
 
 
-def test_a_file_that_is_no_mapping_is_reported(tmp_path, capsys):
+def test_run_reports_a_file_that_is_no_mapping(tmp_path, capsys):
     (tmp_path / "job.yaml").write_text("just words")
     assert run.main([str(tmp_path / "job.yaml")]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path}/job.yaml: a job spec is a mapping of sections, not a string")
 
 
-def test_the_wrong_number_of_processes_says_how_to_start_the_right_one(tmp_path, capsys):
+def test_run_with_the_wrong_number_of_processes_says_how_to_start_it(tmp_path, capsys):
     assert run.main([str(job_file(tmp_path, parallel={"tensor": 2}))]) == 1
     error = capsys.readouterr().err
     assert "the layout has 2 ranks, but 1 process(es) were started" in error
     assert "torchrun --nproc-per-node 2 -m manta.workers.run" in error
 
 
-def test_missing_data_is_named(config, capsys):
+def test_run_names_missing_data(config, capsys):
     (config.parent / "corpus.txt").unlink()
     assert run.main([str(config)]) == 1
     assert capsys.readouterr().err == f"DataError: no such file or directory: {config.parent}/corpus.txt\n"
@@ -246,7 +246,7 @@ def assert_same_curve(rows: list[dict], expected: list[dict]) -> None:
         assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
 
 
-def test_two_ranks_of_a_launcher_that_has_a_store_follow_the_curve_of_one(ranks, tmp_path):
+def test_run_of_two_ranks_with_the_launchers_store_follows_the_curve_of_one(ranks, tmp_path):
     """As torchrun starts them, but in processes that have imported torch."""
     config, expected = two_ranks_and_one(tmp_path)
     command = [str(config), "--metrics", str(tmp_path / "two.jsonl")]
@@ -255,7 +255,7 @@ def test_two_ranks_of_a_launcher_that_has_a_store_follow_the_curve_of_one(ranks,
 
 
 @pytest.mark.soak
-def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
+def test_run_of_two_ranks_under_torchrun_follows_the_curve_of_one(tmp_path):
     config, expected = two_ranks_and_one(tmp_path)
     command = [
         sys.executable,
@@ -291,7 +291,7 @@ def test_a_process_alone_computes_with_all_cores_or_as_its_job_says(tmp_path, mo
     assert run_with_cores(monkeypatch, 3, job_file(tmp_path, train={"deterministic": "elastic"})) == (1, None)
 
 
-def test_a_run_that_goes_on_keeps_its_threads_unless_it_is_told_otherwise(tmp_path, monkeypatch):
+def test_resumed_run_keeps_its_threads_unless_told_otherwise(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     assert run_with_cores(monkeypatch, 3, job_file(tmp_path), folder) == (3, 3)
     assert run_with_cores(monkeypatch, 2, job_file(tmp_path, train={"steps": 6}), folder) == (3, 3)
@@ -299,7 +299,7 @@ def test_a_run_that_goes_on_keeps_its_threads_unless_it_is_told_otherwise(tmp_pa
     assert run_with_cores(monkeypatch, 2, asks_for_one, folder) == (1, 1)
 
 
-def test_a_run_that_began_before_threads_could_be_chosen_keeps_one(tmp_path, monkeypatch):
+def test_run_from_before_the_threads_setting_keeps_one_thread(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     run_with_cores(monkeypatch, 1, job_file(tmp_path), folder)
     for path, manifest in complete_checkpoints(folder):
@@ -339,7 +339,7 @@ def device(accelerator, local_rank=0):
     return str(standalone.pick_device(spec(resources={"accelerator": accelerator}), local_rank))
 
 
-def test_ranks_of_a_machine_share_its_gpus_in_turn_and_use_none_where_that_is_asked_for(gpus):
+def test_ranks_share_the_gpus_of_a_machine_in_turn_or_use_none_if_told_so(gpus):
     chosen = gpus(2)
     assert [device("auto", rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert device("gpu", 1) == "cuda:1"
@@ -347,21 +347,21 @@ def test_ranks_of_a_machine_share_its_gpus_in_turn_and_use_none_where_that_is_as
     assert chosen == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
 
 
-def test_without_a_gpu_only_who_insists_on_one_is_refused(gpus):
+def test_run_without_a_gpu_is_refused_only_if_one_is_required(gpus):
     gpus(0)
     assert device("auto") == device("cpu") == "cpu"
     with pytest.raises(MantaError, match="accelerator is gpu, but this machine has none"):
         device("gpu")
 
 
-def test_more_processes_than_the_layout_has_ranks_are_refused_as_well():
+def test_run_with_more_processes_than_ranks_is_refused():
     launcher = Launcher(0, 2, 0, 2, "127.0.0.1", 1, store_is_running=False)
     with pytest.raises(MantaError, match=r"has 1 ranks, but 2 process\(es\) were started"):
         run._check_world(spec(), launcher)
     run._check_world(spec(parallel={"data": 2}), launcher)
 
 
-def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path, capsys):
+def test_resumed_run_keeps_the_metrics_rows_of_earlier_steps(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(tmp_path / "checkpoints")]
     assert run.main([*config, "--metrics", str(path), "--stop-after-step", "3"]) == 0

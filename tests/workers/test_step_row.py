@@ -47,7 +47,7 @@ def test_a_row_counts_the_tokens_and_the_work_of_its_own_step():
     }
 
 
-def test_a_z_loss_is_in_the_row_where_there_is_one():
+def test_step_row_has_a_z_loss_only_if_there_is_one():
     job = spec(train={"z_loss": 1e-4})
     rows = StepRows(job, BatchPlan(job.train), peak_flops=1e9)
     with_it = rows.row(1, StepStatistics(2.5, 0.5, 77, z_loss=0.003), learning_rate=1e-3, seconds=0.5)
@@ -55,7 +55,7 @@ def test_a_z_loss_is_in_the_row_where_there_is_one():
     assert with_it == without | {"z_loss": 0.003}
 
 
-def test_the_utilisation_of_a_model_whose_flops_nobody_knows_is_not_said():
+def test_step_row_has_no_utilisation_for_a_model_of_unknown_flops():
     job = spec(model={"family": "custom", "entrypoint": "theirs:build"})
     row = StepRows(job, BatchPlan(job.train), peak_flops=1e9).row(1, StepStatistics(2.5, 0.5, 77), 1e-3, seconds=0.5)
     assert not [name for name in row if name.startswith(("mfu", "hfu"))]
@@ -76,5 +76,5 @@ def test_the_time_of_the_parts_is_their_mean_over_ranks(monkeypatch):
     assert not comm.step.parts.measuring, "the measurement is over"
 
 
-def test_memory_on_a_cpu_is_what_is_resident():
+def test_cpu_memory_in_use_is_resident_memory():
     assert memory_in_use(CPU) == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)

@@ -22,7 +22,7 @@ def test_each_rank_has_cores_of_its_own(nodes, threads):
     assert decided_threads(spec(), nodes) == threads
 
 
-def test_what_the_user_says_goes_wherever_the_job_runs():
+def test_thread_count_set_by_the_user_is_used_everywhere():
     assert decided_threads(spec(resources={"threads": 3}), [(64, 1)]) == 3
     assert decided_threads(spec(resources={"threads": 3}, train={"deterministic": "elastic"}), []) == 3
 
@@ -40,6 +40,6 @@ def test_a_decided_number_is_part_of_the_spec():
 
 
 @pytest.mark.parametrize("resources", [{"threads": "auto"}, {"accelerator": "cpu"}, {}, None, "what"])
-def test_who_knew_of_no_choice_computed_with_one(resources):
+def test_stored_spec_from_before_the_threads_setting_has_one_thread(resources):
     assert threads_of(spec()) == 1
     assert stored_threads({"resources": resources}) == stored_threads({}) == 1

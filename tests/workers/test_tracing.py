@@ -34,7 +34,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("layout", "kind", "backend"), LAYOUTS)
-def test_ranks_record_the_steps_that_were_asked_for(ranks, corpus, layout, kind, backend):
+def test_ranks_record_the_requested_steps(ranks, corpus, layout, kind, backend):
     job = document(
         data={"paths": [corpus]},
         train={"steps": 6, "micro_batch_size": 2, "validate_every": 4},
@@ -61,7 +61,7 @@ def test_ranks_record_the_steps_that_were_asked_for(ranks, corpus, layout, kind,
         look_at(assembled(recordings, RankGrid(spec.layout)), spec, backend)
 
 
-def test_a_rank_is_profiled_that_is_told_to(ranks, corpus):
+def test_only_the_requested_rank_is_profiled(ranks, corpus):
     job = document(data={"paths": [corpus]}, train={"steps": 4}, parallel={"data": 2})
     orders = [TraceOrder(1, 0, 2, first_step=2, profiler_ranks=(1,))]
     results = ranks.run(parse_job_spec(job).layout, train_traced, job, orders, True)
@@ -72,7 +72,7 @@ def test_a_rank_is_profiled_that_is_told_to(ranks, corpus):
     assert names["aten::mm"] + names["aten::addmm"] > 0, "torch's operators"
 
 
-def test_a_profile_that_is_too_large_is_left_out_with_a_sentence(ranks, corpus):
+def test_oversized_profile_is_left_out_with_a_sentence(ranks, corpus):
     job = document(data={"paths": [corpus]}, train={"steps": 3})
     orders = [TraceOrder(1, 0, 1, profiler_ranks=(0,))]
     ((_, reported, _),) = ranks.run(parse_job_spec(job).layout, train_traced, job, orders, True, 1000)
@@ -82,7 +82,7 @@ def test_a_profile_that_is_too_large_is_left_out_with_a_sentence(ranks, corpus):
     assert "and is left out" in traced.recording.problem
 
 
-def test_a_profile_that_cannot_be_written_is_left_out_with_a_sentence():
+def test_unwritable_profile_is_left_out_with_a_sentence():
     class Full:
         def content(self):
             raise OSError(28, "No space left on device")

@@ -37,7 +37,7 @@ def _trainer(job, places, progress=None):
     return Trainer(job, comm, Reporter(lambda messages: None), 1e9, places)
 
 
-def test_last_step_is_saved_though_a_rank_died_while_it_was_being_saved(tmp_path):
+def test_last_step_is_saved_even_if_a_rank_died_while_saving_it(tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
     job = spec(data={"paths": [str(corpus)]}, train={"steps": 2})
@@ -54,7 +54,7 @@ def test_last_step_is_saved_though_a_rank_died_while_it_was_being_saved(tmp_path
     assert [manifest.step for _, manifest in complete_checkpoints(places.checkpoints)] == [2]
 
 
-def test_micro_batches_that_cannot_be_recorded_are_told_of_once(tmp_path, monkeypatch):
+def test_trainer_reports_once_that_micro_batches_cannot_be_recorded(tmp_path, monkeypatch):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
     job, messages = spec(data={"paths": [str(corpus)]}, train={"steps": 3, "cuda_graphs": True}), []
@@ -90,7 +90,7 @@ def test_checkpoints_of_before_a_start_from_nothing_are_not_pruned(tmp_path, eac
     assert made_by(4, Resume("snapshot", 4, began=1), 5) == [(4, 5)]
 
 
-def test_a_process_that_must_begin_anew_gives_the_same_bits_as_a_new_one(tmp_path):
+def test_trainer_restarted_from_nothing_gives_the_bits_of_a_new_process(tmp_path):
     """A survivor whose peers' state cannot be had any more starts from nothing, moments included."""
     trainer = _trainer(_two_step_job(tmp_path), StatePaths())
     losses = []
@@ -147,7 +147,7 @@ def test_a_step_that_is_not_finite_can_pass_without_an_update(tmp_path):
     assert [math.isfinite(loss) for loss in losses] == [True, False, True]
 
 
-def test_a_step_without_an_update_changes_what_follows_no_more_than_a_restart_does(tmp_path):
+def test_skipped_update_continues_with_the_bits_of_a_restart(tmp_path):
     job = _two_step_job(tmp_path, nonfinite="skip")
 
     def after_three_steps(places, restarts):
@@ -169,7 +169,7 @@ def test_a_step_without_an_update_changes_what_follows_no_more_than_a_restart_do
     assert torch.equal(went_on, after_three_steps(StatePaths(snapshots=str(tmp_path / "b")), restarts=True))
 
 
-def test_time_before_the_steps_belongs_to_none_of_them(tmp_path, monkeypatch):
+def test_trainer_step_times_exclude_time_before_the_steps(tmp_path, monkeypatch):
     """It is the start, or the recovery: a rank may have rested for long."""
     messages, now, job = [], [0.0], _two_step_job(tmp_path)
     reporter = Reporter(messages.extend)
@@ -183,7 +183,7 @@ def test_time_before_the_steps_belongs_to_none_of_them(tmp_path, monkeypatch):
     assert [row["seconds"]["wall"] for row in rows_of(messages)] == [0.0, 0.0]
 
 
-def test_every_kth_row_says_where_the_time_went(tmp_path):
+def test_every_kth_metrics_row_has_the_parts_of_the_step_time(tmp_path):
     messages = []
     job = _two_step_job(tmp_path).model_copy(deep=True)
     job = job.model_copy(update={"train": job.train.model_copy(update={"time_parts_every": 2})})
@@ -265,7 +265,7 @@ def test_a_number_of_steps_between_snapshots_is_kept_to(tmp_path):
     assert stored_steps(tmp_path / "shared", 0) == [0, 2]
 
 
-def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
+def test_record_and_statistics_tell_where_the_step_was_spent(tmp_path):
     trainer = _trainer(_two_step_job(tmp_path), StatePaths(), Progress.shared(tmp_path, 0))
     trainer.restore(Resume())
     statistics = trainer.train_step()
@@ -279,7 +279,7 @@ def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
     reader.close()
 
 
-def test_where_a_device_has_timed_a_step_the_record_keeps_that(tmp_path, monkeypatch):
+def test_progress_record_keeps_step_times_measured_on_the_device(tmp_path, monkeypatch):
     trainer = _trainer(_two_step_job(tmp_path), StatePaths(), Progress.shared(tmp_path, 0))
     monkeypatch.setattr(Comm, "device_step_seconds", (8.0, 3.0))
     trainer.restore(Resume())
@@ -315,7 +315,7 @@ def test_a_closed_trainer_is_freed_without_the_garbage_collector(tmp_path, recov
         gc.enable()
 
 
-def test_whoever_holds_up_the_others_is_told_by_rank_0_unless_nobody_wants_to_know(tmp_path):
+def test_straggler_is_reported_by_rank_0_unless_stragglers_are_ignored(tmp_path):
     messages, given, job = [], [], _two_step_job(tmp_path)
     straggler = Straggler(1, 0.5, 0.2, 20)
 
@@ -364,18 +364,18 @@ def _of_two(tmp_path, rank, **parallel):
     return Trainer(job, comm, Reporter(lambda messages: None), 1e9, StatePaths())
 
 
-def test_utilisation_is_of_the_devices_of_all_ranks_and_stragglers_are_reported_by_one(tmp_path):
+def test_trainer_counts_peak_flops_of_all_ranks_and_rank_0_reports_stragglers(tmp_path):
     first, second = (_of_two(tmp_path, rank, data=2) for rank in (0, 1))
     assert first._rows.peak_flops == second._rows.peak_flops == 2e9
     assert first._stragglers is not None and second._stragglers is None
 
 
-def test_ranks_are_compared_with_those_of_their_stage(tmp_path):
+def test_stragglers_are_compared_with_ranks_of_their_stage(tmp_path):
     assert _of_two(tmp_path, 0, data=2)._stragglers._stages == [[0, 1]]
     assert _of_two(tmp_path, 0, pipeline=2)._stragglers._stages == [[0], [1]]
 
 
-def test_a_rank_that_is_to_leave_does_so_between_two_steps(tmp_path):
+def test_trainer_asked_to_rest_does_so_between_steps(tmp_path):
     trainer = _trainer(_two_step_job(tmp_path), StatePaths())
     trainer.restore(Resume())
     trainer.state.commit = _then(trainer.state.commit, lambda step, _: step == 1 and trainer.comm.request_rest(1))
@@ -384,7 +384,7 @@ def test_a_rank_that_is_to_leave_does_so_between_two_steps(tmp_path):
     assert trainer.settled_step == trainer.step == 2, "it was asked after the first step's agreement"
 
 
-def test_a_rank_that_is_to_leave_after_the_last_step_is_done_and_one_that_is_to_end_too_ends(tmp_path):
+def test_trainer_asked_to_rest_after_its_last_step_is_done(tmp_path):
     last = _trainer(_two_step_job(tmp_path), StatePaths())
     last.restore(Resume())
     last.comm.request_rest(1)
@@ -419,7 +419,7 @@ def test_replicas_are_compared_before_the_update_of_every_so_many_steps(tmp_path
 
 
 @pytest.mark.parametrize(("kind", "key"), [("not_finite", "recovery.nonfinite"), ("spike", "recovery.spike.policy")])
-def test_a_job_that_fails_over_a_step_says_what_to_set_instead(tmp_path, kind, key):
+def test_job_failing_over_a_bad_step_names_the_setting_to_change(tmp_path, kind, key):
     trainer = _trainer(_two_step_job(tmp_path), StatePaths())
     trainer.restore(Resume())
     with pytest.raises(MantaError, match=f"set {key} to skip or roll_back"):

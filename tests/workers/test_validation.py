@@ -38,7 +38,7 @@ def validation(every: int = 0, texts: tuple[str, ...] = ("own",), **train) -> Va
     return Validation(engine, batches, comm)
 
 
-def test_it_is_due_after_every_so_many_steps_and_never_with_none():
+def test_validation_is_due_every_given_number_of_steps_or_never():
     assert [step for step in range(1, 10) if validation(3).due(step)] == [3, 6, 9]
     assert not any(validation(0).due(step) for step in range(10))
 

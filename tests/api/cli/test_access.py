@@ -24,7 +24,7 @@ def manta(manta, tmp_path):
     return partial(manta, MANTA_HOME=str(tmp_path / "other"))
 
 
-def test_project_with_a_key_for_it(manta, service):
+def test_project_is_created_and_its_key_works_until_it_is_revoked(manta, service):
     assert manta("projects", "create", "vision").stdout == "project vision is created\n"
     assert "vision" in manta("projects", "create", "vision", code=2).stderr
     assert [each["name"] for each in json.loads(manta("projects", "list", "--json").stdout)["items"]] == [
@@ -65,15 +65,15 @@ def test_key_for_programs(manta):
         (["x", "--highest-priority", 10**9], "--highest-priority: must be at most 1000"),
     ],
 )
-def test_a_key_that_cannot_be_is_refused_by_the_names_of_its_options(manta, arguments, sentence):
+def test_invalid_key_is_refused_with_the_names_of_its_options(manta, arguments, sentence):
     assert manta("keys", "create", *arguments, code=2).stderr.startswith(sentence)
 
 
-def test_no_key_is_not_a_path_that_does_not_exist(manta):
+def test_empty_key_id_is_refused_with_the_command_that_lists_keys(manta):
     assert manta("keys", "revoke", "", code=2).stderr == "give the id of a key; `manta keys list` lists the keys\n"
 
 
-def test_audit(manta, service):
+def test_audit_lists_requests_newest_first_and_refuses_invalid_filters(manta, service):
     job = service.submit()["id"]
     manta("cancel", job)
     lines = manta("audit", "--target", job).stdout.splitlines()
@@ -85,14 +85,14 @@ def test_audit(manta, service):
     assert "key: must be the id of a key; `manta keys list` lists" in manta("audit", "--key", "mine", code=2).stderr
 
 
-def test_link_leads_to_the_dashboard_once(manta):
+def test_link_command_prints_a_dashboard_link_that_works_once(manta):
     link = manta("link").stdout.strip()
     assert httpx.get(link).status_code == 200
     assert httpx.get(link).status_code == 404
     assert json.loads(manta("link", "--json").stdout)["path"].startswith("/link/manta_browser_")
 
 
-def test_key_is_made_on_the_machine_before_there_is_a_service(manta, tmp_path):
+def test_key_is_created_in_the_database_before_a_service_runs(manta, tmp_path):
     key = manta("keys", "create", "--admin").stdout.strip()
     again = json.loads(manta("keys", "create", "second", "--admin", "--days", 1, "--json").stdout)
     store = Store(sqlite_url(tmp_path / "other" / "manta.db"))
@@ -107,7 +107,7 @@ def test_key_is_made_on_the_machine_before_there_is_a_service(manta, tmp_path):
     assert "--admin creates a key in the database" in manta("keys", "create", "--admin", "--user", "ada", code=2).stderr
 
 
-def test_key_that_was_drawn_elsewhere_is_added_once_without_a_service(manta, tmp_path):
+def test_given_key_is_added_once_without_a_service(manta, tmp_path):
     drawn = {"MANTA_API_KEY": f"manta_{'0123456789abcdef' * 4}"}
     added = json.loads(manta("keys", "add", "prometheus", "--scope", "read", "--json", **drawn).stdout)
     assert (added["scope"], added["installation"]) == ("read", True) and "key" not in added
@@ -123,7 +123,7 @@ def test_key_that_was_drawn_elsewhere_is_added_once_without_a_service(manta, tmp
     assert "set MANTA_API_KEY" in manta("keys", "add", "admin", code=2, MANTA_API_KEY="").stderr
 
 
-def test_client_sends_the_key_it_is_given_before_that_of_the_environment(service):
+def test_client_prefers_its_key_argument_to_the_environment(service):
     key = add_key(service.store, "submit", "theirs")
     with Client(service.url, key=key) as client:
         assert client.projects().items[0].name == "theirs"
@@ -137,7 +137,7 @@ def test_client_sends_the_key_it_is_given_before_that_of_the_environment(service
     assert service.http.get("/v1/jobs", headers=bearer(made.key)).status_code == 401
 
 
-def test_brackets_in_names_are_brackets(manta):
+def test_square_brackets_in_names_are_printed_literally(manta):
     name = "[/x] of [red]ada"
     made = json.loads(manta("keys", "create", name, "--json").stdout)
     assert name in manta("keys", "list").stdout

@@ -67,13 +67,13 @@ def test_plans_go_by_the_calibration(manta, file, tmp_path):
     assert after["plans"][0]["step_seconds"] < before["plans"][0]["step_seconds"]
 
 
-def test_every_constant_is_printed(manta):
+def test_calibrate_prints_every_constant(manta):
     assert json.loads(manta("calibrate", "--json"))["core"] == vars(CORE)
     lines = manta("calibrate").splitlines()[1:]
     assert len(lines) == len(vars(CORE)) and "    90.000 GFLOP/s, products in fp32" in lines[0]
 
 
-def test_plans_for_gpus_go_by_the_calibration_of_one(manta, file):
+def test_plan_for_one_gpu_uses_its_calibration_and_for_two_assumes_the_links(manta, file):
     def plan(gpus):
         cluster = {"accelerator": "h100", "nodes": 1, "gpus_per_node": gpus}
         file.write_text(yaml.safe_dump(PLAN | {"cluster": cluster, "parallel": {"data": gpus}}))
@@ -97,7 +97,7 @@ def test_plans_for_gpus_go_by_the_calibration_of_one(manta, file):
         (2, 1, "reach was measured; what lies between nodes, and how long they wait for one another, is assumed"),
     ],
 )
-def test_plans_say_what_was_measured_between_gpus_and_what_is_still_assumed(manta, file, tmp_path, nodes, gpus, note):
+def test_plan_note_says_which_gpu_links_were_measured_and_which_are_assumed(manta, file, tmp_path, nodes, gpus, note):
     save(Paths.of(tmp_path / "home").machines, replace(OF_H100, links=LINKS))
     cluster = {"accelerator": "h100", "nodes": nodes, "gpus_per_node": gpus}
     file.write_text(yaml.safe_dump(PLAN | {"cluster": cluster, "parallel": {"data": nodes * gpus}}))
@@ -105,7 +105,7 @@ def test_plans_say_what_was_measured_between_gpus_and_what_is_still_assumed(mant
     assert said is None if note is None else note in said
 
 
-def test_what_lies_between_gpus_is_printed_or_why_that_was_not_measured(manta, monkeypatch):
+def test_calibrate_prints_gpu_link_constants_or_why_they_were_not_measured(manta, monkeypatch):
     def calibrate_as(made):
         monkeypatch.setattr(calibrate, "measure", lambda device, say: made)
         return CliRunner().invoke(command_line(), ["calibrate"])
@@ -125,7 +125,7 @@ def test_what_lies_between_gpus_is_printed_or_why_that_was_not_measured(manta, m
     assert (document["links"]["bandwidth"], document["links_problem"]) == (3.6e11, "rank 1: NCCL error")
 
 
-def test_a_calibration_that_was_disturbed_says_so(manta, monkeypatch):
+def test_disturbed_calibration_prints_a_warning(manta, monkeypatch):
     disturbed = replace(Calibrated(node_type(), "Abacus", 4, CORE), other_cores=1.5, spread=0.2)
     monkeypatch.setattr(calibrate, "measure", lambda device, say: disturbed)
     result = CliRunner().invoke(command_line(), ["calibrate"])
@@ -133,7 +133,7 @@ def test_a_calibration_that_was_disturbed_says_so(manta, monkeypatch):
     assert json.loads(manta("calibrate", "--json"))["other_cores"] == 1.5
 
 
-def test_what_the_service_knows_is_listed(manta, service, monkeypatch):
+def test_calibrate_list_shows_constants_refined_by_jobs_of_the_service(manta, service, monkeypatch):
     monkeypatch.setenv("MANTA_URL", service.url)
     monkeypatch.setenv("COLUMNS", "200")
     assert "no calibrations" in manta("calibrate", "--list")
@@ -146,7 +146,7 @@ def test_what_the_service_knows_is_listed(manta, service, monkeypatch):
     assert machine["refined_by_jobs"] == MIN_JOBS
 
 
-def test_what_jobs_said_is_thrown_away(manta, tmp_path):
+def test_forget_jobs_discards_constants_refined_by_jobs(manta, tmp_path):
     folder = Paths.of(tmp_path / "home").machines
     assert jobs_since(folder) == 0
     assert str(folder) in manta("calibrate", "--forget-jobs")
@@ -155,7 +155,7 @@ def test_what_jobs_said_is_thrown_away(manta, tmp_path):
     manta("calibrate", "--forget-jobs", "--list", code=2)
 
 
-def test_a_failure_is_a_sentence(manta, monkeypatch):
+def test_failed_calibration_is_one_sentence_and_exit_code_2(manta, monkeypatch):
     def fails(name, say):
         raise CalibrationFailed("this machine could not be measured: no memory left")
 
@@ -165,7 +165,7 @@ def test_a_failure_is_a_sentence(manta, monkeypatch):
 
 
 @pytest.mark.parametrize("option", [[], ["--forget-jobs"]])
-def test_where_nothing_can_be_kept_that_is_said_before_anything_is_measured(manta, monkeypatch, tmp_path, option):
+def test_unwritable_home_is_reported_before_calibration_measures_anything(manta, monkeypatch, tmp_path, option):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MANTA_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(calibrate, "measure", None)
@@ -173,7 +173,7 @@ def test_where_nothing_can_be_kept_that_is_said_before_anything_is_measured(mant
     assert result.exit_code == 2 and "cannot be written" in result.stderr and "MANTA_HOME" in result.stderr
 
 
-def test_a_broken_calibration_is_a_sentence(manta, file, tmp_path):
+def test_unreadable_calibration_file_is_reported_with_advice(manta, file, tmp_path):
     path = save(Paths.of(tmp_path / "home").machines, Calibrated(node_type(), "Abacus", 4, CORE))
     path.write_text("{}")
     result = CliRunner().invoke(command_line(), ["plan", str(file)])

@@ -57,7 +57,7 @@ def job(service, folder):
     return job_id
 
 
-def test_a_job_in_place_of_a_command_lists_its_checkpoints(manta, job):
+def test_checkpoints_command_with_a_job_lists_its_checkpoints(manta, job):
     for words in (["checkpoints", job], ["checkpoints", "list", job]):
         assert "complete" in manta(*words) and "failed" in manta(*words)
     assert [row["step"] for row in json.loads(manta("checkpoints", "--json", job))["items"]] == [30, 20, 10]
@@ -65,7 +65,7 @@ def test_a_job_in_place_of_a_command_lists_its_checkpoints(manta, job):
     assert "Missing argument 'JOB'" in manta("checkpoints", code=2)
 
 
-def test_the_newest_complete_one_of_a_job_is_meant_or_that_of_a_step(manta, job, folder):
+def test_verify_takes_the_newest_complete_checkpoint_of_a_job_or_that_of_a_step(manta, job, folder):
     newest = checkpoint_path(folder, 20, 2)
     assert manta("checkpoints", "verify", job).replace("\n", "") == (f"{newest} is intact: step 20, 1 file, 20 B")
     assert json.loads(manta("checkpoints", "verify", job, "--step", 10, "--json")) == {
@@ -112,20 +112,20 @@ def test_deletion_of_the_newest_checkpoint_is_confirmed_and_forced(manta, servic
     assert not list(folder.iterdir())
 
 
-def test_a_folder_of_one_or_of_several_may_be_named_without_a_service(folder, monkeypatch):
+def test_verify_accepts_a_checkpoint_or_its_parent_folder_without_a_service(folder, monkeypatch):
     one, two = saved(folder, 10), saved(folder, 20)
     for what, expected in ((folder, two), (one, one)):
         result = CliRunner().invoke(app, ["checkpoints", "verify", str(what)], env={"MANTA_URL": "http://127.0.0.1:9"})
         assert result.exit_code == 0 and result.output.startswith(f"{expected} is intact")
 
 
-def test_damage_is_named_and_is_the_exit_code(manta, folder):
+def test_verify_names_damage_and_exits_with_1(manta, folder):
     path = saved(folder, 10)
     (path / "data").write_bytes(b"y" * 10)
     assert "data is not what was written" in manta("checkpoints", "verify", path, code=1)
 
 
-def test_copies_go_where_they_are_asked_for_and_are_whole(manta, job, folder, tmp_path):
+def test_checkpoints_are_pulled_and_pushed_to_folders_intact(manta, job, folder, tmp_path):
     manta("checkpoints", "pull", job, "--to", tmp_path / "here")
     assert verify(tmp_path / "here" / "step-00000020-generation-2").step == 20
     manta("checkpoints", "push", folder, "--to", tmp_path / "there", "--step", 10)
@@ -138,7 +138,7 @@ def test_copies_go_where_they_are_asked_for_and_are_whole(manta, job, folder, tm
     assert "there is something at" in manta("export", job, "--to", tmp_path / "mine", code=2)
 
 
-def test_weights_are_exported_to_folders_and_what_cannot_be_is_one_sentence(manta, job, folder, tmp_path):
+def test_export_writes_weights_to_a_folder_and_reports_errors_in_one_sentence(manta, job, folder, tmp_path):
     assert "dcp is an exact copy" in manta("export", job, "--to", tmp_path / "out", "--dtype", "bf16", code=2)
     hf = ("export", job, "--format", "hf", "--to")
     assert "hf is written to a local folder" in manta(*hf, "s3://bucket/out", code=2)
@@ -151,7 +151,7 @@ def test_weights_are_exported_to_folders_and_what_cannot_be_is_one_sentence(mant
     assert not (tmp_path / "out").exists()
 
 
-def test_copies_of_a_renamed_checkpoint_get_the_name_by_which_they_are_found(manta, folder, tmp_path):
+def test_copied_checkpoint_with_a_changed_name_gets_its_proper_name(manta, folder, tmp_path):
     renamed = saved(folder, 10).rename(folder / "step-10 (copy)")
     for command in ("push", "pull"):
         manta("checkpoints", command, renamed, "--to", tmp_path / command)
@@ -162,11 +162,11 @@ def test_copies_of_a_renamed_checkpoint_get_the_name_by_which_they_are_found(man
 @pytest.mark.parametrize(
     ("text", "size"), [("500MB", 5 * 10**8), ("5GB", 5 * 10**9), ("1.5 gib", 3 * 2**29), ("64KiB", 2**16), ("9", 9)]
 )
-def test_size_of_a_shard_is_in_units_of_ten_or_of_two(text, size):
+def test_shard_size_accepts_decimal_and_binary_units(text, size):
     assert commands._bytes(text) == size
 
 
-def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path):
+def test_unreadable_checkpoint_or_unwritable_target_is_one_sentence(manta, folder, tmp_path):
     nothing = manta("checkpoints", "verify", folder, code=2)
     assert f"{folder} is neither a job's id nor an existing folder" in nothing
     folder.mkdir()
@@ -186,7 +186,7 @@ def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path)
     assert "is in no store that Manta knows" in manta("checkpoints", "verify", "ftp://there", code=2)
 
 
-def test_copies_go_to_an_object_store_and_come_back(manta, folder, tmp_path, bucket):
+def test_checkpoints_are_pushed_to_an_object_store_and_pulled_back(manta, folder, tmp_path, bucket):
     saved(folder, 10)
     manta("checkpoints", "push", folder, "--to", bucket / "pushed")
     there = bucket / "pushed" / "step-00000010-generation-1"

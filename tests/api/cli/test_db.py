@@ -58,7 +58,7 @@ def test_database_is_not_taken_from_a_release_under_which_jobs_run(manta, store,
     assert f"was brought from revision {FIRST_RELEASED} and is at revision {newest_revision()}." in manta("upgrade")
 
 
-def test_database_is_backed_up_and_restored_elsewhere(manta, store, document, tmp_path):
+def test_database_is_backed_up_and_restored_to_another_place(manta, store, document, tmp_path):
     job, _ = store.write(lambda session: jobs.create(session, parse_job_spec(document)))
     assert "is backed up to" in manta("backup", tmp_path / "backup.db")
     assert "is there already" in manta("backup", tmp_path / "backup.db", code=2)
@@ -71,7 +71,7 @@ def test_database_is_backed_up_and_restored_elsewhere(manta, store, document, tm
         assert jobs.get(session, job.id).state == "PAUSED"
 
 
-def test_nothing_is_restored_under_a_running_service(manta, tmp_path):
+def test_restore_is_refused_while_a_service_runs(manta, tmp_path):
     manta("backup", tmp_path / "backup.db")
     (tmp_path / "home").mkdir()
     with contextlib.closing(lock_home(tmp_path / "home")):
@@ -79,17 +79,17 @@ def test_nothing_is_restored_under_a_running_service(manta, tmp_path):
     assert "runs or starts already; end it with `manta down`" in said
 
 
-def test_url_that_is_none_is_a_sentence_without_it(manta):
+def test_invalid_database_url_is_refused_without_printing_it(manta):
     assert manta("check", code=2, MANTA_DATABASE_URL="mysql://me:secret@there/x").startswith(
         "the database's URL begins with 'mysql', a kind of database that Manta does not work with; it has the form "
     )
 
 
-def test_backup_that_cannot_be_written_is_said_without_numbers(manta, store):
+def test_unwritable_backup_is_reported_without_an_error_number(manta, store):
     assert manta("backup", "/proc/x", code=2) == "cannot write /proc/x: No such file or directory\n"
 
 
-def test_programs_get_json(manta, store, document, tmp_path):
+def test_database_commands_print_json_for_programs(manta, store, document, tmp_path):
     store.write(lambda session: jobs.create(session, parse_job_spec(document)))
 
     def answer(*arguments, code=0):

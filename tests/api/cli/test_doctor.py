@@ -27,7 +27,7 @@ def doctor(tmp_path, monkeypatch):
     return run
 
 
-def test_each_finding_is_a_line_and_what_is_wrong_has_its_advice(doctor, tmp_path):
+def test_doctor_prints_a_line_per_finding_with_advice(doctor, tmp_path):
     seen = [Finding("disk", "ok", "room"), Finding("limits", "warning", "few", "raise them")]
     assert doctor(seen=seen).splitlines() == [
         "ok    disk: room",
@@ -38,24 +38,24 @@ def test_each_finding_is_a_line_and_what_is_wrong_has_its_advice(doctor, tmp_pat
     ]
 
 
-def test_a_problem_is_the_exit_code(doctor):
+def test_doctor_exits_with_1_if_there_is_a_problem(doctor):
     output = doctor(seen=[Finding("torch", "problem", "no", "install it")], code=1)
     assert "FAIL  torch: no" in output and output.endswith("1 problem, 0 warnings\n")
 
 
-def test_programs_get_all_of_it(doctor):
+def test_doctor_prints_findings_and_counts_as_json(doctor):
     document = json.loads(doctor("--json", seen=[Finding("disk", "ok", "room")]))
     assert document["items"][0] == {"subject": "disk", "verdict": "ok", "message": "room", "advice": ""}
     assert document["counts"] == {"ok": 1, "warning": 0, "problem": 0, "skipped": 1}
 
 
-def test_a_service_and_its_nodes_are_looked_at(doctor, service):
+def test_doctor_checks_the_service_and_its_nodes(doctor, service):
     output = doctor(MANTA_URL=service.url)
     assert f"ok    service: {service.url} responds and can run jobs" in output
     assert "nodes: " in output
 
 
-def test_closed_ports_and_what_is_not_known_are_named(doctor, service):
+def test_doctor_names_closed_ports_and_nodes_that_were_left_out(doctor, service):
     assert "ok    ports: 2 nodes reach each other, in 10 tries" in doctor(MANTA_URL=service.url)
     service.control.closed_ports = ["port 7 of node a cannot be reached from node b: open it"]
     service.control.left_out = ["Ray's head forgets: give it a Redis"]
@@ -68,7 +68,7 @@ def test_closed_ports_and_what_is_not_known_are_named(doctor, service):
     ]
 
 
-def test_a_key_that_may_not_have_the_nodes_asked_leaves_that_out(doctor, service):
+def test_doctor_with_a_read_key_skips_the_port_check(doctor, service):
     key = add_key(service.store, "read")
     assert "-     ports: whether the nodes reach each other was not checked" in doctor(
         MANTA_URL=service.url, MANTA_API_KEY=key
@@ -79,7 +79,7 @@ def test_a_service_that_does_not_answer_is_a_problem(doctor):
     assert "FAIL  service: " in doctor(MANTA_URL="http://127.0.0.1:9", code=1)
 
 
-def test_a_job_file_that_makes_no_sense_is_refused_as_ever(doctor, tmp_path):
+def test_doctor_refuses_an_invalid_or_missing_job_file(doctor, tmp_path):
     (tmp_path / "job.yaml").write_text("model: 3")
     doctor(tmp_path / "job.yaml", code=2)
     assert "none.yaml: No such file or directory" in doctor(tmp_path / "none.yaml", code=2)

@@ -44,20 +44,20 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_what_is_not_known_is_passed_on_and_its_exit_status_comes_back(called, folder, command):
+def test_unknown_options_are_passed_to_the_engine_whose_exit_status_is_returned(called, folder, command):
     words = [command, str(folder), "--prompt", "a b", "--top-k", "5", "--step", "10"]
     assert CliRunner().invoke(app, words).exit_code == 3
     checkpoint = str(checkpoint_path(folder, 10, 1))
     assert called == [engine._engine(command, checkpoint, "--prompt", "a b", "--top-k", "5")]
 
 
-def test_where_there_is_no_checkpoint_nothing_is_run(called, tmp_path):
+def test_engine_command_without_a_checkpoint_runs_nothing(called, tmp_path):
     result = CliRunner().invoke(app, ["generate", str(tmp_path / "none"), "--prompt", "a"])
     assert result.exit_code != 0 and not called
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_all_options_are_explained_without_a_model(called, command):
+def test_engine_options_are_listed_without_a_model(called, command):
     assert CliRunner().invoke(app, [command, "--options"]).exit_code == 3
     assert called == [engine._engine(command, "--help")]
 
@@ -71,7 +71,7 @@ def test_the_help_names_every_option_of_the_engines_command(command):
     assert {option for option in re.findall(r"--[a-z-]+", output.getvalue()) if option not in shown} == set()
 
 
-def test_what_is_refused_is_refused_in_the_words_of_the_command_that_was_typed(tmp_path, monkeypatch, capsys):
+def test_engine_usage_errors_name_the_manta_command(tmp_path, monkeypatch, capsys):
     program, safe, flag, code, *arguments = engine._engine("generate", str(tmp_path), "--prompt", "a", "--top-p", "7")
     assert (program, safe, flag) == (sys.executable, "-P", "-c")
     monkeypatch.setattr(sys, "argv", [flag, *arguments])

@@ -18,7 +18,7 @@ LOADED = "import sys; from manta.api.cli.main import command_line; [command_line
 LOADED += "print(*sys.modules)"
 
 
-def test_commands_that_only_ask_a_service_load_neither_a_database_library_nor_torch() -> None:
+def test_commands_that_only_ask_a_service_import_neither_sqlalchemy_nor_torch() -> None:
     """Together in one process, since it takes longer to start one than to load all of them."""
     commands = ("status", "ps", "checkpoints", "submit", "compare", "logs", "up")
     output = subprocess.run([sys.executable, "-c", LOADED, *commands], capture_output=True, text=True, check=True)
@@ -43,20 +43,22 @@ OWN = [each for each in main.app.registered_commands if each.callback and each.c
 
 
 @pytest.mark.parametrize("file", main._FILES)
-def test_a_file_has_the_commands_that_it_is_said_to_have(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_loads_one_file_for_a_named_command(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {str(each.name or getattr(each.callback, "__name__", "")) for each in OWN}
     for command in main._FILES[file]:
         assert commands_for(command, monkeypatch) == own | set(main._FILES[file])
 
 
 @pytest.mark.parametrize("wanted", [None, "--help", "no-such-command"])
-def test_who_may_want_any_command_gets_all(wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_loads_all_commands_when_none_is_named(
+    wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     everything = commands_for(wanted, monkeypatch)
     assert everything >= {command for commands in main._FILES.values() for command in commands} | {"submit", "status"}
     assert commands_for("submit", monkeypatch) < everything
 
 
-def test_every_command_has_its_place_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_has_a_panel_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = commands_for(None, monkeypatch)
     placed = [name for names in PANELS.values() for name in names.split()]
     assert sorted(placed) == sorted(everything)
@@ -68,7 +70,7 @@ def test_every_command_has_its_place_in_the_help(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
-def test_output_for_which_there_is_no_room_is_one_sentence() -> None:
+def test_output_to_a_full_disk_is_reported_in_one_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "manta.api.cli", "--version"]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -82,7 +84,7 @@ RUN += "main.command_line = lambda wanted: lambda: {}; __main__.main()"
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
 @pytest.mark.parametrize("characters", [10, 10**6])
-def test_output_for_which_there_is_no_room_is_told_from_other_files(characters: int) -> None:
+def test_full_disk_message_is_for_standard_output_only(characters: int) -> None:
     text = f"'x' * {characters}"
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", RUN.format(f"(sys.stdout.write({text}), sys.stdout.flush())")]

@@ -73,7 +73,7 @@ def job(service):
         (["nodes"], ["127.0.0.1", "alive", "16"]),
     ],
 )
-def test_each_command_shows_what_there_is(manta, job, command, expected):
+def test_each_command_shows_its_data_as_text_and_json(manta, job, command, expected):
     arguments = [job if argument == "JOB" else argument for argument in command]
     shown = manta(*arguments).stdout
     for text in expected:
@@ -108,7 +108,7 @@ def test_events_of_all_jobs(manta, service, job):
     assert manta("events", job, "--type", "told").stdout.count("\n") == 1
 
 
-def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, job):
+def test_empty_results_are_explained_to_people_and_not_to_programs(manta, job):
     assert manta("ps", "--state", "paused").stdout == "no job matches\n"
     assert manta("ps", "--name", "").stdout == manta("ps", "--owner", "nobody").stdout == "no job matches\n"
     assert manta("ps", "--state", "paused", "--json").stderr == ""
@@ -126,13 +126,13 @@ def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, 
 
 
 @pytest.mark.parametrize("filters", ["events --rank", "events --generation", "logs --rank"])
-def test_filter_by_rank_or_generation_0_is_one(manta, service, filters):
+def test_filter_by_rank_or_generation_0_is_applied(manta, service, filters):
     command, option = filters.split()
     sentence = f"no {command.removesuffix('s').replace('log', 'line')} matches\n"
     assert manta(command, service.submit()["id"], option, 0).stderr == sentence
 
 
-def test_names_that_cannot_be_are_refused_in_words(manta, service, job):
+def test_invalid_names_are_refused_with_the_rule(manta, service, job):
     assert "name: must be letters, digits, '.', '_'" in manta("edit", job, "--name", "a/b", code=2).stderr
     assert "name: must have at least 1 character" in manta("edit", job, "--name", "", code=2).stderr
     assert "labels.a b: must be letters, digits" in manta("edit", job, "--label", "a b=c", code=2).stderr
@@ -146,14 +146,14 @@ def test_following_ends_with_the_job(manta, service, job, command):
     assert manta(command, job, "-f").stdout.startswith(manta(command, job).stdout)
 
 
-def test_cancel(manta, service, job):
+def test_cancel_moves_a_job_to_cancelling_and_is_refused_once_it_is_final(manta, service, job):
     assert manta("cancel", job).stdout == f"{job} is CANCELLING\n"
     assert manta("cancel", job).stdout == f"{job} is CANCELLING\n", "who did not hear the answer may ask again"
     service.move(job, "CANCELLED")
     assert "CANCELLED" in manta("cancel", job, code=2).stderr
 
 
-def test_who_waits_for_whom_and_where_a_rank_is(manta, job):
+def test_waits_and_stack_commands_show_culprits_and_where_a_rank_stands(manta, job):
     lines = manta("waits", job).stdout.splitlines()
     assert lines[0] == "the job stands still because of rank 0: it waits for nobody"
     assert lines[-1].split() == [
@@ -175,7 +175,7 @@ def test_who_waits_for_whom_and_where_a_rank_is(manta, job):
     assert "its ranks are 0 to 1" in manta("stack", job, 2, code=2).stderr
 
 
-def test_edit(manta, service, job):
+def test_edit_changes_name_priority_and_labels_of_a_job(manta, service, job):
     assert manta("edit", job, "--priority", 3).stdout == f"{job} has name small, priority 3; labels: none\n"
     assert json.loads(manta("edit", job, "--name", "better", "--json").stdout)["name"] == "better"
     labelled = manta("edit", job, "--label", "team=vision", "--label", "a=b").stdout
@@ -187,7 +187,7 @@ def test_edit(manta, service, job):
     assert "--name, --priority" in manta("edit", job, code=2).stderr
 
 
-def test_delete_asks_first(manta, service, job, monkeypatch):
+def test_delete_command_asks_for_confirmation(manta, service, job, monkeypatch):
     assert f"manta cancel {job}" in manta("delete", job, "--yes", code=2).stderr
     service.move(job, "FAILED")
     refused = manta("delete", job, code=1, input="n\n")
@@ -204,7 +204,7 @@ def test_delete_asks_first(manta, service, job, monkeypatch):
     assert "manta ps" in manta("status", job, code=2).stderr
 
 
-def test_deletion_for_programs(manta, service, job):
+def test_delete_command_prints_json_for_programs(manta, service, job):
     service.move(job, "FAILED")
     assert json.loads(manta("delete", job, "--yes", "--json").stdout)["rows"]["jobs"] == 1
 
@@ -217,7 +217,7 @@ def test_pause_and_resume(manta, service, job):
     assert json.loads(manta("pause", job, "--json").stdout)["state"] == "PAUSED"
 
 
-def test_retry(manta, service, job):
+def test_retry_requeues_a_failed_job_and_no_other(manta, service, job):
     assert "retry works only while it is FAILED" in manta("retry", job, code=2).stderr
     service.move(job, "FAILED")
     assert manta("retry", job).stdout == f"{job} is QUEUED\n"
@@ -225,7 +225,7 @@ def test_retry(manta, service, job):
     assert json.loads(manta("retry", job, "--json").stdout)["state"] == "QUEUED"
 
 
-def test_bad_input_is_a_sentence_and_exit_code_two(manta, tmp_path):
+def test_bad_input_is_one_sentence_and_exit_code_2(manta, tmp_path):
     assert "missing.yaml" in manta("submit", tmp_path / "missing.yaml", code=2).stderr
     assert "manta ps" in manta("status", "job_000000000000", code=2).stderr
     assert "manta ps" in manta("logs", "../../etc/passwd", code=2).stderr
@@ -235,7 +235,7 @@ def test_bad_input_is_a_sentence_and_exit_code_two(manta, tmp_path):
     manta("dance", code=2)
 
 
-def test_what_is_wrong_is_named_as_it_was_typed(manta, job):
+def test_errors_name_the_option_or_command_as_it_was_typed(manta, job):
     assert "--fault: must be 'kill', 'stop'" in manta("inject", job, "--fault", "x", "--rank", 0, code=2).stderr
     assert manta("edit", job, "--priority", 1001, code=2).stderr == "priority: must be at most 1000\n"
     assert "No such command 'veryfy'. Did you mean 'verify'?" in manta("checkpoints", "veryfy", job, code=2).stderr
@@ -254,7 +254,7 @@ def test_commands_and_options_are_completed_by_the_shell(words, completion):
     assert CliRunner().invoke(app, [], prog_name="manta", env=asked).stdout.split() == [completion]
 
 
-def test_failure_of_the_service_is_no_bad_input(manta, service, monkeypatch):
+def test_failure_of_the_service_exits_with_1(manta, service, monkeypatch):
     """A script must be able to tell what it has to mend from what it may try again."""
 
     def broken():
@@ -265,12 +265,12 @@ def test_failure_of_the_service_is_no_bad_input(manta, service, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://["])
-def test_no_service_is_a_sentence_and_exit_code_three(manta, job, url):
+def test_unreachable_service_is_one_sentence_and_exit_code_3(manta, job, url):
     for command in (["ps"], ["nodes"], ["events", job, "-f"], ["status", job, "--url", url]):
         assert "manta up" in manta(*command, code=3, MANTA_URL=url).stderr
 
 
-def test_the_address_may_come_from_the_home(manta, service, tmp_path):
+def test_service_url_is_found_in_the_home(manta, service, tmp_path):
     (tmp_path / "service.json").write_text(json.dumps({"url": service.url, "pid": 1}))
     assert "no jobs yet" in manta("ps", MANTA_URL="").stdout
 
@@ -347,7 +347,7 @@ FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.
         ("nodes", "GET /v1/cluster", None),
     ],
 )
-def test_all_that_is_said_to_a_command_is_in_its_request(command, line, body, monkeypatch):
+def test_arguments_of_each_command_reach_its_request(command, line, body, monkeypatch):
     service = SilentService()
     monkeypatch.setattr(main, "Client", lambda url: Client(url, service))
     words = command.replace("JOB", JOB).split()
@@ -365,7 +365,7 @@ BY_NAME = (
 
 
 @pytest.mark.parametrize("command", BY_NAME)
-def test_a_job_may_be_called_by_its_name(service, command, monkeypatch, tmp_path):
+def test_job_commands_accept_a_name_for_an_id(service, command, monkeypatch, tmp_path):
     job, asked = service.submit(name="small"), []
     monkeypatch.chdir(tmp_path)
 
@@ -384,14 +384,14 @@ def test_a_job_may_be_called_by_its_name(service, command, monkeypatch, tmp_path
     assert asked[0].params["name"] == "small" and job["id"] in asked[1].path
 
 
-def test_which_of_several_jobs_of_a_name_is_meant_has_to_be_said(manta, service):
+def test_job_name_shared_by_several_jobs_is_refused(manta, service):
     job, newer = (service.submit(name="same name")["id"] for _ in range(2))
     refused = manta("pause", "same name", code=2).stderr
     assert refused.index(newer) < refused.index(job) and refused.startswith("several jobs are called 'same name'")
     assert {manta("status", each, "--json").stdout.count("QUEUED") for each in (job, newer)} == {1}
 
 
-def test_what_was_done_is_told_to_people_and_to_programs(manta, service, document):
+def test_changing_commands_print_a_sentence_or_json(manta, service, document):
     service.control.allow_faults = True
     elastic = {**document, "parallel": {"data": 2}, "elastic": {"min_data": 1}}
     job = service.http.post("/v1/jobs", json=elastic).json()["id"]
@@ -412,7 +412,7 @@ def test_what_was_done_is_told_to_people_and_to_programs(manta, service, documen
     assert said[1]["state"] == "CANCELLING"
 
 
-def test_lists_that_go_on_say_so(manta, service):
+def test_truncated_lists_say_so(manta, service):
     for _ in range(3):
         service.submit()
     cut = manta("ps", "--limit", 2)
@@ -422,7 +422,7 @@ def test_lists_that_go_on_say_so(manta, service):
     assert programs.stderr == "" and json.loads(programs.stdout)["next_cursor"]
 
 
-def test_all_checkpoints_and_recoveries_are_listed(manta, service, job, monkeypatch):
+def test_checkpoints_and_recoveries_are_listed_across_pages(manta, service, job, monkeypatch):
     def save(session):
         for step in range(10, 15):
             checkpoints.begin(session, job, 9, step, f"/somewhere/{step}")

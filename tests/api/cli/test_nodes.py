@@ -57,7 +57,7 @@ def drain(monkeypatch):
     return run
 
 
-def test_a_node_is_left_on_the_services_word(drain):
+def test_drain_command_asks_the_service_to_drain_a_node(drain):
     client = Client(0)
     assert drain(client, "abcd", "--deadline", "25") == "abcd is being drained\n"
     assert client.asked == [("abcd", 25.0)]
@@ -68,11 +68,11 @@ def test_a_node_is_left_on_the_services_word(drain):
     (("--this-node", "--url", "http://there"), "--this-node uses no service"),
     (("--this-node", "--undo"), "--undo goes with a node"), (("abcd", "--undo", "--wait"), "without --wait"),
 ])  # fmt: skip
-def test_one_node_has_to_be_meant(drain, words, why):
+def test_drain_needs_exactly_one_node(drain, words, why):
     assert why in drain(Client(0), *words, code=2)
 
 
-def test_who_waits_is_told_when_it_is_empty_or_that_it_was_not_in_time(drain):
+def test_drain_with_wait_returns_once_the_node_is_empty_or_fails_at_its_deadline(drain):
     client = Client(5)
     assert drain(client, "abcd", "--wait") == "abcd is being drained\n" and client.ranks == 0
     assert "was not drained within 0 s" in drain(Client(5), "abcd", "--wait", "--deadline", "0", code=1)
@@ -103,27 +103,27 @@ def nobody(url):
     raise AssertionError("the service is asked")
 
 
-def test_this_node_is_left_without_service_or_key_once_no_agent_runs_here(agents, drain):
+def test_drain_of_this_node_needs_no_service_and_waits_for_its_own_agents(agents, drain):
     (running, deadlines), ours, me = agents, f"ray::{AgentOnNode.__name__}"[:15], os.getuid()
     running += [(ours, me + 1), (ours, me), (ours, me), ("python", me)]
     assert drain(nobody, "--this-node", "--wait", "--deadline", "25") == "abcd is being drained\n"
     assert deadlines == [25.0] and running == [], "it looks until no agent of this user is left"
 
 
-def test_who_waits_for_this_node_is_told_that_it_was_not_in_time(agents, drain):
+def test_drain_of_this_node_fails_at_its_deadline_while_agents_run(agents, drain):
     agents[0].extend([(commands.AGENT, os.getuid())] * 3)
     assert "this machine was not drained within 0 s" in drain(
         nobody, "--this-node", "--wait", "--deadline", "0", code=1
     )
 
 
-def test_where_no_daemon_runs_there_is_nothing_to_leave(monkeypatch, tmp_path, drain):
+def test_drain_of_this_node_without_a_daemon_does_nothing(monkeypatch, tmp_path, drain):
     monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (tmp_path, "manta-{user}-{tag}"))
     assert drain(nobody, "--this-node", "--wait") == "no Manta processes of this user are running on this machine\n"
     assert json.loads(drain(nobody, "--this-node", "--json")) == {"nodes": []}
 
 
-def test_a_daemon_that_says_nothing_is_named(monkeypatch, drain):
+def test_drain_names_a_daemon_of_this_node_that_does_not_answer(monkeypatch, drain):
     monkeypatch.setattr(local_drain, "ANSWER_SECONDS", 0.01)
     # The path of a socket may have 107 bytes, which that of the test's own folder may exceed.
     with tempfile.TemporaryDirectory(dir="/tmp") as place, socket.socket(socket.AF_UNIX) as listener:
@@ -137,6 +137,6 @@ def test_a_daemon_that_says_nothing_is_named(monkeypatch, drain):
         )
 
 
-def test_an_empty_name_is_no_node():
+def test_drain_command_refuses_an_empty_node_name():
     said = CliRunner().invoke(app, ["drain", ""])
     assert (said.exit_code, said.stderr) == (2, "give a node, or --this-node\n")

@@ -36,7 +36,7 @@ def plan(tmp_path, monkeypatch):
     return run
 
 
-def test_the_best_layouts_are_printed(plan):
+def test_plan_prints_the_best_layouts_as_a_table(plan):
     answer = json.loads(plan(PLAN, "--json"))
     assert answer["plans"][0]["step_seconds"] <= answer["plans"][-1]["step_seconds"]
     table = plan(PLAN)
@@ -55,7 +55,7 @@ def test_layers_of_uneven_stages_are_printed_and_drawn(plan, tmp_path):
     assert "Layers of" not in plan(PLAN | {"model": model, "parallel": {"pipeline": 4}})
 
 
-def test_times_of_machines_that_nobody_has_measured_come_with_a_note(plan):
+def test_plan_for_an_unmeasured_machine_comes_with_a_note(plan):
     untried = PLAN | {"cluster": PLAN["cluster"] | {"accelerator": "h100-80gb"}}
     assert "neither fitted nor measured" in json.loads(plan(untried, "--json"))["note"]
     assert "Note: what this machine reaches of its data sheet is assumed" in plan(untried)
@@ -70,13 +70,13 @@ def test_a_layout_that_does_not_fit_says_why(plan):
     assert "4x1x1: does not fit: " in output
 
 
-def test_mistakes_are_sentences(plan):
+def test_plan_errors_are_sentences_and_exit_code_2(plan):
     assert "cluster.accelerator: no accelerator 'abacus' is known" in plan(
         PLAN | {"cluster": {"accelerator": "abacus"}}, code=2
     )
 
 
-def test_without_a_cluster_the_service_is_asked_and_must_be_there(plan):
+def test_plan_without_a_cluster_needs_a_reachable_service(plan):
     assert "cannot reach Manta" in plan(
         {key: PLAN[key] for key in ("model", "train")}, "--url", "http://127.0.0.1:9", code=3
     )
@@ -99,5 +99,5 @@ def test_the_best_plan_is_explained_and_drawn(plan, tmp_path):
     assert json.loads(plan(PLAN, "--json"))["explanation"] is None
 
 
-def test_a_picture_that_cannot_be_written_is_said(plan, tmp_path):
+def test_unwritable_plan_picture_is_reported(plan, tmp_path):
     assert "cannot write" in plan(PLAN, "--picture", str(tmp_path / "nowhere" / "plan.svg"), code=2)

@@ -37,7 +37,7 @@ def test_the_line_shows_step_loss_throughput_mfu_and_eta():
     assert line.count("#") == 6
 
 
-def test_what_is_not_known_is_a_dash():
+def test_progress_line_shows_dashes_for_unknown_values():
     queued = make_job(state="QUEUED", step=0, eta_seconds=None, metrics={"latest": {}}, message="waits for 4 slots")
     line = progress_line(queued)
     for part in ("0/200", "loss -", "- tokens/s", "MFU -", "ETA -", "waits for 4 slots"):
@@ -46,7 +46,7 @@ def test_what_is_not_known_is_a_dash():
     assert progress_line(held).endswith("  held: the folder is not there")
 
 
-def test_a_loss_that_is_no_number_is_shown_as_such():
+def test_progress_line_shows_a_nan_loss_as_nan():
     assert "loss nan" in progress_line(make_job(metrics={"latest": {"loss": "nan"}}))
 
 
@@ -54,7 +54,7 @@ def test_a_loss_that_is_no_number_is_shown_as_such():
     ("seconds", "text"),
     [(None, "-"), (0.0, "0s"), (0.4, "<1s"), (59.4, "59s"), (60, "1m00s"), (3599.9, "1h00m"), (7260, "2h01m")],
 )
-def test_durations_are_for_people(seconds, text):
+def test_durations_are_printed_in_readable_units(seconds, text):
     assert duration(seconds) == text
 
 
@@ -71,7 +71,7 @@ def test_following_ends_with_the_job_and_shows_its_last_state(terminal):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_whoever_follows_sees_every_look(terminal):
+def test_follow_calls_on_progress_for_every_job_state_it_reads(terminal):
     looks = [make_job(step=0), make_job(), make_job(), make_job(state="FAILED")]
     console, seen = Console(file=io.StringIO(), force_terminal=terminal, width=200), []
     follow(Script(*looks), "job_000000000001", console, poll_seconds=0, on_progress=seen.append)
@@ -79,7 +79,7 @@ def test_whoever_follows_sees_every_look(terminal):
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 4), (1000.0, 2)])
-def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, seconds, lines):
+def test_progress_without_a_terminal_is_a_line_at_most_every_few_seconds(monkeypatch, seconds, lines):
     monkeypatch.setattr(progress, "PLAIN_SECONDS", seconds)
     output, jobs = io.StringIO(), [make_job(), make_job(), make_job(), make_job(state="FAILED")]
     follow(Script(*jobs), "job_000000000001", Console(file=output, width=200), poll_seconds=0)

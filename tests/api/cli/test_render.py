@@ -52,11 +52,11 @@ def make_job(**changes):
     [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * 2**20, "1.5 MiB"), (2**30, "1.0 GiB"),
      (2048 * 2**40, "2048.0 TiB")],
 )  # fmt: skip
-def test_sizes_are_in_binary_units(count, text):
+def test_byte_sizes_are_printed_in_binary_units(count, text):
     assert render.size(count) == text
 
 
-def test_jobs():
+def test_job_list_shows_one_row_per_job():
     (row,) = rows(render.job_list, [make_job()])
     assert row == {
         "JOB": "job_1", "NAME": "small [odd]", "STATE": "FAILED", "STEP": "15/60", "LOSS": "2.3457",
@@ -64,7 +64,7 @@ def test_jobs():
     }  # fmt: skip
 
 
-def test_a_job():
+def test_job_page_shows_known_fields_and_dashes_for_the_rest():
     job = make_job(memory_kept_until=later(3), queue=schemas.Queue(position=5))
     lines = dict(line.split("  ", 1) for line in printed(render.job_page, job).splitlines())
     said = {name.strip(): value.strip() for name, value in lines.items()}
@@ -99,7 +99,7 @@ def test_a_job():
         (None, None, None, None, "-"),
     ],
 )
-def test_planned_step_next_to_the_measured_one(assumed, measured, drift, problem, text):
+def test_planned_step_is_shown_next_to_the_measured_one(assumed, measured, drift, problem, text):
     plan = schemas.JobPlan.model_construct(
         planned=None if assumed is None else schemas.PlannedStep.model_construct(step_seconds=0.4, assumed=assumed),
         measured=measured and schemas.MeasuredStep.model_construct(step_seconds=measured),
@@ -109,13 +109,13 @@ def test_planned_step_next_to_the_measured_one(assumed, measured, drift, problem
     assert render.planned_line(plan) == text
 
 
-def test_what_was_done():
+def test_edit_and_deletion_are_printed_as_one_line():
     assert printed(render.edited, make_job()) == "job_1 has name small [odd], priority 7; labels: none\n"
     gone = schemas.DeletedJob(id="job_1", rows={"jobs": 1, "events": 4}, checkpoints=1, logs=2, bytes=2048)
     assert printed(render.deletion, gone) == "job_1 is deleted: 1 checkpoint, 2 log files, 5 rows, 2.0 KiB\n"
 
 
-def test_a_layout():
+def test_layout_page_shows_sizes_and_the_place_of_each_rank():
     place = schemas.RankPlace(rank=9, tensor=1, pipeline=2, data=3, context=0)
     layout = schemas.Layout(
         parallel={"tensor": 2, "pipeline": 4, "data": 8}, world_size=64, micro_batches=16, ranks=[place]
@@ -136,7 +136,7 @@ def test_events_and_logs():
     assert render.log_line(line) == "[3] hello"
 
 
-def test_metrics_of_which_something_is_known():
+def test_metric_table_has_columns_with_values_only():
     series = {
         "loss": [2.0, None], "tokens": [64.0, 128.0], "tokens_per_second": [1234.5, 2.0], "mfu_full": [0.5, 0.25],
         "memory_bytes": [1024.0, None], "learning_rate": [0.0003, None], "validation_loss": [None, None],
@@ -171,7 +171,7 @@ def test_ranks_and_checkpoints():
     assert list(row.values()) == ["50", "complete", "4.0 KiB", render.moment(MOMENT), "/somewhere/50"]
 
 
-def test_where_the_time_went_largest_first():
+def test_ledger_page_lists_classes_of_time_largest_first():
     spent = schemas.Ledger(seconds={"queue": 2.0, "compute": 6.0, "re_form": 0.5, "pause": 0.0}, wall_seconds=8.5,
                            goodput=0.75, closed=True, began_at=MOMENT, until=MOMENT)  # fmt: skip
     said = [line.split() for line in printed(render.ledger_page, spent).splitlines()]
@@ -183,7 +183,7 @@ def test_where_the_time_went_largest_first():
     assert "so far" in printed(render.ledger_page, spent.model_copy(update={"closed": False}))
 
 
-def test_recoveries():
+def test_recovery_table_shows_cause_source_and_phases():
     phases = {"detect": 0.1, "rest": 0.2, "re_form": 0.3, "restore": 0.4, "redo": None}
     entry = schemas.Recovery(
         generation=4, time=MOMENT, kind="killed", rank=3, node=None, cause="rank 3 was killed", forked=[3], kept=7,
@@ -200,7 +200,7 @@ def test_recoveries():
 @pytest.mark.parametrize(
     ("alive", "draining", "state"), [(True, False, "alive"), (True, True, "draining"), (False, True, "dead")]
 )
-def test_nodes(alive, draining, state):
+def test_node_table_shows_state_units_and_jobs_of_a_node(alive, draining, state):
     held = [schemas.RunningRank(job=job, rank=rank) for rank, job in enumerate(("job_2", "job_1", "job_2"))]
     node = schemas.Node(id="n1", address="10.0.0.1", alive=alive, draining=draining, accelerator="slot", total=8.0,
                         free=5.0, ranks=held)  # fmt: skip
@@ -215,7 +215,7 @@ def test_slots_beside_gpus():
     assert list(row.values()) == ["n1", "10.0.0.1", "alive", "gpu", "5 + 15 slots", "8 + 16 slots", "-"]
 
 
-def test_what_is_wrong_with_a_node_stands_below_the_table():
+def test_problem_of_a_node_is_printed_below_the_node_table():
     node = schemas.Node(
         id="n1", address="10.0.0.1", alive=True, accelerator="slot", total=8.0, free=0.0, problem="it has no Manta"
     )
@@ -245,6 +245,6 @@ def test_keys_projects_and_the_audit():
                                   "409 wrong_state"]  # fmt: skip
 
 
-def test_nothing_is_said_in_a_sentence():
+def test_empty_tables_print_a_sentence():
     assert printed(render.job_list, []) == "no jobs yet; submit one with `manta submit FILE`\n"
     assert printed(render.table, ["A"], [], "[none]") == "[none]\n"

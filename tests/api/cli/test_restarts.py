@@ -55,13 +55,15 @@ def started(tmp_path, ending, says="says", before=()):
     ("SIGKILL", "says", ["first"], -signal.SIGKILL),
     ("SIGABRT", "does not", ["first"], -signal.SIGABRT),
 ])  # fmt: skip
-def test_only_a_service_that_was_ended_from_within_is_started_again(tmp_path, ending, says, lines, code):
+def test_service_that_crashes_while_serving_is_restarted_and_any_other_end_is_final(
+    tmp_path, ending, says, lines, code
+):
     process = started(tmp_path, ending, says)
     printed, _ = process.communicate(timeout=30)
     assert (printed.split(), process.returncode) == (lines, code)
 
 
-def test_signals_are_passed_on(tmp_path):
+def test_restarting_parent_passes_signals_to_the_service(tmp_path):
     process = started(tmp_path, "waits")
     assert process.stdout.readline() == "first\n"
     child = int(process.stdout.readline())

@@ -79,7 +79,7 @@ def started(monkeypatch):
     ("options", "taken", "allow_faults", "tls"),
     [([], ("127.0.0.1", 8400, None, None), False, Tls()), (ALL_OPTIONS, ALL_TAKEN, True, ALL_TLS)],
 )
-def test_service_in_the_background_is_run_with_what_up_was_told(
+def test_background_service_gets_the_options_of_up(
     manta, served, started, tmp_path, monkeypatch, options, taken, allow_faults, tls
 ):
     monkeypatch.setattr(server, "refuse_without_protection", lambda settings, host: None)
@@ -92,7 +92,7 @@ def test_service_in_the_background_is_run_with_what_up_was_told(
     assert served == [(Settings(tmp_path, allow_faults=allow_faults, tls=tls), *taken)]
 
 
-def test_faults_that_the_environment_allows_are_allowed_in_the_background_too(manta, served, started, tmp_path):
+def test_background_service_allows_faults_that_the_environment_allows(manta, served, started, tmp_path):
     manta("up", MANTA_ALLOW_FAULTS="1")
     manta(*started[0][0][4:])
     manta("serve", MANTA_ALLOW_FAULTS="1")
@@ -102,7 +102,7 @@ def test_faults_that_the_environment_allows_are_allowed_in_the_background_too(ma
 @pytest.mark.parametrize(("options", "again", "patient"), [
     ((), False, False), ((), True, True), (("--wait-for-ray",), False, True),
 ])  # fmt: skip
-def test_a_ray_that_does_not_answer_is_waited_for_where_it_did_before_or_is_to_come(
+def test_service_waits_for_an_existing_ray_only_when_started_again_or_told_to(
     manta, monkeypatch, options, again, patient
 ):
     waits = []
@@ -125,7 +125,7 @@ def test_service_that_starts_over_is_run_as_before(manta, served, tmp_path, monk
         assert served[-1] == (settings, "0.0.0.0", 1234, slots, None)
 
 
-def test_database_is_named_in_the_environment_where_no_other_user_sees_its_password(manta, served, started):
+def test_database_url_is_passed_in_the_environment_to_hide_its_password(manta, served, started):
     manta("up", "--database", POSTGRESQL)
     ((command, environment),) = started
     assert "secret" not in " ".join(command)
@@ -135,13 +135,13 @@ def test_database_is_named_in_the_environment_where_no_other_user_sees_its_passw
     assert "secret" not in repr(served)
 
 
-def test_down_of_a_service_with_another_database_says_where_its_jobs_are(manta, tmp_path, monkeypatch):
+def test_down_names_another_database_that_keeps_the_jobs(manta, tmp_path, monkeypatch):
     local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "postgresql://me:***@there/manta")
     monkeypatch.setattr(service, "stop_service", lambda home: True)
     assert "Its jobs are in its database, postgresql://me:***@there/manta" in manta("down")
 
 
-def test_up_waits_for_what_has_locked_the_home_and_starts_no_second_service(manta, started, tmp_path, monkeypatch):
+def test_up_waits_for_the_process_that_locks_the_home(manta, started, tmp_path, monkeypatch):
     """It starts, or writes again where it answers."""
     with server.lock_home(tmp_path) as lock:
         local_service.sign(lock)
@@ -180,7 +180,7 @@ def test_up_starts_no_second_service(manta, started, tmp_path):
 
 
 @pytest.mark.parametrize("other_runs", [True, False])
-def test_up_that_another_up_forestalled_says_that_the_service_runs(manta, tmp_path, monkeypatch, other_runs):
+def test_up_that_lost_a_race_says_that_the_service_runs(manta, tmp_path, monkeypatch, other_runs):
     def lose(*arguments):
         if other_runs:
             local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "sqlite:///there")
@@ -214,7 +214,7 @@ def test_service_that_does_not_start_says_why_and_nothing_of_earlier_times(tmp_p
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_service_is_up_when_it_can_run_jobs(tmp_path, monkeypatch, ready):
+def test_service_counts_as_up_once_it_can_run_jobs(tmp_path, monkeypatch, ready):
     looks = []
     monkeypatch.setattr(service, "running_service", lambda home: {"url": "http://there"} if looks else looks.append(1))
     monkeypatch.setattr(service, "_is_ready", lambda home: ready and home == tmp_path)
@@ -242,7 +242,7 @@ def home(tmp_path, monkeypatch):
     ours.remove_runtime_folder()
 
 
-def test_what_jobs_have_on_the_ray_of_somebody_else_stays_when_the_service_goes(manta, home, monkeypatch):
+def test_down_leaves_snapshots_and_zygotes_on_a_ray_cluster_of_others(manta, home, monkeypatch):
     monkeypatch.setattr(RayHead, "freeze_ranks", None)
     service.stop_service(home.home)
     assert home.snapshot_folder("job").exists()
@@ -250,7 +250,7 @@ def test_what_jobs_have_on_the_ray_of_somebody_else_stays_when_the_service_goes(
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_our_own_ray_goes_with_all_that_jobs_had_there(home, monkeypatch, is_recorded):
+def test_down_ends_its_own_ray_and_removes_snapshots_and_runtime_folder(home, monkeypatch, is_recorded):
     """Also one whose start was interrupted before it was recorded."""
     left = []
     monkeypatch.setattr(RayHead, "freeze_ranks", lambda head: left.append("ranks frozen"))
@@ -266,7 +266,7 @@ def test_our_own_ray_goes_with_all_that_jobs_had_there(home, monkeypatch, is_rec
     assert not home.runtime_folder.exists()
 
 
-def test_service_is_asked_to_end_and_is_ended_where_it_does_not(home, monkeypatch):
+def test_service_that_ignores_sigterm_is_killed_by_down(home, monkeypatch):
     with subprocess.Popen(["sh", "-c", "trap '' TERM; echo ready; while :; do read line; done"],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as deaf:  # fmt: skip
         assert deaf.stdout.readline() == b"ready\n"
@@ -281,7 +281,7 @@ def test_service_is_asked_to_end_and_is_ended_where_it_does_not(home, monkeypatc
     [(True, "was stopped at step 3 of 10, and continues from its checkpoint of step 2"),
      (False, "keeps running on the existing Ray cluster, at step 3 or later")],
 )  # fmt: skip
-def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, document, monkeypatch, own_ray, fate):
+def test_down_says_what_happens_to_each_job(manta, home, store, database_url, document, monkeypatch, own_ray, fate):
     spec = parse_job_spec(document)
     running, queued, over = [store.write(lambda s: jobs.create(s, spec))[0].id for _ in range(3)]
     store.write(lambda s: jobs.transition(s, running, JobState.STARTING))

@@ -25,13 +25,13 @@ submit_commands.register(app)
 tokenize_command.register(app)
 
 
-def test_submit_prints_the_id_and_nothing_else(manta, service, spec_file):
+def test_submit_prints_only_the_job_id(manta, service, spec_file):
     job_id = manta("submit", spec_file).stdout.strip()
     assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
     assert json.loads(manta("submit", spec_file, "--json").stdout)["state"] == "QUEUED"
 
 
-def test_submit_with_labels_adds_them_to_those_of_the_file(manta, service, tmp_path, document):
+def test_submit_adds_label_options_to_those_of_the_file(manta, service, tmp_path, document):
     file = tmp_path / "labelled.yaml"
     file.write_text(yaml.safe_dump({**document, "labels": {"team": "vision", "a": "old"}}))
     job = json.loads(manta("submit", file, "--label", "a=b", "--label", "empty=", "--json").stdout)
@@ -48,7 +48,7 @@ def test_submit_resolves_relative_paths_against_the_specs_folder(manta, service,
     assert job["spec"]["data"]["paths"] == [str(spec_file.parent / "corpus.txt")]
 
 
-def test_submit_with_other_values_than_those_of_the_file(manta, spec_file, tmp_path, document, monkeypatch):
+def test_submit_set_options_override_values_of_the_file(manta, spec_file, tmp_path, document, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -70,7 +70,7 @@ def test_submit_with_other_values_than_those_of_the_file(manta, spec_file, tmp_p
     assert "cluster.nodes" in manta("plan", spec_file, "--set", "cluster.nodes=0", code=2).stderr
 
 
-def test_labels_of_a_file_that_are_none_are_said_to_be(manta, spec_file, document):
+def test_labels_that_are_no_mapping_are_refused(manta, spec_file, document):
     spec_file.write_text(yaml.safe_dump({**document, "labels": ["a"]}))
     assert "labels: must be a mapping, not a list" in manta("submit", spec_file, "--label", "a=b", code=2).stderr
 
@@ -83,7 +83,7 @@ def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
     assert json.loads(manta("ps", "--json").stdout)["items"] == []
 
 
-def test_a_dry_run_of_a_job_whose_data_is_not_there_is_no_success(manta, spec_file, document):
+def test_dry_run_of_a_job_with_missing_data_exits_with_1(manta, spec_file, document):
     document["data"] = {"source": "text", "paths": ["corpus.txt"]}
     spec_file.write_text(yaml.safe_dump(document))
     answer = manta("submit", spec_file, "--dry-run", code=main.EXIT_FAILED)
@@ -93,7 +93,7 @@ def test_a_dry_run_of_a_job_whose_data_is_not_there_is_no_success(manta, spec_fi
     assert manta("submit", spec_file).stdout.startswith("job_"), "it may be there by then"
 
 
-def test_a_spec_may_come_from_standard_input(manta, spec_file, tmp_path, monkeypatch):
+def test_submit_reads_a_spec_from_standard_input(manta, spec_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     document = yaml.safe_load(Path(spec_file).read_text()) | {"data": {"source": "text", "paths": ["words.txt"]}}
     sent = json.loads(manta("submit", "-", "--json", input=yaml.safe_dump(document)).stdout)
@@ -118,7 +118,7 @@ def test_following_a_submission_ends_as_the_job_does(manta, service, spec_file, 
     assert state in shown.output
 
 
-def test_whoever_stops_following_is_told_that_the_job_goes_on(manta, service, spec_file, monkeypatch):
+def test_interrupted_follow_says_that_the_job_continues(manta, service, spec_file, monkeypatch):
     def stopped_by_hand(client, job_id, console):
         raise KeyboardInterrupt
 
@@ -129,7 +129,7 @@ def test_whoever_stops_following_is_told_that_the_job_goes_on(manta, service, sp
     assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
 
 
-def test_a_wrong_spec_is_a_list_of_what_is_wrong_and_how_to_mend_it(manta, spec_file, document):
+def test_invalid_spec_is_reported_key_by_key_with_suggestions(manta, spec_file, document):
     document["train"]["stepps"] = document["train"].pop("steps")
     document["model"]["layers"] = "four"
     spec_file.write_text(yaml.safe_dump(document))
@@ -152,7 +152,7 @@ def test_a_wrong_spec_is_a_list_of_what_is_wrong_and_how_to_mend_it(manta, spec_
         b"2020-01-01: x",
     ],
 )
-def test_a_file_that_is_no_spec_is_a_sentence(manta, tmp_path, content):
+def test_submit_refuses_a_file_that_is_no_spec_with_a_sentence(manta, tmp_path, content):
     path = tmp_path / "odd.yaml"
     path.write_bytes(content)
     assert manta("submit", path, code=2).stderr.strip()
@@ -179,7 +179,7 @@ def test_a_job_file_that_cannot_be_read_is_one_sentence_in_every_command(manta, 
     assert why.replace("FILE", str(tmp_path / "job.yaml")) in line
 
 
-def test_closed_standard_input_is_one_sentence(monkeypatch, capsys):
+def test_submit_from_a_closed_standard_input_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(typer.Exit):
         read_file(Path("-"))
@@ -193,6 +193,6 @@ def test_closed_standard_input_is_one_sentence(monkeypatch, capsys):
     ("content", "why"),
     [(b"# x\n" * 2**18 + b"\n", "it has more than 1048576 bytes"), (b"\xff", "is not text in UTF-8: see byte 1")],
 )
-def test_standard_input_is_read_within_the_same_limits(manta, content, why):
+def test_submit_limits_what_it_reads_from_standard_input(manta, content, why):
     said = manta("submit", "-", code=2, input=content).stderr
     assert "standard input" in said and why in said and len(said.splitlines()) == 1

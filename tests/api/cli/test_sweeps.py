@@ -26,7 +26,7 @@ def manta(manta, tmp_path, document):
 RATES = ("--sweep", "train.optimizer.learning_rate=1e-3,3e-4", "--sweep", "parallel.tensor=1,2")
 
 
-def test_each_combination_is_a_job_with_a_name_of_its_own(manta, service):
+def test_sweep_submits_a_job_for_each_combination_under_its_own_name(manta, service):
     answer = manta("submit", "FILE", *RATES)
     lines = [line.split(maxsplit=2) for line in answer.stdout.splitlines()]
     assert [(name, values) for _, name, values in lines] == [
@@ -41,7 +41,7 @@ def test_each_combination_is_a_job_with_a_name_of_its_own(manta, service):
     assert f"`manta compare --label sweep={specs[0]['labels']['sweep']}`" in answer.stderr
 
 
-def test_nothing_is_submitted_where_one_of_them_is_wrong_or_it_is_a_dry_run(manta, service):
+def test_sweep_submits_nothing_if_a_combination_is_invalid_or_it_is_a_dry_run(manta, service):
     assert "train.steps: must be above 0" in manta("submit", "FILE", "--sweep", "train.steps=5,0", code=2).stderr
     assert "--follow works for one job only" in manta("submit", "FILE", "-f", *RATES, code=2).stderr
     dry = manta("submit", "FILE", "--dry-run", *RATES).stdout.splitlines()
@@ -55,7 +55,7 @@ def test_nothing_is_submitted_where_one_of_them_is_wrong_or_it_is_a_dry_run(mant
     assert service.http.get("/v1/jobs").json()["items"] == []
 
 
-def test_names_are_cut_where_they_would_be_too_long_and_may_be_swept(document):
+def test_sweep_shortens_long_job_names_and_can_vary_names(document):
     made = variants(document | {"name": "n" * 100}, ["train.steps=1,2"], "s")
     assert [len(each.document["name"]) for each in made] == [100, 100]
     assert [each.document["name"][-3:] for each in made] == ["n-1", "n-2"]
@@ -63,13 +63,13 @@ def test_names_are_cut_where_they_would_be_too_long_and_may_be_swept(document):
     assert [(each.document["name"], each.values) for each in made] == [("one", "name=one"), ("two", "name=two")]
 
 
-def test_relative_paths_of_a_sweep_are_of_where_the_command_runs(document, tmp_path, monkeypatch):
+def test_sweep_resolves_relative_paths_against_the_working_directory(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = variants(document | {"data": {"source": "text"}}, ["data.paths=[a.txt],[b.txt]"], "s")
     assert [each.document["data"]["paths"] for each in made] == [[f"{tmp_path}/a.txt"], [f"{tmp_path}/b.txt"]]
 
 
-def test_jobs_are_compared_by_what_differs_the_best_first(manta, service, monkeypatch):
+def test_compare_lists_differing_values_and_ranks_jobs_by_loss(manta, service, monkeypatch):
     for rate, loss in ((0.001, 3.5), (0.003, float("nan")), (0.002, 2.5), (0.004, None)):
         train = {"steps": 10, "optimizer": {"learning_rate": rate}}
         job = service.submit(name=f"rate {rate}", train=train, labels={"of": "rates"})["id"]
@@ -94,7 +94,7 @@ def test_jobs_are_compared_by_what_differs_the_best_first(manta, service, monkey
         assert "give the jobs" in manta("compare", *nothing, code=2).stderr
 
 
-def test_the_validation_loss_counts_where_all_that_have_a_loss_have_one():
+def test_compare_ranks_by_validation_loss_only_if_all_jobs_with_a_loss_have_one():
     def order(*latest):
         jobs = [SimpleNamespace(number=at, metrics=SimpleNamespace(latest=each)) for at, each in enumerate(latest)]
         return [job.number for job in compare.best_first(jobs)]
@@ -105,7 +105,7 @@ def test_the_validation_loss_counts_where_all_that_have_a_loss_have_one():
     assert order({"loss": math.nan}, {"loss": 2.0}, {"loss": 1.0}) == [2, 1, 0], "what is no number is best of nothing"
 
 
-def test_what_differs_is_told_by_its_path():
+def test_compared_specs_show_differing_values_by_key_path():
     specs = [{"a": {"b": 1, "c": [1]}, "name": "x"}, {"a": {"b": 1, "c": [2]}, "d": {}, "name": "y"}]
     assert compare.differing(specs) == [{"a.c": [1], "d": None}, {"a.c": [2], "d": {}}]
     assert compare.differing([]) == []

@@ -22,12 +22,12 @@ def printed(width, *rows, headings=HEADINGS, spare=(), terminal=True):
 
 
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 80, 200])
-def test_no_word_is_broken(width):
+def test_tables_break_no_word_at_any_width(width):
     text = "\n".join(printed(width, ROW))
     assert all(word in text.split() for word in " ".join((*HEADINGS, *ROW)).split())
 
 
-def test_cells_are_folded_between_words_where_there_is_no_room_for_all_of_a_line():
+def test_table_cells_are_wrapped_between_words_when_space_is_short():
     assert printed(49, ROW) == [
         "JOB               NAME        LOSS    SUBMITTED",
         f"{JOB}  quickstart  5.2807  2026-11-26",
@@ -35,11 +35,11 @@ def test_cells_are_folded_between_words_where_there_is_no_room_for_all_of_a_line
     ]
 
 
-def test_what_does_not_fit_at_all_is_on_long_lines():
+def test_table_too_wide_for_the_terminal_keeps_its_rows_on_long_lines():
     assert printed(30, ROW)[1] == "  ".join(ROW)
 
 
-def test_columns_are_left_out_of_terminals_alone_and_that_is_said():
+def test_table_omits_spare_columns_on_narrow_terminals_only_and_says_so():
     assert printed(49, ROW, spare=("NAME", "LOSS")) == [
         "JOB               LOSS    SUBMITTED",
         f"{JOB}  5.2807  2026-11-26 22:52:49",
@@ -49,12 +49,12 @@ def test_columns_are_left_out_of_terminals_alone_and_that_is_said():
     assert len(printed(80, ROW, spare=("NAME", "LOSS"))) == 2
 
 
-def test_nothing_is_said_in_a_sentence():
+def test_table_without_rows_prints_a_sentence():
     assert printed(80) == ["none"]
 
 
 @given(st.lists(st.lists(WORDS, min_size=3, max_size=3), min_size=1, max_size=4), st.integers(1, 120))
-def test_columns_are_as_wide_as_they_can_be_without_more_than_there_is(rows, width):
+def test_table_columns_are_as_wide_as_the_terminal_allows(rows, width):
     columns = [["A", *(row[at] for row in rows)] for at in range(3)]
     widths = widths_of(columns, width)
     words = widths_of(columns, 0)

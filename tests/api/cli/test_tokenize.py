@@ -33,7 +33,7 @@ def tokenize(tmp_path):
     return run
 
 
-def test_tokens_are_in_the_home(tokenize, tmp_path):
+def test_tokenize_stores_tokens_in_the_home(tokenize, tmp_path):
     count = len(plain_tokens(tmp_path / "tokenizer.json", TEXT[:20]))
     cache = Paths.of(tmp_path / "home").token_cache
     lines = tokenize("--processes", "1").splitlines()
@@ -44,7 +44,7 @@ def test_tokens_are_in_the_home(tokenize, tmp_path):
     assert len(list(cache.glob("*/tokens.bin"))) == 1
 
 
-def test_what_is_wrong_is_a_sentence(tokenize):
+def test_tokenize_reports_invalid_input_in_one_sentence(tokenize):
     assert "no key 'body'" in tokenize(code=2, text_key="body")
     assert "no tokenizer can be read from" in tokenize(code=2, tokenizer="gone.json")
     assert "nothing to prepare" in tokenize(code=2, source="text", tokenizer="bytes")

@@ -14,7 +14,7 @@ def manta(manta):
     return lambda *words, code=0: manta("track", *words, code=code).output
 
 
-def test_a_job_that_is_over_is_written_to_its_last_step(service, manta, tmp_path):
+def test_track_writes_a_finished_job_to_its_last_step(service, manta, tmp_path):
     job = service.submit()["id"]
     service.move(job, "STARTING", "RUNNING")
     service.report(job, [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)])
@@ -23,10 +23,10 @@ def test_a_job_that_is_over_is_written_to_its_last_step(service, manta, tmp_path
     assert [folder.name for folder in (tmp_path / "board").iterdir()] == [job]
 
 
-def test_somewhere_to_write_to_has_to_be_named(service, manta):
+def test_track_needs_a_target_to_write_to(service, manta):
     assert "--tensorboard FOLDER" in manta(service.submit()["id"], code=2)
 
 
-def test_a_job_that_is_not_there_is_said_before_anything_is_written(manta, tmp_path):
+def test_track_of_an_unknown_job_writes_nothing(manta, tmp_path):
     manta("job-none", "--tensorboard", tmp_path / "board", code=2)
     assert not (tmp_path / "board").exists()

@@ -25,7 +25,7 @@ def app():
     return made
 
 
-def test_it_says_the_release_and_what_that_understands(app):
+def test_version_command_prints_release_rest_protocol_and_database_revision(app):
     said = CliRunner().invoke(app, ["--version"])
     release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert said.exit_code == 0
@@ -35,7 +35,7 @@ def test_it_says_the_release_and_what_that_understands(app):
     assert str(REST) in rest.split(", ") and str(PROTOCOL) in protocols.split(", ")
 
 
-def test_release_comes_after_the_last_one_that_was_named():
+def test_package_version_is_above_the_last_listed_release():
     last = (ROOT / "releases.txt").read_text().split("\n")[-2].split()[0]
     here = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     numbers = [tuple(int(part) for part in re.match(r"(\d+)\.(\d+)\.(\d+)", each).groups()) for each in (last, here)]

@@ -77,7 +77,7 @@ def test_time_is_counted_from_the_kill_to_the_next_committed_step():
     assert (cost.kept, cost.steps_redone) == (3, 1)
 
 
-def test_a_recovery_that_never_ended_is_none():
+def test_demo_kill_without_a_finished_recovery_raises_not_recovered():
     killed = Killed(make_rank(3, 1), 4, 6, time.time())
     with pytest.raises(NotRecovered, match="rank 3 was killed"):
         outcome_of([make_recovery(1, killed.at, 1.0), make_recovery(3, killed.at, None)], killed)

@@ -11,7 +11,7 @@ from tests.api.conftest import DOCUMENT
 
 
 @pytest.mark.parametrize(("steps", "every", "saved"), [(20, 5, 15), (21, 5, 20), (24, 5, 20), (5, 5, 0), (4, 5, 0)])
-def test_steps_around_the_failure_begin_at_the_last_checkpoint_on_the_way(steps, every, saved):
+def test_demo_comparison_begins_at_the_last_checkpoint_before_the_end(steps, every, saved):
     """That of the last step is saved when nothing can be killed any more."""
     document = copy.deepcopy(DOCUMENT)
     document["train"]["steps"], document["checkpoint"] = steps, {"every_steps": every}
@@ -19,7 +19,7 @@ def test_steps_around_the_failure_begin_at_the_last_checkpoint_on_the_way(steps,
 
 
 @pytest.mark.parametrize(("error", "status"), [(MantaError("no room"), 1), (KeyboardInterrupt(), 130)])
-def test_demo_that_breaks_off_says_so_and_leaves_no_service(monkeypatch, error, status):
+def test_demo_that_fails_reports_it_and_stops_its_service(monkeypatch, error, status):
     stopped = []
 
     def broken(console):

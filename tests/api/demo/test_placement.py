@@ -18,7 +18,7 @@ def cluster(gpus):
 
 
 @pytest.mark.parametrize("gpus", range(1, 8))
-def test_few_gpus(gpus):
+def test_demo_runs_on_cpu_slots_when_the_cluster_has_too_few_gpus(gpus):
     document = read_document(SPEC)
     changed, note = slots_where_gpus_are_scarce(document, parse_job_spec(document), cluster(gpus))
     spec = parse_job_spec(changed)
@@ -28,13 +28,13 @@ def test_few_gpus(gpus):
 
 
 @pytest.mark.parametrize("gpus", [0, 8, 16])
-def test_none_or_enough(gpus):
+def test_demo_leaves_its_spec_unchanged_with_no_or_enough_gpus(gpus):
     document = read_document(SPEC)
     assert slots_where_gpus_are_scarce(document, parse_job_spec(document), cluster(gpus)) == (document, None)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 7])
-def test_slots_are_offered_beside_gpus(gpus, tmp_path, monkeypatch):
+def test_ray_head_offers_cpu_slots_beside_gpus(gpus, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_head, "count_gpus", lambda: gpus)
     command = ray_head.RayHead(tmp_path)._command()
     resources = next(part for part in command if part.startswith("--resources=")).partition("=")[2]

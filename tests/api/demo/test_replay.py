@@ -50,7 +50,7 @@ def engine(monkeypatch):
     return made
 
 
-def test_equal_bits(tmp_path, engine):
+def test_replay_with_the_same_losses_holds(tmp_path, engine):
     result = replay(Job(tmp_path, ROWS), DOCUMENT, "job", 10, 20, tmp_path / "replay")
     assert result.holds
     assert str(result) == "steps 11 to 20 trained again from the checkpoint of step 10 without the kill: same bits"
@@ -59,7 +59,7 @@ def test_equal_bits(tmp_path, engine):
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("step", [11, 17, 20])
-def test_one_other_bit_is_seen_from_the_first_step_to_the_last(tmp_path, engine, name, step):
+def test_replay_reports_any_step_whose_loss_or_norm_differs_in_one_bit(tmp_path, engine, name, step):
     engine.rows = {**ROWS, step: {**ROWS[step], name: ROWS[step][name] * (1 + 2**-52)}}
     result = replay(Job(tmp_path, ROWS), DOCUMENT, "job", 10, 20, tmp_path / "replay")
     assert not result.holds
@@ -67,12 +67,12 @@ def test_one_other_bit_is_seen_from_the_first_step_to_the_last(tmp_path, engine,
     assert f"[{step}] have OTHER BITS" in str(result)
 
 
-def test_a_step_that_is_missing_is_no_equal_step(tmp_path, engine):
+def test_replay_counts_a_missing_step_as_different(tmp_path, engine):
     rows = {step: row for step, row in ROWS.items() if step != 15}
     assert replay(Job(tmp_path, rows), DOCUMENT, "job", 10, 20, tmp_path / "replay").differing == (15,)
 
 
-def test_a_step_that_was_not_trained_again_is_no_equal_step(tmp_path, engine, monkeypatch):
+def test_replay_counts_a_step_not_trained_again_as_different(tmp_path, engine, monkeypatch):
     run = demo_replay.subprocess.run
 
     def ends_early(command, **about):
@@ -83,13 +83,13 @@ def test_a_step_that_was_not_trained_again_is_no_equal_step(tmp_path, engine, mo
     assert replay(Job(tmp_path, ROWS), DOCUMENT, "job", 10, 20, tmp_path / "replay").differing == (19, 20)
 
 
-def test_without_its_checkpoint_it_says_so(tmp_path, engine):
+def test_replay_without_its_checkpoint_fails_with_the_missing_step(tmp_path, engine):
     job = Job(tmp_path, ROWS)
     with pytest.raises(ReplayFailed, match="the checkpoint of step 12 is not there"):
         replay(job, DOCUMENT, "job", 12, 20, tmp_path / "replay")
 
 
-def test_an_engine_that_fails_is_quoted(tmp_path, engine):
+def test_replay_failure_quotes_the_error_of_the_engine(tmp_path, engine):
     engine.returncode, engine.stderr = 1, "Traceback ...\nMantaError: no room"
     with pytest.raises(ReplayFailed, match="failed: MantaError: no room"):
         replay(Job(tmp_path, ROWS), DOCUMENT, "job", 10, 20, tmp_path / "replay")

@@ -53,7 +53,7 @@ def said(client=None, outcome=OUTCOME, same_bits=None, **changes):
     return {line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if "│" in line}, lines
 
 
-def test_what_the_job_did_and_what_the_failure_cost():
+def test_demo_summary_shows_the_job_and_the_cost_of_its_failure():
     rows, lines = said(same_bits=Comparison(11, 20, ()))
     assert lines[0].strip() == "demo: SUCCEEDED"
     assert rows.pop("open the dashboard").startswith("MANTA_HOME=.demo ")
@@ -69,7 +69,7 @@ def test_what_the_job_did_and_what_the_failure_cost():
     }  # fmt: skip
 
 
-def test_what_there_is_none_of_is_said():
+def test_demo_summary_of_a_failed_job_says_what_is_missing():
     rows, lines = said(Client(device="cuda:0", state="saving"), None, state="FAILED", message="boom")
     assert rows["killed"] == "nothing: the job ended before" and "the curve" not in rows
     assert rows["MFU is measured against"] == "the device's peak"
@@ -78,5 +78,5 @@ def test_what_there_is_none_of_is_said():
 
 
 @pytest.mark.parametrize(("reason", "line"), [("user_error", "user_error"), (None, "no reason given")])
-def test_a_failure_without_words_has_its_reason(reason, line):
+def test_demo_summary_of_a_failure_without_a_message_shows_its_reason(reason, line):
     assert said(state="FAILED", reason=reason)[1][-1] == line

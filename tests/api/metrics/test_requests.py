@@ -61,5 +61,5 @@ def test_request_on_which_the_service_failed_is_one_of_its_errors():
     assert (sent, labels["status"]) == (["failed"], "500")
 
 
-def test_what_is_no_request_passes_and_is_not_measured():
+def test_websocket_connections_are_not_counted_as_requests():
     assert measured({"type": "websocket", "path": "/"}, 200)[1] == []

@@ -46,7 +46,7 @@ def running(service):
     return job
 
 
-def test_names_are_known_before_any_scrape(service, running):
+def test_scraped_metric_names_are_all_declared(service, running):
     service.control.measured = MEASURED
     names = {name for name, *_ in scraped(service)}
     ours = {name for name in names if name.startswith("manta_") and not name.endswith("_created")}
@@ -54,7 +54,7 @@ def test_names_are_known_before_any_scrape(service, running):
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason=monitoring.NO_PROMETHEUS)
-def test_promtool_finds_nothing_wrong_with_a_scrape(service, running):
+def test_scrape_passes_promtool_check(service, running):
     service.control.measured = MEASURED
     text = service.http.get("/metrics").content
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
@@ -62,7 +62,7 @@ def test_promtool_finds_nothing_wrong_with_a_scrape(service, running):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_names_say_what_they_count_in(family):
+def test_metric_names_end_in_total_for_counters_only(family):
     assert family.name.startswith("manta_") and family.name.endswith("_total") == (family.kind == "counter")
     assert family.text and not family.text.endswith(".")
     assert "rank" not in family.labels
@@ -100,14 +100,14 @@ def test_trouble_of_the_last_hour_is_that_of_jobs_that_hold_places(service, runn
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_loss_that_is_not_finite_is_said_to_be(service, running, loss):
+def test_scrape_flags_a_loss_that_is_not_finite(service, running, loss):
     service.report(running, [{"step": 4, "loss": loss}])
     samples = scraped(service)
     assert samples["manta_job_loss_not_finite", running] == 1
     assert not math.isfinite(samples["manta_job_loss", running])
 
 
-def test_job_that_saves_no_checkpoints_has_none_that_could_be_too_old(service):
+def test_scrape_has_no_checkpoint_age_for_a_job_that_saves_none(service):
     job = service.submit(checkpoint={"every_steps": 0})["id"]
     service.move(job, "STARTING", "RUNNING")
     assert ("manta_job_checkpoint_age_seconds", job) not in scraped(service)
@@ -117,7 +117,7 @@ def test_job_that_saves_no_checkpoints_has_none_that_could_be_too_old(service):
     ("placed_at", "began_at", "age"),
     [(100.0, None, 50.0), (100.0, 120.0, 30.0), (120.0, 100.0, 30.0), (160.0, None, 0.0), (None, 100.0, None)],
 )
-def test_checkpoint_is_no_older_than_the_job_is_out_of_the_queue(placed_at, began_at, age):
+def test_scraped_checkpoint_age_counts_from_placement_at_most(placed_at, began_at, age):
     saved = None if began_at is None else Saved(began_at, began_at + 1.0)
     job = SimpleNamespace(
         placed_at=placed_at, saved=saved, row=SimpleNamespace(spec={"checkpoint": {"every_steps": 5}})
@@ -160,7 +160,7 @@ def test_gpus_are_reported_by_node_and_number(service):
     assert ("manta_gpu_temperature_celsius", "1", "host-1", "n1") not in samples
 
 
-def test_thread_that_does_not_answer_is_reported_down_and_jobs_are_reported_all_the_same(service, running):
+def test_scrape_reports_a_stuck_control_thread_and_still_reports_jobs(service, running):
     def measurements():
         raise ClusterUnavailable(TimeoutError("busy"))
 
@@ -179,7 +179,7 @@ def test_ray_that_does_not_answer_is_reported_down(service):
     assert not any(name in ("manta_nodes", "manta_units") for name, *_ in samples)
 
 
-def test_key_of_a_project_is_told_nothing_of_the_machines(service):
+def test_scrape_with_a_project_key_has_no_machine_metrics(service):
     service.control.measured = MEASURED
     service.http.post("/v1/projects", json={"name": "theirs"})
     made = service.http.post("/v1/keys", json={"name": "k", "project": "theirs", "scope": "read"})

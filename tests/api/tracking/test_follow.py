@@ -40,7 +40,7 @@ class Noted:
         self.ended.append(succeeded)
 
 
-def test_each_step_comes_once_with_the_numbers_that_are_known_and_finite():
+def test_tracking_writes_each_step_once_with_its_finite_numbers():
     first, second = Noted(), Noted()
     done = track(Growing(0, 2, 2, 4), "j", [first, second], poll_seconds=0.0)
     assert done.state == "SUCCEEDED"
@@ -55,7 +55,7 @@ def test_each_step_comes_once_with_the_numbers_that_are_known_and_finite():
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "FAILED"])
-def test_job_that_did_not_reach_its_last_step_has_not_succeeded(state):
+def test_tracking_reports_a_job_short_of_its_last_step_as_unsuccessful(state):
     target = Noted()
     track(Growing(1, 2, state=state), "j", [target], poll_seconds=0.0)
     assert (len(target.rows), target.ended) == (2, [False])

@@ -41,13 +41,13 @@ def test_tensorboard_has_each_number_at_its_step(tmp_path):
     assert scalars(file) == [("loss", 1, 2.5), ("loss", 2, 2.0), ("validation_loss", 2, 2.25)]
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
+def test_unwritable_tensorboard_folder_is_reported(tmp_path):
     (tmp_path / "job-1").write_text("")
     with pytest.raises(TrackingFailed, match=r"TensorBoard rejected the data: .*Not a directory"):
         TensorBoardFiles(tmp_path, JOB)
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch):
+def test_missing_tracking_package_is_reported_with_its_install_command(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
@@ -56,7 +56,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
         MlflowRun("mine", JOB)
 
 
-def test_a_spec_is_flat_for_tools_that_want_it_so():
+def test_spec_is_flattened_for_tracking_tools():
     assert flattened(JOB.spec) == {"name": "small", "train.steps": 2, "train.optimizer.name": "adamw"}
 
 

@@ -19,7 +19,7 @@ def followed(run, body):
     return run("core/live.js", FOLLOWED % body)
 
 
-def test_change_while_a_page_is_read_has_it_read_once_more(run):
+def test_live_page_rereads_once_for_changes_during_a_read(run):
     """Else what a viewer has just done is shown only with the next turn, or never where the job is over."""
     assert followed(run, """
         live.start(); live.now(); live.now();
@@ -33,7 +33,7 @@ def test_change_while_a_page_is_read_has_it_read_once_more(run):
     """) == [1, 2, 2, None]  # fmt: skip
 
 
-def test_page_that_nobody_sees_rests_and_goes_on_at_once_when_it_is_seen(run):
+def test_live_page_pauses_while_hidden_and_resumes_at_once(run):
     assert followed(run, """
         const see = (seen) => {
             Object.defineProperty(document, "hidden", { value: !seen, configurable: true });
@@ -51,7 +51,7 @@ def test_page_that_nobody_sees_rests_and_goes_on_at_once_when_it_is_seen(run):
     """) == [1, None, 2, True, 2]  # fmt: skip
 
 
-def test_service_that_is_away_is_asked_ever_more_seldom(run):
+def test_live_polling_backs_off_while_the_service_is_away(run):
     assert followed(run, """
         live.seconds = 2;
         const pauses = [0, 1, 2, 3, 4, 9].map((failures) => { live.failures = failures; return live.pause(); });
@@ -60,7 +60,7 @@ def test_service_that_is_away_is_asked_ever_more_seldom(run):
     """) == [2, 2, 4, 8, 15, 15]  # fmt: skip
 
 
-def test_page_that_was_left_asks_for_nothing_more(run):
+def test_live_page_that_was_left_stops_polling(run):
     assert followed(run, """
         live.start(); live.now(); live.stop();
         waits[0](); await settled();
@@ -68,7 +68,7 @@ def test_page_that_was_left_asks_for_nothing_more(run):
     """) == [1, None]  # fmt: skip
 
 
-def test_pause_after_an_answer_is_the_usual_one(run):
+def test_live_polling_returns_to_its_usual_pause_after_an_answer(run):
     assert followed(run, """
         live.failures = 4; live.start(); waits[0](); await settled();
         live.stop();
@@ -89,7 +89,7 @@ ASKED = """async (module, answers, ...given) => {
 }"""
 
 
-def test_curves_ask_for_what_is_new_and_for_the_last_steps_once_more(run):
+def test_metric_curves_request_new_steps_and_repeat_the_last_ones(run):
     """Whose validation loss may come after the rest."""
 
     def answer(*steps):
@@ -105,7 +105,7 @@ def test_curves_ask_for_what_is_new_and_for_the_last_steps_once_more(run):
     assert asked == [often.format(0), often.format(41), seldom.format(0), often.format(42), seldom.format(49)]
 
 
-def test_what_is_looked_at_last_is_shown_whatever_is_answered_last(run):
+def test_metric_curve_shows_the_newest_range_when_answers_arrive_out_of_order(run):
     shown = run("parts/curves.js", """async (module) => {
         const curves = new module.JobCurves("j", ["loss"]);
         const waits = [];
@@ -117,7 +117,7 @@ def test_what_is_looked_at_last_is_shown_whatever_is_answered_last(run):
     assert shown == [False, True, [95]]
 
 
-def test_lanes_are_never_looked_at_beyond_their_ends(run):
+def test_lane_view_is_clamped_to_its_ends(run):
     views = run("charts/lanes.js", """(module) => {
         const lanes = Object.assign(Object.create(module.Lanes.prototype), { whole: [0, 100], view: null });
         Object.assign(lanes, { draw() {}, onView() {} });
@@ -130,7 +130,7 @@ def test_lanes_are_never_looked_at_beyond_their_ends(run):
     assert views == [[0, 30], [70, 100], None, [25, 75], None]
 
 
-def test_another_axis_shows_all_again_in_all_charts(run):
+def test_chart_group_resets_the_view_and_redraws_all_charts_on_another_axis(run):
     heard = run("charts/group.js", """(module) => {
         const heard = [];
         const group = new module.ChartGroup({ onView: (view) => heard.push(view) });
@@ -142,7 +142,7 @@ def test_another_axis_shows_all_again_in_all_charts(run):
     assert heard == ["drawn", [1, 2], "drawn", None, "tokens", None]
 
 
-def test_attributes_that_do_not_hold_any_more_are_taken_away(run):
+def test_dom_attributes_that_turn_false_are_removed(run):
     assert run("core/dom.js", """({ h, setAttribute, setVisible }) => {
         const button = h("button", { disabled: true, title: "a" }, "b", null, ["c", false]);
         const before = [button.disabled, button.title, button.textContent];
@@ -167,7 +167,7 @@ def test_links_of_the_dashboard_alone_are_followed_without_loading(run):
     assert followed == [True, *[False] * 6]
 
 
-def test_page_that_was_asked_for_last_is_the_one_that_opens(run):
+def test_router_opens_the_page_requested_last(run):
     opened = run("core/router.js", """async (module) => {
         const [opened, waits] = [[], []];
         const load = () => new Promise((go) => waits.push((name) => go({ open: async () => { opened.push(name); } })));
@@ -182,7 +182,7 @@ def test_page_that_was_asked_for_last_is_the_one_that_opens(run):
     assert opened == ["second"]
 
 
-def test_colours_of_ranks_stretch_over_what_they_take_unless_all_take_the_same(run):
+def test_rank_colours_span_the_range_of_values_unless_all_are_alike(run):
     colours = run("parts/rank_grid.js", """(module, columns) => columns.map((seconds) => {
         const grid = new module.RankGrid();
         grid.ranks = seconds.map((own_seconds) => ({ own_seconds }));
@@ -193,7 +193,7 @@ def test_colours_of_ranks_stretch_over_what_they_take_unless_all_take_the_same(r
     assert colours == [[1.0, 2.0], [0.5, 1.53]]
 
 
-def test_rank_that_was_replaced_is_shown_for_a_while_and_those_of_before_are_not(run):
+def test_replaced_rank_is_highlighted_for_a_while_and_earlier_ones_are_not(run):
     def recovery(generation, *forked, kept=4):
         return {"generation": generation, "forked": forked, "kept": kept, "cause": f"cause {generation}"}
 
@@ -209,7 +209,7 @@ def test_rank_that_was_replaced_is_shown_for_a_while_and_those_of_before_are_not
     assert attention == [[], [[1, "cause 3"], [2, "cause 3"]], []]
 
 
-def test_rows_that_stay_are_the_same_elements_in_the_new_order(run):
+def test_list_rows_are_reused_and_reordered(run):
     rows = run("core/dom.js", """(module) => {
         const box = document.createElement("div");
         const made = [];

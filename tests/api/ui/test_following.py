@@ -16,7 +16,7 @@ from tests.api.ui.sample import row
 pytestmark = needs_chromium
 
 
-def test_a_job_is_followed_live(followed, browser):
+def test_dashboard_follows_a_job_live(followed, browser):
     viewer = sign_in(browser, followed, followed.link)
     page = viewer.open()
     line = page.locator("tbody tr", has_text="quickstart")
@@ -73,7 +73,7 @@ def test_a_job_is_followed_live(followed, browser):
     assert viewer.complaints.said == []
 
 
-def test_jobs_are_paused_resumed_retried_and_renamed(followed, browser):
+def test_dashboard_pauses_resumes_retries_and_renames_jobs(followed, browser):
     viewer = sign_in(browser, followed, followed.link)
     page = viewer.open()
     page.get_by_label("Filter by state").select_option("FAILED")
@@ -176,7 +176,7 @@ def test_newest_checkpoint_of_a_job_that_went_back_is_warned_about_with_its_size
     expect(page.get_by_role("dialog")).to_contain_text("Step 30, 7.00 MiB.")
 
 
-def test_who_may_only_read_is_offered_nothing_else_and_signs_out(viewed, browser):
+def test_dashboard_hides_actions_from_a_read_only_viewer_who_can_sign_out(viewed, browser):
     viewer = sign_in(browser, viewed, viewed.of_reader)
     page = viewer.open(f"jobs/{viewed.job}")
     expect(page.locator(".viewer")).to_have_text("viewer")
@@ -192,7 +192,7 @@ def test_who_may_only_read_is_offered_nothing_else_and_signs_out(viewed, browser
     assert answer.status == 401, "what the browser had is good no more"
 
 
-def test_link_signs_in_where_the_page_of_another_site_has_it(viewed, browser):
+def test_login_link_on_a_page_of_another_site_signs_in(viewed, browser):
     page = browser.new_page()
     page.route("http://elsewhere.test/", lambda route: route.fulfill(
         content_type="text/html", body=f'<a href="{viewed.new_link()}">the dashboard</a>'))  # fmt: skip
@@ -201,7 +201,7 @@ def test_link_signs_in_where_the_page_of_another_site_has_it(viewed, browser):
     expect(page).to_have_title("Jobs – Manta")
 
 
-def test_two_viewers_see_what_their_keys_may_see(followed, browser):
+def test_dashboard_shows_each_viewer_only_what_their_key_allows(followed, browser):
     nobody = browser.new_page()
     assert nobody.goto(followed.page(f"jobs/{followed.job}")).status == 401
     expect(nobody.get_by_text("This browser is not signed in.")).to_be_visible()
@@ -227,7 +227,7 @@ def test_two_viewers_see_what_their_keys_may_see(followed, browser):
     assert mine.goto(followed.page()).status == 401
 
 
-def test_lost_service_is_said_so_and_comes_back(followed, browser):
+def test_dashboard_shows_a_lost_service_and_recovers_when_it_returns(followed, browser):
     viewer = sign_in(browser, followed, followed.link)
     page = viewer.open(f"jobs/{followed.job}")
     expect(page.get_by_text("step 200 of 400")).to_be_visible()
@@ -247,7 +247,7 @@ BACK = "() => { window.fetch = window.kept; }"
 
 
 @pytest.mark.parametrize("trouble", [CUT, FOREIGN], ids=["an answer that breaks off", "somebody else's answer"])
-def test_page_goes_on_after_answers_that_are_none(followed, browser, trouble):
+def test_dashboard_recovers_from_broken_or_foreign_answers(followed, browser, trouble):
     page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}")
     expect(page.get_by_text("step 200 of 400")).to_be_visible()
     page.evaluate("() => { window.kept = window.fetch; }")
@@ -259,7 +259,7 @@ def test_page_goes_on_after_answers_that_are_none(followed, browser, trouble):
     expect(page.locator(".banner")).to_be_hidden()
 
 
-def test_page_whose_files_are_of_a_release_that_is_gone_is_loaded_anew(viewed, browser):
+def test_dashboard_reloads_when_its_files_belong_to_a_former_release(viewed, browser):
     viewer = sign_in(browser, viewed, viewed.new_link())
     page = viewer.open()
     page.route("**/pages/queue.js", lambda route: route.fulfill(status=404), times=1)
@@ -272,7 +272,7 @@ def test_page_whose_files_are_of_a_release_that_is_gone_is_loaded_anew(viewed, b
     assert not any("imported module" in said for said in viewer.complaints.said)
 
 
-def test_job_that_failed_is_followed_on_when_somebody_has_it_go_on(followed, browser):
+def test_dashboard_follows_a_failed_job_on_after_a_retry(followed, browser):
     job = followed.others["bad-data"]
     page = sign_in(browser, followed, followed.link).open(f"jobs/{job}")
     expect(page.locator("h1 + .badge")).to_have_text("FAILED")
@@ -280,7 +280,7 @@ def test_job_that_failed_is_followed_on_when_somebody_has_it_go_on(followed, bro
     expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
 
 
-def test_what_is_marked_in_a_log_stays_marked_while_more_is_printed(followed, browser, tmp_path):
+def test_text_selected_in_a_log_stays_selected_while_lines_arrive(followed, browser, tmp_path):
     page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/logs")
     line = page.get_by_role("log").locator(".log-line").last
     line.wait_for()
@@ -297,7 +297,7 @@ HELD = """() => { const real = window.fetch; window.fetch = async (...asked) => 
     return answer; }; }"""
 
 
-def test_lines_that_come_after_another_rank_is_chosen_are_those_of_that_rank(followed, browser, tmp_path):
+def test_log_page_shows_lines_of_the_newly_chosen_rank_only(followed, browser, tmp_path):
     page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/logs")
     lines = page.get_by_role("log").locator(".log-line")
     expect(lines.filter(has_text="[7]").first).to_be_visible()
@@ -311,7 +311,7 @@ def test_lines_that_come_after_another_rank_is_chosen_are_those_of_that_rank(fol
     expect(lines).to_have_count(31)
 
 
-def test_log_that_grows_beyond_twice_what_is_shown_goes_on_with_its_newest_lines(followed, browser, tmp_path):
+def test_log_page_drops_its_oldest_lines_as_a_log_grows(followed, browser, tmp_path):
     page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/logs")
     lines = page.get_by_role("log").locator(".log-line")
     expect(lines).to_have_count(8 * 31)

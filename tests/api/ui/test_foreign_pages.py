@@ -74,9 +74,7 @@ def state(sample: Sample) -> str:
 
 
 @pytest.mark.parametrize("where", ["another port", "another name", "a file", "a frame without an origin"])
-def test_page_from_elsewhere_cancels_no_job_of_a_browser_that_is_signed_in(
-    followed, browser: Browser, tmp_path: Path, where
-):
+def test_foreign_page_cannot_cancel_a_job_of_a_signed_in_browser(followed, browser: Browser, tmp_path: Path, where):
     page = sign_in(browser, followed, followed.link).context.new_page()
     file = tmp_path / "page.html"
     file.write_text("<body></body>")
@@ -91,7 +89,7 @@ def test_page_from_elsewhere_cancels_no_job_of_a_browser_that_is_signed_in(
     assert state(followed) == "RUNNING"
 
 
-def test_page_from_elsewhere_signs_no_browser_in(followed, browser: Browser):
+def test_foreign_page_cannot_sign_a_browser_in(followed, browser: Browser):
     """Else what its user does from then on would be seen by whoever has the key behind the link."""
     context = browser.new_context()
     page = context.new_page()
@@ -102,7 +100,7 @@ def test_page_from_elsewhere_signs_no_browser_in(followed, browser: Browser):
     assert sign_in(browser, followed, followed.link), "the link is still good"
 
 
-def test_extension_that_may_reach_the_service_cancels_no_job(followed, browser: Browser, tmp_path: Path):
+def test_browser_extension_with_access_cannot_cancel_a_job(followed, browser: Browser, tmp_path: Path):
     """Its requests carry the cookie even where a page's would not."""
     folder = tmp_path / "extension"
     folder.mkdir()

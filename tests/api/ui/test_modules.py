@@ -23,7 +23,7 @@ def drawn(**options):
 
 @drawn()
 @given(st.tuples(VALUES, VALUES).filter(lambda ends: ends[0] < ends[1] - 1e-6), st.integers(1, 20))
-def test_ticks_are_round_ascending_inside_and_not_too_many(call, ends, most):
+def test_chart_ticks_are_round_ascending_and_few(call, ends, most):
     low, high = ends
     ticks = call("charts/scale.js", "ticks", low, high, most)
     assert ticks == sorted(ticks) and len(set(ticks)) == len(ticks) <= most + 1
@@ -35,13 +35,13 @@ def test_ticks_are_round_ascending_inside_and_not_too_many(call, ends, most):
 
 
 @pytest.mark.parametrize("width", [1e-3, 1e-5, 2**-22])
-def test_however_near_somebody_looks_ticks_end(call, width):
+def test_chart_ticks_are_few_at_any_zoom_level(call, width):
     for name in ("ticks", "timeTicks"):
         assert 1 <= len(call("charts/scale.js", name, 1.8e9, 1.8e9 + width, 8)) <= 9
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 30), (1_700_000_000, 1_700_000_090), (1_700_000_000, 1_702_000_000)])
-def test_moments_are_ticked_at_full_minutes_hours_and_days(call, low, high):
+def test_chart_time_ticks_are_at_full_minutes_hours_and_days(call, low, high):
     ticks = call("charts/scale.js", "timeTicks", low, high, 8)
     assert 1 <= len(ticks) <= 9 and all(low <= each <= high for each in ticks)
     step = ticks[1] - ticks[0]
@@ -50,7 +50,7 @@ def test_moments_are_ticked_at_full_minutes_hours_and_days(call, low, high):
 
 @drawn()
 @given(st.lists(st.floats(-1e3, 1e3, allow_nan=False) | st.just(math.nan), max_size=50), st.floats(0, 0.99))
-def test_smoothing_stays_between_the_values_and_begins_with_the_first(call, values, weight):
+def test_curve_smoothing_stays_within_its_values_and_begins_with_the_first(call, values, weight):
     """What is no number stays as it is, and moves nothing."""
     with_holes = call("charts/scale.js", "smoothed", values, weight)
     assert [each is None for each in with_holes] == [math.isnan(each) for each in values]
@@ -62,14 +62,14 @@ def test_smoothing_stays_between_the_values_and_begins_with_the_first(call, valu
         assert smoothed[0] == pytest.approx(values[0], abs=1e-9)
 
 
-def test_rows_are_read_from_csv_as_they_were_written(call):
+def test_csv_download_is_read_back_as_written(call):
     rows = [["plain", 1.5, None], ['says "no"', "a, b", "two\nlines"], ["", 0, -1]]
     text = call("core/download.js", "csv", ["a", "b", "c"], rows)
     written = [["" if cell is None else str(cell) for cell in row] for row in rows]
     assert list(csv.reader(io.StringIO(text, newline=""))) == [["a", "b", "c"], *written]
 
 
-def test_all_of_a_list_are_read_page_by_page_up_to_as_many_as_are_wanted(call):
+def test_api_client_reads_lists_page_by_page_up_to_a_limit(call):
     whole = call("core/api.js", "all", "/v1/jobs")
     assert len(whole) > 3
     assert [job["id"] for job in call("core/api.js", "all", "/v1/jobs", {"limit": 1})] == [job["id"] for job in whole]
@@ -78,7 +78,7 @@ def test_all_of_a_list_are_read_page_by_page_up_to_as_many_as_are_wanted(call):
 
 @drawn()
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True).map(sorted), st.floats(-10, 1e6 + 10))
-def test_nearest_is_the_nearest(call, xs, wanted):
+def test_nearest_finds_the_closest_value_on_an_axis(call, xs, wanted):
     place = call("charts/scale.js", "nearest", xs, wanted)
     assert abs(xs[place] - wanted) == min(abs(x - wanted) for x in xs)
 
@@ -90,7 +90,7 @@ def test_nearest_is_the_nearest(call, xs, wanted):
      (3 * 3600 + 240, "3 h 4 min"), (15 * 3600, "15 h 0 min"),
      (2 * 86400 + 7200, "2 d 2 h")],
 )  # fmt: skip
-def test_durations_are_for_people(call, value, text):
+def test_dashboard_durations_are_in_readable_units(call, value, text):
     assert call("core/format.js", "duration", value) == text
 
 
@@ -98,14 +98,14 @@ def test_durations_are_for_people(call, value, text):
     ("value", "text"), [(None, "–"), (0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (80 * 2**30, "80.0 GiB"),
                         (3 * 2**40, "3.00 TiB")]
 )  # fmt: skip
-def test_bytes_are_in_binary_units(call, value, text):
+def test_dashboard_byte_counts_are_in_binary_units(call, value, text):
     assert call("core/format.js", "bytes", value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (4000, "4000"), (1_250_000, "1.25 M"), (3e-5, "3.0e-5"), (-5e29, "-5.0e29")]
 )
-def test_axes_have_short_numbers(call, value, text):
+def test_chart_axis_numbers_are_short(call, value, text):
     assert call("core/format.js", "compact", value) == text
 
 
@@ -119,7 +119,7 @@ def test_axes_have_short_numbers(call, value, text):
         ([0.1, 0.1], ["0.1", "0.1"]),
     ],
 )
-def test_ticks_that_are_near_each_other_are_told_apart(call, values, texts):
+def test_chart_tick_labels_of_close_values_differ(call, values, texts):
     assert call("charts/scale.js", "tickTexts", values) == texts
 
 
@@ -132,7 +132,7 @@ DOCUMENTS = st.recursive(
 
 @drawn()
 @given(st.dictionaries(st.text(max_size=8), DOCUMENTS, max_size=5))
-def test_yaml_says_what_the_document_says(call, document):
+def test_yaml_of_a_document_is_read_back_as_the_document(call, document):
     from manta.workers.spec.yaml import read_yaml
 
     assert _close(read_yaml(call("core/yaml.js", "toYaml", document)), document)
@@ -141,7 +141,7 @@ def test_yaml_says_what_the_document_says(call, document):
 @pytest.mark.parametrize(
     "text", ["on", "OFF", "Yes", "null", "nan", "true", " a", "a ", "a: b", "# a", "1e3", "-", "~"]
 )
-def test_text_that_yaml_would_take_for_something_else_stays_text(call, text):
+def test_yaml_quotes_text_that_looks_like_another_type(call, text):
     from manta.workers.spec.yaml import read_yaml
 
     assert read_yaml(call("core/yaml.js", "toYaml", {"name": text})) == {"name": text}
@@ -157,7 +157,7 @@ def _close(one, other):
     return math.isclose(one, other, rel_tol=1e-12) if numbers else (type(one), one) == (type(other), other)
 
 
-def test_differences_are_the_fields_that_are_not_alike(call):
+def test_spec_differences_are_the_fields_that_differ(call):
     one = {"train": {"steps": 5, "rate": 0.1}, "model": {"layers": 2}}
     other = {"train": {"steps": 7, "rate": 0.1}, "model": {"layers": 2, "heads": [1, 2]}}
     differences = call("parts/differences.js", "differences", [one, other])
@@ -176,7 +176,7 @@ def test_addresses_lead_to_pages(call, pattern, path, parameters):
 
 @drawn()
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 9, allow_nan=False)), max_size=40), st.integers(0, 20))
-def test_columns_hold_each_step_once_and_the_newest_value(call, points, parts):
+def test_curve_columns_hold_each_step_once_with_its_newest_value(call, points, parts):
     """Whatever comes in whatever order, as answers do that overlap."""
     batches = [sorted(dict(points[start :: parts + 1]).items()) for start in range(parts + 1)]
     answers = [
@@ -189,7 +189,7 @@ def test_columns_hold_each_step_once_and_the_newest_value(call, points, parts):
     assert merged["columns"] == {"step": sorted(wanted), "loss": [wanted[step] for step in sorted(wanted)]}
 
 
-def test_curves_that_are_numbers_no_more_say_since_when(call):
+def test_lost_curves_are_named_with_the_step_at_which_they_stopped_being_numbers(call):
     def lost(*answers):
         parts = [{"steps": list(steps), "series": {"loss": list(values)}} for steps, values in answers]
         return call("parts/curves.js", "merged", ["loss"], parts)["lost"]
@@ -214,7 +214,7 @@ RANKS = [
     [({}, "RUNNING", []), ({"straggler": {"sentence": "rank 2 holds up the others"}}, "RUNNING", ["Rank 2 holds up"]),
      ({"state": "exited"}, "RUNNING", ["1 rank has exited: 2"]), ({"state": "exited"}, "RECOVERING", [])],
 )  # fmt: skip
-def test_attention_is_asked_for_what_needs_it(call, changes, state, words):
+def test_attention_notices_name_each_problem_of_a_job(call, changes, state, words):
     ranks = [rank | changes if rank["rank"] == 2 else rank for rank in RANKS]
     job = {"state": state, "generation": 1, "step": 5, "metrics": {"latest": {"loss": 1.0}}}
     notices = call("parts/attention.js", "attention", job, ranks, [])
@@ -223,7 +223,7 @@ def test_attention_is_asked_for_what_needs_it(call, changes, state, words):
     assert "nan" in call("parts/attention.js", "attention", job, ranks, [])[-1]["text"]
 
 
-def test_the_worst_is_said_first_and_nothing_of_ranks_that_are_all_over(call):
+def test_attention_notices_are_sorted_by_severity_and_ignore_exited_ranks(call):
     job = {"state": "RUNNING", "generation": 1, "step": 5, "metrics": {"latest": {"loss": "inf"}}}
     drifted = {"type": "plan_drift", "generation": 1, "message": "a step takes longer", "data": {}}
     gone = [rank | {"state": "exited"} for rank in RANKS]
@@ -239,13 +239,13 @@ def test_plans_that_have_drifted_are_reported_until_the_layout_changes(call):
         assert [each["text"] for each in notices] == (["a step takes longer"] if is_reported else [])
 
 
-def test_rank_that_takes_longer_than_its_peers_is_said_to(call):
+def test_rank_slower_than_the_median_of_its_stage_is_described_so(call):
     said = [call("parts/attention.js", "slownessOf", {"own_seconds": own}, 0.2) for own in (0.3, 0.22, None)]
     times = "its own work takes {} a step, the median of its stage 200.0 ms"
     assert said == [f"{times.format('300.0 ms')}: 1.5 times as long", times.format("220.0 ms"), ""]
 
 
-def test_charts_mark_what_happened_at_a_step_once(call):
+def test_chart_marks_an_event_of_a_step_once(call):
     def event(kind, step, to=None):
         return {"type": kind, "step": step, "data": {"to": to}}
 
@@ -277,18 +277,18 @@ def test_charts_mark_what_happened_at_a_step_once(call):
         (50, 50, "Its newest complete checkpoint is of step 50 and stays on disk; no step is lost."),
     ],
 )
-def test_whoever_cancels_a_job_is_told_what_is_lost(call, step, saved, cost):
+def test_cancel_dialog_says_how_many_steps_would_be_lost(call, step, saved, cost):
     assert call("parts/actions.js", "costOfCancelling", step, saved) == cost
 
 
-def test_newest_checkpoint_is_the_complete_one_that_was_made_last(call):
+def test_newest_checkpoint_is_the_complete_one_made_last(call):
     made = [(30, 3, "saving"), (20, 1, "complete"), (10, 2, "complete"), (5, 2, "complete"), (50, 2, "deleted")]
     rows = [dict(zip(("step", "generation", "state"), each, strict=True)) for each in made]
     assert call("parts/actions.js", "newestCheckpoint", rows) == rows[2]
     assert call("parts/actions.js", "newestCheckpoint", rows[:1]) is None
 
 
-def test_trace_on_the_screen_is_the_one_chosen_last_however_late_another_one_comes(run):
+def test_trace_page_shows_the_trace_chosen_last_despite_a_late_answer(run):
     trace = {
         "ranks": [{"rank": 0, "steps": [{}], "slices": []}], "critical_path": [], "profiles": [], "planned": None,
         "first_step": 1, "generation": 1, "schedule": "1f1b", "requested_at": "2026-01-02T03:04:05Z",
@@ -308,7 +308,7 @@ def test_trace_on_the_screen_is_the_one_chosen_last_however_late_another_one_com
     assert shown == ["trace_2", "job_1-trace_2.pftrace"]
 
 
-def test_service_that_has_answered_is_asked_as_often_as_ever_when_it_fails_again(run):
+def test_live_polling_backoff_restarts_after_each_answer(run):
     pauses = run("core/live.js", """async ({ Live }, outcomes) => {
         const { Unreachable } = await import(new URL("core/api.js", document.querySelector("script[type=module]").src));
         const [left, pauses] = [[...outcomes], []];
@@ -321,16 +321,16 @@ def test_service_that_has_answered_is_asked_as_often_as_ever_when_it_fails_again
     assert pauses == [1, 2, 4, 1, 1, 1]
 
 
-def test_labels_that_are_left_out_are_taken_away(call):
+def test_label_editor_removes_labels_that_were_left_out(call):
     changes = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
     assert changes == {"team": "text", "old": None, "new": "", "a": "b=c"}
 
 
-def test_parts_of_a_step_are_those_that_the_engine_times(call):
+def test_step_parts_of_the_dashboard_match_those_of_the_engine(call):
     assert set(call("parts/parts_chart.js", "partsOfAStep")) == set(PARTS)
 
 
-def test_parts_of_an_axis_are_those_steps(run):
+def test_zoom_by_tokens_is_translated_to_steps(run):
     """What somebody zooms in on by tokens is asked for by steps, between two steps by the later one."""
     parts = run("parts/curves.js", """(module, looked) => {
         const columns = new module.Columns(["tokens"]);
@@ -346,7 +346,7 @@ def test_parts_of_an_axis_are_those_steps(run):
     assert places == [100, 100, 200, 300, 7, 0]
 
 
-def test_bars_of_memory_say_what_they_show_and_how_full_devices_are(run):
+def test_memory_bars_show_parts_and_share_of_the_device(run):
     memory = {"parameters": 400, "gradients": 200, "optimizer": 0, "activations": 200, "buffers": 0, "total": 800}
     label, widths, share, beside_own, small = run("parts/memory_bars.js", """(module, memory) => {
         const bars = module.memoryBars();
@@ -373,13 +373,13 @@ def test_bars_of_memory_say_what_they_show_and_how_full_devices_are(run):
      ([("gpu", 8, 3, True, 4, 1)], "1 node, 3 of 8 GPUs and 1 of 4 slots free"),
      ([("gpu", 8, 3, True, 0, 0), ("gpu", 8, 3, False, 4, 1)], "1 node (1 lost), 3 of 8 GPUs free")],
 )  # fmt: skip
-def test_cluster_in_a_line_counts_what_lives(call, nodes, text):
+def test_cluster_line_counts_living_nodes_and_units(call, nodes, text):
     keys = ("accelerator", "total", "free", "alive", "slots_total", "slots_free")
     cluster = {"nodes": [dict(zip(keys, (*each, 0, 0)[:6], strict=True)) for each in nodes]}
     assert call("parts/cluster_text.js", "clusterText", cluster) == text
 
 
-def test_cost_of_failures_counts_all_that_waited(call):
+def test_failure_cost_counts_all_ranks_that_waited(call):
     recoveries = [
         {"total_seconds": 2.0, "steps_redone": 3, "kept": 7, "forked": [5]},
         {"total_seconds": None, "steps_redone": 1, "kept": 6, "forked": [1, 2]},
@@ -393,7 +393,7 @@ def test_cost_of_failures_counts_all_that_waited(call):
     [([[1, 2, 3]], {"floor": 0}, [0, 3.15]), ([[1, None, 3]], {}, [0.9, 3.1]), ([[-1, 0, 10]], {"log": True}, [5, 20]),
      ([[None, None, None]], {}, [0, 1]), ([[0, 0, 0]], {"log": True}, [0.1, 1])],
 )  # fmt: skip
-def test_axis_has_room_for_all_that_is_seen(call, columns, options, wanted):
+def test_chart_axis_spans_the_visible_values(call, columns, options, wanted):
     drawn_columns = [{"x": [1, 2, 3], "y": each} for each in columns]
     assert call("charts/scale.js", "extent", drawn_columns, 1, 3, options) == pytest.approx(wanted)
     assert call("charts/scale.js", "extent", [{"x": [1, 2, 3], "y": [5, 6, 900]}], 1, 2) == pytest.approx([4.95, 6.05])
@@ -402,17 +402,17 @@ def test_axis_has_room_for_all_that_is_seen(call, columns, options, wanted):
 @pytest.mark.parametrize(
     ("ago", "text"), [(0, "just now"), (59, "just now"), (60, "1 min"), (7199, "1 h"), (86400, "1 d"), (-5, "just now")]
 )
-def test_ages_are_coarse(call, ago, text):
+def test_ages_are_printed_coarsely(call, ago, text):
     assert call("core/format.js", "age", "2026-01-02T03:04:05Z", 1767323045000 + 1000 * ago) == text
 
 
-def test_why_says_the_place_in_the_queue_first_and_nothing_of_what_runs_well(call):
+def test_reason_of_a_job_begins_with_its_queue_place_and_is_empty_while_running(call):
     job = {"state": "QUEUED", "reason": "insufficient_slots", "message": "needs 8", "queue": {"position": 3}}
     assert call("core/format.js", "why", job) == "place 3 in the queue: insufficient_slots: needs 8"
     assert call("core/format.js", "why", {**job, "state": "RUNNING"}) == ""
 
 
-def test_what_this_viewer_does_not_have_is_left_out_and_what_fails_is_said(run):
+def test_optional_requests_default_on_403_404_and_409_and_raise_other_errors(run):
     answer = run("core/api.js", """async (module, statuses) => {
         const asked = statuses.map((status) => Promise.reject(new module.Problem({}, status)));
         return Promise.all(asked.map((each) => module.optional(each, "without").catch((error) => error.status)));
@@ -426,7 +426,7 @@ def call_address(run, *given):
     return run("core/api.js", "(module, ...given) => module.address(...given)", *given)
 
 
-def test_loss_that_is_no_number_takes_the_place_of_one_and_what_is_not_known_does_not(call):
+def test_merged_curves_keep_a_nan_loss_and_ignore_unknown_values(call):
     answers = [{"steps": [1, 2], "series": {"loss": losses}} for losses in ([1.0, 2.0], ["nan", None])]
     merged = call("parts/curves.js", "merged", ["loss"], answers)
     assert merged["columns"] == {"step": [1, 2], "loss": [None, 2.0]}
@@ -446,7 +446,7 @@ def test_ranks_are_held_against_the_median_of_their_own_stage(run):
     assert about[-1] == "its own work takes 5.00 s a step, the median of its stage 5.00 s"
 
 
-def test_slices_of_a_trace_lie_in_each_other_and_those_that_decide_are_marked(run):
+def test_trace_lanes_nest_slices_and_mark_the_critical_path(run):
     def slices(*times):
         return [{"kind": "forward", "start": start, "end": end, "micro_batch": 0} for start, end in times]
 
@@ -475,7 +475,7 @@ def test_moments_layouts_and_events_are_short(call):
     assert tones == ["active", "bad", "bad", "bad", "idle"]
 
 
-def test_numbers_that_are_nothing_are_told_from_those_that_are_not_known(run, call):
+def test_number_format_distinguishes_zero_from_unknown(run, call):
     assert [call("core/format.js", "number", value) for value in (0, 1234.5, None, "nan")] == ["0", "1,235", "–", "nan"]
     assert [call("core/format.js", "counted", count, "job") for count in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
     assert call("core/format.js", "percent", 0.1234) == "12.3%"
@@ -483,13 +483,13 @@ def test_numbers_that_are_nothing_are_told_from_those_that_are_not_known(run, ca
     assert run("core/format.js", spoken, ["nan", "inf", "-inf", None, "?"]) == ["–", "inf", "-inf", "–", "–"]
 
 
-def test_clock_is_the_viewers(run):
+def test_dashboard_times_are_in_the_viewers_time_zone(run):
     moment = "new Date(2026, 0, 9, 3, 4, 5).toISOString()"
     clocks = run("core/format.js", f"(module) => [true, false].map((day) => module.clock({moment}, day))")
     assert clocks == ["01-09 03:04:05", "03:04:05"]
 
 
-def test_days_begin_where_the_viewer_is(run):
+def test_chart_day_ticks_are_at_the_viewers_midnight(run):
     ticks = run("charts/scale.js", """(module) => {
         const offset = Date.prototype.getTimezoneOffset;
         Date.prototype.getTimezoneOffset = () => -120;
@@ -498,19 +498,19 @@ def test_days_begin_where_the_viewer_is(run):
     assert ticks == [day * 86_400 - 7200 for day in (1, 2, 3)]
 
 
-def test_places_on_a_logarithmic_axis_lead_back_to_their_values(run):
+def test_logarithmic_axis_positions_map_back_to_their_values(run):
     body = "(module, log) => { const axis = module.scale(1, 100, 0, 10, log); return [axis.place(10), axis.value(5)]; }"
     assert run("charts/scale.js", body, True) == pytest.approx([5, 10])
     assert run("charts/scale.js", body, False) == pytest.approx([10 * 9 / 99, 50.5])
 
 
-def test_lines_rise_with_their_values(run):
+def test_sparkline_rises_with_its_values(run):
     body = """(module) => { const line = module.sparkline("Loss"); line.show([1, 2, NaN, 3]);
         return line.element.firstChild.getAttribute("d"); }"""
     assert run("charts/sparkline.js", body) == "M1.0 20.0L48.0 11.0L95.0 2.0"
 
 
-def test_every_validation_set_has_a_curve(call):
+def test_every_validation_set_has_a_curve_on_the_dashboard(call):
     whole = ["validation", "validation_loss"]
     sets = {"data": {"validation": [{"name": "code"}, {}]}}
     assert call("parts/curves.js", "validationsOf", sets) == [whole, ["validation code", "validation_loss_code"]]
@@ -520,13 +520,13 @@ def test_every_validation_set_has_a_curve(call):
 @pytest.mark.parametrize(
     ("elastic", "bounds"), [({}, False), ({"max_data": 4}, False), ({"min_data": 2}, True), ({"max_data": 8}, True)]
 )
-def test_jobs_of_one_size_are_not_offered_another(run, elastic, bounds):
+def test_resize_is_offered_for_elastic_jobs_only(run, elastic, bounds):
     job = {"state": "RUNNING", "spec": {"parallel": {"data": 4}, "elastic": elastic}}
     facts = {"actions": {"resize": {"RUNNING": "RUNNING"}}}
     assert run("parts/actions.js", "({ ACTIONS }, ...given) => ACTIONS.resize.offered(...given)", job, facts) is bounds
 
 
-def test_addresses_leave_out_what_is_not_said(call):
+def test_dashboard_links_omit_empty_parameters(call):
     query = {"jobs": "a,b", "x": "", "y": None, "z": 0}
     assert call("core/router.js", "link", "/compare", query).endswith("/ui/compare?jobs=a%2Cb&z=0")
 
@@ -537,11 +537,11 @@ def test_addresses_leave_out_what_is_not_said(call):
      ({"expires_at": "2001-01-01T00:00:00Z"}, "expired"),
      ({"expires_at": "2001-01-01T00:00:00Z", "revoked_at": "2000-01-01T00:00:00Z"}, "revoked")],
 )  # fmt: skip
-def test_keys_are_good_until_they_expire_or_are_revoked(call, key, state):
+def test_key_state_is_valid_expired_or_revoked(call, key, state):
     assert call("pages/access.js", "stateOf", key) == state
 
 
-def test_lists_are_in_the_order_that_is_asked_for(call):
+def test_dashboard_lists_have_the_chosen_order(call):
     places = [3, None, 1, 2]
     queued = [{"queue": {"position": place}} for place in places]
     assert [job["queue"]["position"] for job in call("pages/queue.js", "inTurn", queued)] == [1, 2, 3, None]
@@ -551,6 +551,6 @@ def test_lists_are_in_the_order_that_is_asked_for(call):
     assert orders == ["asc", "desc", "desc", "asc", "desc"]
 
 
-def test_jobs_of_one_name_are_told_apart(call):
+def test_compared_jobs_of_one_name_are_distinguished_by_id(call):
     jobs = [{"name": name, "id": f"job_0000000{number}"} for number, name in enumerate(("a", "a", "b"))]
     assert call("pages/compare.js", "namesOf", jobs) == ["a 00000", "a 00001", "b"]

@@ -52,7 +52,7 @@ def test_the_api_keeps_every_path_that_is_not_the_dashboards(tmp_path):
         assert not [path for path in http.get("/openapi.json").json()["paths"] if path.startswith("/ui") or path == "/"]
 
 
-def test_addresses_lead_to_the_dashboard(tmp_path):
+def test_dashboard_is_reached_from_the_root_and_its_own_addresses(tmp_path):
     with opened(served(tmp_path / "a")) as http:
         for path in ("/", "/ui"):
             response = http.get(path, follow_redirects=False)
@@ -76,7 +76,7 @@ def test_pages_are_served_while_the_database_does_not_answer(tmp_path, monkeypat
             assert http.get(path).status_code == 200
 
 
-def test_pages_and_files_are_for_those_who_are_signed_in(tmp_path):
+def test_dashboard_pages_and_files_need_a_signed_in_browser(tmp_path):
     with TestClient(served(tmp_path / "a"), base_url="http://127.0.0.1") as http:
         for path in ("/", "/ui", "/ui/", "/ui/nope", f"/ui/static/{DIGEST}/main.js"):
             response = http.get(path)
@@ -85,7 +85,7 @@ def test_pages_and_files_are_for_those_who_are_signed_in(tmp_path):
         assert http.post("/ui/yaml", json={"text": "a: 1"}).status_code == 401
 
 
-def test_files_are_kept_for_good_and_pages_never(tmp_path):
+def test_dashboard_files_are_cached_forever_and_pages_never(tmp_path):
     with opened(served(tmp_path / "a")) as http:
         page, file = http.get("/ui/jobs/job_000000000000"), http.get(f"/ui/static/{DIGEST}/main.js")
         assert page.headers["cache-control"] == "no-store" and "immutable" in file.headers["cache-control"]
@@ -98,7 +98,7 @@ def test_files_are_kept_for_good_and_pages_never(tmp_path):
             assert http.get(path).status_code == 404, path
 
 
-def test_every_file_that_a_page_loads_is_there():
+def test_dashboard_imports_resolve_to_packaged_files():
     """Modules import one another by relative paths, and the document names where it begins."""
     for name, file in FILES.items():
         for path in re.findall(r"""(?:from|import\()\s*["'](\.[^"']+)["']""", file.content.decode()):
@@ -110,13 +110,13 @@ def test_every_file_that_a_page_loads_is_there():
     assert len(packaged) == len(FILES)
 
 
-def test_nothing_is_fetched_from_elsewhere():
+def test_dashboard_files_refer_to_no_external_addresses():
     for name, file in FILES.items():
         addresses = re.findall(r"https?://[^\s\"'`)]+", file.content.decode())
         assert [each for each in addresses if "www.w3.org" not in each] == [], name
 
 
-def test_document_knows_where_a_proxy_shows_the_service_and_what_states_there_are():
+def test_dashboard_document_has_the_proxy_path_and_the_job_states():
     document = document_for("/manta")
     assert 'data-base="/manta"' in document and f'src="/manta/ui/static/{DIGEST}/main.js"' in document
     facts = json.loads(re.search(r'id="facts">(.*?)</script>', document).group(1))
@@ -124,7 +124,7 @@ def test_document_knows_where_a_proxy_shows_the_service_and_what_states_there_ar
     assert set(facts["final_states"]) < set(facts["states"])
 
 
-def test_yaml_becomes_the_document_that_rest_takes(tmp_path):
+def test_dashboard_yaml_endpoint_returns_the_document_for_rest(tmp_path):
     with opened(served(tmp_path / "a")) as http:
         text = "model: {layers: 2}\ntrain: {learning_rate: 1.0e-3}\n"
         assert http.post("/ui/yaml", json={"text": text}).json() == {
@@ -140,7 +140,7 @@ def test_yaml_becomes_the_document_that_rest_takes(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/ui/", "/ui/compare", "/ui/jobs/x/ranks"])
-def test_apps_of_one_process_show_the_same_pages(tmp_path, path):
+def test_several_apps_in_one_process_serve_the_same_dashboard(tmp_path, path):
     for name in ("a", "b"):
         with opened(served(tmp_path / name)) as http:
             assert http.get(path).status_code == 200

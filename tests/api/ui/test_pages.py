@@ -34,7 +34,7 @@ SOME = ("", "jobs/JOB", "jobs/JOB/ranks", "submit")
     [("light", SOME), ("dark", SOME[:2])]
     + [pytest.param(each, PAGES, marks=pytest.mark.soak) for each in ("light", "dark")],
 )
-def test_nobody_is_kept_out_of_any_page(browser, viewed, colours, pages):
+def test_dashboard_pages_have_no_serious_accessibility_violations(browser, viewed, colours, pages):
     """By axe's rules, of which none that is serious may be broken."""
     viewer = sign_in(browser, viewed, viewed.new_link(), color_scheme=colours)
     page, axe, broken = viewer.open(), Axe(), []
@@ -49,7 +49,7 @@ def test_nobody_is_kept_out_of_any_page(browser, viewed, colours, pages):
     assert viewer.complaints.said == []
 
 
-def test_no_page_is_wider_than_a_telephone(viewer):
+def test_dashboard_pages_fit_the_width_of_a_phone(viewer):
     page, wide = viewer.open(), []
     page.set_viewport_size({"width": 390, "height": 800})
     for name in PAGES:
@@ -70,7 +70,7 @@ def _with_time_left(route):
     route.fulfill(response=answer, json=listed)
 
 
-def test_lists_fit_the_window_and_their_rows_are_even(viewer):
+def test_dashboard_lists_fit_the_window_with_even_rows(viewer):
     page = viewer.open()
     page.route("**/v1/jobs?*", _with_time_left)
     rows, grid = page.locator(".jobs tbody tr"), page.locator(".scroll", has=page.locator(".jobs"))
@@ -85,7 +85,7 @@ def test_lists_fit_the_window_and_their_rows_are_even(viewer):
     assert page.locator(".checkpoints tbody tr").first.evaluate(heights) == 1
 
 
-def test_who_compares_more_jobs_than_can_be_or_such_as_are_none_is_told(browser, viewed):
+def test_comparison_page_reports_jobs_beyond_ten_and_unknown_jobs(browser, viewed):
     page = sign_in(browser, viewed, viewed.new_link()).open(
         "compare?jobs=" + ",".join(f"job_{number:012}" for number in range(11))
     )
@@ -93,7 +93,7 @@ def test_who_compares_more_jobs_than_can_be_or_such_as_are_none_is_told(browser,
     expect(page.get_by_text(re.compile("There is no such job: job_000000000000, .*job_000000000009"))).to_be_visible()
 
 
-def test_charts_zoom_together_and_are_saved(viewer):
+def test_charts_of_a_job_zoom_together_and_can_be_saved(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/charts")
     loss = page.get_by_role("img", name="Loss. train")
     expect(loss).to_be_visible()
@@ -137,7 +137,7 @@ def test_charts_zoom_together_and_are_saved(viewer):
     expect(section.get_by_role("img")).not_to_have_attribute("aria-label", re.compile("train"))
 
 
-def test_list_is_kept_in_the_address_and_leads_to_comparison(viewer):
+def test_job_list_keeps_its_filters_in_the_address_and_leads_to_comparison(viewer):
     page = viewer.open()
     for name in ("quickstart", "tiny-llama"):
         page.get_by_label(f"Compare {name}").check()
@@ -159,7 +159,7 @@ def test_list_is_kept_in_the_address_and_leads_to_comparison(viewer):
     expect(page.locator(".chip")).to_have_count(1)
 
 
-def test_arrow_or_letter_on_a_closed_menu_chooses_nothing(viewer):
+def test_menu_ignores_arrow_and_letter_keys_while_closed(viewer):
     page = viewer.open(f"compare?jobs={viewer.sample.job}")
     expect(page.locator(".chip")).to_have_count(1)
     add = page.get_by_label("Add a job")
@@ -215,7 +215,7 @@ COLOUR = """(name) => { const pen = document.createElement("canvas").getContext(
         (60, 3, "compute", "good", "compute 1 min 0 s idle without capacity 3.00 s"),
     ],
 )
-def test_part_of_a_jobs_life_has_name_and_colour_of_most_of_it(viewer, compute, idle, name, tone, tip):
+def test_lifetime_segment_has_name_and_colour_of_its_longest_class(viewer, compute, idle, name, tone, tip):
     def with_one_interval(route):
         answer = route.fetch()
         ledger = answer.json()
@@ -234,7 +234,7 @@ def test_part_of_a_jobs_life_has_name_and_colour_of_most_of_it(viewer, compute, 
     expect(page.locator(".lane-plot .chart-tip")).to_have_text(f"time {tip}")
 
 
-def test_ranks_say_who_is_slow_who_waits_and_where_each_is(viewer):
+def test_ranks_page_shows_stragglers_waits_and_places(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/ranks")
     expect(page.get_by_role("table", name="Ranks").locator("tbody tr")).to_have_count(8)
     waits = page.get_by_role("region", name="Which rank waits for which").first
@@ -259,7 +259,7 @@ def test_checkpoints_that_are_gone_are_folded_away(viewer):
     expect(page.get_by_text("3 checkpoints, 28.2 MiB")).to_be_visible()
 
 
-def test_queue_says_who_waits_and_why(viewer):
+def test_queue_page_says_which_jobs_wait_and_why(viewer):
     page = viewer.open("queue")
     expect(page.get_by_role("table", name="Waiting")).to_contain_text("wide")
     line = page.get_by_role("table", name="Waiting").locator("tbody tr")
@@ -310,7 +310,7 @@ HELD = """() => { const real = window.fetch; window.fetch = async (address, opti
     return answer; }; }"""
 
 
-def test_spec_on_the_screen_is_the_one_that_is_submitted_once(followed, browser):
+def test_submit_page_submits_the_visible_spec_exactly_once(followed, browser):
     page = sign_in(browser, followed, followed.link).open("submit")
     submit, editor = page.get_by_role("button", name="Submit"), page.get_by_role("textbox", name="JobSpec")
     expect(submit).to_be_enabled()
@@ -331,7 +331,7 @@ def test_spec_on_the_screen_is_the_one_that_is_submitted_once(followed, browser)
     expect(page).to_have_url(re.compile(lost[0].json()["id"]))
 
 
-def test_spec_that_is_changed_after_a_lost_answer_is_another_job(followed, browser):
+def test_submit_page_submits_a_changed_spec_as_another_job_after_a_lost_answer(followed, browser):
     page = sign_in(browser, followed, followed.link).open("submit")
     submit, editor = page.get_by_role("button", name="Submit"), page.get_by_role("textbox", name="JobSpec")
     expect(submit).to_be_enabled()
@@ -344,7 +344,7 @@ def test_spec_that_is_changed_after_a_lost_answer_is_another_job(followed, brows
     expect(page).to_have_title("changed – Manta")
 
 
-def test_who_may_submit_can_however_late_the_page_is_told_who_that_is(viewer):
+def test_submit_button_is_enabled_even_if_the_key_scope_arrives_late(viewer):
     page, held = viewer.open(), []
     page.route("**/v1/me", lambda route: held.append(route))
     with page.expect_response("**/v1/jobs?dry_run=true"):
@@ -375,7 +375,7 @@ def test_planner_answers_with_reasons_and_pictures(viewer):
 
 
 @pytest.mark.soak
-def test_all_examples_of_the_planner_have_a_plan(viewer):
+def test_every_example_of_the_planner_page_has_a_plan(viewer):
     page = viewer.open("plan")
     for name in page.get_by_label("Examples").locator("option").all_inner_texts():
         page.get_by_label("Examples").select_option(name)
@@ -384,7 +384,7 @@ def test_all_examples_of_the_planner_have_a_plan(viewer):
         expect(page.get_by_role("table", name="Plans").locator("tbody tr").first, name).to_be_visible()
 
 
-def test_keys_are_made_shown_once_and_revoked(followed, browser):
+def test_access_page_creates_shows_once_and_revokes_keys(followed, browser):
     viewer = sign_in(browser, followed, followed.link)
     page = viewer.open("access")
     expect(page.get_by_text("admin in all projects")).to_be_visible()
@@ -411,7 +411,7 @@ def test_keys_are_made_shown_once_and_revoked(followed, browser):
     expect(page.get_by_role("table", name="Audit")).to_contain_text("create key")
 
 
-def test_what_a_job_prints_is_text_and_nothing_else(viewer):
+def test_log_page_shows_printed_html_as_plain_text(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/logs")
     page.on("dialog", lambda dialog: pytest.fail(dialog.message))
     page.get_by_label("Only lines with").fill("onerror")
@@ -419,7 +419,7 @@ def test_what_a_job_prints_is_text_and_nothing_else(viewer):
     expect(page.get_by_role("log").locator("img")).to_have_count(0)
 
 
-def test_thousands_of_ranks_are_on_one_screen(followed, browser):
+def test_ranks_page_shows_thousands_of_ranks_on_one_screen(followed, browser):
     """8 x 24 x 16, one of which holds up the others."""
     places = [
         {"rank": rank, "tensor": rank % 8, "pipeline": rank // 8 % 24, "data": rank // 192, "node": f"n{rank // 8}",

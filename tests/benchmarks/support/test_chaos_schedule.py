@@ -9,7 +9,7 @@ from manta.workers.spec.reading import parse_job_spec
 MANY = range(300)
 
 
-def test_a_schedule_is_repeated_by_its_seed_and_number():
+def test_chaos_schedule_is_reproduced_by_its_seed_and_number():
     assert [schedule(7, number) for number in MANY] == [schedule(7, number) for number in reversed(MANY)][::-1]
     assert schedule(7, 3) != schedule(8, 3)
 
@@ -28,16 +28,16 @@ def test_a_schedule_is_a_job_that_can_be_run_with_strikes_that_can_happen(number
         assert strike.way != "hang" or strike.phase in HANGS_IN, "a hang elsewhere is noticed much later"
 
 
-def test_every_way_is_drawn_and_can_be_carried_out():
+def test_chaos_schedules_draw_every_fault_and_all_can_be_carried_out():
     drawn = {strike.way for number in range(len(WAYS)) for strike in schedule(7, number).strikes}
     assert drawn == set(WAYS) == set(CARRIED_OUT)
 
 
-def test_no_error_comes_twice_because_it_would_be_the_users_own():
+def test_chaos_schedule_injects_each_error_at_most_once():
     for number in MANY:
         ways = [strike.way for strike in schedule(1, number).strikes]
         assert all(ways.count(way) <= 1 for way in ERRORS)
 
 
-def test_the_short_form_covers_different_kinds():
+def test_short_chaos_schedule_covers_ten_kinds_of_faults():
     assert len({strike.way for each in short_form() for strike in each.strikes}) >= 10

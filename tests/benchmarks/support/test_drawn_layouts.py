@@ -6,12 +6,12 @@ from benchmarks.support.drawn_layouts import MAX_RANKS, draw_jobs
 from manta.workers.spec.reading import parse_job_spec
 
 
-def test_a_seed_draws_the_same_jobs_again():
+def test_drawn_jobs_are_the_same_for_the_same_seed():
     assert draw_jobs(1, 20) == draw_jobs(1, 20)
     assert draw_jobs(1, 20) != draw_jobs(2, 20)
 
 
-def test_all_are_allowed_different_and_of_every_kind():
+def test_drawn_jobs_are_valid_distinct_and_cover_every_kind_of_layout():
     jobs = draw_jobs(1234, 60)
     specs = [parse_job_spec(job) for job in jobs]
     assert len({spec.model_copy(update={"name": "job"}) for spec in specs}) == 60

@@ -11,7 +11,7 @@ from benchmarks.support import nanogpt_processes
 from benchmarks.support.nanogpt_processes import SETTLING, ProcessFailed, Turns, plain_loop, take_turns, their_program
 
 
-def test_programs_go_first_in_turn_and_settle_before_they_are_measured():
+def test_nanogpt_programs_alternate_and_warm_up_before_they_are_timed():
     asked = []
 
     def program(name, milliseconds):
@@ -29,11 +29,11 @@ def test_programs_go_first_in_turn_and_settle_before_they_are_measured():
     assert by_cores[2].ratio == 0.75
 
 
-def test_turns_are_compared_one_by_one():
+def test_nanogpt_ratio_is_the_median_over_pairs_of_turns():
     assert Turns([10.0, 90.0, 30.0], [10.0, 100.0, 60.0]).ratio == 0.9, "a slow turn is slow for both"
 
 
-def test_a_program_runs_on_as_many_cores_as_it_is_given(monkeypatch):
+def test_nanogpt_program_is_bound_to_the_given_number_of_cores(monkeypatch):
     commands = []
 
     def run(command, **_):
@@ -47,14 +47,14 @@ def test_a_program_runs_on_as_many_cores_as_it_is_given(monkeypatch):
     assert commands[0][:3] == ["taskset", "--cpu-list", "3,5"]
 
 
-def test_a_program_that_fails_says_why(monkeypatch):
+def test_nanogpt_program_that_fails_raises_its_last_error_line(monkeypatch):
     failed = subprocess.CompletedProcess([], 3, "", "Traceback\nOSError: no text\n")
     monkeypatch.setattr(nanogpt_processes.subprocess, "run", lambda command, **_: failed)
     with pytest.raises(ProcessFailed, match="ended with 3: OSError: no text"):
         plain_loop(Path("text"), 1)(1)
 
 
-def test_a_folder_without_nanogpt_is_refused(tmp_path):
+def test_nanogpt_folder_without_the_repository_is_refused(tmp_path):
     with pytest.raises(ProcessFailed, match="holds no copy of nanoGPT's repository"):
         their_program(tmp_path, tmp_path / "text", 1, tmp_path)
     with pytest.raises(SystemExit):
@@ -62,7 +62,7 @@ def test_a_folder_without_nanogpt_is_refused(tmp_path):
 
 
 @pytest.mark.soak
-def test_engine_and_plain_loop_take_turns(tmp_path):
+def test_nanogpt_benchmark_times_engine_and_plain_loop_in_turns(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and then it goes back.\n" * 100)
     options = argparse.Namespace(seed=1, text=text, turns=1, nanogpt=None)

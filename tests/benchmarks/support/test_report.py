@@ -22,7 +22,9 @@ def _report(options: argparse.Namespace) -> Report:
     return report
 
 
-def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_benchmark_report_prints_and_stores_only_json_on_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     out = tmp_path / "results" / "sample.json"
     options = parser("sample", "A sample.").parse_args(["--json", "--seed", "7", "--out", str(out)])
     assert deliver(_report, options) == 0
@@ -38,14 +40,14 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], tmp_pat
     assert len(document["load_average_at_start"]) == 3
 
 
-def test_the_table_names_every_figure_and_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_table_names_every_figure_and_missed_targets(capsys: pytest.CaptureFixture[str]) -> None:
     assert deliver(_report, parser("sample", None).parse_args([])) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("time" in line and "1.5 s" in line and line.endswith("met") for line in lines)
     assert any("latency_max" in line and line.endswith("target 0.25: MISSED") for line in lines)
 
 
-def test_what_cannot_be_run_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_that_cannot_run_prints_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_: argparse.Namespace) -> Report:
         raise DataError("no text to train on at nowhere.txt")
 
@@ -65,11 +67,11 @@ def test_what_cannot_be_run_is_one_sentence(capsys: pytest.CaptureFixture[str]) 
         (Figure(2.0, "s"), None),
     ],
 )
-def test_met(figure: Figure, met: bool | None) -> None:
+def test_figure_is_met_if_it_reaches_its_target(figure: Figure, met: bool | None) -> None:
     assert figure.met is met
 
 
-def test_percentile_is_one_of_the_values() -> None:
+def test_percentile_returns_one_of_the_values() -> None:
     values = [float(value) for value in range(1, 101)]
     assert percentile(values, 0.95) == 95 and percentile(values, 0.99) == 99
     assert percentile(values, 1.0) == 100 and percentile([3.0], 0.5) == 3.0
@@ -77,7 +79,7 @@ def test_percentile_is_one_of_the_values() -> None:
         percentile([], 0.5)
 
 
-def test_kept_results_name_no_machine_and_no_folder() -> None:
+def test_stored_benchmark_results_name_no_machine_or_folder() -> None:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         text = path.read_text(encoding="utf-8")
         assert json.loads(text)["benchmark"] == path.stem

@@ -17,7 +17,7 @@ def alone(world):
     return [[rank] for rank in range(world)]
 
 
-def test_newest_step_that_every_rank_has_counts():
+def test_whole_states_have_the_newest_step_of_every_rank():
     kept = {"one": [file(0, 4, 5), file(1, 5, 6)], "two": [file(2, 5), file(3, 4, 5)]}
     (state,) = complete_states(kept, {"aaaa": alone(4)})
     assert (state.layout, state.step) == ("aaaa", 5)
@@ -25,7 +25,7 @@ def test_newest_step_that_every_rank_has_counts():
     assert state.paths == [f"/shm/aaaa/{rank}" for rank in range(4)]
 
 
-def test_a_missing_rank_or_a_layout_that_is_not_the_jobs_is_no_state():
+def test_whole_states_exclude_missing_ranks_and_layouts_of_other_jobs():
     assert complete_states({"one": [file(0, 5)]}, {"aaaa": alone(2)}) == []
     assert complete_states({"one": [file(0, 5, layout="bbbb")]}, {"aaaa": alone(1)}) == []
     assert complete_states({"one": [file(0, 4), file(1, 5)]}, {"aaaa": alone(2)}) == []
@@ -40,12 +40,12 @@ def test_a_backup_stands_for_a_rank_whose_host_is_lost():
     assert agents["one"].fetched == [(1, "aaaa", None)], "from itself"
 
 
-def test_own_files_go_before_backups():
+def test_own_snapshot_is_preferred_to_a_backup_of_the_same_rank():
     (state,) = complete_states({"one": [file(0, 5, backup=True)], "two": [file(0, 5)]}, {"aaaa": alone(1)})
     assert [place.host for place in state.places] == ["two"]
 
 
-def test_of_ranks_with_the_same_state_one_is_enough():
+def test_one_snapshot_serves_all_ranks_with_the_same_state():
     kept = {"one": [file(1, 5), file(2, 5)], "two": []}
     (state,) = complete_states(kept, {"aaaa": [[0, 2], [1, 3]]})
     assert state.paths == ["/shm/aaaa/2", "/shm/aaaa/1"]
@@ -55,7 +55,7 @@ def test_of_ranks_with_the_same_state_one_is_enough():
     assert complete_states({"one": [file(1, 5), file(3, 5)]}, {"aaaa": [[0, 2], [1, 3]]}) == []
 
 
-def test_of_several_layouts_the_newest_comes_first():
+def test_whole_states_of_several_layouts_are_sorted_newest_first():
     kept = {"one": [file(0, 5), file(0, 7, layout="bbbb"), file(1, 7, layout="bbbb")]}
     assert [state.layout for state in complete_states(kept, {"aaaa": alone(1), "bbbb": alone(2)})] == ["bbbb", "aaaa"]
 
@@ -77,20 +77,20 @@ def brought(steps, hosts=("one", "two")):
     return done, agents["one"].fetched, agents["two"].fetched
 
 
-def test_each_host_fetches_what_it_lacks():
+def test_spread_state_lets_each_host_fetch_what_it_lacks():
     assert brought([5]) == (True, [(1, "aaaa", None)], [(0, "aaaa", None)])
 
 
-def test_a_fetch_that_fails_or_brings_another_step_says_so():
+def test_spread_state_fails_if_a_fetch_fails_or_brings_another_step():
     assert brought([4])[0] is False
     assert brought(None)[0] is False
 
 
-def test_a_host_that_is_left_gives_and_needs_nothing():
+def test_spread_state_lets_a_leaving_host_give_and_not_fetch():
     assert brought([5], ["one"]) == (True, [(1, "aaaa", None)], [])
 
 
-def test_a_host_that_has_an_older_step_of_a_rank_fetches_the_one_that_counts():
+def test_spread_state_lets_a_host_with_an_older_step_fetch_the_whole_one():
     kept = {"one": [file(0, 4, 5)], "two": [file(0, 4)]}
     (state,) = complete_states(kept, {"aaaa": alone(1)})
     agents = {"one": agent_with([5]), "two": agent_with([5])}

@@ -12,7 +12,7 @@ steps = st.sets(st.integers(0, 5), max_size=2)
 
 
 @given(nodes)
-def test_every_rank_has_a_partner_on_another_node_when_there_is_one(node_of_rank):
+def test_backup_partner_of_every_rank_is_on_another_node_if_there_is_one(node_of_rank):
     partner_of = partners(node_of_rank)
     if len(set(node_of_rank)) == 1:
         assert partner_of == {}
@@ -22,7 +22,7 @@ def test_every_rank_has_a_partner_on_another_node_when_there_is_one(node_of_rank
 
 
 @given(nodes)
-def test_no_rank_holds_more_backups_than_it_must(node_of_rank):
+def test_backups_are_spread_evenly_over_the_ranks_of_other_nodes(node_of_rank):
     partner_of = partners(node_of_rank)
     if partner_of:
         largest = max(Counter(node_of_rank).values())
@@ -31,7 +31,7 @@ def test_no_rank_holds_more_backups_than_it_must(node_of_rank):
 
 
 @given(nodes)
-def test_the_answer_depends_on_nothing_but_the_question(node_of_rank):
+def test_backup_partners_depend_on_the_nodes_of_ranks_only(node_of_rank):
     assert partners(node_of_rank) == partners(tuple(node_of_rank))
 
 
@@ -46,7 +46,7 @@ def test_memory_reaches_the_newest_step_that_every_rank_has_or_can_fetch(held):
         assert all(start.step in backups[rank] for rank in start.fetched)
 
 
-def test_a_lost_node_costs_no_more_than_its_backups_are_behind():
+def test_backups_of_a_lost_node_set_the_step_to_resume_from():
     assert reachable([[8, 9], [8, 9], []], {2: [7, 8]}) == Reachable(8, (2,))
     assert reachable([[8, 9], [8, 9], []], {2: [6, 7]}) is None
     assert reachable([[8, 9], [8, 9], []], {}) is None

@@ -102,7 +102,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def test_the_ranks_of_a_lost_node_go_on_from_what_the_other_one_kept(job):
+def test_ranks_of_a_lost_node_resume_from_backups_on_the_other(job):
     async def body():
         keepers = await job.keep(job.nodes)
         assert {job.nodes[rank] + job.nodes[keeper] for rank, keeper in keepers.items()} == {"ab", "ba"}
@@ -124,13 +124,13 @@ def test_the_ranks_of_a_lost_node_go_on_from_what_the_other_one_kept(job):
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_without_another_node_nothing_is_backed_up_and_nothing_asked(job):
+def test_backups_on_a_single_node_are_not_made_and_no_agent_is_asked(job):
     for agent in job.agents:
         agent.lost = True
     assert asyncio.run(job.keep(["a"] * 4)) == {}
 
 
-def test_where_peers_have_the_same_state_on_another_node_it_is_theirs_that_is_taken(tmp_path):
+def test_peer_with_the_same_state_on_another_node_replaces_a_backup(tmp_path):
     async def body():
         job = Job(tmp_path, state_of=(0, 1, 0, 1))
         assert await job.keep(job.nodes) == {}, "nobody needs a backup"
@@ -149,7 +149,7 @@ def test_where_peers_have_the_same_state_on_another_node_it_is_theirs_that_is_ta
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
+def test_backup_is_fetched_from_the_next_holder_if_the_nearest_fails(tmp_path, caplog):
     async def body():
         job = Job(tmp_path, state_of=(0, 1, 0, 1))
         await job.commit(1, {})
@@ -167,7 +167,7 @@ def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_peers_on_the_same_node_do_not_save_the_backup(tmp_path):
+def test_backups_are_kept_if_peers_with_the_same_state_share_the_node(tmp_path):
     async def body():
         job = Job(tmp_path, state_of=(0, 0, 2, 3))
         assert (await job.keep(job.nodes)).keys() == {0, 1, 2, 3}
@@ -176,7 +176,7 @@ def test_peers_on_the_same_node_do_not_save_the_backup(tmp_path):
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_a_partner_that_fails_costs_its_rank_the_backup_and_nobody_else(job, caplog):
+def test_failed_backup_partner_costs_only_its_rank_the_backup(job, caplog):
     async def body():
         job.agents[3].lost = True
         partner_of = await job.keep(job.nodes)
@@ -190,7 +190,7 @@ def test_a_partner_that_fails_costs_its_rank_the_backup_and_nobody_else(job, cap
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_a_rank_is_without_state_when_it_has_none_or_only_what_the_furthest_is_long_past():
+def test_rank_counts_as_without_state_if_it_is_behind_what_others_hold():
     assert ranks_without_state([[], []]) == [0, 1]
     assert ranks_without_state([[1], [1, 2], [2], [2, 3]]) == [0]
     assert ranks_without_state([[7, 8], [8, 9], [9, 10], [8, 9]]) == [0], "it is a step too far back"
@@ -198,7 +198,7 @@ def test_a_rank_is_without_state_when_it_has_none_or_only_what_the_furthest_is_l
     assert ranks_without_state([[4, 5], [4, 5], [99, 100], [99, 100]]) == [0, 1], "both have come back to an old node"
 
 
-def test_a_rank_that_came_back_to_old_snapshots_takes_the_backup(job):
+def test_rank_back_on_old_snapshots_uses_its_newer_backup(job):
     async def body():
         keepers = await job.keep(job.nodes)
         await job.commit(1, keepers)
@@ -217,7 +217,7 @@ def test_a_rank_that_came_back_to_old_snapshots_takes_the_backup(job):
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job):
+def test_backup_beyond_the_step_that_all_ranks_have_is_not_fetched(job):
     """Rank 2's backup goes further than the other ranks ever went again."""
 
     async def body():
@@ -235,7 +235,7 @@ def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_the_nearest_that_goes_far_enough_is_fetched_once_and_nothing_of_another_layout():
+def test_backup_is_fetched_once_from_the_nearest_holder_that_goes_far_enough():
     asked, fetched = [], []
 
     def holder(host):

@@ -26,20 +26,20 @@ def agent(*steps):
         ((), (), False),
     ],
 )
-def test_snapshots_are_fetched_where_they_are_newer_than_what_is_there(held, there, fetched):
+def test_snapshot_transfer_fetches_only_newer_snapshots(held, there, fetched):
     old, new = agent(*held), agent(*there)
     asyncio.run(hand_over({5: (old, new)}, 1, "layout"))
     assert new.fetched == ([(5, "layout", None)] if fetched else [])
 
 
-def test_rank_whose_snapshots_cannot_be_had_does_not_hold_up_the_others():
+def test_unreachable_snapshots_of_one_rank_do_not_delay_the_transfer_of_others():
     lost, old, alone, new = agent(4), agent(4), agent(), agent()
     lost.lose()
     asyncio.run(hand_over({0: (lost, alone), 1: (old, new)}, 1, "layout"))
     assert (alone.fetched, new.fetched) == ([], [(1, "layout", None)])
 
 
-def test_only_snapshots_of_the_layout_are_asked_for_with_one_secret_of_this_generation():
+def test_snapshot_transfer_asks_for_the_jobs_layout_with_one_secret_per_generation():
     asked, wanted = [], []
 
     def stub(name, steps):

@@ -109,7 +109,7 @@ def test_orders_reports_and_answers_cross_with_their_types():
     ("protocol", "real"),
     [(AgentClient, Agent), (AgentClient, RayAgent), (AgentClient, FakeAgent), (NodeClient, NodeDaemon)],
 )
-def test_agents_and_daemons_have_what_their_clients_ask_for(protocol, real):
+def test_agents_and_daemons_implement_every_method_of_their_clients(protocol, real):
     for name in (name for name in vars(protocol) if not name.startswith("_")):
         asked, there = getattr(protocol, name).__annotations__, getattr(real, name).__annotations__
         assert asked == there, name
@@ -128,7 +128,7 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("protocol", "client", "name"), METHODS, ids=lambda value: getattr(value, "__name__", value))
-def test_all_that_an_agent_or_a_daemon_is_given_arrives_there(protocol, client, name):
+def test_client_passes_every_argument_to_the_agent_or_daemon(protocol, client, name):
     hints, heard, numbers = typing.get_type_hints(getattr(protocol, name)), [], itertools.count(1)
     made = {
         int: lambda: next(numbers), float: lambda: next(numbers) / 2, str: lambda: f"text {next(numbers)}",
@@ -152,14 +152,14 @@ def test_all_that_an_agent_or_a_daemon_is_given_arrives_there(protocol, client, 
     assert heard == [given]
 
 
-def test_errors_of_ray_become_ours_and_say_what_ray_said_last():
+def test_errors_of_ray_are_translated_with_their_last_line():
     for error, kind in ((ActorDiedError("long\nstory\nits end"), AgentLost), (RayTaskError("its end"), AgentFailed)):
         with pytest.raises(kind, match=r"^its end$") as caught:
             asyncio.run(raising(error).snapshot_files())
         assert caught.value.kind == type(error).__name__
 
 
-def test_an_answer_that_takes_too_long_is_an_error_of_its_own():
+def test_agent_answer_that_is_late_raises_agent_timeout():
     async def body():
         silent = FakeAgent()
         silent.silence()
@@ -169,7 +169,7 @@ def test_an_answer_that_takes_too_long_is_an_error_of_its_own():
     asyncio.run(body())
 
 
-def test_another_protocol_is_refused():
+def test_client_refuses_an_agent_or_daemon_of_another_protocol():
     class Newer:
         async def describe(self) -> AgentDescription:
             return AgentDescription("h", "a", 1, protocol=99)
@@ -183,7 +183,7 @@ def test_another_protocol_is_refused():
         asyncio.run(over_ray(Newer(), RayNodeDaemon).start())
 
 
-def test_orders_are_in_the_protocol_of_the_agent_that_gets_them(monkeypatch):
+def test_orders_use_the_protocol_of_the_receiving_agent(monkeypatch):
     monkeypatch.setattr(messages, "SPOKEN", (1, messages.PROTOCOL))
 
     async def body():
@@ -225,14 +225,14 @@ def owned_agent(epoch, error=None):
     return RayAgent(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)), "job_1", of), calls, asked
 
 
-def test_calls_carry_the_epoch_of_the_owner_and_none_where_there_is_none():
+def test_agent_calls_carry_the_epoch_of_the_owner_if_there_is_one():
     for epoch, carried in ((7, {EPOCH: 7}), (None, {})):
         agent, calls, asked = owned_agent(epoch)
         asyncio.run(agent.stop_backups())
         assert (calls, asked) == ([("stop_backups", carried)], [("job_1", "stop_backups")])
 
 
-def test_order_that_may_not_be_given_is_not_sent():
+def test_agent_order_is_not_sent_while_the_lease_is_uncertain():
     agent, calls, asked = owned_agent(LeaseUncertain("job_1"))
     with pytest.raises(LeaseUncertain):
         asyncio.run(agent.stop_backups())
@@ -242,7 +242,7 @@ def test_order_that_may_not_be_given_is_not_sent():
 
 
 @pytest.mark.parametrize("error", [StaleOwner("refused"), _RaysStaleOwner()])
-def test_agent_that_knows_a_later_owner_tells_this_one_that_it_is_none(error):
+def test_agent_with_a_later_owner_makes_the_client_raise_lease_lost(error):
     agent, _, _ = owned_agent(7, error)
     with pytest.raises(LeaseLost, match="job_1"):
         asyncio.run(agent.stop_backups())

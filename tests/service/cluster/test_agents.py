@@ -77,7 +77,7 @@ def actors(started):
 
 
 @pytest.mark.parametrize("unit", ["manta_slot", "GPU"])
-def test_agents_are_started_in_their_seats_with_what_a_rank_takes(agents, tmp_path, unit):
+def test_agents_are_started_in_their_bundles_with_the_units_of_a_rank(agents, tmp_path, unit):
     seats = {2: Seat("one", 1), 3: Seat("two", 0)}
     first, second = actors(agents.start("job_1", 4, seats, unit))
     assert (first.options.scheduling_strategy, second.options.scheduling_strategy) == (
@@ -154,7 +154,7 @@ def at_once_in_this_thread(agents):
 
 
 @pytest.mark.parametrize("seconds", [0, 3], ids=["before", "meanwhile"])
-def test_nobody_waits_for_agents_on_a_lost_node_which_are_killed_all_the_same(agents, monkeypatch, seconds):
+def test_agents_on_a_lost_node_are_killed_without_waiting_for_them(agents, monkeypatch, seconds):
     at_once_in_this_thread(agents)
 
     async def body():
@@ -170,7 +170,7 @@ def test_nobody_waits_for_agents_on_a_lost_node_which_are_killed_all_the_same(ag
     in_virtual_time(monkeypatch, body)
 
 
-def test_agents_that_do_not_answer_are_waited_for_at_the_same_time(agents, monkeypatch):
+def test_silent_agents_are_waited_for_concurrently(agents, monkeypatch):
     at_once_in_this_thread(agents)
 
     async def body():
@@ -183,7 +183,7 @@ def test_agents_that_do_not_answer_are_waited_for_at_the_same_time(agents, monke
     in_virtual_time(monkeypatch, body)
 
 
-def test_of_those_that_hand_out_snapshots_the_node_is_known_from_the_start(agents):
+def test_snapshot_holder_on_a_lost_node_is_never_called(agents):
     async def body():
         holder, _ = await agents.start_snapshot_holders("job_1", ["a", "b"])
         agents._nodes.lost.add("a")
@@ -194,7 +194,7 @@ def test_of_those_that_hand_out_snapshots_the_node_is_known_from_the_start(agent
     assert asyncio.run(body()) == []
 
 
-def test_answers_and_silences_are_by_rank_and_what_is_no_silence_is_raised():
+def test_agent_answers_and_silences_are_keyed_by_rank_and_other_errors_raised():
     async def question(rank, agent):
         if agent is None:
             raise AgentError("gone")
@@ -209,7 +209,7 @@ def test_answers_and_silences_are_by_rank_and_what_is_no_silence_is_raised():
         asyncio.run(agents_module.query({0: None, 1: "broken"}, question, 10))
 
 
-def test_nobody_is_asked_by_whoever_is_cancelled_before_its_turn():
+def test_agents_are_not_asked_if_the_caller_is_cancelled_before_its_turn():
     asked = []
 
     async def answer():
@@ -229,7 +229,7 @@ def test_nobody_is_asked_by_whoever_is_cancelled_before_its_turn():
     assert asked == [], "their coroutines would never be awaited"
 
 
-def test_agents_are_found_in_the_order_of_their_names_with_none_for_one_that_is_gone(agents):
+def test_agents_are_found_in_order_with_none_for_missing_ones(agents):
     ray = agents._ray.module
     ray.util.list_named_actors = lambda: ["agent/job_2/1/0", "agent/job_1/1/0", "node-a"]
     ray.get_actor = lambda name: f"actor of {name}"

@@ -24,7 +24,7 @@ async def soon():
     return "answer"
 
 
-def test_calls_in_progress_fail_the_moment_their_node_is_lost_and_others_go_on(nodes, monkeypatch):
+def test_node_calls_in_progress_fail_when_their_node_is_lost(nodes, monkeypatch):
     async def body():
         calls, loop = CallsToNodes(nodes), asyncio.get_running_loop()
         gone = [asyncio.create_task(calls.answer("a", never)) for _ in range(3)]
@@ -41,7 +41,7 @@ def test_calls_in_progress_fail_the_moment_their_node_is_lost_and_others_go_on(n
     in_virtual_time(monkeypatch, body)
 
 
-def test_nothing_is_called_on_a_node_while_it_is_lost(nodes, monkeypatch):
+def test_node_calls_fail_without_being_made_while_the_node_is_lost(nodes, monkeypatch):
     async def body():
         calls = CallsToNodes(nodes)
         nodes.lost = {"a"}
@@ -55,7 +55,7 @@ def test_nothing_is_called_on_a_node_while_it_is_lost(nodes, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [TimeoutError, ValueError])
-def test_what_the_call_itself_raises_is_raised(nodes, error):
+def test_node_calls_raise_the_error_of_the_call_itself(nodes, error):
     async def wrong():
         raise error
 
@@ -63,7 +63,7 @@ def test_what_the_call_itself_raises_is_raised(nodes, error):
         asyncio.run(CallsToNodes(nodes).answer("a", wrong))
 
 
-def test_who_waits_for_a_limited_time_hears_that_there_was_no_answer(nodes, monkeypatch):
+def test_node_calls_without_an_answer_in_time_raise_agent_timeout(nodes, monkeypatch):
     async def body():
         with pytest.raises(AgentTimeout):
             await within(10, CallsToNodes(nodes).answer("a", never))

@@ -101,7 +101,7 @@ def test_stale_generation_arrives_as_its_own_error(ray_head):
     go(body)
 
 
-def test_what_does_not_fit_is_given_back(ray_head):
+def test_placement_groups_that_do_not_fit_are_released_again(ray_head):
     cluster = ray_head.cluster
 
     async def body():
@@ -117,7 +117,7 @@ class Lost:
     """An agent that a database knew which is gone."""
 
 
-def test_jobs_that_hold_anything_are_named_and_released_alone(ray_head):
+def test_cluster_lists_jobs_with_resources_and_releases_them_separately(ray_head):
     cluster = ray_head.cluster
 
     async def body():
@@ -138,7 +138,7 @@ def test_jobs_that_hold_anything_are_named_and_released_alone(ray_head):
     go(body)
 
 
-def test_node_daemon_hosts_stores_and_knows_what_jobs_have_left(ray_head):
+def test_node_daemon_hosts_stores_and_lists_leftovers_of_jobs(ray_head):
     async def body():
         (daemon,) = (await daemons(ray_head)).values()
         first = await daemon.start_store("job-d", 1)
@@ -211,7 +211,7 @@ def test_agents_import_neither_torch_nor_the_database(ray_head):
     go(body)
 
 
-def test_the_only_node_is_used_though_it_keeps_failing(ray_head):
+def test_placement_uses_the_only_node_although_it_keeps_failing(ray_head):
     cluster = ray_head.cluster
 
     async def body():

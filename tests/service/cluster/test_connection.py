@@ -86,7 +86,7 @@ def go(body):
     return asyncio.run(bounded())
 
 
-def test_call_that_takes_too_long_is_an_error_with_a_sentence(ray):
+def test_ray_call_without_an_answer_in_time_is_an_error_with_a_sentence(ray):
     connection = RayConnection(ray, seconds=0.01)
     ray.hang()
     with pytest.raises(ClusterUnavailable, match=r"Ray gave no answer in 0\.01 s") as caught:
@@ -94,7 +94,7 @@ def test_call_that_takes_too_long_is_an_error_with_a_sentence(ray):
     assert caught.value.kind == "TimeoutError"
 
 
-def test_when_all_threads_hang_calls_fail_at_once_until_ray_goes_on(ray):
+def test_ray_calls_fail_at_once_while_all_threads_hang_and_work_again_later(ray):
     connection = RayConnection(ray, seconds=0.01, threads=2)
 
     async def body():
@@ -115,7 +115,7 @@ def test_when_all_threads_hang_calls_fail_at_once_until_ray_goes_on(ray):
     assert go(body) == ["known"]
 
 
-def test_ray_that_stands_still_for_a_while_and_goes_on_costs_only_that_time(ray):
+def test_ray_that_stalls_and_recovers_only_delays_its_calls(ray):
     connection = RayConnection(ray, threads=1)
 
     async def body():
@@ -128,7 +128,7 @@ def test_ray_that_stands_still_for_a_while_and_goes_on_costs_only_that_time(ray)
     assert go(body) == [["known"]] * 3
 
 
-def test_looks_at_the_nodes_share_one_call(ray):
+def test_concurrent_node_listings_share_one_ray_call(ray):
     nodes = Nodes(RayConnection(ray, threads=8))
 
     async def body():
@@ -143,13 +143,13 @@ def test_looks_at_the_nodes_share_one_call(ray):
     assert not ray.asked.acquire(blocking=False)
 
 
-def test_no_nodes_at_all_is_no_answer(ray):
+def test_empty_node_list_of_ray_counts_as_no_answer(ray):
     ray.nodes = list
     with pytest.raises(ClusterUnavailable, match="did not list its nodes"):
         go(Nodes(RayConnection(ray)).known)
 
 
-def test_actor_that_could_not_be_looked_up_is_not_taken_for_gone(ray):
+def test_ray_actor_lookup_failure_is_not_taken_for_a_missing_actor(ray):
     connection = RayConnection(ray)
     assert go(lambda: connection.find(["never there"])) == [None]
     with pytest.raises(ClusterUnavailable, match="Failed to look up actor with name 'known'"):
@@ -165,7 +165,7 @@ def test_daemon_that_ray_does_not_tell_of_closes_no_node(ray):
     assert nodes.closed == set()
 
 
-def test_actor_that_is_killed_is_not_started_again(ray):
+def test_ray_actor_is_killed_without_a_restart(ray):
     killed = []
     ray.kill = lambda actor, no_restart: killed.append((actor, no_restart))
     go(lambda: RayConnection(ray).kill("an actor"))
@@ -179,7 +179,7 @@ def test_actors_outlive_the_control_plane_and_are_never_started_again_by_ray():
     }  # fmt: skip
 
 
-def test_next_who_asks_gets_an_answer_of_its_own(ray):
+def test_ray_node_listings_are_not_reused_by_later_callers(ray):
     nodes = Nodes(RayConnection(ray))
 
     async def body():
@@ -190,7 +190,7 @@ def test_next_who_asks_gets_an_answer_of_its_own(ray):
     assert go(body) == (["n1"], ["n2"])
 
 
-def test_look_that_failed_is_made_again(ray):
+def test_ray_node_listing_is_retried_after_a_failure(ray):
     nodes, answer = Nodes(RayConnection(ray)), ray.nodes
 
     async def body():
@@ -220,7 +220,7 @@ def test_places_are_waited_for_without_a_thread(ray):
     assert sorted(ray.groups) == ["replica/job/1/0", "replica/job/1/1"]
 
 
-def test_places_that_ray_makes_after_they_were_given_up_are_given_back(ray):
+def test_placement_group_that_ray_makes_too_late_is_removed(ray):
     nodes, make = Nodes(RayConnection(ray)), ray.util.placement_group
     asked, may_make, made = threading.Event(), threading.Event(), threading.Event()
 

@@ -38,12 +38,12 @@ def ray(monkeypatch, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("keeps", "level", "said"), [(True, "INFO", HEAD_IS_PERSISTENT), (False, "WARNING", HEAD_NOT_PERSISTENT)]
 )
-def test_what_the_end_of_the_head_would_cost_is_said_at_the_start(ray, caplog, keeps, level, said):
+def test_connection_to_an_existing_ray_logs_whether_its_head_is_persistent(ray, caplog, keeps, level, said):
     ray(lambda address: keeps)
     assert [(each.levelname, each.getMessage()) for each in caplog.records] == [(level, said)]
 
 
-def test_ray_that_does_not_say_it_is_used_all_the_same(ray, caplog):
+def test_existing_ray_that_does_not_say_where_its_head_persists_is_used(ray, caplog):
     def fails(address):
         raise RuntimeError("no\nanswer")
 
@@ -51,7 +51,7 @@ def test_ray_that_does_not_say_it_is_used_all_the_same(ray, caplog):
     assert "does not report where its head stores its state: no answer" in caplog.text
 
 
-def test_head_is_waited_for_as_long_as_its_users_say_else_ten_minutes(ray, monkeypatch):
+def test_ray_head_reconnection_waits_ten_minutes_unless_configured(ray, monkeypatch):
     assert ray(lambda address: True) == [HEAD_RECONNECT_SECONDS] == ["600"]
     monkeypatch.setenv(RECONNECT_SECONDS, "90")
     assert ray(lambda address: True) == ["600", "90"]

@@ -40,12 +40,12 @@ def check(cluster):
     return at
 
 
-def test_node_that_comes_and_goes_is_let_go_of_after_a_while_without_ranks(check):
+def test_idle_autoscaled_node_is_let_go_after_a_while_without_ranks(check):
     assert check(0.0, REST_SECONDS - 1) == set()
     assert check(LATER) == {"small"}, "the other one is not the autoscaler's"
 
 
-def test_time_with_ranks_does_not_count(check, cluster):
+def test_idle_time_of_a_node_excludes_time_with_ranks(check, cluster):
     check(0.0)
     cluster.nodes.used["small"] = 1
     check(LATER)
@@ -54,14 +54,14 @@ def test_time_with_ranks_does_not_count(check, cluster):
     assert check(2 * LATER + 1) == {"small"}
 
 
-def test_node_whose_daemon_was_wanted_lately_stays(check, cluster):
+def test_idle_node_whose_daemon_was_used_lately_stays(check, cluster):
     check(0.0)
     cluster.daemons.used["small"] = 5.0
     assert check(LATER) == set()
     assert check(LATER + 5) == {"small"}
 
 
-def test_node_with_memory_that_a_job_needs_stays_until_it_does_not(check, cluster):
+def test_idle_node_with_snapshots_that_a_job_needs_stays(check, cluster):
     cluster.daemons._daemon("small").left = ["failed"]
     check.needed.add("failed")
     assert check(0.0, LATER) == set()
@@ -69,7 +69,7 @@ def test_node_with_memory_that_a_job_needs_stays_until_it_does_not(check, cluste
     assert check(2 * LATER) == {"small"}
 
 
-def test_node_that_does_not_say_what_is_in_its_memory_stays_until_it_does(check, cluster):
+def test_idle_node_that_does_not_list_its_memory_stays(check, cluster):
     async def fail():
         raise AgentFailed("its folder cannot be listed")
 
@@ -83,13 +83,13 @@ def test_node_that_does_not_say_what_is_in_its_memory_stays_until_it_does(check,
     assert check(3 * LATER) == {"small"}
 
 
-def test_without_declared_shapes_nothing_is_looked_at(cluster):
+def test_idle_nodes_are_not_checked_without_declared_node_shapes(cluster):
     cluster.nodes.autoscaled_nodes = None
     asyncio.run(IdleNodes(cluster, lambda jobs: None).run())
 
 
 @pytest.mark.parametrize("error", [ClusterUnavailable(TimeoutError("Ray gave no answer in 60 s")), KeyError("node")])
-def test_what_ray_does_not_answer_is_one_line_in_the_log(cluster, caplog, monkeypatch, error):
+def test_failed_check_of_idle_nodes_is_one_line_in_the_log(cluster, caplog, monkeypatch, error):
     async def needs(jobs):
         return set()
 

@@ -38,14 +38,14 @@ def left(cluster):
     return sorted((agent.job, agent.node) for agent in cluster.agents.living.values())
 
 
-def test_what_another_control_plane_looks_after_runs_on_since_that_one_may_reach_it(cluster):
+def test_lost_node_keeps_agents_and_daemon_that_other_control_planes_use(cluster):
     """It may be our own network that is away; with the node's daemon all trainers there would end."""
     asyncio.run(cluster.fail_calls_to("far"))
     assert left(cluster) == [("ours", "near"), ("theirs", "far"), ("theirs", "near")]
     assert cluster.daemons.silent == set()
 
 
-def test_calls_to_the_daemon_fail_at_once_where_nobody_else_has_anything_on_the_node(cluster):
+def test_lost_node_daemon_calls_fail_at_once_if_no_other_service_uses_the_node(cluster):
     for name in [name for name, agent in cluster.agents.living.items() if agent.job == "theirs"]:
         del cluster.agents.living[name]
     asyncio.run(cluster.fail_calls_to("far"))
@@ -53,7 +53,7 @@ def test_calls_to_the_daemon_fail_at_once_where_nobody_else_has_anything_on_the_
     assert cluster.daemons.silent == {"far"}
 
 
-def test_of_agents_elsewhere_nothing_is_asked(cluster, monkeypatch):
+def test_lost_node_handling_asks_ray_only_for_agents_on_that_node(cluster, monkeypatch):
     """There may be thousands, and what Ray is asked one by one recoveries wait behind."""
     agents, find = [], cluster.agents.find
     monkeypatch.setattr(cluster.agents, "find", lambda names: find(agents.extend(names) or names))

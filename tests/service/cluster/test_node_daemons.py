@@ -104,7 +104,7 @@ def made(monkeypatch, others):
     return NodeDaemons(connection, nodes, Paths.of("/nowhere", installation="installation-1"), "aws"), nodes, actors
 
 
-def test_node_whose_daemon_does_not_answer_is_closed_until_it_does(made):
+def test_node_with_a_silent_daemon_is_closed_until_it_answers(made):
     daemons, nodes, actors = made
     answer, actors["sick"].answer = actors["sick"].answer, None
 
@@ -121,7 +121,7 @@ def test_node_whose_daemon_does_not_answer_is_closed_until_it_does(made):
     asyncio.run(body())
 
 
-def test_daemon_that_answered_is_known_without_ray_as_long_as_it_answers(made, monkeypatch):
+def test_daemon_that_answered_is_known_without_asking_ray(made, monkeypatch):
     daemons, nodes, actors = made
 
     async def body():
@@ -138,7 +138,7 @@ def test_daemon_that_answered_is_known_without_ray_as_long_as_it_answers(made, m
 
 
 @pytest.mark.parametrize("where", ["sick", None])
-def test_daemon_of_another_release_stays_while_trainers_live_by_its_zygote(made, others, caplog, where):
+def test_daemon_of_another_release_stays_while_its_zygote_has_trainers(made, others, caplog, where):
     daemons, nodes, actors = made
     actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
     others.agents[agent_name("job_1", 1, 0)] = where
@@ -159,7 +159,7 @@ def test_daemon_of_another_release_stays_while_trainers_live_by_its_zygote(made,
     asyncio.run(body())
 
 
-def test_daemon_of_another_release_is_replaced_where_no_agent_is(made, others):
+def test_daemon_of_another_release_is_replaced_on_a_node_without_agents(made, others):
     daemons, nodes, actors = made
     actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
     others.agents[agent_name("job_1", 1, 0)] = "well"
@@ -169,7 +169,7 @@ def test_daemon_of_another_release_is_replaced_where_no_agent_is(made, others):
     assert before.calls == ["start"], "it is not shut down, which would remove the snapshots of jobs that wait"
 
 
-def test_node_on_which_another_release_is_installed_is_left_out_for_good(made, others):
+def test_node_with_another_release_installed_stays_closed(made, others):
     daemons, nodes, actors = made
     others.protocol = -1
     actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
@@ -184,7 +184,7 @@ def test_node_on_which_another_release_is_installed_is_left_out_for_good(made, o
     assert nodes.closed == {"sick"}
 
 
-def test_daemon_that_could_not_be_told_of_a_jobs_end_is_to_be_swept(made):
+def test_daemon_that_missed_the_end_of_a_job_marks_its_node_for_a_sweep(made):
     daemons, nodes, actors = made
 
     async def body():
@@ -202,7 +202,7 @@ def test_daemon_that_could_not_be_told_of_a_jobs_end_is_to_be_swept(made):
     asyncio.run(body())
 
 
-def test_nodes_are_to_be_swept_where_ray_did_not_say_who_could_be_told(made):
+def test_nodes_are_marked_for_a_sweep_if_ray_did_not_list_their_daemons(made):
     daemons, nodes, _ = made
 
     async def body():
@@ -213,7 +213,7 @@ def test_nodes_are_to_be_swept_where_ray_did_not_say_who_could_be_told(made):
     asyncio.run(body())
 
 
-def test_every_node_is_to_be_swept_where_ray_failed_while_a_job_was_released(made):
+def test_all_nodes_are_marked_for_a_sweep_if_ray_failed_during_a_release(made):
     daemons, nodes, _ = made
 
     async def fail():
@@ -229,7 +229,7 @@ def test_every_node_is_to_be_swept_where_ray_failed_while_a_job_was_released(mad
     asyncio.run(body())
 
 
-def test_daemon_that_does_not_hear_of_its_nodes_end_is_told_apart(made):
+def test_daemon_that_misses_a_drain_request_is_told_from_one_that_hears_it(made):
     daemons, _, actors = made
 
     async def body():
@@ -249,7 +249,7 @@ def test_daemon_that_does_not_hear_of_its_nodes_end_is_told_apart(made):
     asyncio.run(body())
 
 
-def test_nothing_is_remembered_of_nodes_that_are_gone(made, others, tmp_path):
+def test_nodes_that_are_gone_are_forgotten_by_the_cluster(made, others, tmp_path):
     """Nodes may come and go for weeks."""
     daemons, nodes, actors = made
     cluster = Cluster(Paths.of(tmp_path), nodes, None, None, daemons, None)
@@ -275,7 +275,7 @@ def test_nothing_is_remembered_of_nodes_that_are_gone(made, others, tmp_path):
     asyncio.run(body())
 
 
-def test_heartbeats_come_from_where_the_daemon_says(made):
+def test_heartbeat_address_is_the_one_its_daemon_gives(made):
     daemons, nodes, actors = made
     assert asyncio.run(daemons.heartbeat_source("well")) == HeartbeatSource("127.0.0.1", 2, "")
     actors["sick"].answer = None
@@ -294,7 +294,7 @@ def test_daemons_of_all_nodes_but_lost_ones_are_shut_down(made):
     asyncio.run(daemons.kill("gone"))  # there is nothing to be done
 
 
-def test_daemon_is_started_on_its_node_alone_with_all_that_it_needs(made, others, tmp_path):
+def test_daemon_is_started_on_its_node_with_all_its_arguments(made, others, tmp_path):
     daemons, nodes, actors = made
     del actors["sick"]
     assert list(asyncio.run(daemons.ensure(["-X", "frozen"], {"A": "b"}))) == ["sick", "well"]
@@ -307,7 +307,7 @@ def test_daemon_is_started_on_its_node_alone_with_all_that_it_needs(made, others
     assert nodes.closed == set()
 
 
-def test_daemon_that_died_since_its_name_was_looked_up_is_started_again_once(made, others):
+def test_daemon_that_died_since_its_lookup_is_restarted_once(made, others):
     daemons, nodes, actors = made
     actors["sick"].answer = ActorError("died")
     assert list(asyncio.run(daemons.ensure())) == ["sick", "well"]
@@ -315,7 +315,7 @@ def test_daemon_that_died_since_its_name_was_looked_up_is_started_again_once(mad
     assert (nodes.closed, nodes.unswept) == (set(), set())
 
 
-def test_new_daemon_is_given_longer_than_one_that_stands_or_has_not_answered(made, monkeypatch):
+def test_new_daemon_gets_more_time_to_answer_than_a_running_one(made, monkeypatch):
     """A node that is known to be sick does not hold up what asks all nodes."""
     daemons, nodes, actors = made
     limits = []
@@ -338,7 +338,7 @@ def test_new_daemon_is_given_longer_than_one_that_stands_or_has_not_answered(mad
     assert limits == [node_daemons.ANSWER_SECONDS, node_daemons.START_SECONDS, node_daemons.ANSWER_SECONDS]
 
 
-def test_snapshots_stay_where_a_job_may_go_on_from_them(made):
+def test_daemon_calls_pass_on_whether_snapshots_of_a_job_are_kept(made):
     daemons, _, actors = made
     given = []
 
@@ -386,7 +386,7 @@ def test_node_that_does_not_share_the_checkpoints_is_closed_until_it_does(made):
     asyncio.run(body())
 
 
-def test_node_where_other_code_is_installed_is_closed_but_a_daemon_of_before_an_upgrade_is_not(made, others):
+def test_node_with_other_code_is_closed_unless_its_daemon_predates_an_upgrade(made, others):
     daemons, nodes, actors = made
     actors["well"].answer = {**actors["well"].answer, "code": "of an older release"}
     del actors["sick"]
@@ -400,7 +400,7 @@ def test_node_where_other_code_is_installed_is_closed_but_a_daemon_of_before_an_
     asyncio.run(body())
 
 
-def test_node_where_no_daemon_can_be_started_says_why(made, others, caplog):
+def test_node_where_no_daemon_starts_has_a_problem_that_says_why(made, others, caplog):
     daemons, nodes, actors = made
     del actors["sick"]
     others.error = ActorError("died at its birth\nModuleNotFoundError: No module named 'manta'")
@@ -417,7 +417,7 @@ def test_node_where_no_daemon_can_be_started_says_why(made, others, caplog):
     asyncio.run(body())
 
 
-def test_data_is_looked_at_by_a_node_on_which_something_may_be_placed(made):
+def test_data_check_is_made_by_a_node_that_accepts_placements(made):
     daemons, nodes, actors = made
     nodes.draining = {"sick"}
     actors["well"].answers = {"check_data": "it is empty"}
@@ -426,7 +426,7 @@ def test_data_is_looked_at_by_a_node_on_which_something_may_be_placed(made):
     assert asyncio.run(daemons.problem_of_data({"name": "x"}, None)) is None, "it is not known, which is no problem"
 
 
-def test_data_that_a_few_nodes_are_silent_about_is_asked_of_no_more(made, monkeypatch):
+def test_data_check_asks_no_further_nodes_after_a_few_are_silent(made, monkeypatch):
     daemons, _, actors = made
     monkeypatch.setattr(node_daemons, "DATA_SECONDS", 0.01)
     monkeypatch.setattr(node_daemons, "DATA_NODES", 1)
@@ -446,7 +446,7 @@ def comes_and_goes(made, monkeypatch):
     return made
 
 
-def test_daemon_that_was_ended_for_a_rest_comes_back_only_when_it_is_wanted(comes_and_goes, others):
+def test_daemon_ended_for_a_rest_restarts_only_when_wanted(comes_and_goes, others):
     daemons, nodes, actors = comes_and_goes
 
     async def body():
@@ -463,7 +463,7 @@ def test_daemon_that_was_ended_for_a_rest_comes_back_only_when_it_is_wanted(come
     asyncio.run(body())
 
 
-def test_node_whose_daemon_another_control_plane_ended_is_at_rest_here_too(comes_and_goes, others):
+def test_node_whose_daemon_another_service_ended_counts_as_at_rest(comes_and_goes, others):
     daemons, nodes, actors = comes_and_goes
     del actors["well"], actors["sick"]
 
@@ -475,7 +475,7 @@ def test_node_whose_daemon_another_control_plane_ended_is_at_rest_here_too(comes
     asyncio.run(body())
 
 
-def test_daemon_that_dies_beside_ranks_is_started_again_at_once(comes_and_goes, others, monkeypatch):
+def test_daemon_that_dies_beside_ranks_is_restarted_at_once(comes_and_goes, others, monkeypatch):
     daemons, nodes, actors = comes_and_goes
     monkeypatch.setattr("manta.service.cluster.nodes.free_resources", lambda ray: {"well": {"manta_slot": 3}})
     del actors["well"]
@@ -483,7 +483,7 @@ def test_daemon_that_dies_beside_ranks_is_started_again_at_once(comes_and_goes, 
     assert nodes.at_rest == set()
 
 
-def test_node_at_rest_is_swept_when_it_is_wanted_again(comes_and_goes):
+def test_node_at_rest_is_marked_for_a_sweep_when_a_job_ends(comes_and_goes):
     daemons, nodes, _ = comes_and_goes
 
     async def body():

@@ -71,7 +71,7 @@ def test_database_that_cannot_be_read_for_a_while_ends_no_care(cluster):
     assert daemon.ended_jobs == ["over"]
 
 
-def test_only_jobs_that_are_over_for_certain_are_swept(cluster):
+def test_node_sweep_ends_only_jobs_that_are_surely_over(cluster):
     daemon = cluster.daemons._daemon("a")
     daemon.left = ["over", "unknown"]
     cared(cluster, lambda care, until: until(lambda: "over" not in daemon.left), lambda jobs: {"over"} & set(jobs))
@@ -92,7 +92,7 @@ def test_node_that_was_lost_and_is_back_is_swept_again(cluster):
     cared(cluster, story)
 
 
-def test_daemon_of_a_release_before_cannot_tell_what_is_left_and_is_used_all_the_same(cluster):
+def test_node_with_a_daemon_of_an_older_release_stays_open_without_a_sweep(cluster):
     daemon = cluster.daemons._daemon("a")
 
     async def unknown_method():
@@ -103,7 +103,7 @@ def test_daemon_of_a_release_before_cannot_tell_what_is_left_and_is_used_all_the
     assert cluster.nodes.closed == set()
 
 
-def test_node_that_goes_before_it_has_answered_is_waited_for_no_more(cluster, monkeypatch):
+def test_node_lost_before_its_first_answer_does_not_delay_the_start(cluster, monkeypatch):
     monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 10 * SECONDS)
     cluster.daemons.hang["b"] = lambda _: asyncio.Event().wait()
 
@@ -116,7 +116,7 @@ def test_node_that_goes_before_it_has_answered_is_waited_for_no_more(cluster, mo
     cared(cluster, story)
 
 
-def test_whoever_places_jobs_is_told_when_a_node_answers_again(cluster):
+def test_scheduler_is_notified_when_a_silent_node_answers_again(cluster):
     calls = []
     cluster.daemons.silent.add("b")
 
@@ -130,7 +130,7 @@ def test_whoever_places_jobs_is_told_when_a_node_answers_again(cluster):
     cared(cluster, story, answered=lambda: calls.append("again"))
 
 
-def test_node_that_could_not_say_what_is_left_is_swept_when_it_can(cluster):
+def test_node_that_could_not_list_leftovers_is_swept_once_it_can(cluster):
     daemon, tried = cluster.daemons._daemon("b"), []
     daemon.left, answer = ["over"], daemon.jobs
 
@@ -147,7 +147,7 @@ def test_node_that_could_not_say_what_is_left_is_swept_when_it_can(cluster):
     cared(cluster, story)
 
 
-def test_node_that_could_not_be_told_of_a_jobs_end_is_swept_again_and_once(cluster):
+def test_node_that_missed_the_end_of_a_job_is_swept_again_once(cluster):
     daemon, asked = cluster.daemons._daemon("b"), []
     answer = daemon.jobs
 
@@ -180,7 +180,7 @@ def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, monkey
     assert not errors
 
 
-def test_node_that_joins_later_is_looked_after_too(cluster):
+def test_node_that_joins_later_is_cared_for(cluster):
     async def story(care, until):
         await until(lambda: len(cluster.peak_flops) == 2)
         cluster.nodes.slots["c"] = cluster.nodes.used["c"] = 2
@@ -189,7 +189,7 @@ def test_node_that_joins_later_is_looked_after_too(cluster):
     cared(cluster, story)
 
 
-def test_start_goes_on_as_soon_as_every_node_has_answered(cluster, monkeypatch):
+def test_node_care_lets_the_start_continue_when_every_node_has_answered(cluster, monkeypatch):
     monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 10 * SECONDS)
 
     async def story(care, until):
@@ -199,7 +199,7 @@ def test_start_goes_on_as_soon_as_every_node_has_answered(cluster, monkeypatch):
     assert cared(cluster, story) == ({"a", "b"}, set())
 
 
-def test_node_that_was_swept_and_knows_its_peak_is_left_in_peace(cluster):
+def test_node_that_was_swept_and_measured_is_not_asked_again(cluster):
     """A look costs a call to its daemon, and there are many nodes."""
     of, asked = cluster.daemons.of, []
 
@@ -218,7 +218,7 @@ def test_node_that_was_swept_and_knows_its_peak_is_left_in_peace(cluster):
     assert sorted(asked) == ["a", "b"]
 
 
-def test_operator_is_told_once_of_each_time_that_a_node_falls_silent(cluster, caplog):
+def test_node_care_logs_each_silence_of_a_node_once(cluster, caplog):
     cluster.daemons.silent.add("b")
 
     async def story(care, until):
@@ -237,7 +237,7 @@ def test_operator_is_told_once_of_each_time_that_a_node_falls_silent(cluster, ca
     cared(cluster, story)
 
 
-def test_sweep_that_fails_on_the_nodes_disk_is_no_reason_to_leave_it_alone(cluster):
+def test_node_sweep_is_not_repeated_after_a_disk_error(cluster):
     daemon, tried = cluster.daemons._daemon("a"), []
 
     async def broken(job, keep_snapshots=False):

@@ -51,21 +51,21 @@ def grant(ray):
     ray.states.update(dict.fromkeys(ray.states, "CREATED"))
 
 
-def test_all_bundles_are_in_one_group_that_ends_with_this_process(ray, requests):
+def test_node_request_puts_all_bundles_into_one_placement_group(ray, requests):
     go(requests.request(TWO, {"b", "a"}))
     ((bundles, options),) = ray.made
     assert bundles == TWO
     assert options == {"strategy": "PACK", "bundle_label_selector": [{"ray.io/node-id": "!in(a,b)"}] * 2}
 
 
-def test_the_same_is_asked_for_once_and_something_else_in_its_place(ray, requests):
+def test_node_request_is_made_once_and_replaced_by_another(ray, requests):
     for bundles in (ONE, ONE, TWO):
         go(requests.request(bundles, ()))
     assert [bundles for bundles, _ in ray.made] == [ONE, TWO]
     assert len(ray.states) == 1
 
 
-def test_for_nothing_there_is_no_group(ray, requests):
+def test_node_request_without_bundles_makes_no_group_and_removes_an_earlier_one(ray, requests):
     go(requests.request((), ()))
     assert ray.made == []
     go(requests.request(ONE, ()))
@@ -73,7 +73,7 @@ def test_for_nothing_there_is_no_group(ray, requests):
     assert ray.states == {}
 
 
-def test_what_waits_goes_on_waiting_and_what_was_granted_is_given_back(ray, requests):
+def test_pending_node_request_is_kept_and_a_granted_one_released(ray, requests):
     go(requests.request(ONE, ()))
     assert not go(requests.settle()) and len(ray.states) == 1
     grant(ray)
@@ -81,9 +81,7 @@ def test_what_waits_goes_on_waiting_and_what_was_granted_is_given_back(ray, requ
 
 
 @pytest.mark.parametrize(("seconds", "groups"), [(3600.0, 1), (0.0, 2)])
-def test_what_was_granted_and_did_not_help_is_asked_for_again_after_a_while(
-    ray, requests, monkeypatch, seconds, groups
-):
+def test_granted_node_request_that_did_not_help_is_repeated_after_a_pause(ray, requests, monkeypatch, seconds, groups):
     monkeypatch.setattr(placement_groups, "RETRY_SECONDS", seconds)
     go(requests.request(ONE, ()))
     grant(ray)
@@ -92,7 +90,7 @@ def test_what_was_granted_and_did_not_help_is_asked_for_again_after_a_while(
     assert len(ray.made) == groups
 
 
-def test_group_that_ray_has_forgotten_is_made_anew(ray, requests):
+def test_node_request_that_ray_forgot_is_made_again(ray, requests):
     go(requests.request(ONE, ()))
     ray.states.clear()
     ray.remove_placement_group = lambda name: None
@@ -102,7 +100,7 @@ def test_group_that_ray_has_forgotten_is_made_anew(ray, requests):
 
 
 @pytest.mark.parametrize("answers", ["before it is withdrawn", "after"])
-def test_group_that_ray_made_too_late_to_say_so_is_withdrawn_too(ray, requests, answers):
+def test_node_request_group_that_ray_makes_too_late_is_removed(ray, requests, answers):
     """Else it would hold what is free, or have nodes added, until this process ends."""
     late = []
 

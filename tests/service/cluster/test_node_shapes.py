@@ -30,7 +30,7 @@ def layout(tensor=1, pipeline=1, data=1):
     return ParallelConfig(tensor=tensor, pipeline=pipeline, data=data)
 
 
-def test_shapes_are_read_as_an_administrator_writes_them():
+def test_node_shapes_of_slots_and_gpus_are_parsed():
     assert shapes_in("workers=4x8 slots, gpu-group = 2 x 8 GPUs") == (
         NodeShape("workers", 4, "manta_slot", 8),
         NodeShape("gpu-group", 2, "GPU", 8),
@@ -40,27 +40,27 @@ def test_shapes_are_read_as_an_administrator_writes_them():
 @pytest.mark.parametrize(
     "text", ["", "workers", "workers=4", "workers=4x8", "w=4x0 slots", "w=4x8 cpus", "w=1x1 slot,"]
 )
-def test_other_text_is_refused_with_what_would_do(text):
+def test_invalid_node_shapes_are_refused_with_an_example(text):
     with pytest.raises(InvalidNodeShapes, match="such as workers=4x8 slots"):
         shapes_in(text)
 
 
-def test_type_is_declared_once():
+def test_node_shapes_refuse_a_type_declared_twice():
     with pytest.raises(InvalidNodeShapes, match="w twice"):
         shapes_in("w=1x1 slots, w=2x2 slots")
 
 
-def test_cluster_grows_by_the_nodes_that_are_not_there_yet():
+def test_grown_capacity_adds_the_nodes_that_can_still_come():
     shapes = shapes_in("small=3x2 slots, fast=9x8 gpus")
     most = grown(capacity((2, 0), (16, 4)), shapes, ["small", ""])
     assert (most.total, most.free) == (2 + 16 + 2 * 2, 0 + 4 + 2 * 2)
 
 
-def test_more_nodes_than_were_declared_take_nothing_away():
+def test_node_shapes_with_more_nodes_than_declared_add_no_capacity():
     assert grown(capacity((2, 2)), shapes_in("small=1x2 slots"), ["small"] * 3) == capacity((2, 2))
 
 
-def test_groups_of_a_job_lie_on_one_node_each():
+def test_simulated_placement_keeps_each_tensor_group_on_one_node():
     assert capacity_after_placing(capacity((4, 3), (4, 3)), layout(tensor=2, data=3)) is None
     left = capacity_after_placing(capacity((4, 3), (4, 4)), layout(tensor=2, data=3))
     assert left is not None and left.free == 1
@@ -71,7 +71,7 @@ clusters = st.lists(st.integers(0, 8).map(lambda free: (8, free)), max_size=5).m
 
 
 @given(clusters, layouts)
-def test_a_job_is_placed_exactly_where_nothing_is_missing(cluster, job):
+def test_simulated_placement_succeeds_exactly_if_nothing_is_missing(cluster, job):
     left = capacity_after_placing(cluster, job)
     assert (left is not None) == (missing(job, cluster) is None)
     if left is not None:
@@ -80,7 +80,7 @@ def test_a_job_is_placed_exactly_where_nothing_is_missing(cluster, job):
 
 
 @given(clusters, st.lists(layouts, max_size=5))
-def test_what_is_asked_for_is_a_run_of_the_queue_that_fits_together(cluster, queue):
+def test_node_demand_is_a_prefix_of_the_queue_that_fits_together(cluster, queue):
     demand = Demand({SLOTS: cluster})
     asked = [demand.add(job, SLOTS) for job in queue]
     assert asked == sorted(asked, reverse=True), "none overtakes one that does not fit"

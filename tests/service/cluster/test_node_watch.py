@@ -29,7 +29,7 @@ def frequent_looks(monkeypatch):
     monkeypatch.setattr(node_watch, "POLL_SECONDS", 0.01)
 
 
-def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
+def test_node_watch_declares_an_unreachable_node_lost_and_fails_its_calls(cluster):
     async def story(reports):
         await until(lambda: cluster.asked)
         cluster.fall_silent()
@@ -41,7 +41,7 @@ def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
     assert (cluster.lost, cluster.failed) == ({"n1"}, ["n1"])
 
 
-def test_gpus_of_a_node_are_known_until_it_is_lost(cluster, frequent_looks):
+def test_node_watch_keeps_gpu_readings_of_a_node_until_it_is_lost(cluster, frequent_looks):
     readings = (GpuReading(0, temperature_celsius=60.0),)
 
     async def story(reports):
@@ -56,7 +56,7 @@ def test_gpus_of_a_node_are_known_until_it_is_lost(cluster, frequent_looks):
     assert cluster.gpus == {}
 
 
-def test_node_that_is_back_is_lost_no_more_and_may_be_lost_again(cluster, frequent_looks):
+def test_node_watch_clears_a_node_that_returns_and_can_lose_it_again(cluster, frequent_looks):
     async def story(news):
         await until(lambda: cluster.asked)
         cluster.fall_silent()
@@ -71,7 +71,7 @@ def test_node_that_is_back_is_lost_no_more_and_may_be_lost_again(cluster, freque
     assert cluster.lost == {"n1"}
 
 
-def test_another_node_at_the_address_of_a_lost_one_is_not_taken_for_it(cluster, frequent_looks):
+def test_node_watch_does_not_mistake_another_node_at_the_same_address(cluster, frequent_looks):
     async def story(news):
         await until(lambda: cluster.asked)
         cluster.fall_silent()
@@ -87,7 +87,7 @@ def test_another_node_at_the_address_of_a_lost_one_is_not_taken_for_it(cluster, 
     assert watched(cluster, story), "it is lost once"
 
 
-def test_node_that_lost_its_daemon_meanwhile_is_back_if_ray_does_not_give_it_up(cluster, frequent_looks, monkeypatch):
+def test_node_watch_takes_back_a_node_whose_daemon_ended_unless_ray_gave_it_up(cluster, frequent_looks, monkeypatch):
     monkeypatch.setattr(node_watch, "GIVE_UP_SECONDS", 0.05)
 
     async def story(news):
@@ -102,7 +102,7 @@ def test_node_that_lost_its_daemon_meanwhile_is_back_if_ray_does_not_give_it_up(
     watched(cluster, story)
 
 
-def test_node_that_is_off_for_longer_than_ray_takes_to_give_it_up_stays_lost(cluster, frequent_looks, monkeypatch):
+def test_node_watch_keeps_a_node_lost_that_was_away_longer_than_ray_waits(cluster, frequent_looks, monkeypatch):
     """Each look at its Ray takes nearly as long."""
     looks = []
 
@@ -126,7 +126,7 @@ def test_node_that_is_off_for_longer_than_ray_takes_to_give_it_up_stays_lost(clu
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["answers", "lost_before"])
-def test_node_that_ray_gives_up_is_lost_once_and_then_forgotten(cluster, frequent_looks, silent):
+def test_node_watch_reports_a_node_that_ray_gives_up_once(cluster, frequent_looks, silent):
     """Its id never comes again: nobody is to ask for ever whether a node that is gone may be used."""
 
     async def story(news):
@@ -147,7 +147,7 @@ def test_node_that_ray_gives_up_is_lost_once_and_then_forgotten(cluster, frequen
     assert (cluster.problems, cluster.failed) == ({}, ["n1"])
 
 
-def test_daemon_that_fails_when_it_is_asked_is_asked_again(cluster, frequent_looks, monkeypatch):
+def test_node_watch_asks_a_daemon_again_after_an_error(cluster, frequent_looks, monkeypatch):
     answers, failures = cluster.heartbeat_source, [RuntimeError("a defect")]
 
     async def fails_once(node):
@@ -164,7 +164,7 @@ def test_daemon_that_fails_when_it_is_asked_is_asked_again(cluster, frequent_loo
     watched(cluster, story)
 
 
-def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, frequent_looks):
+def test_node_care_retries_listing_nodes_after_an_error_of_ray(cluster, frequent_looks):
     cluster.errors = [RuntimeError("Ray is restarting")]
 
     async def story(news):
@@ -174,7 +174,7 @@ def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, freque
     assert not cluster.errors
 
 
-def test_daemon_that_was_restarted_is_no_loss(cluster):
+def test_node_watch_does_not_count_a_daemon_restart_as_a_loss(cluster):
     async def story(reports):
         await until(lambda: cluster.asked)
         cluster.heartbeat.close()
@@ -188,7 +188,7 @@ def test_daemon_that_was_restarted_is_no_loss(cluster):
     assert cluster.lost == set()
 
 
-def test_loss_that_ray_could_not_be_told_of_ends_no_watch(cluster, frequent_looks):
+def test_node_watch_continues_after_an_error_while_reporting_a_loss(cluster, frequent_looks):
     async def broken(node):
         raise RuntimeError("Ray is restarting")
 
@@ -211,7 +211,7 @@ def test_process_too_busy_to_accept_still_takes_connections():
     assert not listens(address)
 
 
-def test_looks_at_nodes_that_are_gone_keep_nobody_else_from_the_threads_of_the_loop(cluster, monkeypatch):
+def test_node_watch_probes_leave_the_event_loops_threads_free(cluster, monkeypatch):
     """Such as those who read the database, to recover the jobs that were there."""
     looked, over = threading.Event(), threading.Event()
 
@@ -234,7 +234,7 @@ def test_looks_at_nodes_that_are_gone_keep_nobody_else_from_the_threads_of_the_l
     assert watched(cluster, story) == "read"
 
 
-def test_stranger_at_the_old_port_is_not_taken_for_the_node(cluster):
+def test_node_watch_does_not_take_a_stranger_at_the_old_port_for_the_node(cluster):
     async def story(reports):
         await until(lambda: cluster.asked)
         cluster.heartbeat.close()
@@ -283,7 +283,7 @@ def test_watch_that_is_ended_while_a_heartbeat_arrives_ends(cluster, monkeypatch
 @pytest.mark.parametrize(
     "answer", [b"", b"no heartbeat\n", b'{"node": "another"}\n'], ids=["end", "no_json", "stranger"]
 )
-def test_daemon_that_is_listened_to_no_more_is_asked_no_more_and_hung_up_on(cluster, monkeypatch, answer):
+def test_node_watch_closes_a_connection_to_a_daemon_whose_answer_is_invalid(cluster, monkeypatch, answer):
     """Each look makes a connection of its own: those that are left would add up. A request has the daemon's secret."""
     written, closed = [], []
 
@@ -329,7 +329,7 @@ def refusing(cluster):
     return address
 
 
-def test_node_whose_daemon_alone_cannot_be_reached_is_not_lost_but_has_a_problem_until_it_can(cluster, monkeypatch):
+def test_node_watch_reports_a_problem_while_only_the_daemon_is_unreachable(cluster, monkeypatch):
     """As behind a firewall that lets only Ray through."""
     monkeypatch.setattr(node_watch, "BEAT_SECONDS", 0.01)
     host, port = refusing(cluster)
@@ -349,7 +349,7 @@ def test_node_whose_daemon_alone_cannot_be_reached_is_not_lost_but_has_a_problem
     watched(cluster, story)
 
 
-def test_daemon_that_is_away_for_a_moment_is_no_problem(cluster, monkeypatch):
+def test_node_watch_ignores_a_short_absence_of_a_daemon(cluster, monkeypatch):
     monkeypatch.setattr(node_watch, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(node_watch, "REFUSALS", 10_000)
     refusing(cluster)

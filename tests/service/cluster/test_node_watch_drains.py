@@ -26,7 +26,7 @@ def heard(monkeypatch):
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
-def test_node_that_is_to_be_left_is_told_however_little_time_is_left(cluster, seconds):
+def test_node_watch_reports_a_drain_with_any_time_left(cluster, seconds):
     cluster.heartbeat.drain(seconds, "it is sold")
 
     async def story(reports):
@@ -37,7 +37,7 @@ def test_node_that_is_to_be_left_is_told_however_little_time_is_left(cluster, se
     assert 0 <= left <= seconds
 
 
-def test_node_of_which_nobody_says_how_long_it_lasts_is_to_be_left_too(cluster):
+def test_node_watch_reports_a_drain_without_a_deadline(cluster):
     cluster.heartbeat.drain(None, "it is cordoned")
 
     async def story(reports):
@@ -46,7 +46,7 @@ def test_node_of_which_nobody_says_how_long_it_lasts_is_to_be_left_too(cluster):
     assert watched(cluster, story) == ("n1", None, "it is cordoned")
 
 
-def test_node_that_stays_after_all_is_placed_on_again(cluster):
+def test_node_watch_reopens_a_node_whose_drain_is_withdrawn(cluster):
     cluster.heartbeat.drain(60.0, "it is sold", "a cloud")
 
     async def story(reports):
@@ -59,7 +59,7 @@ def test_node_that_stays_after_all_is_placed_on_again(cluster):
     watched(cluster, story)
 
 
-def test_node_that_was_drained_elsewhere_and_whose_daemon_knows_nothing_of_it_stays_drained(cluster, heard):
+def test_node_watch_keeps_a_node_drained_whose_daemon_has_forgotten_it(cluster, heard):
     """A daemon that was restarted does not know what was said to the one before it."""
 
     async def story(reports):
@@ -70,7 +70,7 @@ def test_node_that_was_drained_elsewhere_and_whose_daemon_knows_nothing_of_it_st
     assert cluster.draining == {"n1"}
 
 
-def test_node_of_which_nobody_has_said_that_it_ends_is_not_left(cluster, heard):
+def test_node_watch_reports_no_drain_of_an_undisturbed_node(cluster, heard):
     async def story(reports):
         await until(lambda: len(heard) >= 2)
         return reports.empty()

@@ -56,7 +56,7 @@ def nodes(ray):
     return Nodes(FakeConnection(ray))
 
 
-def test_nothing_more_is_placed_on_nodes_that_are_lost_or_to_be_left_or_silent(ray, nodes):
+def test_lost_draining_and_silent_nodes_get_no_placements(ray, nodes):
     nodes.lost, nodes.draining, nodes.unresponsive = {"a"}, {"b"}, {"c"}
     usable = asyncio.run(nodes.capacity("manta_slot"))
     assert usable == Capacity("manta_slot", 4, 3, {"d": (4, 3)})
@@ -73,7 +73,7 @@ def test_nodes_that_live_are_shown_though_nothing_is_placed_there(nodes):
     assert asyncio.run(nodes.living()) == ["b", "c", "d"]
 
 
-def test_why_a_node_is_to_be_left_is_news_once_until_it_stays_or_is_gone(nodes):
+def test_drain_reason_is_news_once_per_reason_until_the_drain_ends(nodes):
     assert [nodes.drain("b", 60.0, why) for why in ("spot", "spot", "a user")] == [True, False, True]
     nodes.cancel_drain("b")
     assert nodes.drain("b", None, "a user")
@@ -91,7 +91,7 @@ def test_why_a_node_is_to_be_left_is_news_once_until_it_stays_or_is_gone(nodes):
         ("abcd", "", "", "", ("a shape",), None),
     ],
 )
-def test_ranks_can_be_placed_where_a_node_lives_and_answers_or_can_be_added(
+def test_placement_problem_is_reported_unless_a_node_is_usable_or_can_be_added(
     ray, lost, silent, problems, draining, shapes, why
 ):
     nodes = Nodes(FakeConnection(ray), shapes)
@@ -100,7 +100,7 @@ def test_ranks_can_be_placed_where_a_node_lives_and_answers_or_can_be_added(
     assert asyncio.run(nodes.problem_of_all()) == why
 
 
-def test_gpus_are_those_of_living_nodes(ray, nodes):
+def test_gpu_capacity_counts_living_nodes_only(ray, nodes):
     assert not asyncio.run(nodes.has_gpus()), "those of the dead one do not count"
     ray.nodes = lambda: [node("a"), node("b", gpus=2)]
     assert asyncio.run(nodes.has_gpus())
@@ -109,20 +109,20 @@ def test_gpus_are_those_of_living_nodes(ray, nodes):
     assert not asyncio.run(nodes.has_gpus())
 
 
-def test_part_of_a_gpu_is_none(ray, nodes):
+def test_fraction_of_a_gpu_is_not_counted_as_one(ray, nodes):
     """A rank takes a whole one."""
     ray.nodes = lambda: [node("a"), node("b", gpus=0.5)]
     assert not asyncio.run(nodes.has_gpus())
     assert asyncio.run(nodes.capacity("GPU")).total == 0
 
 
-def test_known_nodes_say_where_they_are_and_whether_they_live(nodes):
+def test_known_nodes_have_address_and_liveness(nodes):
     known = {each.id: each for each in asyncio.run(nodes.known())}
     assert (known["a"].raylet, known["a"].host, known["a"].alive) == (("127.0.0.1", 1), "host of a", True)
     assert not known["dead"].alive
 
 
-def test_the_type_of_gpus_is_what_ray_has_recognised(ray, nodes):
+def test_gpu_type_of_a_node_is_the_one_ray_detected(ray, nodes):
     plain, named = node("a", gpus=2), node("b", gpus=2)
     named["Resources"] |= {"accelerator_type:H100": 1.0, "node:127.0.0.1": 1.0}
     ray.nodes = lambda: [plain, named]
@@ -131,7 +131,7 @@ def test_the_type_of_gpus_is_what_ray_has_recognised(ray, nodes):
 
 
 @pytest.mark.parametrize(("comes_after", "waited"), [(0.0, 0.0), (0.5, 0.5), (None, nodes_module.SETTLED_SECONDS)])
-def test_what_was_given_back_is_waited_for_as_long_as_ray_may_take_to_show_it(ray, nodes, comes_after, waited):
+def test_released_units_are_awaited_until_ray_shows_them_or_a_limit(ray, nodes, comes_after, waited):
     loop = VirtualTimeLoop()
 
     async def wait():
@@ -147,7 +147,7 @@ def test_what_was_given_back_is_waited_for_as_long_as_ray_may_take_to_show_it(ra
         loop.close()
 
 
-def test_nodes_without_room_for_ranks_are_none_of_our_business(ray, nodes):
+def test_nodes_without_slots_are_left_out_of_the_living_nodes(ray, nodes):
     living = ray.nodes()
     ray.nodes = lambda: [{**node("head"), "Resources": {"CPU": 8.0, "manta_slot": 0.0}}, *living]
     assert asyncio.run(nodes.living()) == list("abcd")
@@ -155,7 +155,7 @@ def test_nodes_without_room_for_ranks_are_none_of_our_business(ray, nodes):
     assert "head" not in asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes
 
 
-def test_nothing_is_placed_on_a_node_with_a_problem(nodes):
+def test_node_with_a_problem_gets_no_placements(nodes):
     nodes.problems = {"b": "it has no Manta"}
     assert asyncio.run(nodes.capacity("manta_slot")).nodes.keys() == {"a", "c", "d"}
     assert asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes["b"] == (4, 0), "and nothing there is free"

@@ -67,14 +67,14 @@ def raylet(port, alive=True, host="127.0.0.1", sockets=()):
     return Raylet(host, port, alive, tuple(sockets))
 
 
-def test_one_that_runs_here_is_used(ray, tmp_path, listening):
+def test_raylet_that_runs_on_this_host_is_used(ray, tmp_path, listening):
     known, started, _, _ = ray
     known += [raylet(1, host="10.9.9.9"), raylet(listening)]
     ensure(tmp_path)
     assert started == []
 
 
-def test_where_none_runs_one_is_started_on_the_ports_that_may_be_used(ray, tmp_path, listening):
+def test_raylet_is_started_on_the_allowed_ports_if_none_runs_here(ray, tmp_path, listening):
     known, started, starts, _ = ray
     known.append(raylet(1, host="10.9.9.9"))
     starts.append(raylet(listening))
@@ -83,7 +83,7 @@ def test_where_none_runs_one_is_started_on_the_ports_that_may_be_used(ray, tmp_p
     assert started == ["ended what was left", (ADDRESS, ports)]
 
 
-def test_sockets_of_one_that_ended_are_out_of_the_way_before_the_next_starts(ray, tmp_path, listening, closed):
+def test_raylet_start_moves_sockets_of_an_ended_one_out_of_the_way(ray, tmp_path, listening, closed):
     known, _, starts, _ = ray
     left, used = tmp_path / "raylet", tmp_path / "of another machine"
     left.touch()
@@ -94,7 +94,7 @@ def test_sockets_of_one_that_ended_are_out_of_the_way_before_the_next_starts(ray
     assert not left.exists() and used.exists()
 
 
-def test_one_that_ended_and_still_counts_as_living_is_waited_out(ray, tmp_path, monkeypatch, listening, closed):
+def test_raylet_that_ended_but_is_still_listed_is_waited_out(ray, tmp_path, monkeypatch, listening, closed):
     known, _, starts, _ = ray
     known.append(raylet(closed))
     starts.append(raylet(listening))
@@ -111,14 +111,14 @@ def test_one_that_ended_and_still_counts_as_living_is_waited_out(ray, tmp_path, 
     assert len(looks) >= 6
 
 
-def test_one_that_does_not_come_up_is_ended_and_named(ray, tmp_path, monkeypatch):
+def test_raylet_that_does_not_come_up_is_ended_and_reported(ray, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "START_SECONDS", 0.05)
     with pytest.raises(RayUnavailable, match=r"A raylet that joins the Ray at 127\.0\.0\.1:6379 did not start"):
         ensure(tmp_path)
     assert ray[1] == ["ended what was left", (ADDRESS, None), "terminated"] * module.TRIES
 
 
-def test_one_that_ray_gives_up_is_started_again(ray, tmp_path, listening, monkeypatch):
+def test_raylet_that_ray_gives_up_is_started_again(ray, tmp_path, listening, monkeypatch):
     known, started, _, gives_up = ray
     gives_up += [1, 1]
     spawn = module._spawn
@@ -133,7 +133,7 @@ def test_one_that_ray_gives_up_is_started_again(ray, tmp_path, listening, monkey
     assert started.count((ADDRESS, None)) == 3 and started[-1] != "terminated"
 
 
-def test_ray_that_lets_nobody_in_is_one_clear_sentence(tmp_path, monkeypatch):
+def test_raylet_refused_by_ray_is_reported_in_one_sentence(tmp_path, monkeypatch):
     def refuse(address):
         raise RuntimeError("wrong\ntoken")
 
@@ -142,13 +142,13 @@ def test_ray_that_lets_nobody_in_is_one_clear_sentence(tmp_path, monkeypatch):
         ensure(tmp_path)
 
 
-def test_each_server_of_a_raylet_has_a_port_of_the_range_and_processes_have_the_others():
+def test_raylet_servers_have_distinct_ports_and_workers_the_rest_of_the_range():
     options = module._listening_on(PortRange(20000, 20099))
     assert options["node-manager-port"] == "20000" and len(set(options.values())) == len(options)
     assert (options["min-worker-port"], options["max-worker-port"]) == ("20005", "20099")
 
 
-def test_a_head_of_the_same_home_is_left_alone(ray, tmp_path, monkeypatch, listening):
+def test_raylet_start_leaves_a_head_of_the_same_home_alone(ray, tmp_path, monkeypatch, listening):
     """Jobs may run in it."""
     marks = []
     monkeypatch.setattr(module, "end_all", lambda mark, leader: marks.append(mark))
@@ -158,7 +158,7 @@ def test_a_head_of_the_same_home_is_left_alone(ray, tmp_path, monkeypatch, liste
 
 
 @pytest.mark.parametrize("ends", ["start", "raylet"])
-def test_end_of_the_raylet_that_was_started_here_is_noticed(tmp_path, ends):
+def test_raylet_started_here_is_watched_for_its_end(tmp_path, ends):
     """Its first process stays when the raylet ends without an error."""
     paths = Paths.of(tmp_path)
 
@@ -173,7 +173,7 @@ def test_end_of_the_raylet_that_was_started_here_is_noticed(tmp_path, ends):
         assert asyncio.run(noticed()) == "the raylet that was started here has ended"
 
 
-def test_raylet_that_others_started_is_not_watched(tmp_path):
+def test_raylet_started_by_others_is_not_watched(tmp_path):
     async def watched():
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(module.until_raylet_ends(Paths.of(tmp_path)), 0.01)

@@ -27,13 +27,13 @@ def capacity(*free, total=8):
     return Capacity("manta_slot", total * len(free), sum(free), nodes)
 
 
-def test_one_group_per_replica_one_bundle_per_tensor_group():
+def test_placement_has_a_group_per_replica_and_a_bundle_per_tensor_group():
     layout = ParallelConfig(tensor=2, pipeline=3, data=2)
     assert replica_bundles(layout, "GPU") == [[{"GPU": 2.0}] * 3] * 2
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2))
-def test_ranks_of_a_tensor_group_share_a_bundle_and_fill_it(tensor, pipeline, data, context):
+def test_placement_bundle_holds_exactly_one_tensor_group(tensor, pipeline, data, context):
     layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context)
     bundles = replica_bundles(layout, "manta_slot")
     held: dict[tuple[int, int], list[int]] = {}
@@ -47,19 +47,19 @@ def test_ranks_of_a_tensor_group_share_a_bundle_and_fill_it(tensor, pipeline, da
         assert ranks == grid.group("tensor", ranks[0])
 
 
-def test_fits():
+def test_layout_that_fits_the_free_units_has_no_shortage():
     assert missing(ParallelConfig(tensor=2, data=4), capacity(8)) is None
     assert missing(ParallelConfig(tensor=2, data=3), capacity(3, 5)) is None
 
 
-def test_too_few_units():
+def test_layout_with_too_few_free_units_reports_the_shortage():
     shortage = missing(ParallelConfig(tensor=2, pipeline=2, data=2), capacity(5))
     assert (shortage.needed, shortage.available, shortage.possible) == (8, 4, 8)
     assert str(shortage) == "needs 8 slots in groups of 2 on one node, 4 of 8 are free"
     assert str(missing(ParallelConfig(), capacity(0))) == "needs 1 slot, 0 of 8 are free"
 
 
-def test_enough_units_but_no_node_for_a_tensor_group():
+def test_layout_without_a_node_for_a_tensor_group_reports_the_shortage():
     shortage = missing(ParallelConfig(tensor=4, data=1), capacity(3, 3, 2, total=3))
     assert (shortage.needed, shortage.available, shortage.possible) == (4, 0, 0)
 
@@ -74,7 +74,7 @@ def test_layout_needs_a_unit_for_each_rank(tensor, pipeline, data, context):
     ("accelerator", "gpus", "unit"),
     [("auto", True, "GPU"), ("auto", False, "manta_slot"), ("gpu", False, "GPU"), ("cpu", True, "manta_slot")],
 )
-def test_unit(accelerator, gpus, unit):
+def test_placement_unit_follows_the_accelerator_and_whether_there_are_gpus(accelerator, gpus, unit):
     assert unit_of(accelerator, gpus) == unit
 
 
@@ -86,7 +86,7 @@ def test_names_tell_their_job_and_differ():
     assert job_of("other/a/1/1") is None, "four parts do not make it one of ours"
 
 
-def test_nodes_are_avoided_only_where_the_others_can_hold_the_layout():
+def test_placement_avoids_nodes_only_if_the_others_can_hold_the_layout():
     layout = ParallelConfig(tensor=2, data=4)
     assert avoidable(layout, capacity(8, 0), {"node0"}) == {"node0"}, "the other one will be free some day"
     assert avoidable(layout, capacity(8, 8), {"node0", "node1"}) == set()
@@ -94,20 +94,20 @@ def test_nodes_are_avoided_only_where_the_others_can_hold_the_layout():
     assert avoidable(layout, capacity(8, 8), {"gone"}) == set()
 
 
-def test_cluster_without_a_node_has_the_units_of_the_others():
+def test_capacity_without_a_node_is_that_of_the_other_nodes():
     rest = without(capacity(3, 5, 1), {"node0"})
     assert rest == Capacity("manta_slot", 16, 6, {"node1": (8, 5), "node2": (8, 1)})
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
-def test_replica_of_a_rank_is_the_one_whose_group_it_sits_in(tensor, pipeline, data, context):
+def test_placement_replica_of_a_rank_is_that_of_its_group(tensor, pipeline, data, context):
     layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context)
     seats = seats_of(layout, [str(replica) for replica in range(data)])
     assert {rank: replica_of(layout, rank) for rank in seats} == {rank: int(seat.group) for rank, seat in seats.items()}
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.sets(st.integers(0, 5)), st.integers(1, 4))
-def test_whatever_is_avoided_the_layout_could_still_be_placed(free, avoided, data):
+def test_avoided_nodes_never_make_a_placeable_layout_unplaceable(free, avoided, data):
     layout, cluster = ParallelConfig(tensor=2, data=data), capacity(*free)
     kept = without(cluster, avoidable(layout, cluster, {f"node{index}" for index in avoided}))
     before, after = missing(layout, cluster), missing(layout, kept)
@@ -115,12 +115,12 @@ def test_whatever_is_avoided_the_layout_could_still_be_placed(free, avoided, dat
         assert after is None or after.possible >= after.needed
 
 
-def test_selector_names_the_nodes_as_ray_wants_it():
+def test_node_selector_excludes_nodes_in_rays_label_syntax():
     assert anywhere_but({"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}
     assert anywhere_but(()) == {}
 
 
-def test_shortage_of_gpus_says_so_and_a_rank_alone_needs_no_group():
+def test_gpu_shortage_names_gpus_and_mentions_no_groups_of_one():
     one = Capacity("GPU", 4, 1, {"node0": (4, 1)})
     assert str(missing(ParallelConfig(data=2), one)) == "needs 2 GPUs, 1 of 4 are free"
 
@@ -145,6 +145,6 @@ def test_stages_take_nodes_of_their_own_type():
          "node, of which there are 0"),
     ],
 )  # fmt: skip
-def test_what_is_free_on_nodes_of_another_type_does_not_help(changed, sentence):
+def test_units_on_nodes_of_another_type_do_not_count_for_typed_stages(changed, sentence):
     assert str(missing(TYPED.model_copy(update=changed), MIXED)) == sentence
     assert missing(TYPED.model_copy(update={"stage_accelerators": None, "data": 2}), MIXED) is None

@@ -95,7 +95,7 @@ def test_each_replica_has_a_detached_group_with_a_bundle_for_each_tensor_group(r
     assert (seconds, ray.removed) == (0, [])
 
 
-def test_only_the_replicas_that_were_asked_for_are_placed(ray, groups):
+def test_placement_makes_groups_only_for_the_requested_replicas(ray, groups):
     go(groups.acquire("job", 3, TWO, SLOT, replicas=[1]))
     assert list(ray.states) == ["replica/job/3/1"]
     go(groups.acquire("job", 4, TWO, SLOT, replicas=[]))
@@ -109,7 +109,7 @@ def test_every_bundle_keeps_off_the_nodes_that_are_avoided_and_closed(ray, group
     assert made.bundle_label_selector == [{"ray.io/node-id": "!in(a,b)"}] * 3
 
 
-def test_nodes_that_are_avoided_are_used_after_all_where_the_others_are_not_free_in_a_moment(ray, groups):
+def test_placement_uses_avoided_nodes_if_no_others_are_free_in_time(ray, groups):
     ray.state_of = lambda name, selectors: "PENDING" if selectors else "CREATED"
     _, seconds = go(groups.acquire("job", 1, TWO, SLOT, avoid=["a"]))
     assert [made.bundle_label_selector is None for made in ray.made] == [False, False, True, True]
@@ -118,13 +118,13 @@ def test_nodes_that_are_avoided_are_used_after_all_where_the_others_are_not_free
     assert seconds == pytest.approx(AVOIDING_SECONDS, abs=0.01)
 
 
-def test_nodes_that_the_layout_cannot_do_without_are_used_at_once(ray, groups):
+def test_placement_uses_nodes_at_once_that_the_layout_cannot_do_without(ray, groups):
     _, seconds = go(groups.acquire("job", 1, ParallelConfig(tensor=12, data=3), SLOT, avoid=["a"]))
     assert [made.bundle_label_selector for made in ray.made] == [None] * 3
     assert seconds == 0
 
 
-def test_all_groups_have_to_hold_their_places_not_any(ray, groups):
+def test_placement_needs_all_groups_and_releases_them_after_its_timeout(ray, groups):
     """And both are given back when one does not come, after the time that was asked for."""
     ray.state_of = lambda name, selectors: "CREATED" if name.endswith("/0") else "PENDING"
     with pytest.raises(NotPlaced, match=r"job did not get 12 slots within 7 s; it keeps waiting"):
@@ -134,7 +134,7 @@ def test_all_groups_have_to_hold_their_places_not_any(ray, groups):
     assert 7.0 / MAX_POLL_SECONDS <= ray.looks <= 7.0 / MAX_POLL_SECONDS + 10, "looks become rare"
 
 
-def test_places_that_come_later_are_noticed(ray, groups):
+def test_placement_notices_groups_that_are_created_later(ray, groups):
     ray.state_of = lambda name, selectors: "PENDING"
 
     async def body():
@@ -147,14 +147,14 @@ def test_places_that_come_later_are_noticed(ray, groups):
     assert ray.removed == []
 
 
-def test_what_an_earlier_try_left_makes_room_and_what_others_hold_stays(ray, groups):
+def test_placement_removes_groups_of_its_earlier_try_and_no_others(ray, groups):
     ray.states = {"replica/job/1/0": "PENDING", "replica/job/0/0": "CREATED", "replica/other/1/0": "CREATED"}
     go(groups.acquire("job", 1, ParallelConfig(), SLOT))
     assert ray.removed == ["replica/job/1/0"]
     assert ray.states == dict.fromkeys(["replica/job/0/0", "replica/other/1/0", "replica/job/1/0"], "CREATED")
 
 
-def test_error_while_groups_are_made_gives_back_those_that_were(ray, groups):
+def test_placement_error_releases_the_groups_already_made(ray, groups):
     def fails_at_the_second(name, selectors):
         if name.endswith("/1"):
             raise RuntimeError("Ray is restarting")
@@ -166,14 +166,14 @@ def test_error_while_groups_are_made_gives_back_those_that_were(ray, groups):
     assert ray.states == {}
 
 
-def test_group_that_is_gone_keeps_no_other_from_being_removed(ray, groups):
+def test_placement_removal_continues_past_a_missing_group(ray, groups):
     groups.epoch = lambda job, method: 1
     ray.states = dict.fromkeys(["replica/job/1/1", "replica/job/1/2"], "CREATED")
     go(groups.remove(f"replica/job/1/{replica}" for replica in range(3)))
     assert ray.states == {}
 
 
-def test_only_the_owner_of_a_job_takes_places_for_it_or_gives_them_back(ray, groups):
+def test_placement_groups_are_made_and_removed_by_the_jobs_owner_only(ray, groups):
     asked = []
 
     def epoch(job, method):

@@ -70,7 +70,7 @@ def site(monkeypatch):
     return make
 
 
-def test_everybody_tries_the_ports_of_all_others_and_of_ray(site):
+def test_port_check_tries_all_ports_of_other_nodes_and_of_ray_from_every_node(site):
     three = site(3)
     seen = three.check()
     assert (seen.problems, seen.left_out, seen.nodes) == ((), (), 3)
@@ -81,7 +81,7 @@ def test_everybody_tries_the_ports_of_all_others_and_of_ray(site):
     assert seen.tries == 3 * 9 + 3 * 4, "the control plane tries them all too"
 
 
-def test_closed_port_is_named_from_where_to_where(site):
+def test_port_check_names_closed_ports_and_both_ends(site):
     three = site(3)
     three.daemons["n1"].closed = three.daemons["n3"].closed = [Endpoint("10.0.0.3", 20_001)]
     three.closed_here = [Endpoint("10.0.0.3", 20_001), Endpoint("10.0.0.3", 20_002)]
@@ -92,7 +92,7 @@ def test_closed_port_is_named_from_where_to_where(site):
     )
 
 
-def test_ports_of_ray_are_another_matter(site):
+def test_port_check_reports_closed_ray_ports_separately(site):
     two = site(2)
     two.daemons["n1"].closed = [Endpoint("10.0.0.1", 6380), Endpoint("10.0.0.3", 6380)]
     problems = sorted(two.check().problems)
@@ -102,7 +102,7 @@ def test_ports_of_ray_are_another_matter(site):
     ]
 
 
-def test_who_cannot_take_part_is_said_and_holds_up_nobody(site):
+def test_port_check_reports_nodes_that_cannot_take_part(site):
     three = site(3)
     three.silent = {"n1"}
     three.daemons["n2"].error = AgentFailed("all ports of 20000-20001 are in use")
@@ -117,7 +117,7 @@ def test_who_cannot_take_part_is_said_and_holds_up_nobody(site):
     assert seen.nodes == 1 and "port 6380 of node n3" in seen.problems[0], "others tell of it"
 
 
-def test_of_many_nodes_each_tries_a_few_and_is_tried_by_as_many(site, monkeypatch):
+def test_port_check_of_many_nodes_is_limited_to_a_few_peers_each(site, monkeypatch):
     monkeypatch.setattr(port_check, "PEERS", 4)
     many = site(20)
     assert many.check().nodes == 20
@@ -128,7 +128,7 @@ def test_of_many_nodes_each_tries_a_few_and_is_tried_by_as_many(site, monkeypatc
     assert many.check().nodes == 5
 
 
-def test_many_who_do_not_reach_one_are_counted(site):
+def test_port_check_counts_many_nodes_that_do_not_reach_one(site):
     six = site(6)
     for name in ("n2", "n3", "n4", "n5", "n6"):
         six.daemons[name].closed = [Endpoint("10.0.0.2", 20_000)]
@@ -136,6 +136,6 @@ def test_many_who_do_not_reach_one_are_counted(site):
     assert "from node n2 (10.0.0.3), node n3 (10.0.0.4), node n4 (10.0.0.5) and 2 more: " in problem
 
 
-def test_one_node_alone_has_only_the_control_plane_and_the_head(site):
+def test_port_check_of_a_single_node_tries_the_control_plane_and_the_head(site):
     seen = site(1).check()
     assert (seen.nodes, seen.tries, seen.problems) == (1, 1 + 4, ())

@@ -27,7 +27,7 @@ def start(**environment):
     return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **environment})
 
 
-def test_marked_processes_end_and_others_do_not():
+def test_processes_with_the_mark_are_ended_and_others_are_not():
     ours, other = start(MANTA_TEST_MARK="one"), start(MANTA_TEST_MARK="two")
     try:
         end_all(("MANTA_TEST_MARK", "one"), None)
@@ -41,7 +41,7 @@ def test_marked_processes_end_and_others_do_not():
             process.wait()
 
 
-def test_processes_that_are_started_while_the_others_are_killed_end_too(monkeypatch):
+def test_processes_started_during_a_kill_are_ended_too(monkeypatch):
     first, late = start(MANTA_TEST_MARK="three"), []
 
     def wait(killed, seconds):
@@ -59,7 +59,7 @@ def test_processes_that_are_started_while_the_others_are_killed_end_too(monkeypa
             process.wait()
 
 
-def test_process_that_the_kernel_holds_on_to_is_not_waited_for_without_end(monkeypatch):
+def test_process_stuck_in_the_kernel_is_not_waited_for_forever(monkeypatch):
     process = start(MANTA_TEST_MARK="four")
     try:
         with monkeypatch.context() as patch:
@@ -72,7 +72,7 @@ def test_process_that_the_kernel_holds_on_to_is_not_waited_for_without_end(monke
         process.wait()
 
 
-def test_only_marked_processes_of_a_command_are_frozen_and_can_be_killed_then():
+def test_processes_with_the_mark_and_command_are_frozen_and_can_be_killed():
     environment = {**os.environ, "MANTA_TEST_MARK": "six"}
     rank, other = (
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", word], env=environment)
@@ -87,7 +87,7 @@ def test_only_marked_processes_of_a_command_are_frozen_and_can_be_killed_then():
     assert rank.wait(60) < 0 and other.wait(60) < 0
 
 
-def test_leader_is_known_by_mark_words_and_session():
+def test_session_leader_is_found_by_mark_and_command():
     script = "import time; print(flush=True); time.sleep(1000)"
     environment = {**os.environ, "MANTA_TEST_MARK": "five"}
     leader, member = (
@@ -114,7 +114,7 @@ time.sleep(1000)
 """
 
 
-def test_descendants_end_with_their_leader_though_they_have_no_mark():
+def test_descendants_of_a_leader_end_without_a_mark():
     leader = subprocess.Popen([sys.executable, "-c", SPAWN], stdout=subprocess.PIPE)
     child = psutil.Process(int(leader.stdout.readline()))
     try:
@@ -128,7 +128,7 @@ def test_descendants_end_with_their_leader_though_they_have_no_mark():
         leader.stdout.close()
 
 
-def test_waiting_for_several_is_over_when_the_last_has_ended():
+def test_waiting_for_several_processes_ends_with_the_last():
     first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
     watched = [psutil.Process(each.pid) for each in (first, second)]
     try:
@@ -142,7 +142,7 @@ def test_waiting_for_several_is_over_when_the_last_has_ended():
             process.wait()
 
 
-def test_process_whose_number_is_somebody_elses_by_now_is_not_waited_for():
+def test_process_with_a_reused_pid_is_not_waited_for():
     class Gone(psutil.Process):
         def is_running(self):
             return False
@@ -150,7 +150,7 @@ def test_process_whose_number_is_somebody_elses_by_now_is_not_waited_for():
     assert wait_until_ended([Gone(os.getpid())], 0.0)
 
 
-def test_start_is_known_of_a_process_whatever_its_name():
+def test_process_start_time_is_read_for_any_process_name():
     script = "print(open('/proc/self/comm', 'w').write('a) Z 1 (b'), flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -177,7 +177,7 @@ def test_unreaped_process_counts_as_ended():
     assert wait_until_ended([watched], 0.0)
 
 
-def test_process_is_known_again_though_the_clock_was_set(monkeypatch):
+def test_process_is_recognised_after_a_clock_change(monkeypatch):
     me = os.getpid()
     written = {"pid": me, "started": start_of(me)}
     real = psutil.Process.create_time
@@ -187,7 +187,7 @@ def test_process_is_known_again_though_the_clock_was_set(monkeypatch):
     assert not same_process(me, started_in(written)), "after another boot it is another process"
 
 
-def test_process_of_another_start_is_not_taken_for_the_same():
+def test_process_with_another_start_time_is_not_the_same():
     me = os.getpid()
     boot, ticks = start_of(me).split("/")
     assert not same_process(me, f"{boot}/{int(ticks) - 1}")
@@ -196,7 +196,7 @@ def test_process_of_another_start_is_not_taken_for_the_same():
 
 
 @pytest.mark.parametrize("started", [1.0, "a boot/1"])
-def test_process_that_there_is_not_is_none_of_any_start(started):
+def test_missing_process_matches_no_recorded_start(started):
     gone = subprocess.Popen(["true"])
     gone.wait()
     assert not same_process(gone.pid, started)
@@ -220,7 +220,7 @@ def handles_of_processes():
     return names.count("anon_inode:[pidfd]")
 
 
-def test_waiting_leaves_no_handle_open():
+def test_waiting_for_processes_leaves_no_handle_open():
     process = subprocess.Popen(["sleep", "1000"])
     try:
         before = handles_of_processes()

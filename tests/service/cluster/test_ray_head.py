@@ -40,7 +40,7 @@ def second_home(tmp_path):
     Paths.of(home).remove_runtime_folder()
 
 
-def test_what_ray_starts_knows_no_password_and_no_key_and_starts_agents_at_once(tmp_path, monkeypatch):
+def test_processes_of_ray_inherit_no_secrets_but_the_path_of_the_token(tmp_path, monkeypatch):
     given = {}
     for name in SECRETS:
         monkeypatch.setenv(name, "secret")
@@ -56,7 +56,7 @@ def test_what_ray_starts_knows_no_password_and_no_key_and_starts_agents_at_once(
     assert int(given[module.STARTUP_CONCURRENCY]) >= 3
 
 
-def test_head_is_found_again_whatever_became_of_its_record(ray_head):
+def test_ray_head_is_found_again_without_its_record(ray_head):
     head = ray_head.head
     record, paths = head.record(), Paths.of(ray_head.home)
     as_it_was = paths.ray_record.read_text()
@@ -74,13 +74,13 @@ def test_head_is_found_again_whatever_became_of_its_record(ray_head):
     assert not [word for process in family for word in process.cmdline() if word.endswith("monitor.py")], NO_AUTOSCALER
 
 
-def test_head_of_our_own_keeps_nothing_beyond_its_end(ray_head):
+def test_ray_head_of_our_own_does_not_persist_its_state(ray_head):
     """It is started anew on the same machine, beside which there is none; with a Redis: tests/e2e."""
     assert not outlives_head(ray_head.head.record().address)
 
 
 @pytest.mark.soak  # every service of tests/e2e starts and stops a head
-def test_second_head_beside_the_first(ray_head, second_home):
+def test_ray_head_of_a_second_home_runs_beside_the_first(ray_head, second_home):
     first = ray_head.head.record()
     started = time.monotonic()
     head = RayHead(second_home, slots=2)
@@ -113,14 +113,14 @@ def _slots_seen_by_another_process(home):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
 
 
-def test_without_a_head_there_is_one_clear_sentence(tmp_path):
+def test_missing_ray_head_is_reported_in_one_sentence(tmp_path):
     with pytest.raises(RayUnavailable, match="There is no Ray of this service"):
         RayHead(tmp_path).connect()
     with pytest.raises(RayUnavailable, match=r"No Ray answers at 127\.0\.0\.1:1;"):
         ExistingRay("127.0.0.1:1", tmp_path).connect()
 
 
-def test_ray_that_does_not_start_names_its_log(second_home, monkeypatch):
+def test_ray_head_that_does_not_start_is_reported_with_its_log(second_home, monkeypatch):
     head = RayHead(second_home)
     monkeypatch.setattr(head, "_command", lambda: [sys.executable, "-c", "raise SystemExit('no')"])
     with pytest.raises(RayUnavailable, match=r"Ray did not start; its log is .*ray\.log"):
@@ -128,7 +128,7 @@ def test_ray_that_does_not_start_names_its_log(second_home, monkeypatch):
     assert Paths.of(second_home).ray_log.read_text() == "no\n"
 
 
-def test_modules_of_its_user_are_found_after_ours(second_home, monkeypatch):
+def test_users_python_path_of_ray_follows_that_of_manta(second_home, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/the/user")
     head = RayHead(second_home)
     script = "import os; raise SystemExit(os.environ['PYTHONPATH'])"
@@ -139,7 +139,7 @@ def test_modules_of_its_user_are_found_after_ours(second_home, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["started", "created"])
-def test_record_is_read_as_it_is_written_now_and_as_it_was(tmp_path, key):
+def test_ray_head_record_of_older_releases_is_readable(tmp_path, key):
     me = os.getpid()
     started = {"started": start_of(me), "created": psutil.Process(me).create_time()}
     record = {"address": "127.0.0.1:1", "pid": me, key: started[key], "session": "x"}
@@ -172,7 +172,7 @@ def living(tmp_path, monkeypatch):
         ("folder", r"its socket .*/sockets/raylet is gone"),
     ],
 )
-def test_head_of_which_a_part_is_gone_is_noticed_and_replaced(living, broken, why):
+def test_ray_head_with_an_ended_process_is_noticed_and_replaced(living, broken, why):
     """Its first process stays when another one ends without an error."""
 
     async def noticed():
@@ -192,7 +192,7 @@ def test_head_of_which_a_part_is_gone_is_noticed_and_replaced(living, broken, wh
 
 
 @pytest.mark.parametrize("silent", HEAD_PROCESSES)
-def test_head_of_which_a_part_hangs_is_waited_for_and_then_replaced(living, monkeypatch, silent):
+def test_ray_head_with_a_hanging_process_is_replaced_after_a_wait(living, monkeypatch, silent):
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
     process = psutil.Process(living.processes[silent])
     process.suspend()
@@ -207,7 +207,7 @@ def test_head_of_which_a_part_hangs_is_waited_for_and_then_replaced(living, monk
     assert living.head.ensure() == "another"
 
 
-def test_record_of_another_process_is_not_believed(tmp_path):
+def test_ray_head_record_of_another_process_is_ignored(tmp_path):
     head = RayHead(tmp_path)
     record = f'{{"address": "127.0.0.1:1", "pid": {os.getpid()}, "created": 1.0, "session": "x"}}'
     Paths.of(tmp_path).ray_record.write_text(record)
@@ -216,7 +216,7 @@ def test_record_of_another_process_is_not_believed(tmp_path):
     assert not Paths.of(tmp_path).ray_record.exists()
 
 
-def test_head_that_has_not_said_yet_where_it_listens_is_none(tmp_path, monkeypatch):
+def test_ray_head_without_an_address_yet_exists_but_has_no_record(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "session_leader", lambda mark, words: os.getpid())
     head = RayHead(tmp_path)
     assert (head.record(), head.exists()) == (None, True), "`manta down` ends it, too"
@@ -227,7 +227,7 @@ class RayError(Exception):
 
 
 @pytest.mark.parametrize("error", [ConnectionError, RuntimeError, RayError])
-def test_ray_that_lets_nobody_in_is_one_clear_sentence(monkeypatch, error):
+def test_ray_that_refuses_the_connection_is_reported_in_one_sentence(monkeypatch, error):
     def refuse(**_options):
         raise error("no\nentry")
 
@@ -238,9 +238,7 @@ def test_ray_that_lets_nobody_in_is_one_clear_sentence(monkeypatch, error):
 
 
 @pytest.mark.parametrize(("slots", "gpus", "warm"), [(3, 0, 4), (0, 2, 3), (2, 5, 6), (100, 0, 9)])
-def test_ray_keeps_as_many_workers_ready_as_there_may_be_agents_and_one_for_the_daemon(
-    tmp_path, monkeypatch, slots, gpus, warm
-):
+def test_ray_head_prestarts_workers_for_all_agents_and_the_daemon(tmp_path, monkeypatch, slots, gpus, warm):
     monkeypatch.setattr(module, "count_gpus", lambda: gpus)
     command = RayHead(tmp_path, slots)._command()
     assert f"--num-cpus={warm}" in command
@@ -250,7 +248,7 @@ def test_ray_keeps_as_many_workers_ready_as_there_may_be_agents_and_one_for_the_
 
 
 @pytest.mark.parametrize("said", [None, "", "garbage"])
-def test_token_that_was_removed_is_written_again_by_whoever_knows_it(tmp_path, monkeypatch, said):
+def test_removed_or_damaged_ray_token_is_restored_from_the_head_record(tmp_path, monkeypatch, said):
     head, token = RayHead(tmp_path), Paths.of(tmp_path).ray_token
     known = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there", "a token")
     Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(known)))
@@ -266,7 +264,7 @@ def test_token_that_was_removed_is_written_again_by_whoever_knows_it(tmp_path, m
     assert "a token" not in repr(known)
 
 
-def test_head_whose_token_nobody_knows_is_replaced(tmp_path, monkeypatch):
+def test_ray_head_with_an_unknown_token_is_replaced(tmp_path, monkeypatch):
     head = RayHead(tmp_path)
     record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there")
     Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(record)))
@@ -276,7 +274,7 @@ def test_head_whose_token_nobody_knows_is_replaced(tmp_path, monkeypatch):
     assert head.ensure() == "another one"
 
 
-def test_token_stays_the_same_for_all_heads_of_a_home(tmp_path):
+def test_ray_token_is_the_same_for_all_heads_of_a_home(tmp_path):
     """Else whoever is connected would be shut out."""
     head, token = RayHead(tmp_path / "home"), Paths.of(tmp_path / "home").ray_token
     head._prepare()
@@ -288,7 +286,7 @@ def test_token_stays_the_same_for_all_heads_of_a_home(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
-def test_home_without_room_is_named_and_no_half_of_a_file_is_left(tmp_path, monkeypatch):
+def test_full_disk_stops_the_ray_head_and_leaves_no_partial_file(tmp_path, monkeypatch):
     home = tmp_path / "home"
     head, paths, make = RayHead(home), Paths.of(home), os.open
     monkeypatch.setattr(os, "open", lambda path, *how: make("/dev/full" if "/." in str(path) else path, *how))

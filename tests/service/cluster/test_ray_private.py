@@ -33,18 +33,18 @@ def ray_with(*groups):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_group_that_was_removed_hides_no_other_of_its_name(order):
+def test_removed_placement_group_does_not_hide_a_newer_one_of_its_name(order):
     """Else what the other one holds would never be given back."""
     groups = [("replica/a/3/1", "ours", "REMOVED"), ("replica/a/3/1", "ours", "CREATED")]
     assert placement_group_states(ray_with(*groups[::order])) == {"replica/a/3/1": "CREATED"}
 
 
-def test_groups_of_other_namespaces_are_not_ours():
+def test_placement_groups_of_other_namespaces_are_ignored():
     groups = [("a", "ours", "PENDING"), ("b", "theirs", "CREATED"), ("c", "ours", "REMOVED")]
     assert placement_group_states(ray_with(*groups)) == {"a": "PENDING"}
 
 
-def test_groups_that_are_named_are_found_without_a_look_at_all_that_there_ever_were():
+def test_placement_groups_are_looked_up_by_name_without_listing_all():
     ray = ray_with(
         ("a", "ours", "PENDING"), ("b", "theirs", "CREATED"), ("c", "ours", "REMOVED"), ("d", "ours", "CREATED")
     )
@@ -52,7 +52,7 @@ def test_groups_that_are_named_are_found_without_a_look_at_all_that_there_ever_w
     assert placement_group_states(ray, ["a", "b", "c"]) == {"a": "PENDING"}
 
 
-def test_actors_on_a_node_are_found_by_one_question():
+def test_ray_actors_on_a_node_are_found_with_one_query():
     from ray.core.generated.gcs_pb2 import ActorTableData as Actor
 
     def about(name, namespace, node):
@@ -75,18 +75,18 @@ def test_actors_on_a_node_are_found_by_one_question():
         (None, None),
     ],
 )
-def test_node_of_an_actor_is_unknown_until_it_was_put_on_one(about, node):
+def test_node_of_an_actor_is_unknown_until_ray_has_placed_it(about, node):
     state = SimpleNamespace(actors=lambda actor_id: about if actor_id == "ab12" else {"Address": {"NodeID": "another"}})
     actor = SimpleNamespace(_actor_id=bytes.fromhex("ab12"))
     assert node_of_actor(SimpleNamespace(_private=SimpleNamespace(state=state)), actor) == node
 
 
-def test_cluster_is_known_by_the_name_of_its_session():
+def test_ray_cluster_is_identified_by_its_session_name():
     worker = SimpleNamespace(global_worker=SimpleNamespace(node=SimpleNamespace(session_name="session_1")))
     assert session_name(SimpleNamespace(_private=SimpleNamespace(worker=worker))) == "session_1"
 
 
-def test_types_of_nodes_are_those_that_the_autoscaler_gave_to_the_ones_that_live():
+def test_node_types_are_those_the_autoscaler_gave_to_living_nodes():
     from ray.core.generated.autoscaler_pb2 import GetClusterResourceStateReply, NodeStatus
 
     reply = GetClusterResourceStateReply()

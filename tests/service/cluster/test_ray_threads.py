@@ -7,7 +7,7 @@ from manta.service.cluster.connection import RayThreads
 SECONDS = 20.0
 
 
-def test_no_more_threads_than_allowed_are_started_and_each_call_is_answered():
+def test_ray_threads_are_bounded_and_answer_every_call():
     threads = RayThreads(2)
     calls = [threads.submit(threading.current_thread) for _ in range(5)]
     assert {call.result(SECONDS).name for call in calls} <= {"ray-0", "ray-1"}

@@ -53,6 +53,6 @@ def test_new_agents_that_do_not_answer_give_their_seats_back(tmp_path, agents, m
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RESCHEDULING"])
-def test_nothing_is_started_in_a_group_that_no_longer_stands(tmp_path, agents, state):
+def test_agents_are_not_replaced_in_a_placement_group_that_no_longer_stands(tmp_path, agents, state):
     assert replaced(tmp_path, agents, state) is None
     assert agents.started == []

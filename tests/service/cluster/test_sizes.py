@@ -36,7 +36,7 @@ def spec(**sections):
     return parse_job_spec({**document, **sections})
 
 
-def test_size_is_fixed_unless_elastic_says_otherwise():
+def test_job_size_is_fixed_unless_it_is_elastic():
     assert sizes_of(spec()) == range(2, 3)
     assert sizes_of(spec(elastic={"min_data": 1, "max_data": 4})) == range(1, 5)
     assert sizes_of(spec(elastic={"min_data": 1})) == range(1, 3)
@@ -64,7 +64,7 @@ def test_replica_takes_a_tensor_group_for_each_stage_and_each_part_of_the_contex
 
 
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6))
-def test_size_is_the_wanted_one_or_as_near_as_there_is_room(least, more, wanted, held, room):
+def test_elastic_size_is_the_wanted_one_or_the_nearest_with_room(least, more, wanted, held, room):
     sizes = range(least, least + more + 1)
     replicas = largest_fitting_size(sizes, wanted, held, room)
     if replicas is None:
@@ -84,7 +84,7 @@ def test_a_size_that_some_batch_cannot_feed_is_refused_when_the_spec_is_read():
     assert problem.suggestion == "8"
 
 
-def test_sentence_about_a_size_out_of_bounds_says_what_would_work():
+def test_size_out_of_bounds_error_names_the_allowed_sizes():
     assert str(SizeOutOfBounds("job_1", 9, range(1, 5))) == (
         "job_1 cannot run with 9 replicas: its elastic.min_data..max_data is 1..4"
     )
@@ -100,11 +100,11 @@ def reshaping(**parallel):
     return spec(model=model, parallel={"data": 1, **parallel}, elastic={"reshape": True})
 
 
-def test_shape_is_fixed_unless_elastic_says_otherwise():
+def test_job_shape_is_fixed_unless_reshaping_is_allowed():
     assert shapes_of(spec()) == [spec()]
 
 
-def test_smaller_shapes_divide_the_own_one_and_come_after_larger_ones():
+def test_smaller_elastic_shapes_divide_the_submitted_one_largest_first():
     smaller = [sizes(shape)[:2] for shape in shapes_of(reshaping(tensor=4, pipeline=2))]
     assert smaller == [(4, 2), (4, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
 
@@ -140,19 +140,19 @@ def test_largest_layout_that_fits_is_taken():
     assert sizes(smallest(shapes[0])) == (1, 1, 1)
 
 
-def test_what_a_job_gives_back_is_free_on_its_node():
+def test_units_that_a_job_releases_are_free_on_their_node():
     places = with_freed_units(on(a=1, b=0), ["a", "b", "b", None, "left"])
     assert (places.nodes, places.free) == ({"a": (4, 2), "b": (4, 2)}, 4)
     assert (places.unit, places.total) == ("manta_slot", 8)
 
 
-def test_a_node_has_no_more_free_units_than_it_has():
+def test_released_units_never_exceed_the_units_of_their_node():
     """What a job held there may have been given back meanwhile."""
     places = with_freed_units(on(a=3, b=1), ["a", "a", "a"])
     assert (places.nodes, places.free) == ({"a": (4, 4), "b": (4, 1)}, 5)
 
 
-def test_layout_in_use_is_the_submitted_one_with_what_is_stored():
+def test_layout_in_use_is_the_submitted_one_with_the_stored_sizes():
     class Stored:
         tensor, pipeline, replicas = None, None, None
 
@@ -166,7 +166,7 @@ def test_layout_in_use_is_the_submitted_one_with_what_is_stored():
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, False, True])
-def test_layout_that_was_never_changed_is_the_submitted_one_to_the_letter(sequence_parallel):
+def test_layout_in_use_that_never_changed_equals_the_submitted_one(sequence_parallel):
     """Its tag is in the names of snapshots."""
 
     class Stored:
@@ -182,14 +182,14 @@ def test_layout_that_was_never_changed_is_the_submitted_one_to_the_letter(sequen
     ("tensor", "pipeline", "kept"),
     [(2, 4, ("interleaved", 2, True)), (4, 1, ("1f1b", 1, True)), (1, 4, ("interleaved", 2, None))],
 )
-def test_reshaped_layout_keeps_what_still_has_a_meaning(tensor, pipeline, kept):
+def test_reshaped_layout_drops_settings_that_no_longer_apply(tensor, pipeline, kept):
     submitted = ParallelConfig(tensor=4, pipeline=4, schedule="interleaved", virtual_stages=2, sequence_parallel=True)
     running = layout_in_use(submitted, SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=3))
     assert (running.tensor, running.pipeline, running.data) == (tensor, pipeline, 3)
     assert (running.schedule, running.virtual_stages, running.sequence_parallel) == kept
 
 
-def test_replicas_find_room_by_the_type_of_each_stage_and_another_pipeline_takes_any():
+def test_elastic_replicas_with_typed_stages_are_counted_by_gpu_type():
     typed = ParallelConfig(pipeline=3, stage_accelerators=("A100", "V100", "V100"))
     nodes = Capacity("GPU", 16, 12, {"a": (8, 2), "b": (8, 7), "c": (8, 8)}, {"a": "A100", "b": "V100"})
     assert (room_for(typed, nodes), room_for(typed.model_copy(update={"stage_accelerators": None}), nodes)) == (2, 5)

@@ -6,7 +6,7 @@ from manta.service.settings import Settings
 from manta.workers.spec.reading import parse_job_spec
 
 
-def test_a_look_that_fails_hides_no_other():
+def test_doctor_check_that_raises_is_reported_and_hides_no_other():
     def broken():
         raise RuntimeError("no")
 
@@ -15,7 +15,7 @@ def test_a_look_that_fails_hides_no_other():
     assert seen == [Finding("a", "problem", "could not be looked at: RuntimeError: no"), good]
 
 
-def test_the_data_of_a_job_is_looked_for(tmp_path):
+def test_doctor_checks_the_data_of_a_job(tmp_path):
     (tmp_path / "here").write_text("text")
     document = {
         "model": {"layers": 1, "hidden_size": 8, "heads": 1, "sequence_length": 8},

@@ -44,13 +44,13 @@ def verdicts(findings):
     return [(each.verdict, each.message) for each in findings]
 
 
-def test_this_python_will_do():
+def test_doctor_accepts_this_python_version():
     (seen,) = machine.python()
     assert seen.verdict == "ok" and seen.message.startswith("Python 3.")
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 14)])
-def test_another_python_will_not(monkeypatch, version):
+def test_doctor_reports_an_unsupported_python_version(monkeypatch, version):
     monkeypatch.setattr(
         machine, "sys", SimpleNamespace(version_info=(*version, 0), version="3.x", executable="/python")
     )
@@ -58,7 +58,7 @@ def test_another_python_will_not(monkeypatch, version):
     assert seen.verdict == "problem" and "3.11, 3.12 or 3.13" in seen.advice
 
 
-def test_shared_memory_as_containers_have_it_is_little(room):
+def test_doctor_warns_of_the_small_shared_memory_of_containers(room):
     room(64 << 20, 64 << 20)
     (seen,) = machine.shared_memory(None)
     assert seen.verdict == "warning" and "64.0 MiB free of 64.0 MiB" in seen.message and "--shm-size" in seen.advice
@@ -66,7 +66,7 @@ def test_shared_memory_as_containers_have_it_is_little(room):
     assert [each.verdict for each in machine.shared_memory(None)] == ["ok"]
 
 
-def test_shared_memory_is_compared_with_what_a_job_takes(room):
+def test_doctor_compares_shared_memory_with_the_snapshots_of_a_job(room):
     needed = snapshot_bytes(job())
     room(8 * GIB, needed - 1)
     (seen,) = machine.shared_memory(job())
@@ -80,7 +80,7 @@ def test_shared_memory_is_compared_with_what_a_job_takes(room):
 
 
 @pytest.mark.parametrize(("had", "verdict"), [(10**12, "ok"), (10**6, "problem")])
-def test_activations_that_wait_in_host_memory_are_compared_with_what_can_be_had(monkeypatch, had, verdict):
+def test_doctor_compares_offloaded_activations_with_available_memory(monkeypatch, had, verdict):
     monkeypatch.setattr(machine, "memory_available", lambda: had)
     large = job("off", offload_layers=2)
     large = large.model_copy(update={"model": large.model.model_copy(update={"sequence_length": 8192})})
@@ -96,7 +96,7 @@ def test_activations_that_wait_in_host_memory_are_compared_with_what_can_be_had(
     ("keeps", "policy", "copies", "advice"),
     [("auto", "roll_back", 24, "another policy than roll_back"), ("off", "fail", 12, "checkpoint.snapshots: auto")],
 )
-def test_copies_of_the_state_are_compared_with_what_can_be_had_too(monkeypatch, keeps, policy, copies, advice):
+def test_doctor_compares_roll_back_copies_with_available_memory(monkeypatch, keeps, policy, copies, advice):
     spec = job(keeps)
     spec = spec.model_copy(update={"recovery": spec.recovery.model_copy(update={"nonfinite": policy})})
     needed = copies * sum(rank_parameters(spec)) + snapshot_bytes(spec)
@@ -114,7 +114,7 @@ def with_state_on_the_host(spec):
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 4), (2, 2), (8, 4)])
-def test_the_states_of_all_ranks_that_may_be_here_and_their_snapshots_are_too(monkeypatch, gpus, ranks):
+def test_doctor_compares_offloaded_optimizer_states_with_available_memory(monkeypatch, gpus, ranks):
     there = with_state_on_the_host(job(data=4))
     needed = ranks * host_state_bytes(there, 0) + snapshot_bytes(there) * ranks // 4
     for had, verdict in ((needed, "ok"), (needed - 1, "problem")):
@@ -125,7 +125,7 @@ def test_the_states_of_all_ranks_that_may_be_here_and_their_snapshots_are_too(mo
     assert "train.optimizer.offload: false" in seen.advice
 
 
-def test_no_rank_is_counted_as_what_two_stages_take(monkeypatch):
+def test_doctor_counts_host_memory_of_the_largest_rank_not_of_two_stages(monkeypatch):
     """Most activations are on another stage than most of the state."""
     spec = with_state_on_the_host(job("off", pipeline=2, offload_layers=2))
     model = spec.model.model_copy(update={"layers": 4})
@@ -138,7 +138,7 @@ def test_no_rank_is_counted_as_what_two_stages_take(monkeypatch):
     assert f"1 of them {byte_count(max(each))};" in seen.message
 
 
-def test_snapshots_that_do_not_fit_into_shared_memory_may_lie_elsewhere(room):
+def test_doctor_accepts_snapshots_outside_shared_memory(room):
     needed = snapshot_bytes(job())
     room(64 << 20, needed - 1)
     (seen,) = machine.shared_memory(job("auto"))
@@ -151,7 +151,7 @@ def test_snapshots_that_do_not_fit_into_shared_memory_may_lie_elsewhere(room):
     assert seen.verdict == "warning" and "take" not in seen.message
 
 
-def test_no_shared_memory_at_all_is_a_problem(tmp_path):
+def test_doctor_reports_missing_shared_memory_as_a_problem(tmp_path):
     (seen,) = machine.shared_memory(None, tmp_path / "none")
     assert seen.verdict == "problem" and "mount a tmpfs" in seen.advice
 
@@ -159,14 +159,14 @@ def test_no_shared_memory_at_all_is_a_problem(tmp_path):
 @pytest.mark.parametrize(("soft", "hard", "verdict", "advice"), [
     (1024, 1 << 20, "warning", "ulimit -n 4096"), (1024, 1024, "warning", "nofile"), (4096, 4096, "ok", ""),
 ])  # fmt: skip
-def test_few_open_files_are_a_warning(monkeypatch, soft, hard, verdict, advice):
+def test_doctor_warns_of_a_low_limit_of_open_files(monkeypatch, soft, hard, verdict, advice):
     given = {resource.RLIMIT_NOFILE: (soft, hard), resource.RLIMIT_MEMLOCK: (-1, -1)}
     monkeypatch.setattr(machine.resource, "getrlimit", given.__getitem__)
     (seen,) = machine.limits()
     assert seen.verdict == verdict and advice in seen.advice
 
 
-def test_disk_has_to_hold_the_checkpoints_of_a_job_unless_they_are_elsewhere(room, tmp_path):
+def test_doctor_compares_the_disk_with_the_checkpoints_of_a_job(room, tmp_path):
     kept = (job().checkpoint.keep + 1) * checkpoint_bytes(job())
     room(100 * GIB, GIB + kept - 1)
     home = tmp_path / "not" / "yet"
@@ -177,11 +177,11 @@ def test_disk_has_to_hold_the_checkpoints_of_a_job_unless_they_are_elsewhere(roo
     assert seen.verdict == "ok" and seen.message.startswith(f"{tmp_path} has ")
 
 
-def test_folders_that_are_not_there_yet_are_no_finding(tmp_path):
+def test_doctor_ignores_folders_that_do_not_exist_yet(tmp_path):
     assert list(machine.folders(Paths.of(tmp_path / "home"))) == []
 
 
-def test_folders_have_to_be_this_users_alone(tmp_path, monkeypatch):
+def test_doctor_reports_folders_that_others_can_access(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
     assert verdicts(machine.folders(Paths.of(home))) == [("ok", f"{home} (home) is this user's alone")]
@@ -193,7 +193,7 @@ def test_folders_have_to_be_this_users_alone(tmp_path, monkeypatch):
     assert [each.verdict for each in machine.folders(Paths.of(home))] == ["problem"]
 
 
-def test_a_machine_without_a_network_has_itself_alone(monkeypatch):
+def test_doctor_warns_of_a_machine_without_a_network(monkeypatch):
     monkeypatch.setattr(machine, "outward_address", lambda: "127.0.0.1")
     assert [each.verdict for each in machine.network()] == ["warning"]
     monkeypatch.setattr(machine, "outward_address", lambda: "192.0.2.7")

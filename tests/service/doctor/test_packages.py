@@ -12,14 +12,14 @@ CPU = {"version": "2.13.0+cpu", "cuda": None, "nccl": None, "devices": []}
 CUDA = {"version": "2.14.1", "cuda": "13.0", "nccl": "2.29.1", "devices": ["H100", "H100"]}
 
 
-def test_here_all_is_there():
+def test_doctor_finds_all_required_packages_of_this_environment():
     (seen,) = packages.requirements()
     assert seen.verdict == "ok" and seen.message.startswith("manta-train ")
     (seen,) = packages.ray()
     assert seen.verdict == "ok"
 
 
-def test_what_is_missing_or_too_old_is_named(monkeypatch):
+def test_doctor_names_missing_and_outdated_packages(monkeypatch):
     wanted = ["numpy>=99", "no-such-package>=1", "pydantic>=2", "moto>=99; extra == 'dev'"]
     monkeypatch.setattr(packages.importlib.metadata, "requires", lambda name: wanted)
     seen = list(packages.requirements())
@@ -28,7 +28,7 @@ def test_what_is_missing_or_too_old_is_named(monkeypatch):
     assert {each.verdict for each in seen} == {"problem"}
 
 
-def test_a_source_folder_without_an_installation_is_a_warning(monkeypatch):
+def test_doctor_warns_of_a_source_folder_without_an_installation(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError
 
@@ -40,7 +40,7 @@ def test_a_source_folder_without_an_installation_is_a_warning(monkeypatch):
     ("version", "verdict"),
     [("2.51.9", "warning"), (TRIED_WITH[0], "ok"), ("2.55.1", "ok"), (TRIED_WITH[1], "ok"), ("2.99.0", "warning")],
 )
-def test_ray_outside_of_those_that_were_tried_is_a_warning(monkeypatch, version, verdict):
+def test_doctor_warns_of_an_untested_ray_version(monkeypatch, version, verdict):
     monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: version)
     (seen,) = packages.ray()
     assert seen.verdict == verdict
@@ -70,7 +70,7 @@ class cuda:
 """As much of it as is asked, in milliseconds."""
 
 
-def test_torch_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_doctor_imports_torch_in_a_separate_process(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (seen,) = packages.torch(gpus=0)
@@ -78,7 +78,7 @@ def test_torch_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.soak
-def test_the_torch_that_is_here_has_what_is_asked():
+def test_doctor_accepts_the_torch_of_this_environment():
     (seen,) = packages.torch(gpus=0)
     assert seen.verdict == "ok" and seen.message.startswith("torch 2.")
 
@@ -103,7 +103,7 @@ def test_a_control_plane_needs_no_torch(monkeypatch):
     assert "no ranks can run on it" in torch.message
 
 
-def test_the_driver_says_its_version(tmp_path):
+def test_doctor_reads_the_version_of_the_gpu_driver(tmp_path):
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 2026\nGCC version: 12\n")
     assert packages.driver_version(file) == "570.124.06"

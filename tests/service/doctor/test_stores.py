@@ -11,19 +11,19 @@ from manta.service.store.location import sqlite_url
 from manta.workers.storage.locations import ObjectPath
 
 
-def test_a_database_that_is_not_there_yet_will_be_made(tmp_path):
+def test_doctor_accepts_a_database_that_does_not_exist_yet(tmp_path):
     (seen,) = stores.database(Settings(tmp_path / "home"))
     assert seen.verdict == "ok" and "is empty; the first `manta up` makes what is needed" in seen.message
     assert not (tmp_path / "home").exists()
 
 
-def test_a_database_without_tables_will_get_them(tmp_path):
+def test_doctor_accepts_an_empty_database(tmp_path):
     (tmp_path / "manta.db").touch()
     (seen,) = stores.database(Settings(tmp_path))
     assert seen.verdict == "ok" and "is empty" in seen.message
 
 
-def test_a_database_of_the_home_that_was_not_named_is_a_problem(tmp_path):
+def test_doctor_reports_a_home_whose_database_was_not_named(tmp_path):
     (tmp_path / "database").write_text("postgresql://me:***@there/manta")
     (seen,) = stores.database(Settings(tmp_path))
     assert seen.verdict == "problem" and "are in postgresql://me:***@there/manta, which was not named" in seen.message
@@ -39,35 +39,35 @@ def test_a_database_of_this_release_answers(database_url, tmp_path):
     assert seen[0].message.endswith("at revision " + Store(database_url).revision)
 
 
-def test_a_database_of_another_release_is_a_warning(store, database_url, tmp_path, monkeypatch):
+def test_doctor_warns_of_a_database_of_another_release(store, database_url, tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "newest_revision", lambda: "9999")
     assert next(iter(stores.database(Settings(tmp_path, database_url=database_url)))).verdict == "warning"
 
 
-def test_a_server_that_does_not_answer_is_a_problem_without_its_password(tmp_path):
+def test_doctor_reports_an_unreachable_database_without_its_password(tmp_path):
     url = "postgresql://me:secret@127.0.0.1:9/manta"
     (seen,) = stores.database(Settings(tmp_path, database_url=url))
     assert seen.verdict == "problem" and "secret" not in seen.message
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.2, "ok"), (-6.0, "warning"), (3600.0, "warning")])
-def test_clocks_may_not_differ_by_much(seconds, verdict):
+def test_doctor_reports_clocks_that_differ_too_much(seconds, verdict):
     assert stores._skew("the database", seconds).verdict == verdict
 
 
-def test_a_folder_for_checkpoints_can_be_used_and_nothing_is_left_in_it(tmp_path):
+def test_doctor_tests_the_checkpoint_folder_and_leaves_nothing_there(tmp_path):
     assert [each.verdict for each in stores.checkpoints(None)] == ["ok"]
     (seen,) = stores.checkpoints(tmp_path / "checkpoints")
     assert seen.verdict == "ok" and list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path):
+def test_doctor_reports_a_checkpoint_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     (seen,) = stores.checkpoints(tmp_path / "file" / "below")
     assert seen.verdict == "problem" and "Not a directory" in seen.message
 
 
-def test_a_store_that_does_not_answer_is_a_problem(monkeypatch):
+def test_doctor_reports_an_object_store_that_does_not_answer(monkeypatch):
     class Away:
         def make_folder(self, folder):
             pass
@@ -80,7 +80,7 @@ def test_a_store_that_does_not_answer_is_a_problem(monkeypatch):
     assert seen.verdict == "problem" and "no answer" in seen.message and "credentials" in seen.advice
 
 
-def test_place_of_logs_is_looked_at_where_it_is_another_one(tmp_path):
+def test_doctor_checks_the_log_folder_unless_it_is_that_of_checkpoints(tmp_path):
     settings = Settings(tmp_path, checkpoints=tmp_path / "there", logs=tmp_path / "there")
     assert [each.message for each in stores.logs(settings)] == [f"in {tmp_path}/there, with the checkpoints"]
     (seen,) = stores.logs(replace(settings, logs=tmp_path / "logs"))

@@ -23,7 +23,7 @@ async def run_and_lose_control(job, *steps):
     await job.die_with_control_plane()
 
 
-def test_running_job_never_notices(two_replicas, cluster):
+def test_adopted_running_job_is_undisturbed(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -61,7 +61,7 @@ def test_report_that_was_handled_but_not_acknowledged_is_not_stored_twice(two_re
 
 
 @pytest.mark.parametrize("last", ["finished", "killed"])
-def test_what_happened_while_nobody_was_there_is_heard_afterwards(two_replicas, cluster, last):
+def test_reports_from_while_no_control_plane_ran_are_handled_on_adoption(two_replicas, cluster, last):
     job = two_replicas(cluster)
 
     async def body():
@@ -110,7 +110,7 @@ def lose(cluster, agents):
         del cluster.agents.living[agent.name]
 
 
-def test_replica_of_which_nobody_is_left_is_placed_anew_and_the_others_go_on(two_replicas, tmp_path):
+def test_adopted_replica_without_agents_is_placed_anew_and_others_continue(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
 
@@ -135,7 +135,7 @@ def test_replica_of_which_nobody_is_left_is_placed_anew_and_the_others_go_on(two
     assert cluster.nothing_held
 
 
-def test_job_of_which_nobody_is_left_is_placed_anew(two_replicas, tmp_path):
+def test_adopted_job_without_agents_is_placed_anew(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
 
@@ -171,7 +171,7 @@ def test_job_that_was_placed_but_never_launched_is_placed_again(two_replicas, cl
     assert job.row.restarts == 0
 
 
-def test_launch_that_nobody_could_note_any_more_is_no_reason_to_begin_anew(two_replicas, cluster, monkeypatch):
+def test_adopted_launch_that_was_not_recorded_continues(two_replicas, cluster, monkeypatch):
     """The last agent has its order, and its control plane dies: the gang trains from then on."""
     job, noting = two_replicas(cluster), asyncio.Event()
 
@@ -210,7 +210,7 @@ def begin_another(job):
     job.store.write(lambda s: generations.begin(s, job.id, "test", False))
 
 
-def test_launch_that_was_cut_in_two_is_made_again(two_replicas, cluster):
+def test_adopted_launch_that_was_incomplete_is_repeated(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -278,7 +278,7 @@ def test_change_of_size_that_was_cut_in_two_is_planned_again(two_replicas, clust
     assert cluster.nothing_held
 
 
-def test_strays_of_a_change_that_nobody_knows_of_are_ended(two_replicas, cluster):
+def test_adopted_job_ends_stray_agents_of_an_unrecorded_change(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -301,7 +301,7 @@ class _Seat:
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
-def test_outcome_that_was_known_is_brought_to_its_end(two_replicas, cluster, state):
+def test_adopted_job_with_a_recorded_outcome_ends_accordingly(two_replicas, cluster, state):
     job = two_replicas(cluster)
 
     async def body():
@@ -320,7 +320,7 @@ def test_outcome_that_was_known_is_brought_to_its_end(two_replicas, cluster, sta
     assert not cluster.agents.living and not cluster.groups.held
 
 
-def test_job_whose_control_plane_dies_while_it_gives_everything_back_has_ended_all_the_same(two_replicas, cluster):
+def test_finished_job_stays_ended_if_its_control_plane_dies_during_release(two_replicas, cluster):
     """Once agents and snapshots are gone, only what was written before that says that nothing is left to do."""
     job, with_freed_units, end_job = two_replicas(cluster), asyncio.Event(), cluster.end_job
 
@@ -348,7 +348,7 @@ def test_job_whose_control_plane_dies_while_it_gives_everything_back_has_ended_a
     assert cluster.nothing_held
 
 
-def test_cancel_wins_over_an_outcome_that_was_not_written_in_time(two_replicas, cluster):
+def test_cancel_during_adoption_wins_over_an_unrecorded_outcome(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():

@@ -70,7 +70,7 @@ def test_job_grows_by_agents_whose_trainers_are_ready_before_anybody_rests(two_r
     assert cluster.nothing_held
 
 
-def test_resize_that_there_is_no_room_for_is_said_and_changes_nothing(two_replicas, tmp_path):
+def test_resize_without_room_is_reported_and_changes_nothing(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=4)
     job = two_replicas(cluster, **ELASTIC)
 
@@ -91,7 +91,7 @@ def test_resize_that_there_is_no_room_for_is_said_and_changes_nothing(two_replic
     assert len(job.generations) == 1
 
 
-def test_resize_before_the_first_step_waits_for_it(two_replicas, cluster):
+def test_resize_requested_before_the_first_step_waits_for_it(two_replicas, cluster):
     job, planned = two_replicas(cluster, **ELASTIC), []
 
     def noted(plan):
@@ -150,7 +150,7 @@ def test_standby_that_never_gets_ready_is_dismissed_when_a_rank_dies(two_replica
     assert cluster.nothing_held
 
 
-def test_change_is_not_made_when_an_agent_is_lost_on_its_way_to_rest(two_replicas, cluster):
+def test_resize_is_abandoned_if_an_agent_is_lost_while_coming_to_rest(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
 
     async def before_rest(agent):
@@ -174,7 +174,7 @@ def test_change_is_not_made_when_an_agent_is_lost_on_its_way_to_rest(two_replica
     assert cluster.nothing_held
 
 
-def test_rank_that_is_too_slow_to_rest_is_killed_and_the_change_is_made_all_the_same(two_replicas, cluster):
+def test_rank_that_does_not_rest_in_time_is_killed_and_the_resize_goes_on(two_replicas, cluster):
     """It was killed on purpose, so nothing has failed: its rank goes on from its snapshot."""
     job = two_replicas(cluster, **ELASTIC)
 
@@ -199,7 +199,7 @@ def test_rank_that_is_too_slow_to_rest_is_killed_and_the_change_is_made_all_the_
     assert (job.row.restarts, job.recoveries) == (0, [])
 
 
-def test_job_that_ends_on_its_way_to_rest_is_changed_no_more(two_replicas, cluster):
+def test_job_that_ends_while_coming_to_rest_is_not_resized(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
 
     async def before_rest(agent):
@@ -222,7 +222,7 @@ def test_job_that_ends_on_its_way_to_rest_is_changed_no_more(two_replicas, clust
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_job_is_cancelled_while_it_changes_its_size(two_replicas, cluster, dies):
+def test_job_cancelled_during_a_resize_ends_cancelled(two_replicas, cluster, dies):
     job = two_replicas(cluster, **ELASTIC)
 
     async def before_rest(agent):
@@ -244,7 +244,7 @@ def test_job_is_cancelled_while_it_changes_its_size(two_replicas, cluster, dies)
     assert cluster.nothing_held
 
 
-def test_replica_on_a_node_that_is_to_be_left_moves_with_its_state(two_replicas, tmp_path):
+def test_replica_on_a_drained_node_moves_with_its_state(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster)
 
@@ -270,7 +270,7 @@ def test_replica_on_a_node_that_is_to_be_left_moves_with_its_state(two_replicas,
     assert not cluster.agents.living and not cluster.groups.held
 
 
-def test_replica_that_moves_leaves_behind_what_only_its_processes_held(two_replicas, tmp_path):
+def test_moved_replica_loses_what_only_its_process_held(two_replicas, tmp_path):
     """It may hold a newer step than its snapshots, which are all that the process gets that takes its rank."""
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster)
@@ -294,7 +294,7 @@ def test_replica_that_moves_leaves_behind_what_only_its_processes_held(two_repli
     assert job.generations[1] == ("replicas [1] moved: their nodes are being drained", "snapshot", 1)
 
 
-def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas, tmp_path):
+def test_elastic_job_drops_the_replica_on_a_drained_node(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, **ELASTIC)
 
@@ -315,7 +315,7 @@ def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas,
     assert job.message("node_draining") == "node one is being drained within 60 s (it is sold); 2 ranks are there"
 
 
-def test_job_that_finds_no_room_elsewhere_stays_and_says_so_once(two_replicas, tmp_path):
+def test_job_without_room_elsewhere_stays_on_a_drained_node_and_says_so_once(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster)
 
@@ -339,7 +339,7 @@ def test_job_that_finds_no_room_elsewhere_stays_and_says_so_once(two_replicas, t
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["room", "others_were_faster"])
-def test_job_in_a_smaller_layout_is_placed_anew_when_there_is_room_again(two_replicas, tmp_path, taken):
+def test_reshaped_job_is_placed_anew_when_there_is_room_for_the_larger_layout(two_replicas, tmp_path, taken):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
 
@@ -373,11 +373,11 @@ def test_job_in_a_smaller_layout_is_placed_anew_when_there_is_room_again(two_rep
     ]  # fmt: skip
 
 
-def test_only_changes_that_started_agents_have_a_standby():
+def test_change_that_started_no_agents_has_no_standby():
     assert standby_of(Stay("nothing")) is None
 
 
-def test_generation_that_a_change_begins_says_so_and_is_no_restart(two_replicas, cluster):
+def test_resize_begins_a_generation_that_is_not_counted_as_a_restart(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
 
     async def body():
@@ -414,7 +414,7 @@ def change(store, submit, tmp_path):
     return run
 
 
-def test_ranks_at_rest_keep_what_they_hold_where_a_change_is_not_made(change):
+def test_resting_ranks_keep_their_held_steps_if_a_change_is_abandoned(change):
     async def body(job):
         resting = {0: 4, 1: None}
         before = list(job.gang.agents)
@@ -426,7 +426,7 @@ def test_ranks_at_rest_keep_what_they_hold_where_a_change_is_not_made(change):
     change(body)
 
 
-def test_ranks_that_stay_keep_what_they_hold_where_others_move(change):
+def test_staying_ranks_keep_their_held_steps_when_others_move(change):
     """Else a step that their snapshots do not have yet would be done again."""
 
     async def body(job):
@@ -442,7 +442,7 @@ async def avoided():
     return {"three"}
 
 
-def test_gang_that_is_placed_anew_avoids_nodes_that_fail_it_and_who_has_its_state_hands_it_out(change):
+def test_gang_placed_anew_avoids_failing_nodes_and_fetches_state_from_its_old_agents(change):
     async def body(job):
         job.record.avoided_nodes = avoided
         before = list(job.gang.agents)
@@ -462,7 +462,7 @@ def test_gang_that_is_placed_anew_avoids_nodes_that_fail_it_and_who_has_its_stat
     [(["three"], (0, 1, 2)), (["three", "four"], (0, 1)), (["one", "two", "three", "four"], (0, 1))],
     ids=lambda value: str(len(value)),
 )
-def test_gang_whose_new_places_others_took_takes_what_is_left_or_what_it_had(change, store, taken, replicas):
+def test_gang_whose_new_places_were_taken_falls_back_to_what_is_left(change, store, taken, replicas):
     async def body(job):
         nodes, groups = job.cluster.nodes, job.cluster.groups
         job.record.avoided_nodes = avoided

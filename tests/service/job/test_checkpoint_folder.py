@@ -10,7 +10,7 @@ from manta.service.job.context import FolderReader
 from manta.workers.checkpoint.catalog import Listing
 
 
-def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monkeypatch):
+def test_checkpoint_folder_that_hangs_is_listed_once_until_it_answers(tmp_path, monkeypatch):
     asked, begun, answers = [], threading.Event(), threading.Event()
 
     def look(folder, _job):
@@ -33,7 +33,7 @@ def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monke
     asyncio.run(body())
 
 
-def test_folder_that_has_had_its_time_is_not_waited_for_again(tmp_path, monkeypatch):
+def test_checkpoint_folder_that_timed_out_is_not_waited_for_again(tmp_path, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(context, "list_checkpoints", lambda folder, _job: answers.wait(60))
     reader = FolderReader()
@@ -51,7 +51,7 @@ def test_folder_that_has_had_its_time_is_not_waited_for_again(tmp_path, monkeypa
         reader._under_way.result(60)  # else it might list with what the next test puts in the place of the function
 
 
-def test_what_was_seen_before_it_was_asked_for_is_not_the_answer(tmp_path, monkeypatch):
+def test_checkpoint_listing_begun_before_a_request_does_not_answer_it(tmp_path, monkeypatch):
     """A checkpoint may have been saved since: it would count as gone."""
     answers, seen = [threading.Event(), threading.Event()], iter(range(2))
 
@@ -74,7 +74,7 @@ def test_what_was_seen_before_it_was_asked_for_is_not_the_answer(tmp_path, monke
     asyncio.run(body())
 
 
-def test_error_of_the_look_is_raised_where_it_is_awaited_and_the_next_one_is_another(tmp_path, monkeypatch):
+def test_checkpoint_listing_error_is_raised_to_its_caller_and_not_cached(tmp_path, monkeypatch):
     def fail(folder, _job):
         raise MemoryError("too many")
 
@@ -85,7 +85,7 @@ def test_error_of_the_look_is_raised_where_it_is_awaited_and_the_next_one_is_ano
     assert asyncio.run(reader.list(tmp_path)) == Listing(tmp_path)
 
 
-def test_folder_is_read_anew_each_time(tmp_path):
+def test_checkpoint_folder_is_listed_anew_each_time(tmp_path):
     reader = FolderReader()
     assert asyncio.run(reader.list(tmp_path / "none")) == Listing(tmp_path / "none", exists=False)
     assert asyncio.run(reader.list(tmp_path)) == Listing(tmp_path)

@@ -34,14 +34,14 @@ def at(*failures):
 LIVES = [life(1), life(2, "killed"), life(3, "hung"), life(4), life(5, "exception")]
 
 
-def test_failures_of_the_generations_count_and_then_those_of_launches(store, cluster, submit):
+def test_job_failures_list_those_of_generations_then_of_launches(store, cluster, submit):
     context = JobContext.of(store, cluster, submit())
     assert at(*context.failures(LIVES)) == [("killed", 1.5), ("hung", 2.5), ("exception", 4.5)]
     context.failed_launches.append(PastFailure("agent_lost", 6.0))
     assert at(*context.failures(LIVES))[-2:] == [("exception", 4.5), ("agent_lost", 6.0)]
 
 
-def test_what_made_a_launch_necessary_that_failed_counts_once(store, cluster, submit):
+def test_cause_of_a_failed_launch_counts_once_among_failures(store, cluster, submit):
     context = JobContext.of(store, cluster, submit())
     killed = PastFailure("killed", 6.0)
     incident = Incident(Death(0, "killed"), killed, RecoveryTimeline(6.0))
@@ -52,7 +52,7 @@ def test_what_made_a_launch_necessary_that_failed_counts_once(store, cluster, su
     assert at(*context.failures(LIVES, incident))[-2:] == [("exception", 4.5), ("killed", 6.0)]
 
 
-def test_what_was_before_the_user_had_it_tried_again_counts_no_more(store, cluster, submit):
+def test_failures_before_a_retry_by_the_user_are_not_counted(store, cluster, submit):
     job = submit()
     store.write(lambda s: setattr(jobs.get(s, job.id), "retried_at", 2.9))
     with store.read() as session:
@@ -61,7 +61,7 @@ def test_what_was_before_the_user_had_it_tried_again_counts_no_more(store, clust
     assert (context.retried_at, context.memory_seconds) == (2.9, 7.0)
 
 
-def test_as_many_replicas_are_wanted_as_the_user_said_last(store, cluster, submit):
+def test_wanted_replicas_follow_the_last_resize_request(store, cluster, submit):
     job = submit(**ELASTIC)
     context = JobContext.of(store, cluster, job)
     assert asyncio.run(context.wanted_replicas()) == 2
@@ -69,7 +69,7 @@ def test_as_many_replicas_are_wanted_as_the_user_said_last(store, cluster, submi
     assert asyncio.run(context.wanted_replicas()) == 4
 
 
-def test_gang_is_numbered_by_the_layout_that_the_job_runs_in_and_not_by_the_submitted_one(store, cluster, submit):
+def test_gang_uses_the_stored_layout_rather_than_the_submitted_one(store, cluster, submit):
     job = submit(**ELASTIC)
     smaller = JobContext.of(store, cluster, job).submitted.layout.model_copy(update={"tensor": 1, "data": 3})
     store.write(lambda s: jobs.set_layout(s, job.id, smaller))

@@ -36,7 +36,7 @@ def living(gang, agents):
     return [agent for agent in agents if agent in gang._cluster.agents.living.values()]
 
 
-def test_who_stays_keeps_place_and_name_and_what_was_heard_of_it_under_its_new_number(gang):
+def test_gang_that_shrinks_keeps_agents_places_and_report_counts_under_new_ranks(gang):
     """An agent goes on counting its reports: asked for those after another rank's last it would leave some out."""
     agents, names, groups = gang.agents, gang.names, gang.groups
     leaving = gang.shrink([0, 2])
@@ -47,7 +47,7 @@ def test_who_stays_keeps_place_and_name_and_what_was_heard_of_it_under_its_new_n
     assert (leaving.agents, leaving.groups) == (agents[2:4], [groups[1]])
 
 
-def test_of_agents_that_take_the_place_of_others_nothing_is_known_yet(gang):
+def test_swapped_agents_start_without_reports_nodes_or_held_steps(gang):
     """Not what those before them had reported, nor where they were, nor what their processes held."""
     before, fresh = list(gang.agents), standby(gang, 1)
     leaving = gang.swap([1], fresh)
@@ -57,7 +57,7 @@ def test_of_agents_that_take_the_place_of_others_nothing_is_known_yet(gang):
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_no_process_holds_a_state_of_another_layout(gang, replicas):
+def test_resized_gang_forgets_held_steps_of_the_former_layout(gang, replicas):
     if replicas == 4:
         gang.grow(resized(gang.spec, 4), standby(gang, 3, replicas=4))
     else:
@@ -65,14 +65,14 @@ def test_no_process_holds_a_state_of_another_layout(gang, replicas):
     assert (gang.layout.data, gang.resting_steps) == (replicas, {})
 
 
-def test_snapshots_are_looked_for_on_all_nodes_that_the_job_was_ever_on_and_no_others(gang):
+def test_snapshots_of_a_job_are_served_from_every_node_it_ever_ran_on(gang):
     """A state that no other node has may lie where the job was two generations ago."""
     gang.record_nodes(dict.fromkeys(range(6), "four"))
     holders = asyncio.run(gang.release())
     assert sorted(agent.node for agent in holders.agents) == ["four", "one", "three", "two"]
 
 
-def test_ranks_and_replicas_are_named_in_ascending_order(gang):
+def test_gang_lists_ranks_and_replicas_in_ascending_order(gang):
     gang.record_nodes({5: "one", 4: "two", 0: "one", 9: "one"})
     assert gang.on(["one"]) == [0, 5], "of ranks that there are no more nothing is said"
     assert (gang.on(["one", "two"]), gang.on(["six"])) == ([0, 4, 5], [])
@@ -95,7 +95,7 @@ def test_agents_that_are_lost_are_replaced_in_their_places(gang):
 
 
 @pytest.mark.parametrize("gone", ["node", "place"])
-def test_nobody_is_replaced_where_the_place_is_gone_too(gang, gone):
+def test_agent_is_not_replaced_if_its_placement_group_is_gone(gang, gone):
     before = list(gang.agents)
     if gone == "node":
         gang._cluster.nodes.lost.add("two")
@@ -116,7 +116,7 @@ def test_replicas_that_are_given_up_leave_room_and_their_snapshots(gang):
 
 
 @pytest.mark.parametrize("how", ["release", "give_up"])
-def test_places_that_are_given_back_are_waited_for_once_nobody_is_there(gang, how, monkeypatch):
+def test_gang_release_waits_until_ray_shows_the_freed_units(gang, how, monkeypatch):
     """Ray says later that they are free: whoever looked at once would find no room."""
     waited = []
 
@@ -129,7 +129,7 @@ def test_places_that_are_given_back_are_waited_for_once_nobody_is_there(gang, ho
     assert waited == [(expected, 0)]
 
 
-def test_snapshots_of_replicas_are_handed_out_on_nodes_that_live(gang, monkeypatch):
+def test_gang_serves_snapshots_of_dropped_replicas_from_living_nodes(gang, monkeypatch):
     """Nobody is started on the others."""
     asked, start = [], gang._cluster.agents.start_snapshot_holders
 
@@ -145,19 +145,19 @@ def test_snapshots_of_replicas_are_handed_out_on_nodes_that_live(gang, monkeypat
     assert asked == [{"three"}]
 
 
-def test_places_of_a_replica_of_which_nobody_is_left_are_not_known(gang):
+def test_gang_marks_a_replica_without_agents_as_placed_nowhere(gang):
     about = {rank: AgentDescription("host", "10.0.0.1", 1, f"n{rank}", group=f"g{rank // 2}") for rank in (0, 4, 5)}
     gang.record_placements(about)
     assert gang.groups == ["g0", NO_PLACEMENT_GROUP, "g2"]
     assert gang.nodes == {0: "n0", 4: "n4", 5: "n5"}
 
 
-def test_agents_of_another_number_are_not_taken_over(gang):
+def test_gang_does_not_adopt_agents_of_another_number_or_name(gang):
     assert asyncio.run(gang.adopt(gang.names[:5], {})) is None
     assert asyncio.run(gang.adopt([f"{name}-other" for name in gang.names], {})) is None
 
 
-def test_agents_are_taken_over_with_what_was_heard_of_them_and_others_are_ended(gang):
+def test_gang_adopts_its_agents_and_ends_strays(gang):
     names, held = list(gang.names), list(gang.agents)
     stray = standby(gang, 1)
     held[3].lose()

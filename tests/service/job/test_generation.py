@@ -25,7 +25,7 @@ def test_generation_ends_when_all_ranks_finished():
     run(body)
 
 
-def test_exit_with_code_0_is_a_finish_although_its_word_was_heard_by_another_control_plane():
+def test_exit_with_code_0_counts_as_finished_without_a_report():
     async def body(running, agents, handled):
         for agent in agents:
             agent.say(Exited(code=0))
@@ -35,7 +35,7 @@ def test_exit_with_code_0_is_a_finish_although_its_word_was_heard_by_another_con
     run(body)
 
 
-def test_rank_that_has_finished_may_be_killed_while_it_ends():
+def test_rank_killed_after_its_finish_counts_as_finished():
     """All that it was to do is done and saved by then."""
 
     async def body(running, agents, handled):
@@ -61,7 +61,7 @@ def test_rank_that_fails_after_its_last_step_has_failed():
     run(body)
 
 
-def test_consequence_waits_for_its_culprit(monkeypatch):
+def test_lost_peer_report_waits_for_the_death_that_caused_it(monkeypatch):
     monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
 
     async def body(running, agents, handled):
@@ -76,7 +76,7 @@ def test_consequence_waits_for_its_culprit(monkeypatch):
     run(body, ranks=3)
 
 
-def test_death_is_as_old_as_what_its_agent_saw():
+def test_death_time_of_a_rank_is_when_its_agent_saw_it():
     async def body(running, agents, handled):
         agents[0].say(Exited(signal=9), at=40.0)
         agents[1].say(failed("exception", at=41.0), at=43.0)
@@ -92,7 +92,7 @@ def test_death_is_as_old_as_what_its_agent_saw():
     run(body, ranks=3)
 
 
-def test_rank_that_moved_on_again_was_of_use_until_it_died():
+def test_rank_that_resumed_after_a_stall_counts_as_alive_until_its_death():
     async def body(running, agents, handled):
         agents[0].say(stalled(True, 2.0), at=30.0)
         agents[0].say(stalled(False, 0.0), at=31.0)
@@ -129,7 +129,7 @@ def test_killed_rank_is_blamed_unless_its_own_agent_killed_it(exited, kind, said
     run(body)
 
 
-def test_consequence_alone_is_not_waited_on_for_ever():
+def test_lost_peer_without_a_culprit_is_not_waited_on_forever():
     async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
         await running.wait(asyncio.Event())
@@ -139,7 +139,7 @@ def test_consequence_alone_is_not_waited_on_for_ever():
     run(body)
 
 
-def test_rank_dies_once_though_its_node_is_lost_after_it():
+def test_dead_rank_is_counted_once_if_its_node_is_lost_later():
     """Who were counted twice would stand for one that still runs."""
 
     async def body(running, agents, handled):
@@ -152,7 +152,7 @@ def test_rank_dies_once_though_its_node_is_lost_after_it():
     run(body)
 
 
-def test_stop_kills_everybody_and_hears_their_last_words():
+def test_stop_of_a_generation_kills_every_rank_and_hears_its_last_report():
     async def body(running, agents, handled):
         agents[1].say(failed("exception"))
         await running.wait(asyncio.Event())
@@ -168,7 +168,7 @@ def test_stop_kills_everybody_and_hears_their_last_words():
     run(body)
 
 
-def test_cancel_ends_the_wait_and_leaves_the_ranks_alone():
+def test_cancel_ends_the_wait_of_a_generation_and_leaves_its_ranks_alone():
     async def body(running, agents, handled):
         cancelled = asyncio.Event()
         waiting = asyncio.create_task(running.wait(cancelled))
@@ -180,7 +180,7 @@ def test_cancel_ends_the_wait_and_leaves_the_ranks_alone():
     run(body)
 
 
-def test_report_is_acknowledged_only_after_it_was_handled():
+def test_report_is_acknowledged_after_it_was_handled():
     async def body():
         agent, release, seen = agent_of(0), asyncio.Event(), asyncio.Event()
 
@@ -200,7 +200,7 @@ def test_report_is_acknowledged_only_after_it_was_handled():
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_reports_of_another_generation_are_skipped():
+def test_reports_of_another_generation_change_nothing():
     async def body(running, agents, handled):
         for agent in agents:
             agent.say(Exited(code=1), generation=7)
@@ -212,7 +212,7 @@ def test_reports_of_another_generation_are_skipped():
     run(body)
 
 
-def test_error_of_the_handler_comes_out_of_wait():
+def test_report_handler_error_is_raised_by_wait():
     async def body():
         async def handle(report):
             raise RuntimeError("the database is full")
@@ -231,7 +231,7 @@ def test_error_of_the_handler_comes_out_of_wait():
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_generation_in_which_a_rank_came_to_rest_cannot_go_on_though_nobody_has_died():
+def test_generation_with_a_resting_rank_counts_as_broken_without_a_death():
     async def body(running, agents, handled):
         agents[1].say(Resting(7, "rank 0 hung up"))
         await running.wait(asyncio.Event())
@@ -241,7 +241,7 @@ def test_generation_in_which_a_rank_came_to_rest_cannot_go_on_though_nobody_has_
     run(body)
 
 
-def test_no_other_culprit_is_waited_for_where_one_is_known(monkeypatch):
+def test_generation_with_a_known_culprit_waits_for_no_other(monkeypatch):
     monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
 
     async def body(running, agents, handled):
@@ -253,7 +253,7 @@ def test_no_other_culprit_is_waited_for_where_one_is_known(monkeypatch):
     run(body, ranks=3)
 
 
-def test_once_nobody_runs_any_more_no_culprit_is_waited_for(monkeypatch):
+def test_generation_without_running_ranks_does_not_wait_for_a_culprit(monkeypatch):
     monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
 
     async def body(running, agents, handled):
@@ -266,7 +266,7 @@ def test_once_nobody_runs_any_more_no_culprit_is_waited_for(monkeypatch):
     run(body)
 
 
-def test_ranks_that_saved_their_state_have_ended_and_nobody_has_died():
+def test_ranks_that_saved_and_ended_do_not_count_as_dead():
     async def body(running, agents, handled):
         agents[0].save_and_exit()
         agents[1].finish(9)
@@ -293,7 +293,7 @@ def test_ranks_that_saved_their_state_have_ended_and_nobody_has_died():
         ("node_exhausted", "m"),
     ],
 )
-def test_failures_whose_message_says_all_are_not_introduced_by_their_exception(kind, message):
+def test_failure_message_of_self_explanatory_kinds_omits_the_exception_type(kind, message):
     async def body(running, agents, handled):
         agents[0].say(failed(kind))
         await running.wait()
@@ -303,7 +303,7 @@ def test_failures_whose_message_says_all_are_not_introduced_by_their_exception(k
     run(body)
 
 
-def test_last_output_of_a_process_that_ended_without_a_word_is_kept():
+def test_last_output_of_a_process_that_died_silently_is_kept():
     async def body(running, agents, handled):
         agents[0].say(Exited(code=3, last_output=("Fatal Python error", "  in product")))
         await running.wait()
@@ -314,7 +314,7 @@ def test_last_output_of_a_process_that_ended_without_a_word_is_kept():
     run(body)
 
 
-def test_only_ranks_that_run_are_brought_to_rest_with_the_time_that_they_have():
+def test_rest_is_asked_of_running_ranks_only_with_its_time_limits():
     async def body(running, agents, handled):
         asked = []
 
@@ -336,7 +336,7 @@ def test_only_ranks_that_run_are_brought_to_rest_with_the_time_that_they_have():
     run(body)
 
 
-def test_generation_handles_reports_after_the_last_handled_and_notes_how_far_it_got():
+def test_generation_handles_reports_after_the_last_handled_one():
     async def body():
         agent, after, handled = agent_of(0), {0: 2}, []
 
@@ -353,7 +353,7 @@ def test_generation_handles_reports_after_the_last_handled_and_notes_how_far_it_
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_what_is_done_alongside_ends_with_the_generation_and_not_the_other_way_round():
+def test_background_work_of_a_generation_ends_before_its_ranks_are_stopped():
     async def body(running, agents, handled):
         ended = []
 
@@ -386,7 +386,7 @@ def test_what_is_done_alongside_ends_with_the_generation_and_not_the_other_way_r
     run(body)
 
 
-def test_error_of_what_is_done_alongside_comes_out_of_wait():
+def test_background_task_error_is_raised_by_wait():
     """Or nobody would look for hangs any more, and nobody would know."""
 
     async def body(running, agents, handled):
@@ -401,7 +401,7 @@ def test_error_of_what_is_done_alongside_comes_out_of_wait():
 
 
 @pytest.mark.parametrize("end", ["rest", "stop"])
-def test_error_of_the_handler_comes_out_of_what_ends_a_generation(end):
+def test_report_handler_error_is_raised_by_rest_and_stop(end):
     async def body():
         async def handle(report):
             raise RuntimeError("somebody else has the lease")

@@ -19,7 +19,7 @@ def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
     run(body)
 
 
-def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
+def test_agent_lost_before_adoption_is_a_death_and_others_are_heard():
     async def body(running, agents, handled):
         agents[1].say(Metrics(()))
         await running.wait(asyncio.Event())
@@ -86,7 +86,7 @@ def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):
     run(body)
 
 
-def test_ranks_that_take_a_while_to_say_how_they_ended_are_heard_out(monkeypatch):
+def test_ranks_slow_to_report_their_end_are_waited_for(monkeypatch):
     monkeypatch.setattr(generation, "LAST_REPORTS_POLL_SECONDS", 0.001)
 
     async def body(running, agents, handled):
@@ -114,7 +114,7 @@ def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(
     run(body)
 
 
-def test_rank_with_nothing_to_say_is_asked_the_less_often_the_more_there_are():
+def test_agent_poll_interval_grows_with_the_number_of_ranks():
     for ranks, seconds in ((2, 30.0), (8, 30.0), (64, 128.0)):
         asked = []
 
@@ -127,7 +127,7 @@ def test_rank_with_nothing_to_say_is_asked_the_less_often_the_more_there_are():
         assert asked == [seconds] * ranks
 
 
-def test_agent_that_is_silent_when_others_have_finished_is_not_waited_for_as_long(monkeypatch):
+def test_agent_silent_after_others_finished_is_given_up_sooner(monkeypatch):
     monkeypatch.setattr(generation, "POLLS_A_SECOND", 0.0001)
     monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
@@ -145,7 +145,7 @@ def test_agent_that_is_silent_when_others_have_finished_is_not_waited_for_as_lon
     run(body)
 
 
-def test_agent_that_answers_when_it_is_asked_again_is_kept(monkeypatch):
+def test_agent_that_answers_a_second_poll_is_kept(monkeypatch):
     """This process itself may have stood still meanwhile."""
     monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
@@ -168,7 +168,7 @@ def test_agent_that_answers_when_it_is_asked_again_is_kept(monkeypatch):
     run(body)
 
 
-def test_agent_that_is_silent_when_others_have_saved_is_not_waited_for_as_long(monkeypatch):
+def test_agent_silent_after_others_saved_is_given_up_sooner(monkeypatch):
     monkeypatch.setattr(generation, "POLLS_A_SECOND", 0.0001)
     monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
@@ -183,7 +183,7 @@ def test_agent_that_is_silent_when_others_have_saved_is_not_waited_for_as_long(m
     run(body)
 
 
-def test_agents_have_as_long_as_what_they_are_asked_for_may_take(monkeypatch):
+def test_agent_answer_timeout_covers_the_requested_work(monkeypatch):
     given, within = [], generation.within
 
     async def noted(seconds, answer):
@@ -203,7 +203,7 @@ def test_agents_have_as_long_as_what_they_are_asked_for_may_take(monkeypatch):
     assert given == [5.0 + 20.0 + generation.STOP_SECONDS] * 2 + [generation.STOP_SECONDS] * 2
 
 
-def test_rank_whose_node_is_lost_has_died_and_is_heard_no_more():
+def test_rank_on_a_lost_node_is_dead_and_its_later_reports_are_ignored():
     async def body(running, agents, handled):
         waiting = asyncio.create_task(running.wait())
         await asyncio.sleep(0)

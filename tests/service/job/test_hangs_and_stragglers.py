@@ -87,7 +87,7 @@ def watch(monkeypatch):
     return run
 
 
-def test_the_rank_for_which_the_others_wait_is_named_with_evidence_and_ended(watch):
+def test_hang_watch_ends_the_rank_others_wait_for_with_evidence(watch):
     agents = [agent(waits_for=1), agent(overdue=True), agent(waits_for=0)]
     ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
     assert (hung.kind, hung.rank, hung.step) == ("rank_hung", 1, 12)
@@ -108,47 +108,47 @@ def after(looks):
     return lambda events, lost: next(turns, None) is None
 
 
-def test_nobody_is_asked_before_somebody_complains(watch):
+def test_hang_watch_asks_no_agent_before_a_rank_reports_a_standstill(watch):
     agents = [agent(overdue=True)]
     watch(agents, after(10), reports=[report(TrainerStatus(100))])
     assert agents[0].asked == 0
 
 
-def test_after_a_take_over_everybody_is_asked_once(watch):
+def test_hang_watch_asks_all_agents_once_after_a_takeover(watch):
     agents = [agent(overdue=True), agent(waits_for=0)]
     events, _ = watch(agents, lambda events, lost: agents[0].kills, reports=[], look_first=True)
     assert [event.rank for event in events] == [0]
 
 
-def test_a_rank_that_moves_between_two_looks_is_not_accused(watch):
+def test_hang_watch_spares_a_rank_that_moves_between_two_looks(watch):
     agents = [agent(overdue=lambda asked: asked < 20, moving=True), agent(waits_for=0)]
     events, _ = watch(agents, lambda events, lost: agents[0].asked >= 20)
     assert events == []
     assert agents[0].kills == []
 
 
-def test_what_was_seen_before_all_might_go_on_counts_no_more(watch):
+def test_hang_watch_needs_two_consecutive_looks_that_agree(watch):
     """Two looks in a row must agree, not two of any."""
     agents = [agent(overdue=lambda asked: asked != 2), agent(waits_for=0, overdue=True)]
     watch(agents, lambda events, lost: agents[0].kills)
     assert agents[0].asked == 4
 
 
-def test_it_goes_on_looking_while_the_culprit_may_yet_go_on(watch):
+def test_hang_watch_keeps_looking_while_the_culprit_may_continue(watch):
     agents = [agent(overdue=lambda asked: asked > 5), agent(waits_for=0, overdue=True)]
     events, _ = watch(agents, lambda events, lost: agents[0].kills)
     assert [event.rank for event in events] == [0]
     assert agents[0].asked > 5
 
 
-def test_a_silent_agent_for_which_others_wait_is_given_up(watch):
+def test_hang_watch_gives_up_a_silent_agent_that_others_wait_for(watch):
     agents = [agent(waits_for=1, overdue=True), agent(silent=True)]
     (hung,), lost = watch(agents, lambda events, lost: lost)
     assert (hung.rank, hung.message) == (1, "rank 1 stands still, and its agent does not answer")
     assert lost == [(1, "stands still, and its agent does not answer")]
 
 
-def test_an_agent_that_falls_silent_before_it_kills_is_given_up(watch, monkeypatch):
+def test_hang_watch_gives_up_an_agent_that_falls_silent_before_the_kill(watch, monkeypatch):
     monkeypatch.setattr(hangs_and_stragglers, "KILL_SECONDS", 0.05)
     agents = [agent(waits_for=1), agent(overdue=True)]
 
@@ -161,12 +161,12 @@ def test_an_agent_that_falls_silent_before_it_kills_is_given_up(watch, monkeypat
     assert lost == [(1, "stands still, and its agent does not answer")]
 
 
-def test_a_dead_agent_is_no_hang(watch):
+def test_hang_watch_ignores_a_dead_agent(watch):
     agents = [agent(waits_for=1, overdue=lambda asked: asked < 9), agent(dead=True)]
     assert watch(agents, lambda events, lost: agents[0].asked >= 9) == ([], [])
 
 
-def test_where_nobody_can_be_named_the_whole_gang_goes(watch):
+def test_hang_without_a_culprit_ends_the_whole_gang(watch):
     agents = [agent(waits_for=1, overdue=True), agent(waits_for=0, overdue=True)]
     (hung,), _ = watch(agents, lambda events, lost: all(each.kills for each in agents))
     assert hung.kind == "gang_hung"
@@ -177,14 +177,14 @@ def test_where_nobody_can_be_named_the_whole_gang_goes(watch):
 SLOW = report(Event("straggler", data={"straggler": 1}))
 
 
-def test_a_straggler_is_replaced_after_a_commit_and_not_twice_in_ten_minutes(watch):
+def test_straggler_is_replaced_after_a_commit_and_once_in_ten_minutes(watch):
     agents = [agent(), agent()]
     watch(agents, lambda events, lost: agents[1].kills, [SLOW, SLOW], "replace", replaced := {})
     assert [(reason.kind, after) for _, reason, after in agents[1].kills] == [("straggler", True)]
     assert list(replaced) == [1] and replaced[1] <= time.monotonic(), "by the clock that the ten minutes are counted by"
 
 
-def test_a_straggler_that_was_replaced_long_ago_may_be_replaced_again(watch):
+def test_straggler_can_be_replaced_again_after_ten_minutes(watch):
     for minutes, kills in ((11, 1), (9, 0)):
         agents, replaced = [agent(), agent()], {1: time.monotonic() - 60 * minutes}
         other = report(Event("straggler", data={"straggler": 0}))  # heard after it
@@ -192,7 +192,7 @@ def test_a_straggler_that_was_replaced_long_ago_may_be_replaced_again(watch):
         assert len(agents[1].kills) == kills
 
 
-def test_a_straggler_that_could_not_be_replaced_is_tried_again(watch):
+def test_straggler_that_could_not_be_replaced_is_tried_again(watch):
     """Such as one that has committed no step in time: nothing has been done to it."""
     agents, asked = [agent(), agent()], []
     kill = agents[1].kill
@@ -206,7 +206,7 @@ def test_a_straggler_that_could_not_be_replaced_is_tried_again(watch):
     assert len(asked) == 2
 
 
-def test_a_straggler_is_only_reported_unless_the_policy_says_more(watch):
+def test_straggler_is_only_reported_unless_the_policy_says_more(watch):
     agents = [agent(), agent()]
     watch(agents, after(10), [SLOW])
     assert agents[1].kills == []
@@ -222,7 +222,7 @@ def test_a_straggler_whose_agent_is_gone_keeps_no_other_from_being_replaced(watc
     assert list(replaced) == [0], "nothing was done to the other"
 
 
-def test_a_gang_that_hangs_is_ended_as_a_whole_though_the_evidence_is_of_some(watch):
+def test_hang_of_a_large_gang_ends_all_ranks_with_evidence_of_sixteen(watch):
     agents = [agent(waits_for=(rank + 1) % 18, overdue=True) for rank in range(18)]
     (hung,), lost = watch(agents, lambda events, lost: all(each.kills for each in agents))
     assert (hung.kind, hung.rank, hung.message.split(":")[0]) == ("gang_hung", None, "the whole gang is restarted")
@@ -231,14 +231,14 @@ def test_a_gang_that_hangs_is_ended_as_a_whole_though_the_evidence_is_of_some(wa
     assert lost == []
 
 
-def test_of_a_gang_that_hangs_those_without_an_agent_that_answers_are_given_up(watch):
+def test_hang_of_a_gang_gives_up_ranks_whose_agents_do_not_answer(watch):
     agents = [agent(waits_for=1, overdue=True), agent(waits_for=0, overdue=True), agent(silent=True), agent(dead=True)]
     (hung,), lost = watch(agents, lambda events, lost: agents[0].kills and agents[1].kills and lost)
     assert [each["rank"] for each in hung.data["ranks"]] == [0, 1]
     assert lost == [(2, "stands still, and its agent does not answer")]
 
 
-def test_a_rank_without_an_agent_is_no_hang(watch):
+def test_hang_watch_ignores_a_rank_without_an_agent(watch):
     agents = [agent(waits_for=1, overdue=lambda asked: asked < 9), None]
     assert watch(agents, lambda events, lost: agents[0].asked >= 9) == ([], [])
 
@@ -253,7 +253,7 @@ def test_a_rank_without_an_agent_is_no_hang(watch):
         ),
     ],
 )
-def test_where_a_rank_stands_is_said_in_words(watch, status, words):
+def test_hang_event_says_in_words_where_the_rank_stands(watch, status, words):
     hanging = agent()
     hanging.status = status
     (hung,), _ = watch([hanging], lambda events, lost: hanging.kills)
@@ -267,7 +267,7 @@ def test_where_a_rank_stands_is_said_in_words(watch, status, words):
     ("checkpoint", False, "not_saved"), ("checkpoint", True, "hung"), ("restoring", False, "hung"),
     ("snapshot", False, "hung"),
 ])  # fmt: skip
-def test_who_only_waits_for_storage_is_not_at_fault(watch, phase, stopped, kind):
+def test_rank_waiting_for_checkpoint_storage_is_killed_as_not_saved_not_as_hung(watch, phase, stopped, kind):
     waiting = agent()
     record = Position(100, 1, phase, step=3, counts=COUNTS)
     waiting.status = TrainerStatus(100, True, stopped=stopped, standing_seconds=300.0, record=record)
@@ -284,14 +284,14 @@ def test_messages_between_stages_are_of_no_axis(watch):
     assert hung.data["axis"] is None
 
 
-def test_stacks_that_cannot_be_had_keep_nobody_from_being_ended(watch):
+def test_hang_watch_ends_a_rank_whose_stacks_are_unavailable(watch):
     agents = [agent(waits_for=1), agent(overdue=True)]
     agents[1].refuse("stacks", "py-spy is not there")
     (hung,), _ = watch(agents, lambda events, lost: agents[1].kills)
     assert hung.data["stacks"] == ""
 
 
-def test_ranks_that_stand_still_again_later_are_looked_at_again(monkeypatch):
+def test_hang_watch_checks_again_ranks_that_stall_later(monkeypatch):
     monkeypatch.setattr(hangs_and_stragglers, "CONFIRM_SECONDS", 0.0)
     late, events = [agent(overdue=lambda asked: asked > 1), agent(waits_for=0)], []
 
@@ -329,7 +329,7 @@ def on_device(waits=True, kind="all_reduce", pending=3, known=True):
     return made
 
 
-def test_where_devices_wait_for_each_other_nccls_records_say_who_called_something_else(watch):
+def test_hang_of_devices_is_blamed_on_the_rank_that_called_another_collective(watch):
     agents = [on_device(), on_device(kind="all_gather"), on_device()]
     ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
     assert (hung.kind, hung.rank) == ("rank_hung", 1)
@@ -339,7 +339,7 @@ def test_where_devices_wait_for_each_other_nccls_records_say_who_called_somethin
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_where_they_say_nothing_the_network_is_at_fault_and_the_whole_gang_goes(watch, known):
+def test_hang_of_devices_with_agreeing_nccl_records_ends_the_whole_gang(watch, known):
     agents = [on_device(known=known) for _ in range(3)]
     if not known:
         agents[1].refuse("flight_record", "is of a release before")
@@ -348,14 +348,14 @@ def test_where_they_say_nothing_the_network_is_at_fault_and_the_whole_gang_goes(
     assert "all that share collective 3 along world with rank 0 have come to it, and it does not end" in hung.message
 
 
-def test_nccls_records_are_not_asked_for_where_the_culprit_is_known(watch):
+def test_hang_watch_skips_nccl_records_if_the_culprit_is_known(watch):
     agents = [on_device(), on_device(waits=False), on_device()]
     agents[1].flight = FlightRecord()
     ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
     assert (hung.rank, hung.message) == (1, "rank 1 stood still for 1.6 s in forward of micro-batch 2")
 
 
-def test_a_device_that_has_done_all_is_where_its_host_is(watch):
+def test_hang_of_a_rank_with_an_idle_device_is_described_by_its_host(watch):
     agents = [on_device(), on_device(waits=False, pending=0), on_device()]
     ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
     assert hung.message == "rank 1 stood still for 1.6 s in backward of micro-batch 1"

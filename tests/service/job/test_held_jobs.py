@@ -72,7 +72,7 @@ def states(job):
         return [row.state for row in checkpoints.page(session, job.id).items]
 
 
-def test_job_is_held_and_goes_on_by_itself_once_its_checkpoint_can_be_read(job):
+def test_held_job_resumes_by_itself_once_its_checkpoint_is_readable(job):
     async def body():
         await run_and_lose_all(job)
         await job.waited(3)
@@ -116,7 +116,7 @@ def test_rank_that_does_not_run_has_no_pid_while_the_job_is_held(job, how):
     story(body)
 
 
-def test_cancel_ends_a_held_job_at_once(job, monkeypatch):
+def test_held_job_is_cancelled_at_once(job, monkeypatch):
     monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
     monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
 
@@ -147,7 +147,7 @@ def test_held_job_is_paused_at_once_since_nothing_is_to_be_saved(job, monkeypatc
     assert not job.cluster.agents.living and not job.cluster.groups.held
 
 
-def test_next_control_plane_holds_the_job_too_and_says_no_more(job):
+def test_held_job_stays_held_under_the_next_control_plane_without_a_new_event(job):
     async def body():
         await run_and_lose_all(job)
         await job.waited(1)
@@ -166,7 +166,7 @@ def test_next_control_plane_holds_the_job_too_and_says_no_more(job):
     assert job.generations[1][1:] == ("checkpoint", 2)
 
 
-def test_trainer_that_cannot_read_the_checkpoint_is_tried_again_without_end(two_replicas, cluster):
+def test_trainer_that_cannot_read_the_checkpoint_is_retried_without_end(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 1})
 
     async def body():
@@ -185,7 +185,7 @@ def test_trainer_that_cannot_read_the_checkpoint_is_tried_again_without_end(two_
     assert job.row.state == "SUCCEEDED"
 
 
-def test_job_is_held_for_a_checkpoint_too_of_which_nobody_heard_that_it_is_complete(job):
+def test_job_is_held_for_a_checkpoint_whose_completion_was_not_reported(job):
     async def body():
         await job.start()
         await job.watched(1)
@@ -209,7 +209,7 @@ def test_job_is_held_for_a_checkpoint_too_of_which_nobody_heard_that_it_is_compl
     assert states(job) == ["complete"]
 
 
-def test_tokens_that_cannot_be_stored_are_waited_for_without_end_and_the_job_says_so(two_replicas, cluster):
+def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 1})
 
     async def body():
@@ -232,7 +232,7 @@ def test_tokens_that_cannot_be_stored_are_waited_for_without_end_and_the_job_say
     ("kind", "until"),
     [("unreadable_data", "its data can be read"), ("node_exhausted", "a node has what its ranks need")],
 )
-def test_what_a_node_lacks_for_now_is_waited_for_without_end_and_the_job_says_so(two_replicas, cluster, kind, until):
+def test_job_that_a_node_cannot_serve_for_now_is_held_without_end_and_says_why(two_replicas, cluster, kind, until):
     job, why = two_replicas(cluster, recovery={"max_restarts": 1}), "/data cannot be read on a now (Input/output error)"
 
     async def body():
@@ -251,7 +251,7 @@ def test_what_a_node_lacks_for_now_is_waited_for_without_end_and_the_job_says_so
 
 
 @pytest.mark.parametrize("trouble", ["the folder is gone", "an error"])
-def test_job_that_has_succeeded_has_whatever_its_checkpoints_say(job, monkeypatch, trouble):
+def test_finished_job_succeeds_despite_unreadable_checkpoints(job, monkeypatch, trouble):
     async def body():
         await job.start()
         await job.watched(1)
@@ -286,7 +286,7 @@ def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
     assert "held" not in job.log
 
 
-def test_launch_that_is_put_off_for_a_checkpoint_ends_a_row_of_failed_ones(monkeypatch):
+def test_launch_held_for_an_unreadable_checkpoint_resets_failed_launches(monkeypatch):
     """All agents have answered."""
     held = object.__new__(Supervisor)
     held._job = SimpleNamespace(failed_launches=["a failure"])

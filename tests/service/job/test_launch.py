@@ -50,7 +50,7 @@ def read(job, query):
         return query(session)
 
 
-def test_order_says_where_the_rank_is_and_what_its_device_can_do(job, cluster):
+def test_launch_order_has_place_resume_point_and_device_peak_of_its_rank(job, cluster):
     cluster.peak_flops["one"] = 1e12
     at = AgentDescription("host", "127.0.0.1", 1, "one")
     order = order_for(job, 3, at, CommonOrder(7, job.submitted, Resume("snapshot", 5), None, [{"step": 4}]))
@@ -61,7 +61,7 @@ def test_order_says_where_the_rank_is_and_what_its_device_can_do(job, cluster):
     assert job.id in order.snapshot_folder and job.id in order.checkpoint_folder
 
 
-def test_rank_with_a_gpu_computes_there_and_rests_in_place_only_where_that_was_tried(job):
+def test_launch_order_of_a_gpu_rank_allows_in_place_rest_only_after_a_repair_test(job):
     job.cluster.peak_flops["one"] = 1e12  # what its node's CPU can do is nothing to a GPU
     at = AgentDescription("host", "127.0.0.1", 1, "one", devices=("3",))
     order = order_for(job, 0, at, CommonOrder(1, job.submitted))
@@ -78,7 +78,7 @@ def test_rank_with_a_gpu_computes_there_and_rests_in_place_only_where_that_was_t
     assert (on_slot.in_place, on_slot.tries_repair) == (True, False), "links need not be tried"
 
 
-def test_repair_over_nccl_is_tried_by_the_first_generation_and_relied_on_where_it_worked(job, monkeypatch):
+def test_repair_over_nccl_is_tested_in_the_first_generation_and_used_if_it_passed(job, monkeypatch):
     real = [agent.describe for agent in job.gang.agents]
 
     def with_gpu(describe):
@@ -106,7 +106,7 @@ def test_repair_over_nccl_is_tried_by_the_first_generation_and_relied_on_where_i
     assert said == [(True, False), (False, False), (False, True)]
 
 
-def test_launch_writes_who_runs_where(job, cluster):
+def test_launch_records_where_each_rank_runs(job, cluster):
     async def body():
         running = await launch_generation(job, Launch("submitted", counts=False))
         await running.close()
@@ -123,7 +123,7 @@ def test_launch_writes_who_runs_where(job, cluster):
     assert all(agent.backs_up_to is not None for agent in job.gang.agents)
 
 
-def test_launch_that_another_control_plane_began_is_noted_and_backed_up(job, cluster):
+def test_launch_begun_by_another_control_plane_is_recorded_and_backed_up(job, cluster):
     async def body():
         running = await launch_generation(job, Launch("submitted", counts=False))
         await running.close()
@@ -184,7 +184,7 @@ def test_threads_are_decided_when_a_job_first_starts(with_cores, cores, sections
     assert stored.spec["resources"]["threads"] == threads
 
 
-def test_threads_stay_whatever_the_machine_has_later_and_whoever_controls_the_job_then(with_cores, cluster):
+def test_thread_count_of_a_job_stays_after_relaunch_and_resize(with_cores, cluster):
     job = with_cores(8)
     assert threads_launched(job) == [8]
     for agent in job.gang.agents:
@@ -202,7 +202,7 @@ def test_ranks_on_gpus_compute_with_one_thread_as_before(with_cores):
     assert threads_launched(with_cores(64, devices=("0",))) == [1]
 
 
-def test_ranks_are_told_what_was_rolled_back(job):
+def test_launch_orders_include_earlier_roll_backs(job):
     undone = {"step": 4, "samples": [1, 2]}
     job.record.store.write(lambda s: events.append(s, job.id, "rolled_back", "step 4 was undone", data=undone))
 
@@ -224,7 +224,7 @@ def test_rank_is_written_down_with_its_device_and_place(job):
 @pytest.mark.parametrize(
     ("nodes", "expected"), [(("n1", "n1", "n2", "n2"), ["n1", "n1", "n2", "n2"]), ((None,) * 4, ["a", "a", "b", "b"])]
 )
-def test_backups_lie_on_other_nodes_or_where_those_are_unknown_on_other_hosts(job, monkeypatch, nodes, expected):
+def test_launch_places_backups_on_other_nodes_or_hosts(job, monkeypatch, nodes, expected):
     asked = []
 
     async def begin(ranks, at):
@@ -237,7 +237,7 @@ def test_backups_lie_on_other_nodes_or_where_those_are_unknown_on_other_hosts(jo
     assert asked == [(ranks, expected)]
 
 
-def test_without_snapshots_there_is_nothing_to_back_up(store, submit, cluster, monkeypatch):
+def test_launch_without_snapshots_begins_no_backups(store, submit, cluster, monkeypatch):
     job = JobContext.of(store, cluster, submit(checkpoint={"snapshots": "off"}))
     monkeypatch.delattr(launch.rank_backups, "begin")
     asyncio.run(launch._begin_backups(job, {0: AgentDescription("a", "10.0.0.1", 1, "n1")}, 6))
@@ -273,7 +273,7 @@ def test_order_says_with_which_generation_the_state_began(job):
     story(body)
 
 
-def test_ranks_on_one_machine_meet_where_no_other_reaches(store, submit, tmp_path):
+def test_launch_on_one_machine_uses_a_loopback_store(store, submit, tmp_path):
     cluster = FakeCluster(tmp_path, one=4)
     context = JobContext.of(store, cluster, submit(parallel={"tensor": 2, "data": 2}))
 
@@ -285,7 +285,7 @@ def test_ranks_on_one_machine_meet_where_no_other_reaches(store, submit, tmp_pat
     assert cluster.daemons._daemon("one").stores == [(context.id, 1, True)]
 
 
-def test_agent_that_does_not_say_where_it_is_fails_the_launch_before_it_began(job):
+def test_launch_fails_before_it_begins_if_an_agent_does_not_describe_itself(job):
     job.gang.agents[2].lose()
 
     async def body():
@@ -298,7 +298,7 @@ def test_agent_that_does_not_say_where_it_is_fails_the_launch_before_it_began(jo
     assert job.gang.nodes == {0: "one", 1: "one", 2: "two", 3: "two"}, "a place is known of those that are silent too"
 
 
-def test_launch_needs_no_head_of_ray_where_the_daemon_has_answered_before(job, cluster, monkeypatch):
+def test_launch_needs_no_ray_call_if_the_daemon_answered_before(job, cluster, monkeypatch):
     async def away():
         raise ClusterUnavailable(TimeoutError("no answer"))
 
@@ -324,7 +324,7 @@ def test_daemon_that_does_not_answer_fails_the_ranks_on_its_node(job, cluster):
     story(body)
 
 
-def test_agent_that_refuses_its_order_is_a_death_and_nobody_keeps_backups(job):
+def test_launch_order_refused_by_an_agent_is_a_death_and_stops_backups(job):
     job.gang.agents[1].refuse("launch", "no")
 
     async def body():
@@ -344,7 +344,7 @@ def test_agent_that_refuses_its_order_is_a_death_and_nobody_keeps_backups(job):
     assert all(agent.backs_up_to is None for agent in job.gang.agents)
 
 
-def test_whoever_takes_a_generation_over_looks_whether_it_stands_still(job, monkeypatch):
+def test_takeover_of_a_generation_finds_a_rank_that_already_hangs(job, monkeypatch):
     """The report that it does may have gone to the control plane before."""
     monkeypatch.setattr(hangs_and_stragglers, "CONFIRM_SECONDS", 0.0)
     hung = job.gang.agents[2]
@@ -380,7 +380,7 @@ def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_generatio
     story(body)
 
 
-def test_nothing_listens_any_more_when_a_launch_breaks_off(job, monkeypatch):
+def test_launch_that_breaks_off_leaves_no_task_running(job, monkeypatch):
     async def broken(*arguments):
         raise OSError("the disk is full")
 
@@ -395,7 +395,7 @@ def test_nothing_listens_any_more_when_a_launch_breaks_off(job, monkeypatch):
     assert [event.type for event in read(job, lambda s: events.page(s, job.id).items)][-1] == "generation_started"
 
 
-def test_first_step_is_recorded_once_it_is_recorded_who_was_launched(job, monkeypatch):
+def test_first_step_is_recorded_after_the_launch_is(job, monkeypatch):
     launched, steps_before = job.record.launched, []
 
     async def launched_late(*arguments):
@@ -427,14 +427,14 @@ def test_launch_after_a_death_counts_as_a_restart():
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_launch_that_failed_is_tried_again_as_it_was(first):
+def test_launch_that_failed_is_repeated_unchanged(first):
     failed = Launch("rank 1 was killed", True, incident())
     assert launch_after(incident("agent_lost"), "silent", failed, first) is failed
     fresh = Launch("submitted", counts=False)
     assert launch_after(incident("agent_lost"), "silent", fresh, first=True) is fresh
 
 
-def test_launch_for_a_change_that_fails_is_both():
+def test_launch_for_a_resize_that_fails_names_both_causes():
     change, lost = Launch("resized from 1 to 2 replicas", counts=False), incident("agent_lost")
     assert launch_after(lost, "rank 0 was silent", change, first=False) == Launch(
         "resized from 1 to 2 replicas, and rank 0 was silent", True, lost

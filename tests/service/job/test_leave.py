@@ -49,7 +49,7 @@ async def gone(job):
     await job.task
 
 
-def test_paused_job_holds_its_snapshots_alone_and_goes_on_from_them(job, cluster):
+def test_paused_job_holds_only_its_snapshots_and_resumes_from_them(job, cluster):
     async def body():
         await up(job, 1, 2)
         save_checkpoint(job, 2)
@@ -87,7 +87,7 @@ def test_memory_that_is_lost_in_the_pause_is_made_up_for_by_the_checkpoint(job, 
     assert job.generations[1] == ("resumed by the user", "checkpoint", 2)
 
 
-def test_one_agent_that_answers_is_enough_and_each_is_asked_until_one_does(job, cluster):
+def test_pause_asks_one_agent_after_another_until_one_accepts(job, cluster):
     async def body():
         await up(job, 1)
         for agent in job.ranks:
@@ -103,7 +103,7 @@ def test_one_agent_that_answers_is_enough_and_each_is_asked_until_one_does(job, 
     assert job.row.state == "PAUSED"
 
 
-def test_what_is_not_on_disk_is_said(job):
+def test_pause_reports_steps_that_are_on_no_checkpoint(job):
     async def body():
         await up(job, 1, 2)
         for step in (1, 2):
@@ -119,7 +119,7 @@ def test_what_is_not_on_disk_is_said(job):
     )
 
 
-def test_pause_and_resume_are_no_restart_whatever_the_clocks_of_control_planes_say(job):
+def test_pause_and_resume_are_no_restart_despite_clock_differences(job):
     def shift(session):
         generations.of_job(session, job.id)[-1].started_at += 3600.0  # by a clock that is fast, or was set back since
 
@@ -137,7 +137,7 @@ def test_pause_and_resume_are_no_restart_whatever_the_clocks_of_control_planes_s
     assert job.row.restarts == 0
 
 
-def test_job_without_a_checkpoint_says_that_all_its_steps_may_be_lost(job):
+def test_pause_without_a_checkpoint_says_that_all_steps_may_be_lost(job):
     async def body():
         await up(job, 1, 2)
         job.pause()
@@ -159,12 +159,12 @@ def test_job_without_a_checkpoint_says_that_all_its_steps_may_be_lost(job):
         (8, "the newest checkpoint is of step 8", "step 9 is"),
     ],
 )
-def test_without_snapshots_a_state_that_is_not_saved_is_lost_and_nothing_else_is_said(saved, newest, again):
+def test_pause_without_snapshots_says_that_the_unsaved_state_is_lost(saved, newest, again):
     said = leave._not_saved(9, saved, has_snapshots=False)
     assert said == f"the state of step 9 is lost, as checkpoint.snapshots is off: {newest}, and {again} done again"
 
 
-def test_folder_of_checkpoints_that_cannot_be_looked_at_keeps_no_places(job, cluster):
+def test_pause_with_an_unreadable_checkpoint_folder_still_frees_the_places(job, cluster):
     async def body():
         await up(job, 1)
 
@@ -180,7 +180,7 @@ def test_folder_of_checkpoints_that_cannot_be_looked_at_keeps_no_places(job, clu
     assert not cluster.agents.living and not cluster.groups.held
 
 
-def test_save_that_has_not_ended_is_no_checkpoint_that_a_paused_job_has(job):
+def test_pause_does_not_count_an_unfinished_checkpoint_as_saved(job):
     async def body():
         await up(job, 1, 2)
         save_checkpoint(job, 1)
@@ -199,7 +199,7 @@ def test_save_that_has_not_ended_is_no_checkpoint_that_a_paused_job_has(job):
 
 
 @pytest.mark.parametrize("died", ["rank", "agent"])
-def test_rank_that_dies_while_it_is_pausing_is_recovered_from_and_the_pause_is_carried_out(job, cluster, died):
+def test_pause_is_completed_after_recovering_a_rank_that_dies_meanwhile(job, cluster, died):
     async def body():
         await up(job, 1)
         for agent in job.ranks:
@@ -223,7 +223,7 @@ def test_rank_that_dies_while_it_is_pausing_is_recovered_from_and_the_pause_is_c
     assert (job.row.generation, job.row.restarts) == (2, 1)
 
 
-def test_rank_that_is_lost_after_others_have_saved_is_recovered_from(job, cluster):
+def test_pause_recovers_a_rank_lost_after_others_have_saved(job, cluster):
     async def body():
         await up(job, 1)
         job.ranks[0].on_save = lambda agent: [each.save_and_exit() for each in job.ranks[:3]]
@@ -255,7 +255,7 @@ def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
     assert cluster.nothing_held
 
 
-def test_job_that_takes_too_long_to_save_leaves_with_what_it_has(job, monkeypatch):
+def test_pause_that_takes_too_long_to_save_leaves_with_its_snapshots(job, monkeypatch):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
 
     async def body():
@@ -270,7 +270,7 @@ def test_job_that_takes_too_long_to_save_leaves_with_what_it_has(job, monkeypatc
     assert all(steps == [1, 2] for steps in job.cluster.agents.memory["one"].values())
 
 
-def test_pause_of_a_job_that_finds_no_place_to_save_in_needs_none(job, cluster):
+def test_pause_of_a_job_without_places_to_save_in_ends_at_once(job, cluster):
     def refuse():
         raise NotPlaced("there is no room")
 
@@ -332,7 +332,7 @@ def test_cancel_of_a_job_that_is_pausing(job, cluster, monkeypatch, when):
 
 
 @pytest.mark.parametrize("at", ["asked", "noted", "released"])
-def test_next_control_plane_carries_a_pause_on(job, cluster, monkeypatch, at):
+def test_pause_is_continued_by_the_next_control_plane(job, cluster, monkeypatch, at):
     async def body():
         await up(job, 1)
         if at == "asked":
@@ -369,7 +369,7 @@ def test_next_control_plane_carries_a_pause_on(job, cluster, monkeypatch, at):
     assert cluster.nothing_held
 
 
-def test_pause_ends_a_change_that_is_only_prepared(two_replicas, cluster):
+def test_pause_abandons_a_prepared_resize(two_replicas, cluster):
     job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 3})
     starting = asyncio.Event()
 
@@ -427,7 +427,7 @@ def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_long_aga
     assert job.row.state == "SUCCEEDED"
 
 
-def test_time_that_was_up_before_anything_was_launched_launches_nothing(two_replicas, cluster, monkeypatch):
+def test_job_whose_time_is_up_before_its_launch_launches_nothing(two_replicas, cluster, monkeypatch):
     job = two_replicas(cluster, max_duration=0.0001)
     start = cluster.agents.start
 
@@ -445,7 +445,7 @@ def test_time_that_was_up_before_anything_was_launched_launches_nothing(two_repl
     assert cluster.nothing_held
 
 
-def test_supervisor_that_is_told_before_it_runs_remembers(store, submit, cluster):
+def test_supervisor_remembers_a_pause_requested_before_it_runs(store, submit, cluster):
     supervisor = Supervisor(JobContext.of(store, cluster, submit()))
     supervisor.pause()
     assert supervisor._job.leaving.is_set()

@@ -78,7 +78,7 @@ async def placed_on(job, *nodes):
     await job.watched(2)
 
 
-def test_state_is_saved_and_kept_and_goes_on_where_there_is_room(job, cluster):
+def test_drained_job_saves_its_state_and_resumes_where_there_is_room(job, cluster):
     async def body():
         await up(job, 1, 2, saved=[2])
         drain(job, 10.0)
@@ -102,7 +102,7 @@ def test_state_is_saved_and_kept_and_goes_on_where_there_is_room(job, cluster):
     assert cluster.nothing_held
 
 
-def test_nodes_that_are_gone_by_then_are_made_up_for_by_the_checkpoint(job, cluster):
+def test_drained_job_whose_old_nodes_are_gone_resumes_from_its_checkpoint(job, cluster):
     async def body():
         await up(job, 1, 2, saved=[2])
         drain(job, 10.0)
@@ -117,7 +117,7 @@ def test_nodes_that_are_gone_by_then_are_made_up_for_by_the_checkpoint(job, clus
     assert job.row.restarts == 0
 
 
-def test_room_is_waited_for_while_there_is_time_to_save(job, cluster):
+def test_drained_job_waits_for_room_while_there_is_time_to_save(job, cluster):
     async def body():
         await up(job, 1, saved=[1])
         drain(job, LATER)
@@ -135,7 +135,7 @@ def test_room_is_waited_for_while_there_is_time_to_save(job, cluster):
     assert job.log == [*UP, *NOTICED, "drain_waiting", "RESIZING", "not_saved", "QUEUED"]
 
 
-def test_without_a_deadline_it_stays(job, cluster):
+def test_job_stays_on_a_drained_node_without_a_deadline(job, cluster):
     async def body():
         await up(job, 1)
         drain(job, None)
@@ -148,7 +148,7 @@ def test_without_a_deadline_it_stays(job, cluster):
     assert job.message("drain_waiting") == "there is no room elsewhere; it stays until there is, or until the end"
 
 
-def test_node_of_others_that_ends_sooner_is_none_of_its_business(job, cluster):
+def test_job_ignores_the_deadline_of_a_node_it_does_not_use(job, cluster):
     async def body():
         await up(job, 1)
         cluster.nodes.drain("of others", 1.0)
@@ -160,7 +160,7 @@ def test_node_of_others_that_ends_sooner_is_none_of_its_business(job, cluster):
     assert job.log == [*UP, *NOTICED, "drain_waiting", "SUCCEEDED"]
 
 
-def test_one_node_of_two_is_enough_where_the_size_is_fixed(job, cluster):
+def test_job_of_fixed_size_leaves_both_nodes_when_one_is_drained(job, cluster):
     async def body():
         await up(job, 1)
         drain(job, SOON, "two")
@@ -171,7 +171,7 @@ def test_one_node_of_two_is_enough_where_the_size_is_fixed(job, cluster):
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
 
 
-def test_room_elsewhere_is_used_while_it_can_be_ready_in_time(two_replicas, tmp_path):
+def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster)
 
@@ -193,7 +193,7 @@ def test_room_elsewhere_is_used_while_it_can_be_ready_in_time(two_replicas, tmp_
     assert job.row.message == "its nodes go away sooner than it could move; it continues elsewhere"
 
 
-def test_rank_that_dies_while_the_state_is_saved_is_recovered_from_and_all_are_asked_again(job, cluster):
+def test_drained_job_recovers_a_rank_that_dies_while_saving_and_saves_again(job, cluster):
     async def body():
         await up(job, 1, saved=[1])
         none_saves(job)
@@ -212,7 +212,7 @@ def test_rank_that_dies_while_the_state_is_saved_is_recovered_from_and_all_are_a
     assert (job.row.reason, job.row.generation, job.row.restarts) == ("nodes_to_be_left", 2, 1)
 
 
-def test_nodes_that_go_too_early_leave_it_in_the_queue_with_what_was_saved_before(job, cluster):
+def test_drained_job_whose_nodes_go_too_early_is_queued_with_older_state(job, cluster):
     async def body():
         await up(job, 1, 2, saved=[1])
         none_saves(job)
@@ -231,7 +231,7 @@ def test_nodes_that_go_too_early_leave_it_in_the_queue_with_what_was_saved_befor
     assert job.generations[1][1:] == ("checkpoint", 1)
 
 
-def test_saving_that_takes_too_long_ends_with_what_is_saved(job, monkeypatch):
+def test_drained_job_that_saves_too_slowly_leaves_with_what_is_saved(job, monkeypatch):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
 
     async def body():
@@ -262,7 +262,7 @@ def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
     ("wish", "states"), [("pause", ["PAUSING", "PAUSED"]), ("cancel", ["CANCELLING", "CANCELLED"])]
 )
 @pytest.mark.parametrize("when", ["saving", "leaving"])
-def test_what_its_user_wants_meanwhile_comes_first(job, cluster, monkeypatch, wish, states, when):
+def test_pause_or_cancel_while_leaving_a_node_takes_precedence(job, cluster, monkeypatch, wish, states, when):
     release = cluster.release
 
     async def late_wish(*arguments, **options):
@@ -290,7 +290,7 @@ def test_what_its_user_wants_meanwhile_comes_first(job, cluster, monkeypatch, wi
 
 
 @pytest.mark.parametrize("at", ["asked", "saved", "noted", "released"])
-def test_next_control_plane_carries_it_on(job, cluster, monkeypatch, at):
+def test_drained_job_is_carried_on_by_the_next_control_plane(job, cluster, monkeypatch, at):
     async def body():
         await up(job, 1, saved=[1])
         held, release = asyncio.Event(), cluster.release
@@ -329,7 +329,7 @@ def test_next_control_plane_carries_it_on(job, cluster, monkeypatch, at):
     assert cluster.nothing_held
 
 
-def test_next_control_plane_finds_nobody_left_to_ask(job, cluster):
+def test_drained_job_without_agents_is_queued_by_the_next_control_plane(job, cluster):
     async def body():
         await up(job, 1, saved=[1])
         none_saves(job)
@@ -345,7 +345,7 @@ def test_next_control_plane_finds_nobody_left_to_ask(job, cluster):
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
 
 
-def test_control_plane_that_dies_once_it_is_placed_again_has_it_placed_once_more(job, cluster):
+def test_drained_job_is_placed_again_if_its_control_plane_dies_after_placement(job, cluster):
     """What had ended the generation before is history by then."""
 
     async def body():
@@ -363,7 +363,7 @@ def test_control_plane_that_dies_once_it_is_placed_again_has_it_placed_once_more
     assert job.row.state == "SUCCEEDED"
 
 
-def test_pause_in_the_queue_and_a_resume_go_on_as_ever(job, cluster):
+def test_job_queued_off_a_drained_node_can_be_paused_and_resumed(job, cluster):
     async def body():
         await up(job, 1, saved=[1])
         drain(job, SOON)
@@ -380,13 +380,13 @@ def test_pause_in_the_queue_and_a_resume_go_on_as_ever(job, cluster):
     assert job.generations[1][0] == "resumed by the user"
 
 
-def test_no_other_places_are_asked_for_by_a_job_that_leaves_since_there_are_none():
+def test_job_that_leaves_for_lack_of_room_asks_for_no_other_places():
     launch = Launch("why", counts=True)
     assert while_leaving(Reacquire(launch), False, False, no_room=True) == Leave()
     assert while_leaving(launch, False, False, no_room=True) == launch, "it has places, and goes on there to be saved"
 
 
-def test_reason_is_that_of_the_contract(job):
+def test_drained_job_in_the_queue_has_the_documented_reason(job):
     async def body():
         await up(job, 1)
         drain(job, SOON)

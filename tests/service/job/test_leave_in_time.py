@@ -42,7 +42,7 @@ def seconds_until_overdue(monkeypatch):
 
 @pytest.mark.parametrize("for_the_queue", [False, True], ids=["pause", "for_the_queue"])
 @pytest.mark.parametrize(("paused_ago", "seconds"), [(0.0, 300.0), (200.0, 100.0), (400.0, 70.0), (-50.0, 300.0)])
-def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
+def test_pause_is_overdue_after_the_allowed_time_under_any_control_plane(
     store, started, cluster, seconds_until_overdue, paused_ago, seconds, for_the_queue
 ):
     def pause(session):
@@ -66,7 +66,7 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
         ("auto", "none", "hangs", None),
     ],
 )
-def test_store_that_does_not_answer_is_waited_for_longest_where_nothing_else_will_be_left(
+def test_job_waits_longest_for_a_hanging_store_if_nothing_else_would_be_left(
     store, submit, cluster, monkeypatch, seconds_until_overdue, snapshots, no_room, save, leaves_after
 ):
     """A save has six times what the job needs for one: 2 * 2 s, and 10 s. However long a step takes meanwhile."""
@@ -90,7 +90,7 @@ def test_store_that_does_not_answer_is_waited_for_longest_where_nothing_else_wil
         ("backward", 0, False, SAVE_SECONDS),
     ],
 )
-def test_store_that_does_not_answer_before_the_save_is_seen_by_what_rank_0_does(
+def test_job_judges_a_hanging_store_by_the_progress_of_rank_0(
     store, submit, cluster, monkeypatch, seconds_until_overdue, phase, commits_every, silent, leaves_after
 ):
     """It lists the store first, or deletes what is old there, and moves in between."""
@@ -123,14 +123,14 @@ def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, 
     assert seconds_until_overdue(context) == SAVE_SECONDS
 
 
-def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, seconds_until_overdue):
+def test_job_whose_time_is_up_has_as_long_to_save_as_a_paused_one(store, started, cluster, seconds_until_overdue):
     context = JobContext.of(store, cluster, started)
     store.write(lambda s: setattr(jobs.states_over_time(s, started.id)[-1], "time", 5.0))  # it started long ago
     assert seconds_until_overdue(context) == SAVE_SECONDS
 
 
 @pytest.mark.parametrize("limit", [None, 1000.0])
-def test_job_that_is_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
+def test_job_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.0)
     job = two_replicas(cluster, **({} if limit is None else {"max_duration": limit}))
     context = JobContext.of(job.store, cluster, job.row)
@@ -172,5 +172,5 @@ LAUNCH = Launch("why", counts=True)
         (End(JobState.SUCCEEDED), True, True, False),
     ],
 )
-def test_job_that_is_to_leave_does_what_its_newest_state_needs_and_no_more(action, unlaunched, overdue, leaves):
+def test_leaving_job_does_only_what_its_newest_state_needs(action, unlaunched, overdue, leaves):
     assert while_leaving(action, unlaunched, overdue) == (Leave() if leaves else action)

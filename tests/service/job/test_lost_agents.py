@@ -46,7 +46,7 @@ def replace(job, history=(), lost=(2,)):
 
 
 @pytest.mark.parametrize("history", [[], failures("two", AVOID_FAILURES - 1), failures("two", kind="exception")])
-def test_lost_rank_gets_another_agent_in_its_place(placed, history):
+def test_lost_rank_gets_a_new_agent_in_its_place(placed, history):
     job = placed()
     before = list(job.gang.agents)
     assert replace(job, history)
@@ -55,7 +55,7 @@ def test_lost_rank_gets_another_agent_in_its_place(placed, history):
     assert job.departing == []
 
 
-def test_replica_leaves_a_node_that_keeps_failing_it(placed):
+def test_replica_moves_off_a_node_that_keeps_failing_it(placed):
     job = placed()
     assert replace(job, failures("two"))
     assert nodes_of(job) == ["one", "one", "three", "three"]
@@ -65,14 +65,14 @@ def test_replica_leaves_a_node_that_keeps_failing_it(placed):
     assert [agent.node for agent in departing.agents] == ["two"], "its snapshots are fetched from there"
 
 
-def test_node_that_keeps_failing_is_better_than_none(placed):
+def test_replica_stays_on_a_failing_node_if_there_is_no_other(placed):
     job = placed()
     del job.cluster.nodes.slots["three"]
     assert replace(job, failures("two"))
     assert nodes_of(job) == ["one", "one", "two", "two"]
 
 
-def test_replica_whose_node_is_lost_goes_elsewhere(placed):
+def test_replica_on_a_lost_node_is_placed_elsewhere(placed):
     job = placed()
     job.cluster.lose_node("two")
     assert replace(job, lost=(2, 3))
@@ -81,7 +81,7 @@ def test_replica_whose_node_is_lost_goes_elsewhere(placed):
 
 
 @pytest.mark.parametrize("gone", ["node", "place"])
-def test_agents_that_did_not_answer_are_killed_and_not_asked_again(placed, gone, monkeypatch):
+def test_silent_agents_are_killed_and_not_asked_again(placed, gone, monkeypatch):
     """Each would be waited for once more. The others of the replica end their trainers first."""
     job = placed()
     silent, other = before = job.gang.agents[2:]
@@ -104,7 +104,7 @@ def test_agents_that_did_not_answer_are_killed_and_not_asked_again(placed, gone,
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_where_there_is_no_room_the_others_go_on_alone_if_they_may(placed, store, elastic):
+def test_elastic_gang_shrinks_if_a_lost_replica_finds_no_room(placed, store, elastic):
     job = placed(**({"elastic": {"min_data": 1}} if elastic else {}))
     del job.cluster.nodes.slots["three"]
     job.cluster.lose_node("two")
@@ -116,7 +116,7 @@ def test_where_there_is_no_room_the_others_go_on_alone_if_they_may(placed, store
         assert (job.gang.layout.data, nodes_of(job)) == (1, ["one", "one"])
 
 
-def test_gang_of_which_nobody_is_left_is_placed_anew_away_from_nodes_that_keep_failing(placed):
+def test_gang_without_agents_is_placed_anew_away_from_failing_nodes(placed):
     job = placed()
     assert not replace(job, lost=(0, 1, 2, 3))
     asyncio.run(job.gang.release())
@@ -124,7 +124,7 @@ def test_gang_of_which_nobody_is_left_is_placed_anew_away_from_nodes_that_keep_f
     assert nodes_of(job) == ["two", "two", "three", "three"]
 
 
-def test_gang_that_had_shrunk_is_placed_anew_as_large_as_its_user_wants_it(placed):
+def test_shrunk_gang_is_placed_anew_at_the_size_its_user_wants(placed):
     job = placed(elastic={"min_data": 1, "max_data": 2})
     asyncio.run(job.gang.release())
     job.gang.spec = resized(job.submitted, 1)
@@ -132,7 +132,7 @@ def test_gang_that_had_shrunk_is_placed_anew_as_large_as_its_user_wants_it(place
     assert job.gang.layout.data == 2
 
 
-def test_gang_for_which_there_is_no_room_waits_for_the_layout_that_it_has(placed):
+def test_gang_without_room_waits_for_its_current_layout(placed):
     job = placed(elastic={"min_data": 1, "max_data": 2})
     asyncio.run(job.gang.release())
     job.gang.spec = resized(job.submitted, 1)

@@ -49,7 +49,7 @@ def orders(cluster):
     return [len(agent.orders) for agent in cluster.agents.living.values()]
 
 
-def test_gang_of_a_later_generation_is_taken_over_as_it_is(two_replicas, cluster):
+def test_gang_newer_than_a_restored_database_is_adopted(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -70,7 +70,7 @@ def test_gang_of_a_later_generation_is_taken_over_as_it_is(two_replicas, cluster
     assert cluster.nothing_held
 
 
-def test_owner_goes_on_above_the_highest_epoch_that_an_agent_knows(two_replicas, cluster, monkeypatch):
+def test_owner_epoch_after_a_restore_exceeds_those_known_to_agents(two_replicas, cluster, monkeypatch):
     """Else the agents would take its orders for those of one that was replaced."""
     job, epochs = two_replicas(cluster), []
 
@@ -92,7 +92,7 @@ def test_owner_goes_on_above_the_highest_epoch_that_an_agent_knows(two_replicas,
     story(body)
 
 
-def test_ranks_that_do_not_answer_are_replaced_and_the_others_stay(two_replicas, cluster):
+def test_silent_ranks_after_a_restore_are_replaced_and_others_stay(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -113,7 +113,7 @@ def test_ranks_that_do_not_answer_are_replaced_and_the_others_stay(two_replicas,
     assert cluster.nothing_held
 
 
-def test_gang_of_another_size_is_taken_over_in_its_size(two_replicas, cluster):
+def test_gang_of_another_size_than_a_restored_database_is_adopted_in_its_size(two_replicas, cluster):
     job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 2})
 
     async def body():
@@ -138,7 +138,7 @@ def test_gang_of_another_size_is_taken_over_in_its_size(two_replicas, cluster):
 
 
 @pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "PAUSING", "FAILED", "RESIZING", "STARTING", "RECOVERING"])
-def test_job_runs_on_whatever_it_was_when_the_backup_was_made(two_replicas, cluster, state):
+def test_job_keeps_running_whatever_its_state_in_the_restored_database(two_replicas, cluster, state):
     job = two_replicas(cluster)
 
     async def body():
@@ -158,7 +158,7 @@ def test_job_runs_on_whatever_it_was_when_the_backup_was_made(two_replicas, clus
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "CANCELLED"])
-def test_what_is_over_for_good_stays_so(two_replicas, cluster, state):
+def test_finished_job_of_an_older_database_stays_finished(two_replicas, cluster, state):
     job = two_replicas(cluster)
 
     async def body():
@@ -170,7 +170,7 @@ def test_what_is_over_for_good_stays_so(two_replicas, cluster, state):
     assert job.row.state == state
 
 
-def test_cancel_that_was_under_way_is_carried_out(two_replicas, cluster):
+def test_cancel_in_a_restored_database_is_carried_out(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -184,7 +184,7 @@ def test_cancel_that_was_under_way_is_carried_out(two_replicas, cluster):
     assert cluster.nothing_held
 
 
-def test_job_of_which_nothing_runs_after_a_restore_waits_for_its_user(two_replicas, cluster):
+def test_job_without_agents_after_a_restore_waits_for_its_user(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -206,7 +206,7 @@ def test_job_of_which_nothing_runs_after_a_restore_waits_for_its_user(two_replic
     assert job.row.state == "SUCCEEDED"
 
 
-def test_restore_of_long_ago_is_no_reason_to_pause(two_replicas, cluster):
+def test_old_restore_does_not_pause_a_job(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -226,7 +226,7 @@ def test_restore_of_long_ago_is_no_reason_to_pause(two_replicas, cluster):
     assert job.row.state == "SUCCEEDED"
 
 
-def test_generation_after_a_restore_is_above_those_that_left_checkpoints(two_replicas, cluster):
+def test_generation_after_a_restore_exceeds_those_that_left_checkpoints(two_replicas, cluster):
     job = two_replicas(cluster)
     job.store.write(lambda s: restored.know_generation(s, job.id, 7))
 
@@ -244,7 +244,7 @@ def described(generation, rank, sizes=(1, 1, 2)):
     return AgentDescription("host", "127.0.0.1", 1, generation=generation, rank=rank, sizes=sizes, trainer_pid=5)
 
 
-def test_newest_gang_is_the_one_that_counts():
+def test_newest_gang_among_agents_is_the_one_adopted():
     about = {"a": described(3, 0), "b": described(3, 1), "c": described(2, 1), "d": described(0, None, ())}
     gang = newer_gang(2, about)
     assert (gang.generation, gang.tensor, gang.pipeline, gang.data) == (3, 1, 1, 2)

@@ -68,7 +68,7 @@ def raises(monkeypatch, name, *errors):
 
 
 @pytest.mark.parametrize("where", ["_first", "_start", "_launch", "_watch", "_recover", "_end"])
-def test_error_of_our_own_ends_no_job(owned, monkeypatch, where):
+def test_supervision_error_ends_no_job(owned, monkeypatch, where):
     errors = [RuntimeError("nobody expected this"), KeyError("nor this")][: 1 if where == "_start" else 2]
     raises(monkeypatch, where, *errors)
 
@@ -89,7 +89,7 @@ def test_error_of_our_own_ends_no_job(owned, monkeypatch, where):
     assert owned.cluster.nothing_held
 
 
-def test_same_error_is_said_once(owned, monkeypatch):
+def test_repeated_supervision_error_is_reported_once(owned, monkeypatch):
     raises(monkeypatch, "_start", *[RuntimeError("again")] * 5)
     raises(monkeypatch, "_adopt", *[RuntimeError("again")] * 5)
 
@@ -103,7 +103,7 @@ def test_same_error_is_said_once(owned, monkeypatch):
     assert owned.log.count("supervision_failed") == 1
 
 
-def test_cancel_ends_the_pause_after_an_error(owned, monkeypatch):
+def test_cancel_ends_the_retry_pause_after_a_supervision_error(owned, monkeypatch):
     monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 1000.0)
     monkeypatch.setattr(owning, "MAX_BACKOFF_SECONDS", 1000.0)
     raises(monkeypatch, "_launch", RuntimeError("nobody expected this"))
@@ -121,7 +121,7 @@ def test_cancel_ends_the_pause_after_an_error(owned, monkeypatch):
 
 
 @pytest.mark.parametrize("wish", ["resize", "drain"])
-def test_change_that_is_wanted_while_nobody_looks_after_the_job_is_made_later(owned, cluster, monkeypatch, wish):
+def test_resize_or_drain_requested_between_supervisors_is_made_later(owned, cluster, monkeypatch, wish):
     monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 1000.0)  # it does not look by itself
     job, wanted = owned, asyncio.Event()
 
@@ -151,7 +151,7 @@ def write_spec_of_another_release(owned):
     owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
 
 
-def test_spec_of_another_release_leaves_the_ranks_alone_until_the_job_is_cancelled(owned, cluster):
+def test_job_with_a_spec_of_another_release_trains_on_until_cancelled(owned, cluster):
     async def body():
         await owned.start()
         await owned.watched(1)
@@ -181,7 +181,7 @@ def other_release(agent):
     agent.describe = describe
 
 
-def test_agents_of_another_release_train_on_until_a_release_that_speaks_to_them_takes_over(owned, cluster):
+def test_job_with_agents_of_another_release_trains_on_until_that_release_returns(owned, cluster):
     async def body():
         await owned.start()
         await owned.watched(1)
@@ -245,7 +245,7 @@ def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
     assert owned.row.state == "SUCCEEDED"
 
 
-def test_spec_of_another_release_is_paused_with_what_is_in_memory(owned, cluster):
+def test_job_with_a_spec_of_another_release_is_paused_with_its_snapshots(owned, cluster):
     async def body():
         await owned.start()
         await owned.watched(1)
@@ -262,13 +262,13 @@ def test_spec_of_another_release_is_paused_with_what_is_in_memory(owned, cluster
     assert all(cluster.agents.memory["one"].values())
 
 
-def test_paused_job_is_nobodys(store, submit, cluster):
+def test_owner_of_a_paused_job_returns_at_once(store, submit, cluster):
     job = submit()
     store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
     asyncio.run(JobOwner(store, cluster, job.id).run(None))
 
 
-def test_final_job_is_nobodys(store, started, cluster):
+def test_owner_of_a_final_job_returns_at_once(store, started, cluster):
     store.write(lambda s: jobs.transition(s, started.id, JobState.FAILED))
     asyncio.run(JobOwner(store, cluster, started.id).run(None))
     with store.read() as session:
@@ -313,7 +313,7 @@ def test_locked_database_stops_no_trainer_and_loses_no_report(owned, cluster, mo
     assert "supervision_failed" not in owned.log
 
 
-def test_database_that_takes_longer_than_a_launch_may_fails_no_launch(owned, monkeypatch):
+def test_slow_database_does_not_fail_a_launch(owned, monkeypatch):
     """What agents may take is limited; what the database takes says nothing about them."""
     begin, generations = JobRecord.begin, JobRecord.generations
 
@@ -402,35 +402,35 @@ def log_of(store):
         return list(session.scalars(select(Event.type)))
 
 
-def test_pauses_grow_up_to_half_a_minute_and_only_the_first_try_has_the_places_of_the_queue(tried):
+def test_supervisor_retry_pauses_are_capped_and_only_the_first_try_has_queue_places(tried):
     asked, paused = tried(*[RuntimeError("again")] * 8, True)
     assert paused == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert asked == [7] + [None] * 8
 
 
-def test_supervisor_that_lived_for_a_minute_has_failed_for_another_reason(tried):
+def test_supervisor_that_lived_a_minute_resets_the_retry_pause(tried):
     error = RuntimeError("again")
     _, paused = tried(error, error, error, error, True, lived=[0.0, 60.0, 61.0, 0.0, 0.0])
     assert paused == [0.5, 1.0, 0.5, 1.0]
 
 
-def test_job_that_is_left_alone_is_looked_at_again(tried):
+def test_unsupervised_job_is_looked_at_again(tried):
     assert tried(False, False, True) == ([7, None, None], [0.5, 1.0])
 
 
-def test_uncertainty_about_the_lease_is_no_failure_of_supervision(tried, store):
+def test_lease_uncertainty_is_no_supervision_failure(tried, store):
     assert tried(LeaseUncertain("job_1"), True) == ([7, None], [0.5])
     assert "supervision_failed" not in log_of(store)
 
 
-def test_job_of_another_control_plane_is_let_go(tried, store):
+def test_job_leased_by_another_control_plane_is_released(tried, store):
     with pytest.raises(LeaseLost):
         tried(LeaseLost("job_1"))
     assert "supervision_failed" not in log_of(store)
 
 
 @pytest.mark.parametrize("wish", ["cancel", "pause"])
-def test_wish_ends_the_pause_at_hand_and_no_later_one(store, submit, cluster, wish):
+def test_cancel_or_pause_ends_the_current_wait_of_an_owner_only(store, submit, cluster, wish):
     owner = JobOwner(store, cluster, submit().id)
 
     async def body():

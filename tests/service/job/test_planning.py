@@ -35,7 +35,7 @@ def plan(job, generation=1, where=None):
         return plans.newest(session, job.id)
 
 
-def test_it_is_planned_for_the_nodes_that_it_is_on(job, monkeypatch):
+def test_plan_of_a_running_job_is_for_the_nodes_it_runs_on(job, monkeypatch):
     clusters = []
     planned = planning.planned
     monkeypatch.setattr(planning, "planned", lambda spec, cluster: clusters.append(cluster) or planned(spec, cluster))
@@ -46,7 +46,7 @@ def test_it_is_planned_for_the_nodes_that_it_is_on(job, monkeypatch):
     assert (cluster.nodes, cluster.gpus_per_node, cluster.machine.cores) == (2, 2, 2)
 
 
-def test_it_is_planned_with_the_threads_that_its_ranks_compute_with(job, monkeypatch):
+def test_plan_of_a_running_job_uses_the_threads_of_its_ranks(job, monkeypatch):
     """Which may have been decided after its spec was read."""
     threads = []
 
@@ -60,7 +60,7 @@ def test_it_is_planned_with_the_threads_that_its_ranks_compute_with(job, monkeyp
     assert threads == [2]
 
 
-def test_a_layout_is_planned_once(job, monkeypatch):
+def test_layout_of_a_running_job_is_planned_once(job, monkeypatch):
     first = plan(job)
     monkeypatch.setattr(planning, "planned", lambda *_: pytest.fail("planned again"))
     job.record.store.write(lambda s: generations.begin(s, job.id, "rank_died", True))
@@ -69,7 +69,7 @@ def test_a_layout_is_planned_once(job, monkeypatch):
     assert plan(job, 2).plan == first.plan
 
 
-def test_on_other_nodes_a_layout_is_planned_again(job):
+def test_plan_of_a_layout_is_made_again_on_other_nodes(job):
     """Else what its steps take there would be told of the nodes that it was on before."""
     first = plan(job)
     job.record.store.write(lambda s: generations.begin(s, job.id, "node_lost", True))
@@ -78,7 +78,7 @@ def test_on_other_nodes_a_layout_is_planned_again(job):
     assert second.plan["planned"]["cluster"]["cores"] == 16 != first.plan["planned"]["cluster"]["cores"]
 
 
-def test_what_could_not_be_planned_is_tried_again(job, monkeypatch):
+def test_plan_that_failed_is_tried_again_in_the_next_generation(job, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(planning, "this_node", lambda _: (_ for _ in ()).throw(InvalidCalibration("cut short")))
         assert "cut short" in plan(job).plan["problem"]
@@ -86,13 +86,13 @@ def test_what_could_not_be_planned_is_tried_again(job, monkeypatch):
     assert plan(job, 2).plan["problem"] is None
 
 
-def test_gpus_of_no_known_type_are_a_sentence(job):
+def test_plan_for_gpus_of_an_unknown_type_has_a_problem_text(job):
     kept = plan(job, where={0: AgentDescription("host", "127.0.0.1", 1, node="one", devices=("0",))})
     assert kept.plan["planned"] is None
     assert "could not be planned" in kept.plan["problem"] and "Ray does not know" in kept.plan["problem"]
 
 
-def test_whatever_goes_wrong_is_a_sentence_and_nothing_else(job, monkeypatch):
+def test_errors_of_planning_are_stored_as_a_problem_and_never_raised(job, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("of all things")
 

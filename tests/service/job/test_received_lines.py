@@ -33,14 +33,14 @@ def texts_in(folder):
     return [line.text for line in read_page(LogFiles(folder), {}).lines]
 
 
-def test_lines_are_read_as_those_of_other_jobs(folder):
+def test_received_log_lines_are_readable_like_local_ones(folder):
     take(ReceivedLines(folder), 3, "one", "two", generation=2, rank=4)
     first, second = read_page(LogFiles(folder), {}).lines
     assert (first.text, second.text) == ("one", "two")
     assert (first.rank, first.generation, first.stream, first.time) == (4, 2, "stderr", 7.5)
 
 
-def test_report_that_comes_again_to_the_same_or_the_next_control_plane_changes_nothing(folder):
+def test_received_report_of_lines_is_stored_once_across_control_planes(folder):
     lines = ReceivedLines(folder)
     for sequence in (1, 2, 2, 1):
         take(lines, sequence, f"of {sequence}", "and more")
@@ -49,14 +49,14 @@ def test_report_that_comes_again_to_the_same_or_the_next_control_plane_changes_n
     assert texts_in(folder) == ["of 1", "and more", "of 2", "and more", "of 3"]
 
 
-def test_next_agent_of_a_rank_begins_to_count_anew(folder):
+def test_received_lines_of_a_new_agent_are_counted_anew(folder):
     take(ReceivedLines(folder), 9, "first agent")
     take(ReceivedLines(folder), 1, "second agent", generation=2)
     assert texts_in(folder) == ["first agent", "second agent"]
 
 
 @pytest.mark.parametrize("damage", [b'{"generation": 5, "sequ', b"no JSON at all\n", b"[]\n"])
-def test_line_that_was_cut_short_by_a_crash_loses_nothing_that_comes_after_it(folder, damage):
+def test_log_line_cut_short_by_a_crash_loses_no_later_line(folder, damage):
     take(ReceivedLines(folder), 1, "before")
     with (folder / "rank-00000.jsonl").open("ab") as file:
         file.write(damage)
@@ -65,7 +65,7 @@ def test_line_that_was_cut_short_by_a_crash_loses_nothing_that_comes_after_it(fo
     assert texts_in(folder)[0] == "before" and texts_in(folder)[-1] == "after"
 
 
-def test_disk_that_does_not_answer_keeps_nobody_else_from_the_threads_of_the_loop(folder):
+def test_received_lines_on_a_hanging_disk_leave_other_threads_free(folder):
     lines, printed = ReceivedLines(folder), Printed("stdout", ("late",))
 
     async def body():
@@ -80,7 +80,7 @@ def test_disk_that_does_not_answer_keeps_nobody_else_from_the_threads_of_the_loo
     assert texts_in(folder) == ["late"]
 
 
-def test_disk_that_takes_nothing_loses_lines_and_raises_nothing(folder, caplog):
+def test_received_lines_are_lost_with_a_log_entry_if_the_disk_is_unusable(folder, caplog):
     folder.write_text("a file in the folder's place")
     take(ReceivedLines(folder), 1, "lost")
     assert "1 lines of rank 0 are lost" in caplog.text
@@ -90,14 +90,14 @@ def test_disk_that_takes_nothing_loses_lines_and_raises_nothing(folder, caplog):
 
 
 @pytest.mark.parametrize("be", [os.mkfifo, Path.mkdir])
-def test_what_is_no_file_in_the_place_of_a_log_is_waited_for_by_nobody_and_replaced(folder, be):
+def test_pipe_or_folder_in_the_place_of_a_log_is_replaced(folder, be):
     folder.mkdir()
     be(folder / "rank-00000.jsonl")
     take(ReceivedLines(folder), 1, "kept")
     assert texts_in(folder) == ["kept"]
 
 
-def test_disk_that_does_not_answer_holds_up_no_report(folder, monkeypatch):
+def test_received_lines_on_a_hanging_disk_delay_no_report(folder, monkeypatch):
     """The death of the rank is in one of them."""
     lines = ReceivedLines(folder)
     monkeypatch.setattr(received_lines, "DISK_SECONDS", 0.01)

@@ -35,7 +35,7 @@ def reached(record, step):
     record.store.write(note)
 
 
-def test_job_that_begins_again_though_it_had_taken_steps_says_so(record):
+def test_state_lost_event_is_written_when_a_job_restarts_from_nothing(record):
     assert "state_lost" not in begun(record, Resume())
     reached(record, 7)
     assert begun(record, Resume()).count("state_lost") == 1
@@ -44,7 +44,7 @@ def test_job_that_begins_again_though_it_had_taken_steps_says_so(record):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_snapshots_of_a_job_that_fails_while_it_is_cancelled_are_kept_no_longer(record, kept):
+def test_snapshots_of_a_job_cancelled_while_it_fails_are_not_kept_longer(record, kept):
     def cancel(session):
         jobs.transition(session, record.id, JobState.STARTING)
         jobs.request_cancel(session, record.id)
@@ -56,7 +56,7 @@ def test_snapshots_of_a_job_that_fails_while_it_is_cancelled_are_kept_no_longer(
     assert (job.state, job.reason, expired) == ("CANCELLED", None, [record.id] if kept else [])
 
 
-def test_job_that_goes_on_from_any_state_has_lost_nothing(record):
+def test_state_lost_event_is_absent_if_a_job_resumes_from_any_state(record):
     reached(record, 7)
     assert "state_lost" not in begun(record, Resume("snapshot", 7))
     assert "state_lost" not in begun(record, Resume("checkpoint", 5, "/somewhere"))
@@ -91,7 +91,7 @@ KILLED = Incident(
 )
 
 
-def test_generation_after_a_failure_is_in_the_rows_with_what_it_goes_on_from_and_why(record):
+def test_generation_after_a_failure_records_its_resume_point_and_cause(record):
     """The next failure is judged by it, and another control plane takes over by it."""
     reached(record, 7)
     layout = ParallelConfig(tensor=2)
@@ -112,7 +112,7 @@ def test_generation_after_a_failure_is_in_the_rows_with_what_it_goes_on_from_and
     assert began.data == {"resume_source": "checkpoint", "resume_step": 5}
 
 
-def test_generation_that_is_no_restart_costs_none_and_has_no_recovery(record):
+def test_generation_without_a_restart_has_no_recovery(record):
     begun(record, Resume())
     with record.store.read() as session:
         assert jobs.get(session, record.id).restarts == 0
@@ -122,7 +122,7 @@ def test_generation_that_is_no_restart_costs_none_and_has_no_recovery(record):
 
 
 @pytest.mark.parametrize(("actors", "kept"), [(("a", "b"), True), (("a", "c"), False)])
-def test_ranks_are_expected_anew_only_where_their_agents_are_others(record, actors, kept):
+def test_rows_of_ranks_are_reset_only_if_their_agents_change(record, actors, kept):
     """Rows of agents that stay say who runs, until the launch is through."""
     before = [row(0, "a"), row(1, "b")]
     record.store.write(lambda s: ranks.replace(s, record.id, before))
@@ -132,7 +132,7 @@ def test_ranks_are_expected_anew_only_where_their_agents_are_others(record, acto
     assert ranks_of(record) == [(each["actor"], each["pid"], each["state"]) for each in now]
 
 
-def test_launch_tells_who_kept_its_process_and_who_was_started(record):
+def test_launch_event_says_which_processes_were_kept_or_started(record):
     expected = [row(0, "a"), row(1, "b"), row(2, "c")]
     incident = replace(KILLED, timeline=RecoveryTimeline(101.0))
     layout = ParallelConfig(tensor=3)
@@ -147,7 +147,7 @@ def test_launch_tells_who_kept_its_process_and_who_was_started(record):
     assert entry.message == "generation 1 continues with 2 of 3 processes"
 
 
-def test_launch_that_kept_nobody_says_nothing_of_it(record):
+def test_launch_that_kept_no_process_adds_no_replacement_event(record):
     begun(record, Resume())
     asyncio.run(record.launched(1, 105.0, [row(0, "a")], []))
     assert events_of(record, "ranks_replaced") == []
@@ -158,9 +158,7 @@ def test_launch_that_kept_nobody_says_nothing_of_it(record):
     (JobState.CANCELLING, "CANCELLING", None),
     (JobState.PAUSING, "PAUSED", None),
 ])  # fmt: skip
-def test_job_that_has_lost_its_places_waits_for_some_unless_its_user_wants_it_to_end_or_rest(
-    record, asked, becomes, reason
-):
+def test_job_without_places_is_queued_unless_cancelled_or_paused(record, asked, becomes, reason):
     walk(record, JobState.STARTING, *([asked] if asked else []))
     record.store.write(lambda s: ranks.replace(s, record.id, [row(0, "a")]))
     cancelled = asked is JobState.CANCELLING
@@ -171,7 +169,7 @@ def test_job_that_has_lost_its_places_waits_for_some_unless_its_user_wants_it_to
     assert ranks_of(record) == [("a", None, "exited")]
 
 
-def test_job_that_had_gpus_waits_for_gpus(record):
+def test_job_without_gpu_places_waits_for_gpus(record):
     record.store.write(lambda s: jobs.decide_accelerator(s, record.id, "gpu"))
     walk(record, JobState.STARTING)
     asyncio.run(record.back_to_queue("no place"))
@@ -180,7 +178,7 @@ def test_job_that_had_gpus_waits_for_gpus(record):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_job_is_paused_unless_it_was_cancelled_meanwhile(record, cancelled):
+def test_job_is_paused_unless_cancelled_meanwhile(record, cancelled):
     walk(record, JobState.STARTING, JobState.RUNNING, JobState.PAUSING, *([JobState.CANCELLING] if cancelled else []))
     record.store.write(lambda s: ranks.replace(s, record.id, [row(0, "a")]))
     reached(record, 7)
@@ -207,7 +205,7 @@ def test_failed_job_says_why_and_how_long_its_snapshots_are_kept(record, until):
     assert said == ([] if until is None else [({"until": until}, True)])
 
 
-def test_how_a_job_is_about_to_end_is_known_to_the_next_control_plane(record):
+def test_outcome_of_a_generation_is_stored_for_the_next_control_plane(record):
     assert asyncio.run(record.outcome()) is None
     begun(record, Resume())
     assert asyncio.run(record.outcome()) is None
@@ -217,7 +215,7 @@ def test_how_a_job_is_about_to_end_is_known_to_the_next_control_plane(record):
     assert asyncio.run(record.outcome()) is None, "that was of the generation before"
 
 
-def test_why_a_job_is_held_is_said_once_until_it_is_another_reason_or_a_step_was_committed(record):
+def test_held_event_is_repeated_only_for_a_new_reason_or_after_progress(record):
     reached(record, 7)
     for why in ("no disk", "no disk", "no network"):
         asyncio.run(record.record_hold(why))
@@ -230,7 +228,7 @@ def test_why_a_job_is_held_is_said_once_until_it_is_another_reason_or_a_step_was
     assert [event.message for event in events_of(record, "held")].count("no disk") == 2
 
 
-def test_job_says_itself_why_it_is_held_unless_it_has_another_reason_to_be_in_its_state(record):
+def test_held_job_shows_its_reason_unless_its_state_has_another(record):
     walk(record, JobState.STARTING)
     asyncio.run(record.record_hold("no disk"))
     said = asyncio.run(record.job())
@@ -242,25 +240,25 @@ def test_job_says_itself_why_it_is_held_unless_it_has_another_reason_to_be_in_it
     assert (said.reason, said.message) == ("paused_by_user", "by the user")
 
 
-def test_state_to_which_no_way_leads_is_not_noted(record):
+def test_illegal_state_transition_is_not_recorded(record):
     walk(record, JobState.STARTING, JobState.CANCELLING)
     asyncio.run(record.record_state(JobState.RECOVERING))
     assert asyncio.run(record.job()).state == "CANCELLING"
 
 
-def test_state_to_which_a_way_leads_is_noted(record):
+def test_legal_state_transition_is_recorded(record):
     walk(record, JobState.STARTING, JobState.RUNNING)
     asyncio.run(record.record_state(JobState.RECOVERING))
     assert asyncio.run(record.job()).state == "RECOVERING"
 
 
-def test_event_has_all_that_is_said_with_it(record):
+def test_event_stores_message_rank_step_data_and_generation(record):
     asyncio.run(record.event("note", "hello", rank=3, step=0, data={"x": 1}, generation=2))
     (entry,) = events_of(record, "note")
     assert (entry.message, entry.rank, entry.step, entry.data, entry.generation) == ("hello", 3, 0, {"x": 1}, 2)
 
 
-def test_current_generation_is_the_newest_one(record):
+def test_current_generation_of_a_job_is_the_newest(record):
     assert asyncio.run(record.current_generation()) is None
     for step in (3, 5):
         begun(record, Resume("snapshot", step))

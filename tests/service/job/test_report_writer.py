@@ -69,7 +69,7 @@ def test_report_counts_once(store, started, take):
     assert kinds(store, started).count("note") == 1
 
 
-def test_numbers_of_all_ranks_are_kept_with_the_rows_they_came_with(store, started, take):
+def test_rank_numbers_are_stored_once_with_their_rows(store, started, take):
     sample = to_json(RankSample(6, 0.1, packed([0.05]), packed([1e9])))
     take("metrics", 1, rows=[row(5), row(6)], ranks=sample)
     take("metrics", 1, rows=[row(7)], ranks={**sample, "step": 7})  # the same report again, whatever it says
@@ -77,7 +77,7 @@ def test_numbers_of_all_ranks_are_kept_with_the_rows_they_came_with(store, start
     assert read(store, lambda s: ranks.history(s, started.id)).own_seconds == [[pytest.approx(0.05)]]
 
 
-def test_replaced_generation_changes_nothing(store, started, take):
+def test_reports_of_a_replaced_generation_change_nothing(store, started, take):
     store.write(lambda s: generations.begin(s, started.id, "rank lost", True))
     take("metrics", 1, rows=[row(5)])
     take("event", 2, type="note", step=5, message="late")
@@ -89,7 +89,7 @@ def test_replaced_generation_changes_nothing(store, started, take):
     assert read(store, lambda s: ranks.of_job(s, started.id))[0].state == "starting"
 
 
-def test_job_runs_from_the_first_step_after_the_one_it_resumed_at(store, started, take):
+def test_job_is_running_from_the_first_step_after_its_resume_point(store, started, take):
     take("metrics", 1, rows=[row(3), row(4)])
     assert read(store, lambda s: jobs.get(s, started.id)).state == "STARTING"
     take("metrics", 2, rows=[row(5)])
@@ -100,7 +100,7 @@ def test_job_runs_from_the_first_step_after_the_one_it_resumed_at(store, started
     assert (first.step, first.generation) == (5, 1)
 
 
-def test_generation_has_one_first_step_whoever_writes_its_reports(store, started, generation, take):
+def test_first_step_event_is_written_once_per_generation(store, started, generation, take):
     take("metrics", 1, rows=[row(5)])
     store.write(lambda s: jobs.transition(s, started.id, JobState.RESIZING))
     next_one = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
@@ -110,20 +110,20 @@ def test_generation_has_one_first_step_whoever_writes_its_reports(store, started
     assert kinds(store, started).count("first_step") == 1
 
 
-def test_first_step_was_committed_when_its_rank_says_so(store, started, take):
+def test_first_step_time_is_the_one_its_rank_reports(store, started, take):
     take("metrics", 1, rows=[{**row(step), "time": 100.0 + step} for step in (4, 5, 6)])
     (of_job,) = read(store, lambda s: generations.of_job(s, started.id))
     assert of_job.first_step_at == 105.0
 
 
-def test_last_step_without_anything_after_it_adds_nothing(store, started, take):
+def test_finished_report_without_extra_time_adds_nothing(store, started, take):
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     take("finished", 2, step=5)
     assert "report_left_out" not in kinds(store, started)
     assert read(store, lambda s: generations.of_job(s, started.id))[0].compute_seconds == 2.0
 
 
-def test_first_step_of_a_job_being_cancelled_leaves_it_so(store, started, take):
+def test_first_step_leaves_a_cancelling_job_cancelling(store, started, take):
     store.write(lambda s: jobs.request_cancel(s, started.id))
     take("metrics", 1, rows=[row(5)])
     assert read(store, lambda s: jobs.get(s, started.id)).state == "CANCELLING"
@@ -163,7 +163,7 @@ def test_first_step_after_a_change_of_size_ends_the_change(store, started, take)
     assert read(store, lambda s: jobs.get(s, started.id)).state == "RUNNING"
 
 
-def test_a_generation_that_resumes_past_what_was_reported_has_redone_nothing(store, started, generation):
+def test_recovery_past_the_last_reported_step_redid_no_steps(store, started, generation):
     """What a killed rank 0 had committed and not shipped: the job's row is behind the state."""
 
     def recover(session):
@@ -179,7 +179,7 @@ def test_a_generation_that_resumes_past_what_was_reported_has_redone_nothing(sto
     assert (recovery.first_step_at, recovery.steps_redone) == (105.0, 0)
 
 
-def test_event_has_the_time_at_which_it_happened(store, started, generation):
+def test_event_time_is_when_it_happened(store, started, generation):
     """Its report may come much later: with the next control plane."""
     writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
     payload = payload_of("event", {"type": "note", "step": 5, "message": "hello"})
@@ -188,14 +188,14 @@ def test_event_has_the_time_at_which_it_happened(store, started, generation):
     assert event.time == 100.0
 
 
-def test_only_the_reporting_rank_says_what_followed_the_last_step(store, started, take):
+def test_end_times_of_ranks_other_than_the_reporting_one_are_ignored(store, started, take):
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     take("finished", 1, rank=1, step=5, seconds={"wall": 9.0})
     (of_job,) = read(store, lambda s: generations.of_job(s, started.id))
     assert of_job.compute_seconds == 2.0
 
 
-def test_what_follows_the_last_step_belongs_to_the_training_once(store, started, take):
+def test_time_after_the_last_step_is_added_to_the_generation_once(store, started, take):
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     for _ in range(2):
         take("finished", 2, step=5, seconds={"wall": 1.5, "checkpoint_stall": 1.0})
@@ -203,7 +203,7 @@ def test_what_follows_the_last_step_belongs_to_the_training_once(store, started,
     assert (ledger.committed_steps, ledger.compute_seconds, ledger.checkpoint_stall_seconds) == (1, 2.5, 1.0)
 
 
-def test_rank_is_running_with_its_pid_until_it_has_exited(store, started, take):
+def test_rank_row_is_running_with_its_pid_until_it_exits(store, started, take):
     take("started", 1, pid=42)
     (rank,) = read(store, lambda s: ranks.of_job(s, started.id))
     assert (rank.state, rank.pid) == ("running", 42)
@@ -230,7 +230,7 @@ def test_checkpoints_become_rows(store, started, take):
     assert saved(store, started) == {5: "deleted", 6: "failed", 7: "saving"}
 
 
-def test_a_save_that_ends_in_a_later_generation_is_that_of_the_one_that_began_it(store, started, take):
+def test_checkpoint_finished_in_a_later_generation_keeps_its_own_row(store, started, take):
     """The store took its manifest when its ranks had left each other."""
     about = {"step": 5, "message": "m", "data": {"path": str(checkpoint_path("/c", 5, 1)), "bytes": 10}}
     take("event", 1, type="checkpoint_saving", **about)
@@ -241,7 +241,7 @@ def test_a_save_that_ends_in_a_later_generation_is_that_of_the_one_that_began_it
     assert saved(store, started) == {5: "complete"}
 
 
-def test_only_what_is_reported_of_checkpoints_changes_their_rows(store, started, take):
+def test_events_about_no_checkpoint_that_began_change_no_checkpoint_row(store, started, take):
     take("event", 1, type="checkpoint_saving", step=5, message="saving", data={"path": "/c/5"})
     take("event", 2, type="note", step=5, message="hello")
     take("event", 3, type="checkpoint_skipped", message="of no step")
@@ -252,7 +252,7 @@ def test_only_what_is_reported_of_checkpoints_changes_their_rows(store, started,
     assert "report_left_out" not in kinds(store, started)
 
 
-def test_a_deleted_checkpoint_is_the_one_at_its_path_and_no_other(store, started, take):
+def test_checkpoint_deletion_is_matched_by_path(store, started, take):
     for sequence, step in ((1, 5), (3, 6)):
         take("event", sequence, type="checkpoint_saving", step=step, message="saving", data={"path": f"/c/{step}"})
         data = {"path": f"/c/{step}", "bytes": 10}
@@ -261,7 +261,7 @@ def test_a_deleted_checkpoint_is_the_one_at_its_path_and_no_other(store, started
     assert saved(store, started) == {5: "deleted", 6: "complete"}
 
 
-def test_rows_are_brought_in_line_with_the_disk(store, started, take):
+def test_checkpoint_rows_are_reconciled_with_the_disk(store, started, take):
     for sequence, step in enumerate((5, 6, 7), start=1):
         take("event", sequence, type="checkpoint_saving", step=step, message="saving", data={"path": f"/c/{step}"})
     take("event", 4, type="checkpoint_saved", step=5, message="saved", data={"path": "/c/5", "bytes": 10})
@@ -271,7 +271,7 @@ def test_rows_are_brought_in_line_with_the_disk(store, started, take):
     assert saved(store, started) == {5: "deleted", 6: "complete", 7: "failed"}
 
 
-def test_report_that_can_never_be_stored_is_left_out_and_said_so(store, started, take, monkeypatch):
+def test_unstorable_report_is_omitted_with_an_event(store, started, take, monkeypatch):
     def spoil(*arguments, **more):
         raise ValueError("no such thing\nat all")
 
@@ -288,7 +288,7 @@ def test_report_that_can_never_be_stored_is_left_out_and_said_so(store, started,
     assert steps(store, started) == [6]
 
 
-def test_report_that_is_left_out_is_said_once_and_not_of_replaced_generations(store, started, take, monkeypatch):
+def test_omitted_report_is_announced_once_and_not_for_replaced_generations(store, started, take, monkeypatch):
     def spoil(*arguments, **more):
         raise ValueError("no such thing")
 
@@ -300,7 +300,7 @@ def test_report_that_is_left_out_is_said_once_and_not_of_replaced_generations(st
     assert kinds(store, started).count("report_left_out") == 1
 
 
-def test_report_of_a_job_that_somebody_else_has_now_is_left_to_them(store, started, generation, monkeypatch):
+def test_report_of_a_job_with_a_lost_lease_is_not_written(store, started, generation, monkeypatch):
     """It is not acknowledged, and nothing is written of it."""
 
     async def lost(operation):
@@ -315,13 +315,13 @@ def test_report_of_a_job_that_somebody_else_has_now_is_left_to_them(store, start
     assert "report_left_out" not in kinds(store, started)
 
 
-def test_event_is_of_its_rank_and_generation(store, started, take):
+def test_event_row_has_its_rank_and_generation(store, started, take):
     take("event", 1, rank=3, type="note", step=6, message="hello", data={"x": 1})
     (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]
     assert (event.rank, event.generation, event.step, event.data) == (3, 1, 6, {"x": 1})
 
 
-def test_text_that_is_none_is_stored_all_the_same(store, started, take):
+def test_event_text_with_surrogates_or_nul_is_stored_escaped(store, started, take):
     """An exception's message may hold a lone surrogate, which no database takes, or a NUL, which PostgreSQL refuses."""
     take("event", 1, type="note", step=5, message="a \ud800 b \0 c", data={"k\ud800": ["\0", {"x": "\udfff"}]})
     (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]

@@ -44,33 +44,33 @@ def may_grow(store, submit, tmp_path):
     return look
 
 
-def test_room_that_nobody_waits_for_is_room_to_grow(may_grow):
+def test_elastic_job_grows_into_room_that_nobody_waits_for(may_grow):
     assert may_grow()
 
 
-def test_room_belongs_to_those_who_wait_in_the_queue(may_grow, submit):
+def test_elastic_job_does_not_grow_while_others_wait_in_the_queue(may_grow, submit):
     submit(parallel={"tensor": 2})
     assert not may_grow()
 
 
-def test_what_is_free_is_kept_for_who_waits_for_more_than_that(may_grow, submit):
+def test_free_units_are_kept_for_a_queued_job_that_needs_more_of_them(may_grow, submit):
     submit(parallel={"tensor": 2, "data": 2})
     assert not may_grow()
 
 
-def test_who_waits_for_another_cluster_holds_nobody_back(may_grow, submit):
+def test_queued_job_that_never_fits_does_not_stop_others_from_growing(may_grow, submit):
     submit(parallel={"tensor": 2, "data": 4})
     assert may_grow()
 
 
-def test_queue_is_not_read_for_a_job_that_has_all_it_wants(may_grow, submit, monkeypatch):
+def test_elastic_job_at_its_wanted_size_does_not_read_the_queue(may_grow, submit, monkeypatch):
     """Every job looks every two seconds, and the queue may be long."""
     submit(parallel={"tensor": 2})
     monkeypatch.setattr(jobs, "queued", lambda session: pytest.fail("the queue is read"))
     assert not may_grow(parallel={"tensor": 2, "data": 1})
 
 
-def test_who_waits_for_gpus_leaves_slots_to_those_on_slots(may_grow, submit):
+def test_queued_gpu_job_does_not_stop_a_cpu_job_from_growing(may_grow, submit):
     submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
     assert may_grow(resources={"accelerator": "cpu"})
     assert not may_grow(resources={"accelerator": "gpu"})
@@ -79,17 +79,17 @@ def test_who_waits_for_gpus_leaves_slots_to_those_on_slots(may_grow, submit):
 WHOLE = {"parallel": {"tensor": 2, "pipeline": 2}, "elastic": {"reshape": True}}
 
 
-def test_reshaped_job_goes_back_when_that_fits_together_with_what_it_holds(may_grow):
+def test_reshaped_job_returns_to_its_layout_when_it_fits_with_what_it_holds(may_grow):
     assert not may_grow(shape=0, **WHOLE)
     assert may_grow(shape=1, **WHOLE), "it holds two units, and two are free"
 
 
-def test_reshaped_job_stays_as_it_is_while_others_wait(may_grow, submit):
+def test_reshaped_job_keeps_its_layout_while_others_wait(may_grow, submit):
     submit(parallel={"tensor": 2})
     assert not may_grow(shape=1, **WHOLE)
 
 
-def test_a_spec_that_is_not_understood_holds_nobody_back_and_hides_nobody(may_grow, submit, store):
+def test_queued_job_with_an_unreadable_spec_is_skipped_when_growing(may_grow, submit, store):
     strange = submit(parallel={"tensor": 2})
     store.write(lambda s: setattr(jobs.get(s, strange.id), "spec", {**strange.spec, "train": "as ever"}))
     assert may_grow()
@@ -141,7 +141,7 @@ def nothing_is_left_of_the_standby(context):
     return len(cluster.agents.living) == 4 and len(cluster.groups.held) == 2 and sum(cluster.nodes.used.values()) == 4
 
 
-def test_who_takes_over_a_rank_elsewhere_is_ready_and_leaves_its_snapshots_alone_until_then(planned):
+def test_standby_of_a_moving_replica_is_ready_and_leaves_snapshots_alone(planned):
     """The node may be of the same machine: the one that trains has files under the same names there."""
 
     async def body(planner, running, context):
@@ -160,7 +160,7 @@ def test_who_takes_over_a_rank_elsewhere_is_ready_and_leaves_its_snapshots_alone
 
 
 @pytest.mark.parametrize(("left", "replicas"), [("one", (0,)), ("two", (1,)), ("both", (0, 1))])
-def test_who_takes_over_has_the_ranks_of_the_replicas_that_leave(planned, left, replicas):
+def test_standby_has_the_ranks_of_the_leaving_replicas(planned, left, replicas):
     async def body(planner, running, context):
         context.cluster.nodes.draining |= {"one", "two"} if left == "both" else {left}
         change = await planner.plan(running)
@@ -205,7 +205,7 @@ def test_job_that_shrinks_keeps_its_first_replicas(planned):
     planned(body, {"one": 4}, wanted=1, **ELASTIC)
 
 
-def test_job_of_the_wanted_size_has_nothing_to_change_or_to_wait_for(planned):
+def test_elastic_job_at_its_wanted_size_plans_no_change(planned):
     async def body(planner, running, context):
         assert not await planner.may_change()
         assert await planner.plan(running) is None
@@ -214,7 +214,7 @@ def test_job_of_the_wanted_size_has_nothing_to_change_or_to_wait_for(planned):
     planned(body, {"one": 8}, wanted=2, **ELASTIC)
 
 
-def test_no_look_is_taken_for_a_change_while_there_is_no_room_for_it(planned):
+def test_job_does_not_plan_a_resize_while_there_is_no_room(planned):
     """Each plan that comes to nothing says so."""
 
     async def body(planner, running, context):
@@ -226,7 +226,7 @@ def test_no_look_is_taken_for_a_change_while_there_is_no_room_for_it(planned):
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])
-def test_who_waits_is_judged_by_the_units_that_it_waits_for(planned, submit, has_gpus):
+def test_queued_job_is_judged_by_the_unit_it_waits_for(planned, submit, has_gpus):
     async def body(planner, running, context):
         nodes, real = context.cluster.nodes, context.cluster.nodes.capacity
 
@@ -243,7 +243,7 @@ def test_who_waits_is_judged_by_the_units_that_it_waits_for(planned, submit, has
     planned(body, {"one": 8})
 
 
-def test_job_that_never_fits_is_read_again_when_it_or_the_cluster_is_another_one(planned, submit, store, monkeypatch):
+def test_queued_job_that_never_fits_is_read_again_only_after_a_change(planned, submit, store, monkeypatch):
     """There may be thousands, and whoever could grow looks at the queue every other second."""
     read, get = [], jobs.get
 
@@ -271,7 +271,7 @@ def test_job_that_never_fits_is_read_again_when_it_or_the_cluster_is_another_one
     planned(body, {"one": 8})
 
 
-def test_each_node_that_is_to_be_left_in_vain_is_said_once(planned):
+def test_drain_without_room_is_reported_once_per_node(planned):
     async def body(planner, running, context):
         context.cluster.nodes.draining.add("two")
         assert await planner.may_change(), "to say so"
@@ -290,7 +290,7 @@ def test_each_node_that_is_to_be_left_in_vain_is_said_once(planned):
     planned(body, {"one": 2, "two": 2, "three": 0})
 
 
-def test_the_first_of_the_jobs_nodes_to_go_says_how_long_it_can_stay(planned):
+def test_drained_job_stays_as_long_as_its_first_draining_node(planned):
     async def body(planner, running, context):
         now = time.monotonic()
         context.cluster.nodes.draining |= {"one", "two", "three"}
@@ -304,7 +304,7 @@ def test_the_first_of_the_jobs_nodes_to_go_says_how_long_it_can_stay(planned):
     planned(body, {"one": 2, "two": 2, "three": 0})
 
 
-def test_job_that_can_neither_move_nor_shrink_leaves_its_nodes_in_another_layout(planned):
+def test_drained_job_that_cannot_move_or_shrink_changes_its_layout(planned):
     async def body(planner, running, context):
         context.cluster.nodes.draining.add("one")
         assert await planner.plan(running) is None
@@ -322,7 +322,7 @@ def test_job_that_can_neither_move_nor_shrink_leaves_its_nodes_in_another_layout
     planned(full_at_first, {"one": 4, "two": 2}, parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
 
 
-def test_larger_layout_is_not_taken_up_while_others_wait_for_what_is_free(planned, submit, store):
+def test_reshaped_job_does_not_grow_while_others_wait(planned, submit, store):
     async def body(planner, running, context):
         waiting = submit(parallel={"tensor": 2})
         assert await planner.plan(running) is None
@@ -334,7 +334,7 @@ def test_larger_layout_is_not_taken_up_while_others_wait_for_what_is_free(planne
     planned(body, {"one": 4}, shape=1, **WHOLE)
 
 
-def test_resize_takes_nothing_from_those_who_wait_in_the_queue(planned, submit, store):
+def test_resize_takes_no_units_that_queued_jobs_wait_for(planned, submit, store):
     async def body(planner, running, context):
         waiting = submit(parallel={"tensor": 2, "data": 3})
         assert await planner.plan(running) is None
@@ -347,7 +347,7 @@ def test_resize_takes_nothing_from_those_who_wait_in_the_queue(planned, submit, 
     planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
 
 
-def test_resize_to_fewer_waits_for_nobody(planned, submit):
+def test_resize_to_fewer_replicas_ignores_the_queue(planned, submit):
     async def body(planner, running, context):
         submit(parallel={"tensor": 2, "data": 2})
         assert isinstance(await planner.plan(running), Shrink)
@@ -367,7 +367,7 @@ def is_not_ready(agent):
 
 
 @pytest.mark.parametrize("trouble", [cannot, is_not_ready])
-def test_standby_of_which_one_is_not_ready_is_dismissed_and_nothing_changes(planned, trouble):
+def test_standby_with_an_unready_agent_is_dismissed(planned, trouble):
     async def body(planner, running, context):
         context.cluster.agents.on_start = trouble
         assert await planner.plan(running) is None
@@ -376,7 +376,7 @@ def test_standby_of_which_one_is_not_ready_is_dismissed_and_nothing_changes(plan
     planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
 
 
-def test_standby_that_is_lost_before_it_has_its_orders_is_dismissed(planned, monkeypatch):
+def test_standby_lost_before_its_orders_is_dismissed(planned, monkeypatch):
     async def lost(agents):
         return None
 
@@ -388,7 +388,7 @@ def test_standby_that_is_lost_before_it_has_its_orders_is_dismissed(planned, mon
     planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
 
 
-def test_standby_that_takes_too_long_to_be_ready_is_dismissed(planned, monkeypatch):
+def test_standby_that_prepares_too_slowly_is_dismissed(planned, monkeypatch):
     monkeypatch.setattr(resize_and_drain, "PREPARE_SECONDS", 0.01)
 
     def is_slow(agent):
@@ -404,7 +404,7 @@ def test_standby_that_takes_too_long_to_be_ready_is_dismissed(planned, monkeypat
 
 @pytest.mark.parametrize("happens", ["cancelled", "leaving"])
 @pytest.mark.parametrize("late", [False, True], ids=["while_it_starts", "when_it_is_ready"])
-def test_standby_of_a_job_that_is_to_end_is_dismissed(planned, happens, late):
+def test_standby_of_a_job_that_ends_is_dismissed(planned, happens, late):
     async def body(planner, running, context):
         def end_it(agent):
             async def prepare(order):
@@ -420,7 +420,7 @@ def test_standby_of_a_job_that_is_to_end_is_dismissed(planned, happens, late):
     planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
 
 
-def test_job_does_not_go_on_without_a_replica_when_a_rank_dies_meanwhile(planned):
+def test_drained_job_keeps_its_replica_if_a_rank_dies_meanwhile(planned):
     """What follows from the death comes first."""
 
     async def body(planner, running, context):
@@ -440,7 +440,7 @@ def test_job_does_not_go_on_without_a_replica_when_a_rank_dies_meanwhile(planned
     planned(body, {"one": 2, "two": 2, "three": 2}, **ELASTIC)
 
 
-def test_look_that_fails_is_not_the_last_one(planned, monkeypatch):
+def test_look_for_room_is_repeated_after_an_error(planned, monkeypatch):
     monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 0.001)
 
     async def body(planner, running, context):
@@ -457,7 +457,7 @@ def test_look_that_fails_is_not_the_last_one(planned, monkeypatch):
     ("left", "spare", "seconds"),
     [(60.0, 50.0, 50.0), (60.0, -10.0, 30.0), (60.0, 20.0, 30.0), (math.inf, math.inf, math.inf)],
 )
-def test_move_may_take_the_time_that_saving_spares_or_half_the_time_left_if_longer(left, spare, seconds):
+def test_move_off_a_drained_node_may_take_the_spare_time_or_half_the_time_left(left, spare, seconds):
     planner, asked = object.__new__(ElasticityPlanner), []
 
     async def spare_seconds():

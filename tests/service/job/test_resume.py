@@ -63,17 +63,17 @@ def resume_of(job, last_kind=None, last_step=None):
     return start.resume, start.source
 
 
-def test_job_of_which_nothing_is_left_begins_at_the_start(job):
+def test_resume_without_any_state_begins_at_the_start(job):
     assert resume_of(job) == (Resume(), "start")
 
 
-def test_newest_step_that_all_ranks_have_in_shared_memory(job):
+def test_resume_uses_the_newest_snapshot_step_that_all_ranks_have(job):
     holds(job, 0, 3, 4)
     holds(job, 1, 2, 3)
     assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
 
 
-def test_step_that_a_process_still_holds_counts_as_its_own(job):
+def test_resume_counts_a_step_held_by_a_resting_process(job):
     holds(job, 0, 3, 4)
     holds(job, 1, 2, 3)
     job.gang.resting_steps = {1: 4}
@@ -87,7 +87,7 @@ def test_process_at_rest_without_a_state_adds_nothing(job):
     assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
 
 
-def test_checkpoint_of_another_job_in_its_folder_is_not_resumed_from(job):
+def test_resume_ignores_a_checkpoint_of_another_job_in_the_folder(job):
     saved(job, 4)
     path = checkpoint_path(job.checkpoint_folder, 9, 2)
     path.mkdir()
@@ -104,7 +104,9 @@ def test_checkpoint_of_another_job_in_its_folder_is_not_resumed_from(job):
         (3, True, 4, LISTING_SECONDS),
     ],
 )
-def test_ranks_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_rest, has_launched, complete, waits):
+def test_resume_waits_for_the_checkpoint_folder_only_if_it_is_needed(
+    job, monkeypatch, at_rest, has_launched, complete, waits
+):
     """One that does not answer may hold something newer where the database may be a backup: it does not say what rests,
     nor was it written here."""
     job.has_launched = has_launched
@@ -124,7 +126,7 @@ def test_ranks_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_re
 
 
 @pytest.mark.parametrize(("step", "source"), [(4, "checkpoint"), (3, "snapshot"), (2, "snapshot")])
-def test_checkpoint_is_used_only_where_it_is_newer_than_what_is_in_memory(job, step, source):
+def test_resume_uses_a_checkpoint_only_if_it_is_newer_than_memory(job, step, source):
     saved(job, 1)
     newest = saved(job, step)
     holds(job, 0, 3)
@@ -133,7 +135,7 @@ def test_checkpoint_is_used_only_where_it_is_newer_than_what_is_in_memory(job, s
     assert resume_of(job) == (expected, source)
 
 
-def test_ranks_that_differ_once_more_go_on_from_a_checkpoint(job, store):
+def test_resume_after_ranks_differ_twice_uses_a_checkpoint(job, store):
     path = saved(job, 2)
     for rank in (0, 1):
         holds(job, rank, 3)
@@ -142,7 +144,7 @@ def test_ranks_that_differ_once_more_go_on_from_a_checkpoint(job, store):
     assert resume_of(job, "corrupt", 4) == (Resume("checkpoint", 2, path), "checkpoint")
 
 
-def test_ranks_that_differ_once_more_and_have_no_checkpoint_begin_anew(job, store):
+def test_resume_after_ranks_differ_twice_without_a_checkpoint_begins_anew(job, store):
     for rank in (0, 1):
         holds(job, rank, 3)
     store.write(lambda s: generations.begin(s, job.id, "test", True, data={"failure": {"kind": "corrupt", "step": 4}}))
@@ -155,7 +157,7 @@ def test_generation_with_a_checkpoint_that_the_database_forgot_is_not_used_again
     assert asyncio.run(job.record.job()).generation == 7, "the next one is above it"
 
 
-def test_of_all_generations_that_have_left_checkpoints_the_newest_counts(job):
+def test_job_generation_continues_from_the_newest_that_left_a_checkpoint(job):
     saved(job, 2, generation=7)
     saved(job, 4, generation=5)
     asyncio.run(known_checkpoints(job))
@@ -171,12 +173,12 @@ def test_of_all_generations_that_have_left_checkpoints_the_newest_counts(job):
         ({"snapshot"}, True, "memory and snapshot"),
     ],
 )
-def test_source_that_is_named_is_the_farthest_that_any_rank_needed(taken, from_memory, said):
+def test_resume_source_names_the_farthest_one_any_rank_needed(taken, from_memory, said):
     assert resume._source(Resume("snapshot", 3), taken, from_memory) == said
     assert resume._source(Resume("checkpoint", 3, "path"), taken, from_memory) == "checkpoint"
 
 
-def test_rows_of_checkpoints_follow_what_the_folder_holds(job, store):
+def test_resume_brings_checkpoint_rows_in_line_with_the_folder(job, store):
     paths = [saved(job, 2), str(checkpoint_path(job.checkpoint_folder, 1, 1))]
     for step, path in zip((2, 1), paths, strict=True):
         row = store.write(lambda s, step=step, path=path: checkpoints.begin(s, job.id, 1, step, path).id)
@@ -186,13 +188,13 @@ def test_rows_of_checkpoints_follow_what_the_folder_holds(job, store):
         assert [row.path for row in checkpoints.complete_ones(session, job.id)] == paths[:1]
 
 
-def test_rank_that_lost_its_snapshots_fetches_those_of_a_peer(job):
+def test_resume_fetches_lost_snapshots_from_a_peer(job):
     holds(job, 0, 2, 3)
     assert resume_of(job) == (Resume("snapshot", 3), "peer")
     assert job.gang.agents[1].fetched == [(1, job.gang.tag, 0)]
 
 
-def test_what_a_departing_agent_holds_is_brought_from_its_node(job, cluster):
+def test_snapshots_of_a_departing_agent_are_fetched_from_its_node(job, cluster):
     cluster.agents.memory["three"] = {(job.id, job.gang.tag, rank): [5] for rank in (0, 1)}
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
     assert resume_of(job) == (Resume(), "start"), "nobody asks it"
@@ -209,7 +211,7 @@ def test_newer_state_on_the_node_that_was_left_is_brought_in_the_place_of_older_
 
 
 @pytest.mark.parametrize("trouble", ["silence", "lose"])
-def test_departing_agent_that_does_not_answer_is_done_without(job, cluster, monkeypatch, trouble):
+def test_resume_does_without_a_departing_agent_that_is_silent(job, cluster, monkeypatch, trouble):
     monkeypatch.setattr(resume, "DEPARTING_SECONDS", 0.001)
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
     getattr(holder, trouble)()
@@ -219,7 +221,7 @@ def test_departing_agent_that_does_not_answer_is_done_without(job, cluster, monk
     assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
 
 
-def test_departing_agent_that_cannot_say_what_it_holds_is_done_without(job, cluster):
+def test_resume_does_without_a_departing_agent_that_cannot_list_snapshots(job, cluster):
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
     holder.refuse("snapshot_files", "cannot look there now")
     job.departing.append(AgentSet([holder]))
@@ -228,7 +230,7 @@ def test_departing_agent_that_cannot_say_what_it_holds_is_done_without(job, clus
     assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
 
 
-def test_state_that_ranks_of_another_layout_left_is_as_good(job, cluster):
+def test_resume_uses_a_state_left_by_another_number_of_replicas(job, cluster):
     alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
     cluster.agents.memory["one"] = {(job.id, layout_tag(alone.layout), 0): [6]}
     start, source = resume_of(job)
@@ -237,7 +239,7 @@ def test_state_that_ranks_of_another_layout_left_is_as_good(job, cluster):
     assert 6 in cluster.agents.memory["two"].popitem()[1], "it is on every node of the gang"
 
 
-def test_ranks_are_looked_at_of_layouts_alone_that_have_left_something(job, cluster, monkeypatch):
+def test_resume_examines_only_layouts_that_left_snapshots(job, cluster, monkeypatch):
     looked, groups = [], resume.state_groups
     monkeypatch.setattr(resume, "state_groups", lambda layout: looked.append(layout.data) or groups(layout))
     job.submitted = job.submitted.model_copy(update={"elastic": ElasticConfig(min_data=1, max_data=64)})
@@ -247,7 +249,7 @@ def test_ranks_are_looked_at_of_layouts_alone_that_have_left_something(job, clus
     assert looked == [1]
 
 
-def test_state_that_could_not_be_read_is_not_tried_again(job):
+def test_resume_does_not_retry_a_state_that_could_not_be_read(job):
     newest = saved(job, 5)
     older = saved(job, 4)
     job.record.store.write(
@@ -276,7 +278,7 @@ def test_newest_checkpoint_that_cannot_be_read_is_not_gone_back_behind(job):
         assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint"), "nobody needs the older one"
 
 
-def test_checkpoint_that_is_known_to_be_damaged_is_not_waited_for(job):
+def test_resume_does_not_wait_for_a_damaged_checkpoint(job):
     older, newest = completed(job, 4), completed(job, 5)
     job.record.store.write(
         lambda s: generations.begin(s, job.id, "test", False, "checkpoint", 5, {"resume_path": newest})
@@ -299,7 +301,7 @@ def test_folder_that_is_gone_though_checkpoints_are_complete_is_waited_for(job):
         job.checkpoint_folder.mkdir(exist_ok=True)
 
 
-def test_agents_of_the_gang_are_waited_for_a_while_and_may_not_be_gone(job, monkeypatch):
+def test_resume_waits_for_silent_agents_and_fails_for_lost_ones(job, monkeypatch):
     job.gang.agents[1].silence()
     with monkeypatch.context() as patch, pytest.raises(TimeoutError):
         patch.setattr(resume, "MEMORY_SECONDS", 0.01)
@@ -309,7 +311,7 @@ def test_agents_of_the_gang_are_waited_for_a_while_and_may_not_be_gone(job, monk
         resume_of(job)
 
 
-def test_state_that_ranks_of_another_shape_left_is_as_good(store, cluster, submit):
+def test_resume_uses_a_state_left_by_another_shape(store, cluster, submit):
     cluster.nodes.slots["one"] = 2
     job = JobContext.of(store, cluster, submit(parallel={"tensor": 2}, elastic={"reshape": True}))
     asyncio.run(job.gang.place(1, job.submitted, ()))
@@ -325,9 +327,7 @@ def test_state_that_ranks_of_another_shape_left_is_as_good(store, cluster, submi
     assert (start.source, start.step, source) == ("memory", 6, "memory")
 
 
-def test_of_thousands_of_layouts_only_those_that_have_left_something_are_looked_at(
-    store, cluster, make_spec, submit, monkeypatch
-):
+def test_resume_asks_only_about_layouts_that_left_snapshots(store, cluster, make_spec, submit, monkeypatch):
     sizes = {"parallel": {"tensor": 2, "data": 64}, "elastic": {"min_data": 1, "reshape": True}}
     sizes["train"] = {"steps": 10, "global_batch_size": 64, "micro_batch_size": 1}
     every = {
@@ -350,7 +350,7 @@ def test_of_thousands_of_layouts_only_those_that_have_left_something_are_looked_
     assert looked == [layout]
 
 
-def test_job_that_has_not_begun_looks_for_nothing_of_other_layouts(store, cluster, submit):
+def test_resume_of_a_job_that_never_began_asks_about_no_other_layouts(store, cluster, submit):
     job = JobContext.of(store, cluster, submit(parallel={"data": 2, "zero": 0}, elastic={"min_data": 1}))
     asyncio.run(job.gang.place(1, job.submitted, ()))
     for agent in job.gang.agents:
@@ -358,14 +358,14 @@ def test_job_that_has_not_begun_looks_for_nothing_of_other_layouts(store, cluste
     assert resume_of(job) == (Resume(), "start")
 
 
-def test_older_snapshots_that_a_rank_fetched_are_not_the_source_of_what_its_process_holds(job):
+def test_resume_source_ignores_fetched_snapshots_older_than_held_steps(job):
     holds(job, 0, 3)
     job.gang.resting_steps = {0: 4, 1: 4}
     assert resume_of(job) == (Resume("snapshot", 4), "memory and snapshot")
     assert job.gang.agents[1].fetched
 
 
-def test_no_snapshots_are_fetched_where_all_have_some_and_nobody_leaves(job):
+def test_resume_fetches_no_snapshots_if_all_ranks_have_them(job):
     holds(job, 0, 3)
     holds(job, 1, 3)
     resume_of(job)

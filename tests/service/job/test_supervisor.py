@@ -12,7 +12,7 @@ from tests.service.support.waiting import reached
 pytestmark = pytest.mark.usefixtures("short_waits")
 
 
-def test_undisturbed_job_is_launched_once_and_leaves_nothing(two_replicas, cluster):
+def test_undisturbed_job_is_launched_once_and_leaves_nothing_behind(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -33,7 +33,7 @@ def test_undisturbed_job_is_launched_once_and_leaves_nothing(two_replicas, clust
     assert cluster.nothing_held
 
 
-def test_job_ends_as_it_has_though_its_checkpoints_cannot_be_looked_at(two_replicas, cluster, monkeypatch):
+def test_job_succeeds_although_its_checkpoints_cannot_be_listed(two_replicas, cluster, monkeypatch):
     async def unreadable(_job):
         raise OSError("the folder is away")
 
@@ -50,7 +50,7 @@ def test_job_ends_as_it_has_though_its_checkpoints_cannot_be_looked_at(two_repli
     assert job.row.state == "SUCCEEDED" and cluster.nothing_held
 
 
-def test_job_that_is_let_go_of_leaves_no_task_behind(two_replicas, cluster):
+def test_supervisor_that_releases_a_running_job_leaves_no_task(two_replicas, cluster):
     job = two_replicas(cluster, max_duration=1000.0)
 
     async def body():
@@ -106,7 +106,7 @@ def test_two_ranks_that_die_together_are_one_recovery(two_replicas, cluster):
     assert job.row.restarts == 1
 
 
-def test_death_while_the_generation_starts_is_another_recovery(two_replicas, cluster):
+def test_death_during_the_start_of_a_generation_is_another_recovery(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -174,7 +174,7 @@ def test_lost_agent_is_replaced_in_its_own_place(two_replicas, cluster, monkeypa
     assert cluster.nothing_held
 
 
-def test_replica_on_a_lost_node_goes_on_elsewhere_with_its_peers_state(two_replicas, tmp_path):
+def test_replica_on_a_lost_node_continues_elsewhere_with_its_peers_state(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
 
@@ -198,7 +198,7 @@ def test_replica_on_a_lost_node_goes_on_elsewhere_with_its_peers_state(two_repli
     assert cluster.nothing_held
 
 
-def test_elastic_job_goes_on_without_the_replica_that_has_no_place_any_more(two_replicas, tmp_path):
+def test_elastic_job_continues_without_a_replica_that_lost_its_places(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0}, elastic={"min_data": 1, "max_data": 2})
 
@@ -220,7 +220,7 @@ def test_elastic_job_goes_on_without_the_replica_that_has_no_place_any_more(two_
     assert cluster.nothing_held
 
 
-def test_job_without_any_place_waits_in_the_queue_and_goes_on_from_what_it_left(two_replicas, tmp_path):
+def test_job_without_places_waits_in_the_queue_and_resumes(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
 

@@ -50,7 +50,7 @@ def test_launch_that_fails_is_tried_again_with_other_agents(two_replicas, cluste
     assert cluster.nothing_held
 
 
-def test_launch_that_always_fails_is_given_up(two_replicas, cluster):
+def test_launch_that_always_fails_fails_the_job(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 2})
 
     async def body():
@@ -65,7 +65,7 @@ def test_launch_that_always_fails_is_given_up(two_replicas, cluster):
     assert cluster.nothing_held
 
 
-def test_launch_that_fails_counts_from_the_last_one_that_did_not(two_replicas, cluster):
+def test_launch_failures_are_counted_since_the_last_success(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 2})
 
     async def body():
@@ -102,7 +102,7 @@ def test_agent_that_does_not_take_its_order_is_a_death_of_the_new_generation(two
     assert job.message("rank_lost") == "rank 1 could not be launched (broken)"
 
 
-def test_agents_that_do_not_answer_before_a_launch_are_lost_and_why_is_said_once(two_replicas, cluster):
+def test_silent_agents_before_a_launch_are_lost_with_those_of_a_lost_node(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -119,7 +119,7 @@ def test_agents_that_do_not_answer_before_a_launch_are_lost_and_why_is_said_once
     story(body)
 
 
-def test_restarts_are_exhausted(two_replicas, cluster):
+def test_job_with_exhausted_restarts_fails_and_keeps_its_snapshots(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 1})
 
     async def body():
@@ -137,7 +137,7 @@ def test_restarts_are_exhausted(two_replicas, cluster):
     assert abs(job.row.memory_kept_until - time.time() - DEFAULT_MEMORY_SECONDS) < 60
 
 
-def test_failed_job_is_tried_again_from_where_it_failed_with_a_new_budget(two_replicas, cluster):
+def test_failed_job_is_retried_from_its_last_step_with_a_new_restart_budget(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 1})
 
     async def fail(generation):
@@ -181,7 +181,7 @@ def test_job_that_fails_before_its_first_step_leaves_nothing(two_replicas, clust
     assert cluster.nothing_held
 
 
-def test_job_fails_without_snapshots_where_none_are_to_be_kept(two_replicas, cluster):
+def test_job_fails_without_snapshots_if_none_are_to_be_kept(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -197,7 +197,7 @@ def test_job_fails_without_snapshots_where_none_are_to_be_kept(two_replicas, clu
     assert cluster.nothing_held
 
 
-def test_exception_that_comes_again_at_the_same_step_is_the_users(two_replicas, cluster):
+def test_exception_recurring_at_one_step_fails_the_job_as_user_error(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -216,7 +216,7 @@ def test_exception_that_comes_again_at_the_same_step_is_the_users(two_replicas, 
 
 
 @pytest.mark.parametrize("kind", ["no_shared_memory", "bad_data", "not_finite", "spike"])
-def test_what_no_restart_can_cure_is_not_restarted(two_replicas, cluster, kind):
+def test_failure_that_no_restart_cures_fails_the_job_at_once(two_replicas, cluster, kind):
     job = two_replicas(cluster)
 
     async def body():
@@ -230,7 +230,7 @@ def test_what_no_restart_can_cure_is_not_restarted(two_replicas, cluster, kind):
     assert (job.row.reason, job.row.message) == (kind, "one clear sentence")
 
 
-def test_job_cancelled_while_it_was_placed_is_ended_without_a_launch(two_replicas, cluster):
+def test_job_cancelled_during_placement_is_ended_without_a_launch(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -243,7 +243,7 @@ def test_job_cancelled_while_it_was_placed_is_ended_without_a_launch(two_replica
     assert cluster.nothing_held
 
 
-def test_job_cancelled_while_it_gets_no_places_leaves_nothing(two_replicas, cluster):
+def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(two_replicas, cluster):
     """Its snapshots would stay in the nodes' memory for as long as the control plane lives."""
     job = two_replicas(cluster)
 
@@ -266,7 +266,7 @@ def test_job_cancelled_while_it_gets_no_places_leaves_nothing(two_replicas, clus
     assert cluster.nothing_held
 
 
-def test_job_cancelled_while_it_is_launched(two_replicas, cluster):
+def test_job_cancelled_during_its_launch_leaves_nothing_behind(two_replicas, cluster):
     job = two_replicas(cluster)
 
     async def body():
@@ -338,7 +338,7 @@ def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, cluster
     assert cluster.nothing_held
 
 
-def test_while_a_job_tries_to_leave_the_next_try_waits_until_it_has_tried_for_long_enough(store, submit, cluster):
+def test_backoff_of_a_leaving_job_ends_when_its_time_to_leave_is_over(store, submit, cluster):
     context, waits = JobContext.of(store, cluster, submit()), []
     supervisor = Supervisor(context)
 

@@ -23,6 +23,6 @@ def test_a_small_snapshot_takes_no_time_and_one_of_seven_billion_parameters_a_mi
     assert alone / 4 < seconds(model=LARGE, parallel={"pipeline": 4}) < alone / 3, "of the rank that has most"
 
 
-def test_where_nothing_is_kept_or_nobody_knows_how_much_that_is_no_time_is_added():
+def test_time_to_rest_is_not_extended_without_snapshots_or_known_size():
     assert seconds(model=LARGE, checkpoint={"snapshots": "off"}) == 0
     assert seconds(model={"family": "custom", "entrypoint": "mine:build"}) == 0

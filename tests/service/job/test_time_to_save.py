@@ -28,16 +28,16 @@ from manta.service.store import checkpoints, generations, metrics
     ],
     ids=["nothing_known", "one_save", "and_a_step", "a_step_without_a_number", "one_that_was_noted_late"],
 )
-def test_save_under_way_and_the_step_under_way_have_to_end_first(saves, step, seconds):
+def test_time_to_save_includes_the_save_and_step_in_progress(saves, step, seconds):
     assert seconds_to_save(saves, step) == seconds + SPARE_SECONDS
 
 
-def test_saves_that_were_noted_late_are_no_measure():
+def test_time_to_save_is_bounded_for_implausible_measurements():
     assert seconds_to_save([1e6], 1e6) == MAX_SAVE_SECONDS
 
 
 @pytest.mark.parametrize(("saves", "allowed"), [([], SAVE_SECONDS), ([0.5], SAVE_SECONDS), ([400.0], 810.0)])
-def test_job_whose_saves_take_longer_than_most_has_as_long_as_they_take(saves, allowed):
+def test_time_to_save_is_extended_for_slow_saves(saves, allowed):
     assert seconds_allowed(seconds_to_save(saves, None)) == allowed
 
 

@@ -44,7 +44,7 @@ async def until(job, condition):
     assert not job.task.done(), job.log
 
 
-def test_the_first_rank_alone_is_told_and_all_report(job, cluster):
+def test_trace_order_goes_to_rank_0_only_and_all_ranks_report(job, cluster):
     async def body():
         await job.start()
         await job.watched(1)
@@ -63,7 +63,7 @@ def test_the_first_rank_alone_is_told_and_all_report(job, cluster):
     story(body)
 
 
-def test_what_has_not_begun_is_for_the_next_generation(job, cluster):
+def test_trace_that_has_not_begun_moves_to_the_next_generation(job, cluster):
     async def body():
         await job.start()
         await job.watched(1)
@@ -86,7 +86,7 @@ def test_what_has_not_begun_is_for_the_next_generation(job, cluster):
     story(body)
 
 
-def test_ranks_that_start_are_asked_again(job, cluster):
+def test_trace_order_is_repeated_until_a_starting_rank_takes_it(job, cluster):
     async def body():
         await job.start()
         await job.watched(1)
@@ -99,7 +99,7 @@ def test_ranks_that_start_are_asked_again(job, cluster):
     story(body)
 
 
-def test_ranks_that_start_are_asked_again_for_one_trace_while_another_was_passed_on(job, cluster):
+def test_trace_order_is_repeated_for_one_trace_while_another_was_delivered(job, cluster):
     async def body():
         await job.start()
         await job.watched(1)
@@ -112,7 +112,7 @@ def test_ranks_that_start_are_asked_again_for_one_trace_while_another_was_passed
     story(body)
 
 
-def test_agents_of_another_release_cannot_be_asked(job, cluster):
+def test_trace_of_agents_of_another_release_fails_with_a_reason(job, cluster):
     async def body():
         await job.start()
         await job.watched(1)

@@ -21,7 +21,7 @@ def written(tmp_path):
     return writer
 
 
-def test_place_that_does_not_answer_is_waited_for_once(written, tmp_path, monkeypatch):
+def test_log_store_that_hangs_is_waited_for_once(written, tmp_path, monkeypatch):
     answers, names = threading.Event(), LocalFiles.names
     monkeypatch.setattr(LocalFiles, "names", lambda files, folder: answers.wait() and names(files, folder))
     monkeypatch.setattr(archived_log, "ANSWER_SECONDS", 0.05)
@@ -38,7 +38,7 @@ def test_place_that_does_not_answer_is_waited_for_once(written, tmp_path, monkey
     assert log.refresh().read(0, 0, 10).content == b"ab\n"
 
 
-def test_what_was_listed_a_moment_ago_is_listed_again_for_whoever_wants_it_fresh(written, tmp_path):
+def test_kept_log_listing_is_cached_unless_a_fresh_one_is_wanted(written, tmp_path):
     log = ArchivedLog(tmp_path, Blocks()).refresh()
     written.write({0: (Segment(3, 5, (1, 2)), b"c\n")})
     assert log.refresh(1000.0).read(0, 0, 10).content == b"ab\n"
@@ -67,16 +67,14 @@ def test_ranges_of_ranks_with_more_than_a_block_in_several_parts(tmp_path, monke
                 assert chunk.more is (start + size < len(text))
 
 
-def test_damaged_part_is_not_taken_for_what_was_printed(written, tmp_path):
+def test_damaged_log_part_is_refused(written, tmp_path):
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(LogsUnavailable, match="too short"):
         ArchivedLog(tmp_path, Blocks()).refresh().read(0, 0, 10)
 
 
-def test_place_that_stops_answering_between_the_listing_and_the_reading_holds_up_nobody_else(
-    written, tmp_path, monkeypatch
-):
+def test_log_store_that_stops_answering_during_a_read_blocks_no_other_reader(written, tmp_path, monkeypatch):
     answers, reader = threading.Event(), LocalFiles.reader
     monkeypatch.setattr(LocalFiles, "reader", lambda files, part: answers.wait(60) and reader(files, part))
     monkeypatch.setattr(archived_log, "READ_SECONDS", 0.05)
@@ -90,7 +88,7 @@ def test_place_that_stops_answering_between_the_listing_and_the_reading_holds_up
     assert log.read(0, 0, 10).content == b"ab\n"
 
 
-def test_what_is_in_memory_takes_no_thread_and_is_read_while_the_place_does_not_answer(written, tmp_path, monkeypatch):
+def test_kept_log_blocks_in_memory_are_read_without_threads_or_storage(written, tmp_path, monkeypatch):
     threads, answers, begin, reader = [], threading.Event(), archived_log.in_daemon_thread, LocalFiles.reader
     monkeypatch.setattr(archived_log, "in_daemon_thread", lambda *work: threads.append(1) or begin(*work))
     log = ArchivedLog(tmp_path, Blocks()).refresh()

@@ -39,7 +39,7 @@ def parts_of(place, job):
     return sorted(files_of(place).names(place / job / "logs"))
 
 
-def test_what_one_prints_any_control_plane_reads_with_the_same_cursors(make_plane, bucket, job):
+def test_kept_log_reads_the_same_through_any_control_plane(make_plane, bucket, job):
     mine, other, agents = make_plane(bucket), make_plane(bucket), [Agent(rank) for rank in range(3)]
     mine.take(job)
     mine.keep()
@@ -58,7 +58,7 @@ def test_what_one_prints_any_control_plane_reads_with_the_same_cursors(make_plan
     assert len(parts_of(bucket, job)) == 5
 
 
-def test_next_owner_goes_on_where_the_store_ends_with_what_agents_remember(make_plane, shared, job):
+def test_next_owner_continues_a_log_after_its_stored_end(make_plane, shared, job):
     first, second, agent = make_plane(shared), make_plane(shared), Agent()
     first.take(job)
     agent.prints("kept")
@@ -80,7 +80,7 @@ def test_next_owner_goes_on_where_the_store_ends_with_what_agents_remember(make_
     assert third.texts(job) == second.texts(job)
 
 
-def test_part_that_was_under_way_when_its_writer_lost_the_job_changes_nothing(make_plane, shared, job):
+def test_log_part_of_a_writer_that_lost_the_job_changes_nothing(make_plane, shared, job):
     first, second, agent = make_plane(shared), make_plane(shared), Agent()
     first.take(job)
     agent.prints("one")
@@ -106,7 +106,7 @@ def test_part_that_was_under_way_when_its_writer_lost_the_job_changes_nothing(ma
     assert make_plane(shared).texts(job) == ["one", "two", "three", "four"]
 
 
-def test_store_that_is_away_costs_nothing_but_time(make_plane, wired_bucket, wire, job):
+def test_log_store_outage_only_delays_lines(make_plane, wired_bucket, wire, job):
     mine, agent = make_plane(wired_bucket), Agent()
     mine.take(job)
     agent.prints("before")
@@ -124,7 +124,7 @@ def test_store_that_is_away_costs_nothing_but_time(make_plane, wired_bucket, wir
     mine.go_on(lambda: other.texts(job) == ["before", "meanwhile"])
 
 
-def test_store_that_is_away_for_days_is_tried_as_often_as_ever(make_plane, shared, job):
+def test_log_upload_pause_stays_bounded_after_thousands_of_failures(make_plane, shared, job):
     plane = make_plane(shared)
     plane.take(job)
     kept = plane.archiver._jobs[job]
@@ -152,7 +152,7 @@ def test_store_that_is_away_when_a_job_is_taken_over_loses_no_line(make_plane, w
     assert second.texts(job) == make_plane(wired_bucket).texts(job) == ["kept", "not kept", "new"]
 
 
-def test_control_plane_that_is_killed_goes_on_from_its_own_disk(make_plane, shared, job):
+def test_restarted_control_plane_continues_a_log_from_its_own_disk(make_plane, shared, job):
     first, agent = make_plane(shared), Agent()
     first.take(job)
     for number in range(3):
@@ -171,7 +171,7 @@ def test_control_plane_that_is_killed_goes_on_from_its_own_disk(make_plane, shar
     assert again.texts(job) == make_plane(shared).texts(job) == ["0", "and more", "1", "and more", "2", "and more", "3"]
 
 
-def test_job_that_is_over_is_read_from_the_store_alone_in_one_part(make_plane, bucket, job, to_state):
+def test_log_of_a_finished_job_is_read_from_the_store_as_one_part(make_plane, bucket, job, to_state):
     mine, other, agent = make_plane(bucket), make_plane(bucket), Agent()
     mine.take(job)
     for number in range(5):
@@ -188,7 +188,7 @@ def test_job_that_is_over_is_read_from_the_store_alone_in_one_part(make_plane, b
     assert parts_of(bucket, job) == ["000000001-000000006-000001-end.part"]
 
 
-def test_reader_of_a_job_that_ends_meanwhile_misses_nothing(make_plane, shared, job, to_state):
+def test_log_reader_misses_nothing_when_the_job_ends_meanwhile(make_plane, shared, job, to_state):
     mine, agent = make_plane(shared), Agent()
     mine.take(job)
     agent.prints("all")
@@ -202,7 +202,7 @@ def test_reader_of_a_job_that_ends_meanwhile_misses_nothing(make_plane, shared, 
 
 
 @pytest.mark.parametrize("process", ["the same", "the next"])
-def test_what_a_job_has_printed_last_is_kept_later_and_by_the_next_process_too(
+def test_last_lines_of_a_job_are_uploaded_later_even_by_the_next_process(
     make_plane, wired_bucket, wire, job, to_state, process
 ):
     first, other, agent = make_plane(wired_bucket), make_plane(wired_bucket), Agent()
@@ -220,7 +220,7 @@ def test_what_a_job_has_printed_last_is_kept_later_and_by_the_next_process_too(
     assert other.texts(job) == later.texts(job) == ["last"] and other.archiver.is_complete(job)
 
 
-def test_files_of_a_job_that_another_one_looks_after_go_when_it_is_over(make_plane, shared, job, to_state):
+def test_local_log_files_are_removed_when_another_service_finishes_the_job(make_plane, shared, job, to_state):
     first, second, agent = make_plane(shared), make_plane(shared), Agent()
     first.take(job)
     agent.prints("one")
@@ -236,7 +236,7 @@ def test_files_of_a_job_that_another_one_looks_after_go_when_it_is_over(make_pla
     assert first.texts(job) == ["one"]
 
 
-def test_job_that_is_tried_again_goes_on_with_its_log(make_plane, shared, job, to_state):
+def test_log_of_a_retried_job_is_continued(make_plane, shared, job, to_state):
     first, second, agent = make_plane(shared), make_plane(shared), Agent()
     first.take(job)
     agent.prints("first try")
@@ -252,7 +252,7 @@ def test_job_that_is_tried_again_goes_on_with_its_log(make_plane, shared, job, t
     assert not first.archiver.is_complete(job)
 
 
-def test_small_parts_become_larger_ones_while_the_job_runs_and_is_read(make_plane, bucket, job, monkeypatch):
+def test_small_log_parts_are_merged_while_the_job_runs_and_is_read(make_plane, bucket, job, monkeypatch):
     monkeypatch.setattr(parts, "SMALL_PARTS", 4)
     monkeypatch.setattr(archiver, "SMALL_PARTS", 4)
     mine, other, agents = make_plane(bucket), make_plane(bucket), [Agent(0), Agent(1)]
@@ -269,7 +269,7 @@ def test_small_parts_become_larger_ones_while_the_job_runs_and_is_read(make_plan
     assert len(parts_of(bucket, job)) < 6
 
 
-def test_files_that_have_grown_large_and_are_kept_begin_anew(make_plane, shared, job, monkeypatch):
+def test_large_local_log_files_are_truncated_once_stored(make_plane, shared, job, monkeypatch):
     monkeypatch.setattr("manta.service.log_archive.spool.SHRINK_BYTES", 2000)
     mine, agent, texts = make_plane(shared), Agent(), []
     mine.take(job)
@@ -294,7 +294,7 @@ def test_files_that_have_grown_large_and_are_kept_begin_anew(make_plane, shared,
     assert again.texts(job) == make_plane(shared).texts(job) == texts
 
 
-def test_lines_that_were_written_before_logs_were_kept_elsewhere_are_read_and_kept_too(make_plane, shared, job):
+def test_lines_written_before_remote_logs_were_set_up_are_read_and_stored(make_plane, shared, job):
     mine, agent = make_plane(shared), Agent()
     folder = mine.home / "jobs" / job / "logs"
     folder.mkdir(parents=True)
@@ -309,7 +309,7 @@ def test_lines_that_were_written_before_logs_were_kept_elsewhere_are_read_and_ke
 
 @pytest.mark.parametrize("be", [Path.mkdir, os.mkfifo])
 @pytest.mark.parametrize("since", ["the beginning", "it printed"])
-def test_what_is_no_file_in_the_place_of_a_log_holds_up_no_other_rank(make_plane, shared, job, be, since):
+def test_pipe_or_folder_in_the_place_of_a_log_does_not_block_other_ranks(make_plane, shared, job, be, since):
     mine, other, damaged = make_plane(shared), Agent(0), Agent(1)
     file = mine.home / "jobs" / job / "logs" / "rank-00001.jsonl"
     file.parent.mkdir(parents=True)
@@ -347,7 +347,7 @@ def test_report_of_very_many_lines_is_kept_whole(make_plane, shared, job, monkey
 
 
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 100))])
-def test_every_line_once_and_in_order_whatever_happens(make_plane, shared, job, seed, monkeypatch):
+def test_kept_log_has_every_line_once_and_in_order_despite_any_failures(make_plane, shared, job, seed, monkeypatch):
     """Control planes die at any moment, with their disks or without, stand still and go on, and the store fails."""
     monkeypatch.setattr(archiver, "SMALL_PARTS", 5)
     monkeypatch.setattr(archiver, "PART_BYTES", 300)

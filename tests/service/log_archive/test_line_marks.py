@@ -12,7 +12,7 @@ def line(sequence, left=0, generation=1, text="x"):
     return json.dumps({"generation": generation, "sequence": sequence, **more, "text": text}).encode() + b"\n"
 
 
-def test_lines_come_last_first_whatever_the_blocks_are(monkeypatch):
+def test_log_lines_are_read_backwards_for_any_block_size(monkeypatch):
     lines = [line(number, text="y" * number) for number in range(40)]
     content = b"".join(lines) + b"cut"
     for size in (1, 7, 64, 1000, 100_000):
@@ -22,7 +22,7 @@ def test_lines_come_last_first_whatever_the_blocks_are(monkeypatch):
         assert all(content[at:].startswith(each) for at, each in placed)
 
 
-def test_report_that_is_not_all_there_does_not_count():
+def test_incomplete_report_at_the_end_of_a_log_is_not_counted():
     whole, begun = line(1) + line(2, left=1) + line(2), line(3, left=2) + line(3, left=1) + b'{"gen'
     content = io.BytesIO(whole + begun)
     assert end_of_reports(content, len(whole + begun)) == len(whole)
@@ -30,7 +30,7 @@ def test_report_that_is_not_all_there_does_not_count():
     assert (end_of_reports(io.BytesIO(), 0), last_mark(io.BytesIO(), 0)) == (0, (0, 0))
 
 
-def test_what_is_kept_already_is_found_by_its_report():
+def test_end_of_the_uploaded_lines_is_found_by_report_number():
     parts = [line(4), b"no line\n", line(9), line(1, generation=2)]
     content, size = io.BytesIO(b"".join(parts)), sum(map(len, parts))
     upto = lambda mark: end_of(content, size, mark)  # noqa: E731

@@ -44,7 +44,7 @@ def validated(every: int, batches: int = 8, fraction: float = 0.05, sets: tuple[
     return JobSpec.model_validate(spec)
 
 
-def test_a_validation_is_its_forwards():
+def test_validation_takes_the_time_of_its_forward_passes():
     spec = validated(3, batches=5)
     model = model_of(spec)
     (stage,) = model.pipeline().times
@@ -53,7 +53,7 @@ def test_a_validation_is_its_forwards():
     assert (times.validations, times.validation) == (3, pytest.approx(3 * validation_seconds(model)))
 
 
-def test_in_a_pipeline_forwards_follow_one_another_and_the_slowest_replica_is_waited_for():
+def test_validation_in_a_pipeline_takes_its_slowest_stage_and_replica():
     spec = validated(3, batches=1, pipeline=4, data=2)
     model, m = model_of(spec), spec.micro_batches
     times = model.pipeline().times
@@ -72,7 +72,7 @@ def test_in_a_pipeline_forwards_follow_one_another_and_the_slowest_replica_is_wa
         (0.05, ({"name": "a", "paths": ["a.bin"], "batches": 3}, {"name": "b", "paths": ["b.bin"]}), 8 + 3 + 8),
     ],
 )
-def test_every_held_out_text_has_its_batches(fraction, sets, batches):
+def test_validation_time_counts_the_batches_of_every_validation_set(fraction, sets, batches):
     model = model_of(validated(5, fraction=fraction, sets=sets))
     one = model_of(validated(5, batches=1))
     assert validation_seconds(model) == pytest.approx(batches * validation_seconds(one))
@@ -95,7 +95,7 @@ def test_activations_that_wait_in_host_memory_do_not_for_a_validation():
     assert validation_seconds(model_of(validated(5, offload_layers=8))) == validation_seconds(model_of(spec))
 
 
-def test_a_copy_hides_behind_a_long_step_and_not_behind_a_short_one():
+def test_snapshot_copy_hides_behind_a_long_step_but_not_a_short_one():
     assert beside(job()).stall_seconds == 0
     spec = job(train=TINY)
     model = model_of(spec)
@@ -114,7 +114,7 @@ def test_a_copy_hides_behind_a_long_step_and_not_behind_a_short_one():
     assert whole - part > 0.3 * copy, "a replica copies the part of the state that it keeps"
 
 
-def test_on_cores_a_copy_is_read_and_written_in_their_memory():
+def test_snapshot_copy_on_cpu_cores_reads_and_writes_memory():
     spec, machine = job(train=TINY), cpu_machine(1, 1, 2**34)
     slow = replace(machine, core=replace(machine.core, memory=1e6))
     model = model_of(spec, Cluster(slow, 1, 1))
@@ -123,7 +123,7 @@ def test_on_cores_a_copy_is_read_and_written_in_their_memory():
     assert beside_steps(model, time).stall_seconds == pytest.approx(copy - time.seconds + time.optimizer)
 
 
-def test_snapshots_are_so_far_apart_that_waiting_for_them_keeps_to_its_share():
+def test_planned_snapshot_interval_keeps_stalls_to_their_share():
     spec = job(train={**TINY, "steps": 100_000})
     times, step = beside(spec), model_of(spec).time().seconds
     assert times.stall_seconds > FREE_SECONDS
@@ -138,7 +138,7 @@ def test_snapshots_are_so_far_apart_that_waiting_for_them_keeps_to_its_share():
 @pytest.mark.parametrize("steps", [1, 12, 25])
 @pytest.mark.parametrize("every", [0, 1, 4, 6, 30])
 @pytest.mark.parametrize("snapshot_every", [1, 4, 5])
-def test_checkpoints_without_a_snapshot_of_their_step_have_it_copied(steps, every, snapshot_every):
+def test_planned_checkpoints_without_a_snapshot_of_their_step_are_copied(steps, every, snapshot_every):
     spec = keeping(job(train={"steps": steps}), every_steps=every, snapshot_every_steps=snapshot_every)
     due = [step for step in range(1, steps + 1) if every and (step % every == 0 or step == steps)]
     times = beside(spec)
@@ -149,13 +149,13 @@ def test_checkpoints_without_a_snapshot_of_their_step_have_it_copied(steps, ever
     assert (times.storage_rate is None) == (len(due) < 2)
 
 
-def test_frozen_parameters_are_not_copied_again():
+def test_frozen_parameters_are_left_out_of_snapshot_copies():
     model = {"vocabulary_size": 500}
     whole, half = (beside(job(model=model, train=TINY | {"frozen": frozen})) for frozen in ((), ("layers.0-3",)))
     assert whole.stall_seconds - half.stall_seconds > 0.4 * 12 * model_of(job(model=model)).parameters / HOST_COPY
 
 
-def test_all_of_it_is_in_the_hours_of_a_plan():
+def test_planned_hours_include_validation_snapshots_and_checkpoints():
     spec = keeping(job(train={**TINY, "steps": 100, "validate_every": 10}), every_steps=7, snapshot_every_steps=3)
     times = beside(spec)
     assert times.copied_checkpoints == 15 - 4 and times.stall_seconds > 0
@@ -169,13 +169,13 @@ def test_all_of_it_is_in_the_hours_of_a_plan():
     assert {**times.to_json(), "snapshot_hours": times.snapshot / 3600} == times.to_json()
 
 
-def test_storage_has_the_time_between_two_checkpoints_for_one():
+def test_storage_rate_writes_one_checkpoint_between_two():
     spec = keeping(job(train={"steps": 100}), every_steps=10)
     times = beside(spec)
     assert times.storage_rate * 10 * model_of(spec).time().seconds == pytest.approx(times.checkpoint_bytes)
 
 
-def test_what_there_is_is_said_and_nothing_else():
+def test_plan_sentences_mention_only_validation_snapshots_and_checkpoints_in_use():
     assert beside(keeping(job(), every_steps=0)).sentences() == ()
     long = {**TINY, "steps": 1000, "validate_every": 100}
     validation, snapshot, checkpoint = beside(job(train=long)).sentences()
@@ -184,7 +184,7 @@ def test_what_there_is_is_said_and_nothing_else():
     assert explain.to_json(explain.explain(plan, a100s()))["sentences"][-3:] == [validation, snapshot, checkpoint]
 
 
-def test_a_long_training_has_it_in_its_hours():
+def test_long_run_hours_include_validation_snapshots_and_checkpoints():
     spec = job(train={"steps": 2_000_000, "validate_every": 100, "micro_batch_size": 2})
     run = explain.explain(plan_of(spec, a100s()), a100s()).run
     times = beside(spec)

@@ -33,17 +33,17 @@ def refined(machine, **values):
         Cluster(refined(CpuNode(6, 2.0**34).machine(4), memory=4e10, link=1e9), 2, 4),
     ],
 )
-def test_it_comes_back_from_json(cluster):
+def test_cluster_record_survives_json(cluster):
     assert cluster_from_json(json.loads(json.dumps(cluster_to_json(cluster)))) == cluster
 
 
-def test_what_was_kept_before_links_were_measured_comes_back():
+def test_cluster_record_without_measured_links_is_readable():
     cluster = Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8)
     document = cluster_to_json(cluster)
     del document["links"]
     assert cluster_from_json(document) == cluster
 
 
-def test_what_another_release_kept_is_refused():
+def test_cluster_record_of_another_release_is_refused():
     with pytest.raises(KeyError):
         cluster_from_json({"nodes": 1, "gpus_per_node": 1})

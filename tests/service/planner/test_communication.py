@@ -36,13 +36,13 @@ def layout(tensor: int = 1, pipeline: int = 1, data: int = 1) -> ParallelConfig:
         ((1, 2, 32), MEGATRON_2021, (1, 1), (4, 8)),
     ],
 )
-def test_groups_span_the_nodes_that_their_order_says(sizes, software, tensor, data):
+def test_communication_groups_span_the_nodes_their_rank_order_gives(sizes, software, tensor, data):
     groups = groups_of(layout(*sizes), a100s(8), software)
     assert (groups.tensor.nodes, groups.tensor.per_node) == tensor
     assert (groups.data.nodes, groups.data.per_node) == data
 
 
-def test_neighbouring_stages_share_a_node_where_they_fit():
+def test_neighbouring_pipeline_stages_share_a_node_if_they_fit():
     groups = groups_of(layout(4, 4, 1), a100s(2), MEGATRON_2021)
     assert [groups.stages_share_node(stage, stage + 1) for stage in range(3)] == [True, False, True]
     groups = groups_of(layout(4, 4, 2), a100s(4), MEGATRON_2021)
@@ -51,7 +51,7 @@ def test_neighbouring_stages_share_a_node_where_they_fit():
     assert not groups.stages_share_node(0, 1)
 
 
-def test_a_node_has_whole_tensor_groups():
+def test_stages_share_a_node_only_if_whole_tensor_groups_fit():
     groups = groups_of(layout(4, 3), Cluster(a100s().machine, 3, 6), MANTA)
     assert not groups.stages_share_node(0, 1) and not groups.stages_share_node(1, 2)
     groups = groups_of(layout(2, 4), Cluster(a100s().machine, 2, 5), MANTA)
@@ -79,7 +79,7 @@ def test_rings_across_nodes_share_the_adapters():
         ((2, 1, 32), MANTA, 8, None),  # goes over the node's links to whoever is beside the adapter
     ],
 )
-def test_rings_without_a_pair_beside_an_adapter_leave_through_the_hosts(sizes, software, nodes, gigabytes):
+def test_data_rings_without_a_gpu_pair_per_adapter_go_through_the_hosts(sizes, software, nodes, gigabytes):
     cluster = a100s(nodes)
     data = groups_of(layout(*sizes), cluster, software).data
     assert data.through_hosts == (gigabytes is not None)
@@ -98,14 +98,14 @@ def test_a_reduction_moves_its_tensor_twice_and_a_lone_rank_nothing():
     assert reduce_seconds(Group(1, 1), cluster, size) == gather_seconds(Group(1, 1), cluster, size) == 0
 
 
-def test_two_devices_with_one_adapter_halve_it():
+def test_two_devices_on_one_adapter_get_half_its_bandwidth():
     cluster = a100s(2)
     halved = dataclasses.replace(cluster, machine=dataclasses.replace(cluster.machine, adapters=4))
     assert message_seconds(halved, 1e9, False) == pytest.approx(2 * message_seconds(cluster, 1e9, False), rel=0.01)
     assert message_seconds(cluster, 1e9, True) < message_seconds(cluster, 1e9, False) / 10
 
 
-def test_between_cores_every_part_goes_straight_to_whoever_needs_it():
+def test_communication_between_cpu_ranks_goes_directly_between_pairs():
     """Each rank sends its part to all others and receives theirs; two that sum up exchange all they have."""
     core = dataclasses.replace(ASSUMED_CORE, message_seconds=1.0, link=100.0)
     cluster = Cluster(cpu_machine(4, 4, 1e9, core), 1, 4)

@@ -43,14 +43,14 @@ def rows(count, seconds=1.0, tokens=100, first=1):
     ]
 
 
-def test_groups_are_made_of_the_parts_that_there_are():
+def test_drift_groups_cover_all_planned_and_measured_parts():
     measured = {name for _, names in GROUPS.values() for name in names}
     assert measured == set(PARTS)
     only_some_have = {"copies"}
     assert {name for names, _ in GROUPS.values() for name in names} == set(PLANNED_PARTS) | only_some_have
 
 
-def test_the_first_steps_and_smaller_batches_do_not_count():
+def test_drift_ignores_first_steps_and_smaller_batches():
     slow, ramp = rows(SETTLING_STEPS, seconds=9.0), rows(3, seconds=0.1, tokens=50, first=SETTLING_STEPS + 1)
     full = rows(4, seconds=1.5, first=SETTLING_STEPS + 4)
     measured = measured_of([*slow, *ramp, *full], 100)
@@ -59,7 +59,7 @@ def test_the_first_steps_and_smaller_batches_do_not_count():
     assert measured_of(slow, 100) is None and measured_of([*slow, *ramp], 100) is None
 
 
-def test_parts_are_those_of_the_steps_that_were_measured_in_parts():
+def test_drift_parts_are_averaged_over_steps_measured_in_parts():
     some = rows(MEASURED_STEPS)
     for row, seconds in ((some[7], 0.2), (some[17], 0.4)):
         row |= {"forward_seconds": seconds, "bubble_seconds": 0.1}
@@ -77,7 +77,7 @@ def uneven(in_parts, others=1.0):
     return measured_of(some, 100)
 
 
-def test_a_part_is_named_only_where_the_steps_measured_in_parts_are_like_most_steps():
+def test_drift_names_a_part_only_if_steps_measured_in_parts_are_typical():
     alike = drift_of(plan(), uneven(in_parts=1.4, others=1.3))
     assert (alike.part, alike.ratio) == ("computing", 1.3)
     assert "computing: 1.3 s instead of the planned 0.4 s" in alike.message
@@ -90,11 +90,11 @@ def test_a_part_is_named_only_where_the_steps_measured_in_parts_are_like_most_st
 
 
 @pytest.mark.parametrize(("step", "drifts"), [(0.79, True), (0.81, False), (1.0, False), (1.19, False), (1.21, True)])
-def test_a_fifth_is_tolerated(step, drifts):
+def test_drift_below_a_fifth_is_tolerated(step, drifts):
     assert (drift_of(plan(), took(step)) is not None) == drifts
 
 
-def test_the_part_with_most_of_the_difference_is_named():
+def test_drift_names_the_part_with_most_of_the_difference():
     slow = took(2.0, forward=0.2, backward=0.2, tensor_communication=0.9, bubble=0.1, other=0.3)
     drift = drift_of(plan(), slow)
     assert (drift.part, drift.ratio) == ("tensor communication", 2.0)
@@ -106,21 +106,21 @@ def test_the_part_with_most_of_the_difference_is_named():
     assert drift_of(plan(), took(2.0)).part == "step"
 
 
-def test_all_groups_together_are_both_steps():
+def test_drift_groups_sum_to_the_planned_and_the_measured_step():
     groups = compared(plan(), took(1.0, forward=0.6, data=0.1, pipeline_communication=0.3))
     assert sum(each.planned for each in groups) == pytest.approx(1.0)
     assert sum(each.measured for each in groups) == pytest.approx(1.0)
     assert compared(plan(), took()) == ()
 
 
-def test_memory_counts_where_ranks_have_gpus():
+def test_drift_of_memory_counts_for_gpu_ranks_only():
     assert drift_of(plan(), took(memory=1300)).part == "memory"
     assert drift_of(plan(has_gpus=False), took(memory=1300)) is None
     assert drift_of(plan(), took(memory=1100)) is None
     assert drift_of(plan(), took(memory=None)) is None
 
 
-def test_who_was_not_measured_is_told_so():
+def test_drift_message_advises_calibration_only_if_the_node_was_not_calibrated():
     assert "manta calibrate` measures" in drift_of(plan(assumed=True, has_gpus=False), took(3.0)).message
     assert "manta calibrate` on such a node" in drift_of(plan(assumed=True), took(3.0)).message
     assert "manta calibrate" not in drift_of(plan(), took(3.0)).message

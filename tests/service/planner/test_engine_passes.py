@@ -86,7 +86,7 @@ def passes(spec: JobSpec, gpu: Gpu = GPU) -> LayerTime:
         pytest.param("qwen", 2, marks=pytest.mark.soak),
     ],
 )
-def test_the_bytes_of_a_layer_are_those_of_the_engines_operations(monkeypatch, family, kv_heads):
+def test_planned_bytes_of_a_layer_match_the_engines_operations(monkeypatch, family, kv_heads):
     for name, value in {"WIDENED": 1, "REDUCED": 1, "SPREAD": 1, "MIXED": 6}.items():
         monkeypatch.setattr(engine_passes, name, value)  # what is moved, however fast
     few, many = (engine_bytes(family, layers, kv_heads) for layers in LAYERS)
@@ -100,14 +100,14 @@ def test_the_bytes_of_a_layer_are_those_of_the_engines_operations(monkeypatch, f
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_compiled_layers_move_a_fraction_of_it(family):
+def test_compiled_layers_move_less_than_half_the_bytes_of_eager_ones(family):
     eager, compiled = (passes(JobSpec.model_validate(document(family, 2, 2, each)), BYTES) for each in (False, True))
     for name in ("forward", "backward_input"):
         assert getattr(compiled, name)().elementwise < 0.5 * getattr(eager, name)().elementwise
     assert compiled.output_forward().elementwise < 0.4 * eager.output_forward().elementwise
 
 
-def test_a_compiled_update_is_one_pass_behind_the_norm():
+def test_compiled_optimizer_update_moves_34_of_46_bytes():
     machine = measured(ASSUMED, BYTES)
     eager, compiled = (
         StepModel(job(train={"compile": each}), Cluster(machine, 1, 1), engine_on(machine)) for each in (False, True)
@@ -115,7 +115,7 @@ def test_a_compiled_update_is_one_pass_behind_the_norm():
     assert compiled.optimizer_seconds() == pytest.approx(34 / 46 * eager.optimizer_seconds())
 
 
-def test_an_update_waits_for_a_host_that_is_not_ahead():
+def test_planned_optimizer_update_waits_for_a_slow_host():
     def update(size: int, host: float) -> float:
         machine = measured(ASSUMED, Gpu(**{**vars(GPU), "host_seconds": host}))
         spec = job(train={"micro_batch_size": size, "global_batch_size": size})
@@ -125,7 +125,7 @@ def test_an_update_waits_for_a_host_that_is_not_ahead():
     assert update(1, 3e-5) - update(1, 2e-5) == pytest.approx(1e-5 * MANTA_ON_MEASURED_GPU.update_operations)
 
 
-def test_only_a_measured_gpu_is_planned_so_exactly():
+def test_exact_engine_passes_are_used_for_measured_gpus_only():
     spec, machine = job(), measured(ASSUMED, GPU)
     assert isinstance(passes(spec), EnginePasses)
     assert type(StepModel(spec, Cluster(ASSUMED, 1, 8), engine_on(ASSUMED)).layer) is LayerTime
@@ -133,7 +133,7 @@ def test_only_a_measured_gpu_is_planned_so_exactly():
     assert engine_on(machine).counts_kernels and not engine_on(ASSUMED).counts_kernels
 
 
-def test_a_full_recomputation_is_a_forward_and_core_attention_a_small_one():
+def test_full_recomputation_costs_a_forward_and_selective_a_fraction_of_it():
     plain, selective, full = (passes(job(recompute=each)).backward_input() for each in ("none", "selective", "full"))
     forward = passes(job()).forward()
     assert full.seconds - plain.seconds == pytest.approx(forward.seconds)
@@ -141,7 +141,7 @@ def test_a_full_recomputation_is_a_forward_and_core_attention_a_small_one():
     assert full.operations - plain.operations == forward.operations + engine_passes.UNDER_HOOKS
 
 
-def test_what_leaves_products_in_fp32_is_added_apart_unless_they_do_it():
+def test_fp32_accumulation_costs_a_pass_unless_products_do_it():
     spec = job(train={"micro_batch_size": 16})
     apart, within = (passes(spec, Gpu(**{**vars(GPU), "adds_wider": each})).backward_weight() for each in (False, True))
     assert 0 < within.accumulation < 0.4 * apart.accumulation
@@ -151,7 +151,7 @@ def test_what_leaves_products_in_fp32_is_added_apart_unless_they_do_it():
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "qwen"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_many_micro_batches_hide_the_host_and_small_ones_wait_for_it(family, compiled):
+def test_small_micro_batches_are_bound_by_the_host_and_large_ones_are_not(family, compiled):
     def step(size: int, micro_batches: int, host: float) -> float:
         spec = job(
             model={"family": family, "kv_heads": 16, "sequence_length": 1024},
@@ -170,13 +170,13 @@ def test_tensor_parallel_layers_of_measured_gpus_have_less_each_and_communicate(
     assert split.forward().tensor > 0 == alone.forward().tensor
 
 
-def test_what_waits_in_host_memory_takes_the_measured_copies():
+def test_offloaded_activations_take_the_measured_copy_rate():
     spec = job(offload_layers=8, train={"micro_batch_size": 32})
     fast, slow = (passes(spec, Gpu(**{**vars(GPU), "copy": each})).passes() for each in (1e13, 1e9))
     assert fast.forward.copies == 0 < slow.forward.copies
 
 
-def test_a_head_in_parts_moves_its_forward_to_the_backward():
+def test_planned_chunked_head_computes_its_forward_in_the_backward():
     whole, parts = (passes(job(train={"micro_batch_size": 16, "head_tokens": each})) for each in (0, 1024))
     assert parts.output_forward().products == 0 < whole.output_forward().products
     both = [each.output_forward().products + each.output_backward().products for each in (whole, parts)]
@@ -184,7 +184,7 @@ def test_a_head_in_parts_moves_its_forward_to_the_backward():
     assert parts.output_backward().accumulation > 5 * whole.output_backward().accumulation
 
 
-def test_8_bit_products_are_faster_and_cast_first():
+def test_planned_fp8_products_are_faster_but_need_casts():
     plain, narrow = (passes(job(hidden=4096, heads=32, train={"fp8": each})) for each in ("off", "tensorwise"))
     assert narrow.forward().products < 0.7 * plain.forward().products
     assert narrow.forward().elementwise > plain.forward().elementwise

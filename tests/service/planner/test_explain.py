@@ -56,7 +56,7 @@ def explained(parallel, cluster="a100", **train):
 
 @pytest.mark.parametrize("parallel", LAYOUTS)
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_the_parts_of_a_step_are_the_step_and_none_is_below_zero(parallel, cluster):
+def test_explained_shares_sum_to_the_step_and_none_is_negative(parallel, cluster):
     plan, explanation = explained(parallel, cluster)
     assert sum(each.seconds for each in explanation.shares) == pytest.approx(plan.time.seconds, rel=1e-9)
     assert all(each.seconds > -1e-9 * plan.time.seconds for each in explanation.shares), explanation.shares
@@ -72,14 +72,14 @@ def test_the_parts_of_a_step_are_the_step_and_none_is_below_zero(parallel, clust
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_only_a_job_that_is_not_compiled_is_told_to_be(compile):
+def test_advice_to_compile_is_given_only_if_the_job_is_not_compiled(compile):
     shares = explained({}, compile=compile)[1].shares
     assert any("train.compile" in share.help for share in shares) == (not compile)
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS[1:])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_a_timeline_has_every_pass_in_order_and_ends_with_the_pipeline(parallel, cluster):
+def test_explained_timeline_has_every_pass_in_order(parallel, cluster):
     plan, explanation = explained(parallel, cluster)
     layout, m = plan.spec.layout, plan.spec.micro_batches
     kinds = 3 if layout.schedule.startswith("zb") else 2
@@ -98,7 +98,7 @@ def test_a_timeline_has_every_pass_in_order_and_ends_with_the_pipeline(parallel,
     assert max(bar.end for bar in bars) == pytest.approx(model.pipeline().simulated_seconds(m), rel=1e-9)
 
 
-def test_one_change_does_what_a_plan_with_it_says():
+def test_effect_of_a_suggested_change_equals_a_plan_with_it():
     _, explanation = explained(LAYOUTS[1])
     changes = {each.change: each for each in explanation.changes}
     for change, parallel, train in (
@@ -122,7 +122,7 @@ def test_one_change_does_what_a_plan_with_it_says():
     ("layout", "counts"),
     [({"schedule": "1f1b"}, (5, 9)), ({"schedule": "interleaved", "virtual_stages": 2}, (4, 3, 3, 4))],
 )
-def test_the_words_of_a_change_are_all_that_changes(layout, counts):
+def test_suggested_change_names_everything_it_changes(layout, counts):
     """A list of stages is not dropped in silence, nor where the same stages stay."""
     spec = job({"pipeline": 2, "data": 2, "stage_layers": counts, **layout})
     changes = what_ifs(spec, CLUSTERS["a100"])
@@ -154,13 +154,13 @@ def test_suggested_stage_layers_move_one_layer_between_an_end_and_the_extreme_st
     assert {value for others, name, value in changes if name and not others} == lists
 
 
-def test_a_micro_batch_is_not_advised_that_is_larger_than_what_a_replica_has():
+def test_suggested_micro_batch_never_exceeds_the_share_of_a_replica():
     specs = (job({"data": 2}, micro_batch_size=size) for size in (16, 32))
     changes = [{each.change for each in what_ifs(spec, CLUSTERS["a100"])} for spec in specs]
     assert "micro_batch_size: 32" in changes[0] and "micro_batch_size: 64" not in changes[1]
 
 
-def test_the_largest_losses_are_said_in_sentences_with_what_helps():
+def test_largest_losses_of_a_plan_are_sentences_with_advice():
     _, explanation = explained(LAYOUTS[2])
     said = sentences(explanation.shares)
     assert 1 <= len(said) <= 3
@@ -171,7 +171,7 @@ def test_the_largest_losses_are_said_in_sentences_with_what_helps():
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS)
-def test_a_picture_is_well_formed_and_has_a_bar_for_every_pass(parallel):
+def test_plan_picture_is_valid_svg_with_a_bar_for_every_pass(parallel):
     _, explanation = explained(parallel)
     root = ElementTree.fromstring(picture("a <plan> & more", to_json(explanation)))
     titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -180,7 +180,7 @@ def test_a_picture_is_well_formed_and_has_a_bar_for_every_pass(parallel):
     assert not [each for each in root.iter() if each.tag.endswith(("script", "image", "foreignObject"))]
 
 
-def test_a_picture_has_every_part_that_a_step_may_have():
+def test_plan_picture_shows_every_part_of_a_step():
     _, explanation = explained({"pipeline": 2, "offload_layers": 7})
     assert [each.name for each in explanation.shares if each.seconds > 0][-1] == "copies"
     assert {each.name for each in explanation.shares} == {part for parts, _ in GROUPS.values() for part in parts}
@@ -194,7 +194,7 @@ def test_a_pipeline_with_too_many_passes_is_explained_without_a_timeline():
     assert "too many passes" in picture("large", document)
 
 
-def test_of_a_run_that_would_never_end_this_is_said_and_nothing_else(monkeypatch):
+def test_explanation_of_a_run_that_never_ends_says_so(monkeypatch):
     def never(run):
         raise NeverFinishes(f"it would never finish: {run.gpus}")
 
@@ -213,7 +213,7 @@ def test_a_whole_training_waits_for_nodes_if_its_size_is_fixed(monkeypatch, elas
     assert [run.fewest for run in runs] == [fewest]
 
 
-def test_advice_is_of_what_the_job_may_still_change():
+def test_plan_advice_covers_only_what_the_job_can_still_change():
     """Dropout refuses to be compiled; there is one replica, one sequence a micro-batch and one tensor rank."""
     spec = job({"zero": 0, "pipeline": 2, "schedule": "zb-h1"}, micro_batch_size=1)
     dropping = spec.model_copy(update={"model": spec.model.model_copy(update={"dropout": 0.1})})
@@ -244,16 +244,14 @@ def test_virtual_stages_are_advised_only_if_layers_and_micro_batches_divide_even
         ({}, 8, 6, True),
     ],
 )
-def test_a_larger_micro_batch_is_advised_only_if_there_is_one_that_divides_what_a_replica_has(
-    layout, batch, size, is_advised
-):
+def test_plan_advice_of_a_larger_micro_batch_requires_one_that_divides_evenly(layout, batch, size, is_advised):
     spec = job(layout, micro_batch_size=size, global_batch_size=batch)
     shares = explain(plan_of(spec, CLUSTERS["a100"]), CLUSTERS["a100"]).shares
     (help,) = [share.help for share in shares if share.name == "products"]
     assert ("larger micro-batch" in help) == is_advised
 
 
-def test_stages_that_may_be_on_any_nodes_have_the_memory_of_those_with_least():
+def test_explained_memory_of_unplaced_stages_is_that_of_the_smallest_device():
     """The slowest have more."""
     cluster = together([Cluster(machine_of(name), 1, 8) for name in ("a100-80gb", "l40s-48gb")])
     plan = plan_of(job({"pipeline": 2}), cluster)
@@ -262,12 +260,12 @@ def test_stages_that_may_be_on_any_nodes_have_the_memory_of_those_with_least():
     assert max(each.total for each in explanation.memory) == plan.memory.total
 
 
-def test_a_change_that_changes_nothing_is_no_change():
+def test_suggested_changes_include_none_without_effect():
     changes = [{each.change for each in what_ifs(job({"data": size}), CLUSTERS["a100"])} for size in (1, 2)]
     assert "zero: 0" not in changes[0] and "zero: 0" in changes[1]
 
 
-def test_layers_move_to_and_from_either_end_once_each():
+def test_suggested_layer_moves_go_to_and_from_each_end_once():
     lists = {
         (): [[2, 4, 4, 4], [4, 3, 4, 3], [4, 4, 4, 2], [3, 3, 4, 4]],
         (4, 4, 3, 3): [None, [5, 3, 3, 3], [4, 4, 4, 2], [3, 4, 3, 4]],
@@ -279,7 +277,7 @@ def test_layers_move_to_and_from_either_end_once_each():
     assert list(_lists(planned.job(34, pipeline=17))) == [] != list(_lists(planned.job(32, pipeline=16)))
 
 
-def test_a_change_of_stages_drops_their_list_and_one_of_zero_is_to_the_other():
+def test_suggested_stage_counts_drop_stage_layers_and_zero_is_toggled():
     changes = {each.change for each in what_ifs(job({"pipeline": 4, "stage_layers": [4, 4, 3, 3]}), CLUSTERS["a100"])}
     assert {"tensor: 2, pipeline: 2, stage_layers: null", "schedule: zb-h1, virtual_stages: 1"} <= changes
     changes = {each.change for each in what_ifs(job({"data": 2, "zero": 0}), CLUSTERS["a100"])}
@@ -295,7 +293,7 @@ def test_stages_that_are_placed_stay_as_many():
     assert not [change for change in changes if "pipeline" in change]
 
 
-def test_changes_that_fit_come_before_faster_ones_that_do_not():
+def test_suggested_changes_that_fit_precede_faster_ones_that_do_not():
     spec, cluster = job({"pipeline": 2, "recompute": "selective"}), CLUSTERS["a100"]
     needed = fits(spec, cluster).memory.total
     device = replace(cluster.machine.accelerator, memory_bytes=1.2 * needed)
@@ -305,7 +303,7 @@ def test_changes_that_fit_come_before_faster_ones_that_do_not():
     assert min(each.seconds for each in changes if not each.fits) < max(each.seconds for each in changes if each.fits)
 
 
-def test_help_is_what_the_sizes_leave_possible():
+def test_plan_advice_depends_on_the_sizes_of_the_layout():
     def shares(parallel, **train):
         return {each.name: each for each in explained(parallel, **train)[1].shares}
 

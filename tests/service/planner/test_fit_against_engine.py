@@ -120,14 +120,14 @@ def verdict(seed: int, all_stages: bool) -> Verdict:
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 7])  # all families and schedules
-def test_a_few_jobs_take_what_is_planned(seed):
+def test_planned_memory_of_drawn_jobs_matches_the_engine(seed):
     answer = verdict(seed, all_stages=False)
     assert answer.planned == pytest.approx(answer.made, rel=0.02)
     assert not answer.breaks and not answer.is_wrong
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.soak)], ids=str)
-def test_jobs_that_save_memory_take_what_is_planned(seeds):
+def test_planned_memory_of_memory_saving_jobs_matches_the_engine(seeds):
     for seed in seeds:
         spec = saving(seed)
         stage = worst_rank(spec).rank
@@ -137,7 +137,7 @@ def test_jobs_that_save_memory_take_what_is_planned(seeds):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(0, 500, 50))
-def test_five_hundred_jobs_fit_where_it_is_planned(first):
+def test_planned_memory_of_500_jobs_matches_the_engine(first):
     answers = [verdict(seed, all_stages=True) for seed in range(first, first + 50)]
     assert [seed for seed, each in enumerate(answers, first) if each.breaks] == []
     refused = [each for each in answers if not each.fits]

@@ -54,36 +54,36 @@ def measured(core: Core, noise: float = 0.0) -> Measurements:
     return measurements
 
 
-def test_what_rows_were_made_with_comes_out():
+def test_fit_of_a_core_recovers_the_constants_its_rows_were_made_with():
     assert asdict(fit_core(measured(CORE))) == pytest.approx(asdict(CORE), rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["memory", "operation_seconds", "link", "message_seconds"])
-def test_each_constant_follows_its_rows(name):
+def test_fit_of_a_core_follows_a_change_of_each_constant(name):
     changed = replace(CORE, **{name: 2 * getattr(CORE, name)})
     assert asdict(fit_core(measured(changed))) == pytest.approx(asdict(changed), rel=0.02)
 
 
-def test_a_little_noise_changes_little():
+def test_fit_of_a_core_is_robust_to_little_noise():
     assert fit_core(measured(CORE, 0.02)).operation_seconds == pytest.approx(CORE.operation_seconds, rel=0.25)
 
 
-def test_measurements_travel_as_json():
+def test_core_measurements_survive_json():
     measurements = measured(CORE)
     assert Measurements.from_json(asdict(measurements)) == measurements
 
 
-def test_least_squares_of_two():
+def test_least_squares_fit_solves_two_unknowns():
     rows = [(a, b, 2.0 * a + 3.0 * b, 1.0) for a, b in ((1, 0), (1, 1), (2, 5))]
     assert least_squares(rows) == pytest.approx((2.0, 3.0))
 
 
-def test_nothing_takes_less_than_no_time():
+def test_least_squares_fit_has_no_negative_share():
     """A fit that would be best with a negative share has next to none of it."""
     x, y = least_squares([(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 3.0, 1.0)])
     assert 0 < x < 0.05 and y > 0
 
 
-def test_rows_that_tell_nothing_apart_are_refused():
+def test_least_squares_fit_with_too_few_rows_is_refused():
     with pytest.raises(ValueError, match="too few rows"):
         least_squares([(1.0, 2.0, 3.0, 1.0)])

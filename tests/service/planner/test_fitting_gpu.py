@@ -52,13 +52,13 @@ def rows(gpu: Gpu) -> Measurements:
 
 
 @pytest.mark.parametrize("adds_wider", [False, True])
-def test_what_rows_were_made_with_comes_out(adds_wider):
+def test_fit_of_a_gpu_recovers_the_constants_its_rows_were_made_with(adds_wider):
     gpu = replace(GPU, adds_wider=adds_wider)
     assert asdict(fit_gpu(rows(gpu), ASSUMED)) == pytest.approx(asdict(gpu), rel=0.03)
 
 
 @pytest.mark.parametrize("name", [name for name in asdict(GPU) if name != "adds_wider"])
-def test_each_constant_follows_its_rows(name):
+def test_fit_of_a_gpu_follows_a_change_of_each_constant(name):
     changed = replace(GPU, **{name: 1.3 * getattr(GPU, name)})
     assert asdict(fit_gpu(rows(changed), ASSUMED)) == pytest.approx(asdict(changed), rel=0.03)
 
@@ -83,11 +83,11 @@ def test_measurements_of_a_gpu_travel_as_json():
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 39.5, None),
     ],
 )
-def test_a_gpu_is_known_by_what_its_driver_calls_it(device, gibibytes, name):
+def test_gpu_name_of_the_driver_maps_to_a_known_accelerator(device, gibibytes, name):
     assert named_by_driver(device, gibibytes * 2**30) == name
 
 
-def test_a_gpu_that_no_plans_are_made_of_is_named():
+def test_fit_of_an_unknown_gpu_is_refused_by_name():
     with pytest.raises(UnknownMachine, match=r"\(Abacus\); known are v100-32gb"):
         machine_measured(Measurements("Abacus", 1, gpu_memory_bytes=1))
 
@@ -100,14 +100,14 @@ def test_a_measured_machine_is_not_assumed_but_its_links_are():
     assert not measured(MACHINES["a100-80gb"], GPU).links_are_assumed
 
 
-def test_few_tiles_with_much_behind_them_are_cut_along_what_is_behind():
+def test_products_with_few_tiles_and_long_sums_are_split_along_the_sum():
     machine = measured(ASSUMED, GPU)
     one_wave = 2 * 64 * 64 * 16384 / (GPU.product_16bit / 132 * 0.55)
     assert product_seconds(machine, 512, 512, 16384) < 0.6 * one_wave
     assert product_seconds(machine, 512, 512, 256) > GPU.kernel_seconds
 
 
-def test_attention_of_few_heads_waits_for_its_last_rows():
+def test_planned_attention_of_few_heads_is_less_efficient():
     machine = measured(ASSUMED, replace(GPU, kernel_seconds=1e-12))
     one, many = attention_seconds(machine, 1, 2048, 128)[0], attention_seconds(machine, 64, 2048, 128)[0]
     assert one > many / 32

@@ -25,13 +25,13 @@ def rows(links, ranks=(2, 8), machine="h100-80gb", noise=lambda: 1.0):
 
 @pytest.mark.parametrize("links", [Links(3.6e11, 3e-6), Links(2e10, 2e-5), Links(8e11, 8e-7)])
 @pytest.mark.parametrize("ranks", [(2,), (2, 3), (2, 8)])
-def test_what_rows_were_made_with_comes_out(links, ranks):
+def test_fit_of_links_recovers_the_constants_their_rows_were_made_with(links, ranks):
     fitted = fit_links(rows(links, ranks), MACHINES["h100-80gb"])
     assert asdict(fitted) == pytest.approx(asdict(links), rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_drawn_links_come_out_of_noisy_rows_on_any_machine(seed):
+def test_fit_of_links_recovers_drawn_constants_from_noisy_rows(seed):
     draw = random.Random(seed)
     links = Links(10 ** draw.uniform(9.7, 12), 10 ** draw.uniform(-6.3, -4.3))
     name = draw.choice([*MACHINES])
@@ -41,7 +41,7 @@ def test_drawn_links_come_out_of_noisy_rows_on_any_machine(seed):
     assert 0.01 < fitted.error < 0.08
 
 
-def test_a_row_that_something_held_up_changes_little():
+def test_fit_of_links_is_robust_to_one_delayed_row():
     made = rows(Links(3.6e11, 3e-6))
     made[5] = replace(made[5], seconds=20 * made[5].seconds)
     fitted = fit_links(made, MACHINES["h100-80gb"])
@@ -56,7 +56,7 @@ def test_links_that_are_not_alike_say_so_by_their_error():
     assert fitted.error > 0.3
 
 
-def test_rows_that_are_missing_are_said():
+def test_fit_of_links_without_rows_is_refused():
     with pytest.raises(ValueError, match="too few rows"):
         fit_links([], MACHINES["h100-80gb"])
 

@@ -40,7 +40,7 @@ def reached(spec: JobSpec) -> int:
 @pytest.mark.parametrize(
     "layout", [{}, {"pipeline": 4}, {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2}], ids=str
 )
-def test_products_are_those_that_flops_count(patterns, model, layout):
+def test_planned_products_of_frozen_jobs_match_their_flops(patterns, model, layout):
     """Torch's own count of the engine's steps is what these FLOPs are held against."""
     spec = frozen(patterns, model, **layout)
     model_of_step = StepModel(spec, Cluster(cpu_machine(8, 1, 1e12, COUNTER), 1, 8), MANTA_ON_CPU)
@@ -58,7 +58,7 @@ def test_products_are_those_that_flops_count(patterns, model, layout):
 @pytest.mark.parametrize(
     "cluster", [a100s(), Cluster(measured(MACHINES["h100-80gb"], GPU), 1, 8)], ids=["a100", "h100"]
 )
-def test_what_is_frozen_is_neither_summed_nor_updated(cluster):
+def test_frozen_parameters_are_neither_reduced_nor_updated(cluster):
     whole, part = (StepModel(frozen(each, data=8), cluster) for each in ((), LOWER))
     slow, quick = whole.time(), part.time()
     assert part.parameters < 0.5 * whole.parameters
@@ -67,7 +67,7 @@ def test_what_is_frozen_is_neither_summed_nor_updated(cluster):
     assert quick.work > 1.01 * slow.work / 3, "its forwards are all there"
 
 
-def test_a_table_that_is_frozen_has_no_backward():
+def test_frozen_embedding_has_no_planned_backward():
     """The layers above it have one all the same."""
     trained, part = (StepModel(frozen(each, pipeline=2), a100s()) for each in (("output",), ("output", "embedding")))
     backward, without = (model.budgets_of(0)[1] for model in (trained, part))
@@ -75,20 +75,20 @@ def test_a_table_that_is_frozen_has_no_backward():
     assert without.plus(part.passes.first_backward).device_seconds == pytest.approx(backward.device_seconds)
 
 
-def test_a_table_that_is_frozen_is_not_summed_over_the_stages_that_have_it():
+def test_frozen_tied_embedding_is_not_summed_over_stages():
     tied = {"tie_embeddings": True}
     whole, part = (StepModel(frozen(each, tied, pipeline=4), a100s()) for each in ((), ("embedding",)))
     assert whole.tied_seconds() > 0.0 == part.tied_seconds()
 
 
-def test_what_recomputes_every_second_layer_does_so_of_layers_with_a_backward():
+def test_recompute_every_second_layer_skips_layers_without_a_backward():
     spec = frozen(LOWER, recompute="full", recompute_every=2)
     again = StepModel(spec, a100s()).layer.backward_input().recomputation
     every = StepModel(frozen(LOWER, recompute="full"), a100s()).layer.backward_input().recomputation
     assert again == pytest.approx(every / 3), "layer 6 of 5, 6 and 7"
 
 
-def test_a_search_goes_by_it_and_tells_where_its_step_goes():
+def test_search_and_explanation_account_for_frozen_layers():
     plan = search(frozen(LOWER), a100s()).plans[0]
     assert plan.spec.layout.recompute == "none", "there is room for all"
     assert plan.time.seconds < 0.8 * search(frozen(()), a100s()).plans[0].time.seconds

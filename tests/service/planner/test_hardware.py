@@ -9,7 +9,7 @@ import pytest
 from manta.service.planner.hardware import HOPPER, MACHINES, Constants, Gpu, Links, UnknownMachine, machine_of, measured
 
 
-def test_a_machine_has_at_most_eight_constants():
+def test_machine_model_has_at_most_eight_constants():
     assert len(fields(Constants)) <= 8
 
 
@@ -17,17 +17,17 @@ def test_a_machine_has_at_most_eight_constants():
     ("name", "known"),
     [("a100-80gb", "a100-80gb"), ("A100", "a100-80gb"), ("v100", "v100-32gb")],
 )
-def test_a_name_without_memory_means_the_larger_one(name, known):
+def test_accelerator_name_without_memory_means_the_larger_variant(name, known):
     assert machine_of(name) is MACHINES[known]
 
 
-def test_an_unknown_accelerator_is_answered_with_the_known_ones():
+def test_unknown_accelerator_is_refused_with_the_known_ones():
     with pytest.raises(UnknownMachine, match="unknown accelerator 'a1000'; known are v100-32gb"):
         machine_of("a1000")
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_numbers_have_their_units(name):
+def test_machine_constants_have_plausible_units(name):
     machine = MACHINES[name]
     device, constants = machine.accelerator, machine.constants
     assert 1e13 < device.peak_16bit < 1e16 and 1e12 < device.peak_fp32 < device.peak_16bit
@@ -37,7 +37,7 @@ def test_numbers_have_their_units(name):
         assert 0 < getattr(constants, part) <= 1
 
 
-def test_what_was_measured_takes_the_place_of_what_is_assumed():
+def test_measured_gpu_constants_replace_assumed_ones():
     machine = machine_of("h100")
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     known = measured(machine, gpu)
@@ -48,7 +48,7 @@ def test_what_was_measured_takes_the_place_of_what_is_assumed():
     assert (reached.inside, known.hop_seconds) == (HOPPER.inside, machine.hop_seconds)
 
 
-def test_what_was_measured_between_gpus_takes_the_place_of_what_is_assumed_of_it():
+def test_measured_gpu_links_replace_assumed_ones():
     machine, gpu = machine_of("h100"), Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     known = measured(machine, gpu, Links(3.6e11, 5e-6))
     assert (known.constants.inside, known.hop_seconds) == (pytest.approx(3.6e11 / 450e9), 5e-6)

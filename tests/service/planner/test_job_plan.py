@@ -22,7 +22,7 @@ def test_the_parts_of_a_planned_step_are_the_step():
     assert json.loads(json.dumps(plan)) == plan
 
 
-def test_ranks_on_cores_share_those_of_their_nodes():
+def test_planned_cpu_ranks_share_the_cores_of_their_nodes():
     two = cluster_of([RankNode(4, 2, has_gpus=False), RankNode(3, 4, has_gpus=False)], NODE)
     assert (two.nodes, two.gpus_per_node, two.machine.cores, two.machine.has_gpus) == (2, 4, 2, False)
     assert cluster_of([RankNode(1, 0, has_gpus=False)], NODE).machine.cores == 8
@@ -31,14 +31,14 @@ def test_ranks_on_cores_share_those_of_their_nodes():
     assert (plan["assumed"], plan["has_gpus"]) == (True, False)
 
 
-def test_gpus_are_those_that_ray_knows():
+def test_job_plan_uses_the_gpu_type_that_ray_knows():
     cluster = cluster_of([RankNode(8, 0, True, "A100", 80 * 2**30)] * 2, NODE)
     assert (cluster.nodes, cluster.gpus_per_node, cluster.machine.accelerator.name) == (2, 8, "a100-80gb")
     with pytest.raises(SpecError, match="Ray does not know"):
         cluster_of([RankNode(8, 0, True)], NODE)
 
 
-def test_a_pipeline_over_unequal_nodes_is_planned_where_its_stages_are():
+def test_job_plan_of_a_pipeline_over_unequal_nodes_uses_its_stage_types():
     cluster = cluster_of([RankNode(4, 0, True, "A100", 80 * 2**30), RankNode(4, 0, True, "V100", 32 * 2**30)], NODE)
     layout = {"tensor": 2, "pipeline": 2, "data": 2}
     apart = planned(job(8, 4096, 32, **layout, stage_layers=(6, 2), stage_accelerators=("A100", "V100")), cluster)
@@ -49,12 +49,12 @@ def test_a_pipeline_over_unequal_nodes_is_planned_where_its_stages_are():
         planned(job(8, 4096, 32, **layout, stage_accelerators=("A100", "H100")), cluster)
 
 
-def test_nothing_is_planned_where_some_gpus_are_of_a_type_that_is_not_known():
+def test_job_on_gpus_of_an_unknown_type_is_not_planned():
     with pytest.raises(SpecError, match="some of its ranks are on GPUs of type T4, for which no plans can be made"):
         cluster_of([RankNode(4, 0, True, "A100", 80 * 2**30), RankNode(4, 0, True, "T4", 16 * 2**30)], NODE)
 
 
-def test_gpus_that_were_calibrated_are_what_was_measured():
+def test_job_plan_uses_calibrated_gpus():
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     known = {"h100-80gb": measured(MACHINES["h100-80gb"], gpu, Links(3.6e11, 3e-6))}
     calibrated = cluster_of([RankNode(1, 0, True, "H100", 80 * 2**30)], NODE, known)
@@ -63,7 +63,7 @@ def test_gpus_that_were_calibrated_are_what_was_measured():
     assert other.machine.gpu is None
 
 
-def test_nothing_is_planned_of_a_model_of_a_user():
+def test_job_with_a_custom_model_is_not_planned():
     spec = job()
     own = spec.model.model_copy(update={"family": "custom"})
     with pytest.raises(NotPlanned, match="custom model"):

@@ -34,7 +34,7 @@ NEVER = Reliability(1e15, 1e15, 1e15)
 @pytest.mark.parametrize("recovery", [MANTA, RESTARTS])
 @pytest.mark.parametrize("fewest", [1, LLAMA.replicas])
 @pytest.mark.parametrize("spares", [4, 40])
-def test_every_second_of_a_run_is_accounted_for(recovery, fewest, spares):
+def test_simulated_run_accounts_for_every_second(recovery, fewest, spares):
     outcome = simulate(replace(LLAMA, fewest=fewest, spares=spares, beside_seconds=0.1), recovery)
     parts = (outcome.redone, outcome.recovering, outcome.checkpoints, outcome.waiting, outcome.slower)
     parts += (outcome.beside_steps,)
@@ -45,7 +45,7 @@ def test_every_second_of_a_run_is_accounted_for(recovery, fewest, spares):
     assert fewest == 1 or outcome.slower == 0
 
 
-def test_without_failures_a_run_takes_its_steps_and_its_checkpoints():
+def test_run_without_failures_takes_its_steps_and_checkpoints():
     outcome = simulate(LLAMA, RESTARTS, NEVER)
     assert (outcome.failures, outcome.redone, outcome.recovering) == (0, 0, 0)
     assert outcome.checkpoints == pytest.approx(LLAMA.seconds / 1800 * 10)
@@ -59,20 +59,20 @@ def test_a_run_uses_whole_nodes_and_its_hours_include_work_outside_steps_and_spa
     assert outcome.gpu_hours == pytest.approx(5 * 8 * 1.5)
 
 
-def test_a_part_of_a_run_of_centuries_stands_for_the_whole():
+def test_simulated_part_of_a_very_long_run_stands_for_the_whole():
     decade = simulate(replace(LLAMA, steps=67 * LLAMA.steps), MANTA)
     longest = simulate(replace(LLAMA, steps=2**53), MANTA)
     assert longest.goodput == pytest.approx(decade.goodput, rel=0.01)
     assert longest.seconds == pytest.approx(2**53 * LLAMA.step_seconds / longest.goodput)
 
 
-def test_a_run_whose_steps_take_longer_than_there_is_between_failures_never_ends():
+def test_run_whose_steps_exceed_the_time_between_failures_never_ends():
     run = Run(800_000, 8, 1000, step_seconds=1000.0, steps=10_000, checkpoint_seconds=1000.0)
     with pytest.raises(NeverFinishes, match="one of 800000 GPUs fails every 228 s, and a step takes 1000 s"):
         advise(run)
 
 
-def test_as_many_failures_as_were_published_and_as_much_of_the_time_trains():
+def test_simulated_llama_3_run_has_the_published_failures_and_goodput():
     """arXiv:2407.21783: 419 unexpected interruptions in 54 days, more than 90% of the time effective."""
     outcome = simulate(LLAMA, MANTA, seeds=20)
     of_all = outcome.seconds / 3600 / LLAMA_3.hours_of_all
@@ -81,7 +81,7 @@ def test_as_many_failures_as_were_published_and_as_much_of_the_time_trains():
     assert 0.90 < simulate(replace(LLAMA, checkpoint_seconds=often), RESTARTS).goodput < 0.96
 
 
-def test_a_state_in_memory_saves_most_of_what_failures_cost():
+def test_state_in_memory_saves_most_of_the_cost_of_failures():
     kept, restarted = simulate(LLAMA, MANTA), simulate(LLAMA, RESTARTS)
     assert kept.redone < 0.2 * restarted.redone and kept.recovering < 0.2 * restarted.recovering
     assert kept.goodput > 0.98 > restarted.goodput
@@ -94,7 +94,7 @@ def young(checkpoint, between):
 
 
 @pytest.mark.parametrize("cost", [10.0, 60.0])
-def test_the_interval_of_young_and_daly_is_the_best_of_the_simulation(cost):
+def test_checkpoint_interval_of_young_and_daly_is_optimal_in_the_simulation(cost):
     recovery = replace(RESTARTS, checkpoint=cost)
     between = seconds_between_restores(LLAMA, recovery)
     best = young(cost, between)
@@ -105,17 +105,17 @@ def test_the_interval_of_young_and_daly_is_the_best_of_the_simulation(cost):
         assert simulate(replace(run, checkpoint_seconds=factor * best), recovery).seconds > at_best
 
 
-def test_dalys_interval_is_that_of_his_equation_37():
+def test_checkpoint_interval_of_daly_follows_his_equation_37():
     first, second = math.sqrt(10.0 / 2000.0) / 3, 10.0 / 2000.0 / 9
     assert daly(10.0, 1000.0) == pytest.approx(young(10.0, 1000.0) * (1 + first + second) - 10.0)
 
 
-def test_daly_is_the_mean_time_between_failures_where_checkpoints_take_longer():
+def test_checkpoint_interval_of_daly_is_capped_by_the_time_between_failures():
     assert daly(100.0, 40.0) == 40.0
 
 
 @pytest.mark.parametrize("gpus", [16384, 131072])
-def test_a_run_with_restarts_takes_what_dalys_formula_says(gpus):
+def test_simulated_run_with_restarts_takes_what_dalys_formula_gives(gpus):
     """T = M e^(R/M) (e^((tau + delta)/M) - 1) Ts/tau: failures also come during recoveries and checkpoints (Daly, FGCS
     22, 2006)."""
     run = replace(LLAMA, gpus=gpus, spares=5000)
@@ -125,7 +125,7 @@ def test_a_run_with_restarts_takes_what_dalys_formula_says(gpus):
     assert simulate(replace(run, checkpoint_seconds=every), RESTARTS).seconds == pytest.approx(whole, rel=0.02)
 
 
-def test_a_state_is_lost_with_its_copy_if_both_nodes_fail_before_there_is_another():
+def test_simulated_state_is_lost_if_both_nodes_fail_before_a_new_copy():
     run = Run(
         gpus=16, gpus_per_node=8, replicas=2, step_seconds=1.0, steps=200_000, checkpoint_seconds=1000.0, spares=900
     )
@@ -147,7 +147,7 @@ def test_states_in_memory_need_checkpoints_for_failures_of_everything_alone():
     assert seconds_between_restores(LLAMA, RESTARTS) / 3600 == pytest.approx(54 * 24 / 419, rel=0.02)
 
 
-def test_spares_are_worth_it_where_nodes_are_lost_and_useless_where_none_is():
+def test_spare_nodes_are_advised_only_if_nodes_are_lost():
     small = Run(
         gpus=64, gpus_per_node=8, replicas=2, step_seconds=1.0, steps=round(30 * DAY), checkpoint_seconds=1800.0
     )
@@ -172,7 +172,7 @@ def test_replicas_shrink_by_the_nodes_that_are_missing():
 SMALL = Run(16, 8, 2, step_seconds=1.0, steps=10_000, checkpoint_seconds=0.1, spares=2)
 
 
-def test_a_failure_during_a_recovery_repeats_nothing_and_does_not_shorten_it():
+def test_failure_during_a_recovery_repeats_no_steps_and_does_not_shorten_it():
     clock = _Clock(SMALL, MANTA, Reliability(1e15, 1.0, 1e15), random.Random(0))
     clock.done = 100.0
     clock.fail()
@@ -181,7 +181,7 @@ def test_a_failure_during_a_recovery_repeats_nothing_and_does_not_shorten_it():
     assert (clock.failures, clock.redone, clock.ready) == (2, MANTA.lost_steps, MANTA.node)
 
 
-def test_a_run_at_a_checkpoint_repeats_nothing_however_sums_are_rounded():
+def test_simulated_run_at_a_checkpoint_repeats_nothing_despite_rounding():
     clock = _Clock(SMALL, RESTARTS, NEVER, random.Random(0))
     clock.done = 0.7
     assert math.floor(clock.done / SMALL.checkpoint_seconds) == 6
@@ -189,12 +189,12 @@ def test_a_run_at_a_checkpoint_repeats_nothing_however_sums_are_rounded():
     assert (clock.failures, clock.redone) == (1, 0.0)
 
 
-def test_both_copies_of_a_state_are_lost_if_a_second_node_fails_before_it_is_copied():
+def test_state_in_memory_is_lost_if_a_second_node_fails_before_it_is_copied():
     """A node every ten minutes, of two, and copies take one."""
     assert seconds_between_restores(SMALL, MANTA, Reliability(1e15, 16 / 6, 1e15)) == pytest.approx(6000)
 
 
-def test_run_that_cannot_shrink_and_its_restarts_get_more_spares_than_are_in_repair():
+def test_run_that_cannot_shrink_is_advised_more_spares_than_are_in_repair():
     run = replace(LLAMA, fewest=LLAMA.replicas, steps=LLAMA.steps // 9)
     advice = advise(run)
     assert advice.spares > 8 > run.gpus / LLAMA_3.gpu_hours_a_node * run.repair_hours

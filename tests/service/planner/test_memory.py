@@ -18,7 +18,7 @@ from manta.workers.config import JobSpec
 from tests.service.support.planned import a100s, job
 
 
-def test_state_is_counted_as_the_engine_keeps_it():
+def test_planned_state_bytes_match_those_of_the_engine():
     """bf16: 2 bytes of parameters, 4 of gradients, 12 of masters and moments; the last split over the replicas."""
     alone, count = memory_of(job(), 0), rank_parameters(job())[0]
     assert (alone.parameters, alone.gradients, alone.optimizer) == (2 * count, 4 * count, 12 * count)
@@ -46,7 +46,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
     st.sampled_from(["none", "selective", "full"]),
     st.sampled_from([(), ("embedding", "layers.0-7"), ("embedding", "layers.0-2", "layers.6-9.mlp"), ("layers.8-11",)]),
 )
-def test_the_rank_that_needs_most_is_found_without_looking_at_all(kind, stages, rounds, layers, recompute, frozen):
+def test_worst_rank_is_found_without_examining_all(kind, stages, rounds, layers, recompute, frozen):
     virtual_stages = {"interleaved": 2, "zb-v": 2}.get(kind, 1)
     layout = {"pipeline": stages, "schedule": kind, "virtual_stages": virtual_stages, "recompute": recompute}
     spec = job(layers, train={"global_batch_size": stages * rounds, "frozen": frozen}, **layout)
@@ -56,14 +56,14 @@ def test_the_rank_that_needs_most_is_found_without_looking_at_all(kind, stages, 
     assert [each.activations for each in ranks] == held
 
 
-def test_under_zb_v_the_last_of_ranks_that_are_alike_may_need_most():
+def test_worst_rank_under_zb_v_may_be_the_last_of_equal_ranks():
     """Of those with three layers, as first chunks wait for a shorter time than second ones."""
     layout = {"pipeline": 10, "schedule": "zb-v", "virtual_stages": 2, "recompute": "selective"}
     spec = job(24, model={"dropout": 0.1, "sequence_length": 2048}, train={"global_batch_size": 16}, **layout)
     assert worst_rank(spec).total == max(memory_of(spec, rank).total for rank in range(10))
 
 
-def test_of_a_job_that_fits_few_ranks_are_looked_at(monkeypatch):
+def test_memory_check_of_a_job_that_fits_looks_at_few_ranks(monkeypatch):
     spec = job(96, 12288, 96, tensor=8, pipeline=16, data=8, model={"sequence_length": 2048}, train={
         "global_batch_size": 1536})  # fmt: skip
     cluster = a100s(128)
@@ -73,7 +73,7 @@ def test_of_a_job_that_fits_few_ranks_are_looked_at(monkeypatch):
     assert looked_at == [0, 15, 1]  # none in between has more than the second one
 
 
-def test_what_does_not_fit_says_by_how_much_and_in_which_part():
+def test_memory_shortage_names_missing_bytes_largest_part_and_a_change():
     answer = fits(job(96, 12288, 96, tensor=8), a100s())
     assert not answer.fits and answer.missing > 0
     assert answer.change == "parallel.pipeline: 8, on 64 GPUs"
@@ -92,7 +92,7 @@ def test_what_does_not_fit_says_by_how_much_and_in_which_part():
         ({"model": {"sequence_length": 131072}, "layers": 32}, "parallel.recompute: full"),
     ],
 )
-def test_the_smallest_change_that_helps_is_named_and_does(sections, change):
+def test_smallest_sufficient_memory_change_is_advised(sections, change):
     spec, cluster = job(**sections), a100s()
     answer = fits(spec, cluster)
     assert answer.change == change
@@ -110,7 +110,7 @@ def test_the_smallest_change_that_helps_is_named_and_does(sections, change):
         ({"family": "llama", "kv_heads": 6}, 8, "parallel.tensor: 2"),
     ],
 )
-def test_a_change_is_advised_only_where_the_rules_and_the_nodes_have_room_for_it(model, per_node, change):
+def test_tensor_size_is_advised_only_if_rules_and_nodes_allow_it(model, per_node, change):
     """With pipelines out of the question."""
     spec = job(2, 1536, 24, model={"sequence_length": 128, **model}, recompute="full", offload_layers=2, train={
         "optimizer": {"offload": True}, "micro_batch_size": 1, "head_tokens": 64})  # fmt: skip
@@ -125,7 +125,7 @@ def test_a_change_is_advised_only_where_the_rules_and_the_nodes_have_room_for_it
     assert change is None or not change.startswith("parallel.tensor"), change
 
 
-def test_a_reserve_of_the_device_stays_free():
+def test_planned_memory_keeps_a_reserve_of_the_device_free():
     assert usable_bytes(a100s()) == pytest.approx(0.96 * 79.2 * 2**30)
 
 
@@ -166,7 +166,7 @@ def test_an_optimizers_state_lies_on_the_device_or_on_the_host():
     assert on_cores.optimizer == 12 * rank_parameters(job())[0], "a copy of the weights more"
 
 
-def test_a_state_on_the_host_is_advised_where_nothing_less_helps():
+def test_optimizer_offload_is_advised_if_nothing_smaller_helps():
     large = job(24, 4096, 32)
     answer = fits(large, a100s())
     assert answer.change == "train.optimizer.offload: true"

@@ -54,7 +54,7 @@ OVER_BOTH = placed(
 )
 
 
-def test_a_cluster_of_one_kind_is_what_it_was():
+def test_mixed_search_over_one_kind_equals_the_plain_search():
     alone = nodes("a100-80gb", 2, 4)
     assert together([alone]) is alone
     assert best_layouts(BASE, alone) == search(BASE, alone)
@@ -62,7 +62,7 @@ def test_a_cluster_of_one_kind_is_what_it_was():
 
 @pytest.mark.parametrize("stages", [4, 2])
 @pytest.mark.parametrize("was_measured", [False, True])
-def test_a_step_over_equal_nodes_takes_what_it_takes_on_one_cluster_of_them(stages, was_measured):
+def test_step_over_two_groups_of_equal_nodes_equals_one_cluster_of_them(stages, was_measured):
     machine = measured(machine_of("h100-80gb"), GPU) if was_measured else machine_of("h100-80gb")
     twins = together([Cluster(machine, stages // 2, 2, name) for name in ("one", "two")])
     one = placed(BASE, pipeline=stages, tensor=2, data=1)
@@ -75,7 +75,7 @@ def test_a_step_over_equal_nodes_takes_what_it_takes_on_one_cluster_of_them(stag
 
 @pytest.mark.parametrize("frozen", [("embedding",), ("embedding", "layers.0-4")], ids=str)
 @pytest.mark.parametrize("layers", [(5, 3, 2, 2), (2, 2, 3, 5)], ids=str)
-def test_what_is_frozen_takes_no_time_of_its_own_over_equal_nodes_either(frozen, layers):
+def test_frozen_step_over_two_groups_of_equal_nodes_equals_one_cluster_of_them(frozen, layers):
     spec = BASE.model_copy(update={"train": BASE.train.model_copy(update={"frozen": frozen})})
     one = placed(spec, pipeline=4, tensor=2, data=1, stage_layers=layers)
     twins = together([Cluster(machine_of("a100-80gb"), 2, 2, name) for name in ("one", "two")])
@@ -104,7 +104,7 @@ def test_every_stage_takes_the_time_of_its_own_nodes():
     )
 
 
-def test_what_all_do_at_the_end_of_a_step_takes_as_long_as_where_it_takes_longest():
+def test_end_of_a_step_over_mixed_nodes_takes_as_long_as_its_slowest_kind():
     """Of each kind the rank that has most parameters, and replicas where its stages alone would have them."""
     spec = placed(OVER_BOTH, tensor=1, data=2, stage_layers=(2, 6, 1, 3), gather="after_step")
     model, most = step_model(spec, MIXED), rank_parameters(spec)
@@ -120,7 +120,7 @@ def test_what_all_do_at_the_end_of_a_step_takes_as_long_as_where_it_takes_longes
     assert model.cluster.type == "V100", "which casts last"
 
 
-def test_a_message_to_a_stage_of_the_same_kind_that_is_not_the_next_goes_between_nodes():
+def test_message_to_a_non_adjacent_stage_of_the_same_kind_crosses_nodes():
     chunks = {"pipeline": 3, "tensor": 1, "virtual_stages": 2, "schedule": "interleaved", "stage_layers": (2,) * 6}
     model = step_model(placed(OVER_BOTH, **chunks, stage_accelerators=("A100", "V100", "A100")), MIXED)
     assert model.message(2) == model.part_of(0).message_to(same_node=False)
@@ -128,7 +128,7 @@ def test_a_message_to_a_stage_of_the_same_kind_that_is_not_the_next_goes_between
     assert step_model(placed(OVER_BOTH, **back), MIXED).tied_seconds() == 0.0, "both ends are on one rank"
 
 
-def test_sizes_that_are_looked_at():
+def test_mixed_search_tries_all_sizes_on_small_clusters_and_few_on_large_ones():
     """Small clusters: all; large ones: all replicas that divide the batch, and all or half of a kind's nodes."""
     assert mixed_search._stage_counts(5, True) == [1, 2, 3, 4, 5] and mixed_search._stage_counts(5, False) == [2, 5]
     assert mixed_search._stage_counts(1, False) == [1]
@@ -152,7 +152,7 @@ def test_sizes_that_are_looked_at():
         ({"cuda_graphs": True}, {}, set()),
     ],
 )
-def test_large_searches_over_several_kinds_look_at_the_replicas_that_the_rules_allow(train, elastic, sizes):
+def test_mixed_search_on_large_clusters_tries_only_allowed_replica_counts(train, elastic, sizes):
     spec = job(70, train={"global_batch_size": 64, **train}).model_copy(update={"elastic": ElasticConfig(**elastic)})
     parts = [nodes("h100-80gb", 2, 8), nodes("a100-80gb", 2, 8)]
     assert not mixed_search._is_complete(spec, parts)
@@ -168,7 +168,7 @@ def test_memory_is_held_against_each_stages_own_device():
     assert rejected.reason.startswith("does not fit: ") and "than the 1.8 GiB" in rejected.reason
 
 
-def test_nodes_that_are_not_there_are_named():
+def test_mixed_search_names_node_types_that_do_not_exist():
     (rejected,) = evaluate(placed(OVER_BOTH, stage_accelerators=("A100", "A100", "H100", "H100")), MIXED).rejected
     assert rejected.reason == ("parallel.stage_accelerators: no node has GPUs of type H100; there are A100, V100")
     with pytest.raises(UnknownMachine):
@@ -194,7 +194,7 @@ def test_faster_nodes_get_more_layers_and_the_whole_is_faster_than_either_kind_a
         assert best.time.seconds < 0.9 * search(base, part).plans[0].time.seconds
 
 
-def test_a_pipeline_that_gains_nothing_from_the_others_stays_where_it_is():
+def test_mixed_search_leaves_out_nodes_that_bring_no_gain():
     """One weak node more is not worth a stage there; the plan says where it is, so that it is placed there."""
     cluster = together([nodes("h100-80gb", 1, 8), nodes("v100-16gb", 1, 1)])
     best = best_layouts(job(8, 1024, 16, train={"global_batch_size": 64}), cluster).plans[0]
@@ -249,7 +249,7 @@ def drawn(seed: int) -> tuple[JobSpec, Cluster]:
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 40))])
-def test_nothing_over_both_kinds_is_much_faster_than_what_is_found(seed):
+def test_mixed_search_finds_layouts_close_to_the_best_of_all(seed):
     spec, cluster = drawn(seed)
     everywhere = [plan_of(each, cluster).time.seconds for each in everything(spec, cluster)]
     plans = best_layouts(spec, cluster).plans
@@ -264,7 +264,7 @@ def test_nothing_over_both_kinds_is_much_faster_than_what_is_found(seed):
 @pytest.mark.parametrize(
     ("seed", "frozen"), [*((seed, ()) for seed in range(4)), (1, ("embedding", "layers.0-1", "layers.2.mlp"))], ids=str
 )
-def test_no_step_takes_less_than_its_lower_bounds(seed, frozen):
+def test_mixed_search_lower_bounds_never_exceed_the_simulated_step(seed, frozen):
     """By which layouts are left out that are never simulated."""
     spec, cluster = drawn(seed)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"frozen": frozen})})
@@ -282,7 +282,7 @@ def test_no_step_takes_less_than_its_lower_bounds(seed, frozen):
 
 
 @pytest.mark.soak
-def test_large_clusters_use_both_kinds_where_that_is_faster():
+def test_mixed_search_on_large_clusters_uses_both_kinds_if_that_is_faster():
     cluster = together([nodes("h100-80gb", 8, 8), nodes("a100-80gb", 8, 8)])
     base = job(80, 8192, 64, train={"global_batch_size": 512})
     best = best_layouts(base, cluster).plans[0]
@@ -290,14 +290,14 @@ def test_large_clusters_use_both_kinds_where_that_is_faster():
     assert best.time.seconds < 0.85 * search(base, cluster).plans[0].time.seconds
 
 
-def test_8_bit_products_are_on_nodes_that_have_them():
+def test_fp8_jobs_are_placed_only_on_nodes_with_fp8():
     eight = job(12, 4096, 32, train={"global_batch_size": 32, "fp8": "tensorwise"})
     assert best_layouts(eight, MIXED).plans == ()
     plans = best_layouts(eight, together([nodes("h100-80gb", 1, 2), nodes("v100-32gb", 1, 4)])).plans
     assert plans and all(set(plan.spec.layout.stage_accelerators) == {"H100"} for plan in plans)
 
 
-def test_a_layout_that_does_not_say_where_it_is_goes_by_the_worst_and_has_the_room_of_all():
+def test_layout_without_placement_is_planned_for_the_slowest_and_smallest_kind():
     any_nodes = job(24, 4096, 32, tensor=1, pipeline=1, data=8, train={"global_batch_size": 32})
     assert evaluate(any_nodes, MIXED).rejected[0].reason.startswith("does not fit: "), "into a V100's memory"
     small = job(4, 2048, 16, tensor=2, pipeline=1, data=4, train={"global_batch_size": 32})
@@ -310,7 +310,7 @@ def test_a_layout_that_does_not_say_where_it_is_goes_by_the_worst_and_has_the_ro
     )
 
 
-def test_a_layout_on_any_nodes_takes_as_long_as_on_the_kind_where_it_takes_longest():
+def test_layout_on_any_nodes_takes_the_time_of_the_slowest_kind():
     """Not the one of the lowest peak: an L40S has more 16-bit FLOP/s than an A100, and less than half its memory's
     bandwidth. Sizes of a job are planned likewise, whatever the first kind's engine is."""
     first = nodes("h100-80gb", 1, 8)
@@ -345,7 +345,7 @@ def test_stages_on_gpus_that_a_cluster_of_one_kind_has_not_are_refused():
     assert rejected.reason.endswith("no node has GPUs of type H100; there are A100")
 
 
-def test_changes_of_a_plan_are_those_that_find_room_on_every_kind():
+def test_suggested_changes_of_a_mixed_plan_fit_on_every_kind():
     cluster = together([nodes("a100-80gb", 1, 4), nodes("v100-32gb", 4, 1)])
     plan = placed(BASE, pipeline=2, data=4, stage_accelerators=("A100", "V100"), stage_layers=(9, 3))
     changes = {each.change for each in what_ifs(plan, cluster)}

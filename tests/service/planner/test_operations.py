@@ -20,18 +20,18 @@ sizes = st.integers(1, 20_000)
 
 
 @given(sizes, sizes, sizes, st.integers(1, 64))
-def test_nothing_is_faster_than_the_device(m, n, k, batch):
+def test_planned_products_never_beat_the_peak_of_the_device(m, n, k, batch):
     device, seconds = MACHINE.accelerator, product_seconds(MACHINE, m, n, k, batch)
     assert seconds >= 2 * m * n * k * batch / device.peak_16bit
     assert seconds >= 2 * batch * (m * k + k * n + m * n) / device.memory_bandwidth
 
 
 @given(sizes, sizes, sizes)
-def test_more_rows_never_take_less(m, n, k):
+def test_planned_products_never_take_less_time_with_more_rows(m, n, k):
     assert product_seconds(MACHINE, m + 128, n, k) >= product_seconds(MACHINE, m, n, k)
 
 
-def test_a_tile_in_a_wave_of_its_own_costs_a_wave():
+def test_planned_product_with_one_extra_tile_costs_another_wave():
     # 256 x 128 tiles: 12 x 9 fill 108 multiprocessors once, a row more needs a second wave.
     full = product_seconds(MACHINE, 12 * 256, 9 * 128, 8192)
     more = product_seconds(MACHINE, 12 * 256 + 1, 9 * 128, 8192)
@@ -45,17 +45,17 @@ def test_large_products_reach_the_constant_and_thin_ones_the_memory():
     assert thin == pytest.approx(memory_seconds(MACHINE, 2 * (8192 * 8192 + 2 * 8192)))
 
 
-def test_fp32_goes_by_its_own_peak():
+def test_planned_fp32_product_uses_the_fp32_peak():
     assert product_seconds(MACHINE, 4096, 4096, 4096, 1, 4) > 10 * product_seconds(MACHINE, 4096, 4096, 4096)
 
 
-def test_a_pass_takes_at_least_what_its_host_needs():
+def test_planned_pass_takes_at_least_the_time_of_its_host():
     budget = Budget(products=1e-3, operations=100).wait_for_host(MACHINE)
     assert budget.seconds == pytest.approx(100 * 6e-5) and budget.host == pytest.approx(5e-3)
     assert Budget(products=1.0, operations=100).wait_for_host(MACHINE).seconds == 1.0
 
 
-def test_on_a_core_operations_cost_beside_their_arithmetic():
+def test_operations_on_a_core_cost_time_beside_their_arithmetic():
     machine = cpu_machine(1, 1, 1e9, replace(ASSUMED_CORE, operation_seconds=1e-3))
     assert Budget(products=1.0, operations=100).wait_for_host(machine).seconds == pytest.approx(1.1)
 
@@ -66,7 +66,7 @@ def test_budgets_add_up():
 
 
 @pytest.mark.parametrize(("unit", "rate"), [(16, 1.0), (8, 1.0), (4, 0.6), (2, 0.6), (1, 0.3)])
-def test_tensor_cores_are_slower_where_rows_are_no_multiples_of_16_bytes(unit, rate):
+def test_planned_product_with_unaligned_rows_is_slower(unit, rate):
     aligned, seconds = (product_seconds(MACHINE, 8192, 51200, 14336, 1, 2, each) for each in (16, unit))
     assert aligned / seconds == pytest.approx(rate)
     assert product_seconds(MACHINE, 4096, 4096, 4096, 1, 4, unit) == product_seconds(MACHINE, 4096, 4096, 4096, 1, 4)

@@ -29,7 +29,7 @@ def chunks_of(kind: str) -> int:
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 4), times, times, times, st.floats(0, 1))
-def test_even_stages_take_what_the_engines_simulation_says(kind, stages, rounds, f, b, w, message):
+def test_pipeline_of_even_stages_matches_the_engines_simulation(kind, stages, rounds, f, b, w, message):
     v, m, passes = chunks_of(kind), stages * rounds, PassTimes(f, b, w, message)
     expected = simulate(schedule(kind, stages, v, m), kind, v, passes).makespan
     assert even(kind, stages, v, passes).simulated_seconds(m) == pytest.approx(expected)
@@ -46,7 +46,9 @@ def test_even_stages_take_what_the_engines_simulation_says(kind, stages, rounds,
     st.floats(0, 1),
     st.booleans(),
 )
-def test_many_micro_batches_go_on_as_the_first_few_did(kind, stages, rounds, layers, layer, ends, message, blocking):
+def test_pipeline_time_of_many_micro_batches_extrapolates_the_first_few(
+    kind, stages, rounds, layers, layer, ends, message, blocking
+):
     """Of stages as models have them: a layer more or less, and something at both ends."""
     v, m = chunks_of(kind), stages * rounds
     count = stages * v
@@ -62,7 +64,7 @@ def test_many_micro_batches_go_on_as_the_first_few_did(kind, stages, rounds, lay
     assert whole >= pipeline.work(m) - 1e-9
 
 
-def test_a_rank_that_is_busier_than_the_others_by_little_holds_them_up_in_the_end():
+def test_slightly_busier_rank_limits_a_long_pipeline():
     """As lists are that a search finds: of the first micro-batches the other rank is done later."""
     layers = (7, 7, 6, 4)
     stages = [StageTimes(1.0 * count, 1.0 * count, 0.9 * count) for count in layers]
@@ -76,7 +78,7 @@ def test_a_rank_that_is_busier_than_the_others_by_little_holds_them_up_in_the_en
 
 
 @pytest.mark.parametrize("m", [1, 4, 100])
-def test_messages_that_block_take_the_time_of_both_ends(m):
+def test_blocking_messages_take_the_time_of_both_ends(m):
     """Each micro-batch takes a stage in the middle a forward, a backward and four messages."""
     passes = PassTimes(1.0, 1.0, 1.0, communication=0.25)
     free, blocking = even("1f1b", 4, 1, passes), even("1f1b", 4, 1, passes, True)
@@ -85,19 +87,19 @@ def test_messages_that_block_take_the_time_of_both_ends(m):
     assert free.seconds(101) - free.seconds(100) < 4.0
 
 
-def test_the_slowest_stage_sets_the_pace():
+def test_slowest_stage_limits_the_pipeline():
     quick, slow = StageTimes(1.0, 1.0, 1.0), StageTimes(2.0, 1.0, 1.0)
     pipeline = Pipeline("1f1b", 4, 1, (quick, quick, slow, quick), (0.0,) * 3, False)
     assert pipeline.seconds(200) - pipeline.seconds(199) == pytest.approx(4.0)
     assert pipeline.rank_work() == [3.0, 3.0, 4.0, 3.0]
 
 
-def test_one_stage_is_the_sum_of_its_passes():
+def test_pipeline_of_one_stage_takes_the_sum_of_its_passes():
     assert Pipeline("1f1b", 1, 1, (StageTimes(1.0, 2.0, 3.0),), (), False).seconds(1000) == pytest.approx(6000)
 
 
 @pytest.mark.parametrize(("kind", "rounds"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
-def test_an_evaluation_is_forwards_alone_one_behind_the_other(kind, rounds):
+def test_evaluation_in_a_pipeline_is_consecutive_forwards(kind, rounds):
     stages, m = 4, 8
     times = (StageTimes(1.0, 50.0, 70.0),) * (stages * rounds)
     evaluated = Pipeline(kind, stages, rounds, times, (0.0,) * (len(times) - 1), blocking=False, trains=False)

@@ -115,7 +115,7 @@ def seen_on(case, draw, count=10, disturbed=2):
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 12))])
-def test_what_jobs_took_brings_plans_of_others_close(case, seed):
+def test_refined_constants_bring_plans_of_other_jobs_close_to_measurements(case, seed):
     assumed, drawn, factors = CASES[case]
     draw, true = random.Random(100 * case + seed), slower(assumed, **factors)
     after = replace(assumed, machine=refined(assumed.machine, seen_on(case, draw)))
@@ -129,20 +129,20 @@ def test_what_jobs_took_brings_plans_of_others_close(case, seed):
 
 
 @pytest.mark.parametrize("case", [0, 3])
-def test_the_order_of_jobs_does_not_matter(case):
+def test_refinement_does_not_depend_on_the_order_of_jobs(case):
     machine, seen = CASES[case][0].machine, seen_on(case, random.Random(5), 8, 1)
     after = refined(machine, seen)
     assert after.refined.jobs == 9
     assert refined(machine, seen[::-1]) == refined(machine, random.Random(1).sample(seen, len(seen))) == after
 
 
-def test_a_machine_that_is_as_assumed_stays_so():
+def test_refinement_leaves_a_machine_unchanged_that_matches_its_assumptions():
     draw = random.Random(1)
     after = refined(OF_CORES.machine, [observed(on_cores(draw), OF_CORES, OF_CORES, f"job_{i}") for i in range(6)])
     assert constants_of(after) == pytest.approx(movable(OF_CORES.machine), rel=1e-6)
 
 
-def test_plans_by_refined_constants_say_what_is_wrong_without_any():
+def test_refinement_is_stable_for_jobs_planned_with_refined_constants():
     """What was refined stays so while the jobs that say so were planned by it."""
     draw = random.Random(3)
     specs, true = [on_cores(draw) for _ in range(8)], slower(OF_CORES, product_fp32=0.4, memory=0.5)
@@ -166,7 +166,7 @@ def one(model, parallel=None, precision="fp32"):
 SPEC = one({"hidden_size": 256, "heads": 4, "sequence_length": 128})
 
 
-def test_too_few_jobs_move_nothing():
+def test_refinement_needs_several_jobs():
     true = slower(OF_CORES, product_fp32=0.5)
     seen = [observed(SPEC, OF_CORES, true, f"job_{i}") for i in range(MIN_JOBS)]
     assert refined(OF_CORES.machine, seen[1:]) is OF_CORES.machine
@@ -175,25 +175,25 @@ def test_too_few_jobs_move_nothing():
     assert after.refined.jobs == MIN_JOBS
 
 
-def test_only_the_newest_jobs_count():
+def test_refinement_counts_only_the_newest_jobs():
     true = slower(OF_CORES, product_fp32=0.5)
     old = [observed(SPEC, OF_CORES, OF_CORES, f"job_a{i:02}") for i in range(MAX_JOBS)]
     new = [observed(SPEC, OF_CORES, true, f"job_b{i:02}") for i in range(MAX_JOBS)]
     assert refined(OF_CORES.machine, old + new) == refined(OF_CORES.machine, new)
 
 
-def test_a_constant_moves_so_far_and_no_further():
+def test_refinement_moves_a_constant_by_a_bounded_factor():
     seen = [observed(SPEC, OF_CORES, slower(OF_CORES, product_fp32=0.01), f"job_{i}") for i in range(9)]
     assert moved(refined(OF_CORES.machine, seen))["product_fp32"] == pytest.approx(1 / MAX_FACTOR)
 
 
-def test_no_part_of_a_data_sheet_becomes_more_than_all_of_it():
+def test_refinement_never_raises_a_share_of_the_data_sheet_above_one():
     draw = random.Random(1)
     seen = [observed(on_gpus(draw), OF_H100, slower(OF_H100, product=2.0), f"job_{i}") for i in range(6)]
     assert constants_of(refined(OF_H100.machine, seen))["product"] == 1.0
 
 
-def test_what_a_core_moves_is_in_bytes_and_no_part_of_anything():
+def test_refinement_of_core_memory_bandwidth_is_not_capped_at_one():
     row = Row(measured=0.5, rest=0.0, by_constant={"memory": 1.0}, share=1.0)
     before = movable(OF_CORES.machine)
     seen = [Observation(f"job_{i}", 0.0, before, (row,)) for i in range(MIN_JOBS)]
@@ -218,7 +218,7 @@ def test_a_small_part_of_a_step_says_nothing():
     assert observation("job_1", 0.0, planned(SPEC, OF_CORES), replace(step, parts=waited)) is None, "small as it was"
 
 
-def test_what_was_measured_stays_as_it_is():
+def test_refinement_leaves_measured_constants_unchanged():
     core = replace(ASSUMED_CORE, product_fp32=9e10)
     assert movable(CpuNode(4, 2.0**36, core).machine(4)) == {}
     assert set(movable(OF_CORES.machine)) == set(ON_CORES)
@@ -228,7 +228,7 @@ def test_what_was_measured_stays_as_it_is():
     assert after.constants.product == OF_MEASURED.machine.constants.product
 
 
-def test_a_calibration_forgets_what_jobs_said_before_it():
+def test_refinement_ignores_jobs_planned_before_a_calibration():
     seen = [observed(SPEC, OF_CORES, slower(OF_CORES, product_fp32=0.5), f"job_{i}") for i in range(9)]
     other = CpuNode(4, 2.0**36, replace(ASSUMED_CORE, memory=3e10)).machine(4)
     assert refined(other, seen) is other
@@ -247,7 +247,7 @@ def test_jobs_move_no_bandwidth_that_was_measured():
 
 
 @pytest.mark.parametrize("again", [{"product_16bit": 5e14}, {"memory": 2e12}])
-def test_a_second_calibration_forgets_what_jobs_said_after_the_first(again):
+def test_refinement_ignores_jobs_from_before_a_second_calibration(again):
     """What they were planned to take went by constants that no longer hold."""
     seen = seen_on(5, random.Random(2))
     assert refined(OF_MEASURED.machine, seen).refined
@@ -257,7 +257,7 @@ def test_a_second_calibration_forgets_what_jobs_said_after_the_first(again):
     assert refined(linked, seen) is linked
 
 
-def test_large_messages_tell_of_the_bandwidth_and_small_ones_of_the_wait():
+def test_refinement_derives_bandwidth_from_large_and_latency_from_small_messages():
     def tells(hidden, sequence):
         spec = one({"hidden_size": hidden, "heads": 16, "sequence_length": sequence}, {"tensor": 8}, "bf16")
         return planned(spec, OF_H100)["dependence"]["seconds"]["tensor communication"]
@@ -273,7 +273,7 @@ def waiting_instead(measured, part):
     return replace(measured, parts=parts)
 
 
-def test_steps_are_planned_as_long_as_they_took_where_their_parts_do_not_add_up():
+def test_refinement_uses_whole_steps_if_their_parts_do_not_add_up():
     """While a rank waits for another on the same cores, that one has them to itself."""
     draw, true = random.Random(3), slower(OF_CORES, product_fp32=0.5)
     specs = [on_cores(draw) for _ in range(16)]
@@ -286,7 +286,7 @@ def test_steps_are_planned_as_long_as_they_took_where_their_parts_do_not_add_up(
     assert statistics.median(errors(specs[8:], after, true)) < 0.05
 
 
-def test_a_step_as_a_whole_says_nothing_of_links_where_the_rest_was_measured():
+def test_refinement_ignores_whole_steps_if_the_compute_was_measured():
     draw = random.Random(4)
     for assumed, drawn, whole in ((OF_CORES, on_cores, True), (OF_H100, on_gpus, True), (OF_MEASURED, on_gpus, False)):
         seen = [observed(drawn(draw), assumed, assumed) for _ in range(6)]

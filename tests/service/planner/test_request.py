@@ -76,7 +76,7 @@ def test_plans_have_the_keys_of_the_contract():
     json.dumps(answer, allow_nan=False)
 
 
-def test_a_layout_is_planned_as_it_is():
+def test_plan_of_a_given_layout_evaluates_exactly_that_layout():
     layout = {"tensor": 2, "pipeline": 2, "data": 2, "recompute": "full"}
     wanted = read(parallel=layout, train={"global_batch_size": 64, "precision": "bf16"})
     answer = wanted.answer()
@@ -127,7 +127,7 @@ def test_a_jobs_own_file_can_be_planned():
         ({"groups": [{"accelerator": "a100"}, {"accelerator": "a100-40gb"}]}, "cluster.groups", "two groups A100"),
     ],
 )
-def test_a_cluster_that_is_none_is_said_where_and_why(cluster, path, words):
+def test_plan_request_with_an_invalid_cluster_names_path_and_reason(cluster, path, words):
     assert words in broken(cluster=cluster)[path]
 
 
@@ -154,21 +154,21 @@ def test_a_cluster_that_is_none_is_said_where_and_why(cluster, path, words):
         ),
     ],
 )  # fmt: skip
-def test_a_job_that_is_none_is_said_where_and_why(changes, path, words):
+def test_plan_request_with_an_invalid_job_names_path_and_reason(changes, path, words):
     assert words in broken(**changes)[path]
 
 
-def test_a_document_that_is_no_mapping_is_a_sentence():
+def test_plan_request_that_is_no_mapping_is_refused():
     with pytest.raises(SpecError, match="a plan request is a mapping, not a list"):
         read_request([DOCUMENT], here, NODE)
 
 
-def test_the_current_cluster_is_asked_for():
+def test_plan_request_for_the_current_cluster_uses_it():
     assert read(cluster={"current": True}).cluster.machine.accelerator.name == "cpu"
     assert read(cluster={"current": True, "accelerator": "h100"}).cluster.machine is machine_of("h100")
 
 
-def test_cpu_is_a_node_like_this_one():
+def test_plan_for_cpu_uses_the_constants_of_this_node():
     core = replace(ASSUMED_CORE, product_fp32=1e12)
     document = {**copy.deepcopy(DOCUMENT), "cluster": {"accelerator": "cpu", "nodes": 2, "gpus_per_node": 8}}
     cluster = read_request(document, here, CpuNode(4, 8e9, core)).cluster
@@ -182,7 +182,7 @@ def node(accelerator: str, total: int, alive: bool = True) -> dict[str, Any]:
     return {"accelerator": accelerator, "total": total, "alive": alive}
 
 
-def test_a_cluster_is_what_most_of_its_nodes_are():
+def test_plan_request_takes_the_most_common_node_size_of_the_cluster():
     nodes = [node("cpu", 16), node("cpu", 16), node("cpu", 2), node("cpu", 16, alive=False), node("cpu", 0)]
     cluster = cluster_of_nodes(nodes, None, CpuNode(8, 32e9))
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 16)
@@ -192,7 +192,7 @@ def test_a_cluster_is_what_most_of_its_nodes_are():
         cluster_of_nodes([], None, NODE)
 
 
-def test_where_there_are_gpus_nodes_without_do_not_count():
+def test_plan_for_a_gpu_cluster_ignores_nodes_without_gpus():
     """A head with the usual 16 slots has no room for ranks that take GPUs."""
     h100 = node("gpu", 8) | {"gpu_type": "H100"}
     for gpu_nodes in (1, 2):
@@ -216,7 +216,7 @@ def test_nodes_on_which_nothing_is_placed_do_not_count(left):
         cluster_of_nodes([h100 | left, node("cpu", 4)], None, NODE)  # and not the slots: its jobs wait for GPUs
 
 
-def test_gpus_of_an_unknown_type_have_to_be_named():
+def test_plan_request_for_gpus_of_unknown_type_needs_a_name():
     with pytest.raises(SpecError, match="Ray does not know the type of this cluster's GPUs: name it"):
         cluster_of_nodes([node("gpu", 8)], None, NODE)
     with pytest.raises(SpecError, match="no plans can be made for this cluster's GPUs of type T4; known are v100"):
@@ -243,7 +243,7 @@ def test_gpus_that_ray_has_recognised_need_no_name(gpu_type, memory, name):
     assert cluster_of_nodes(nodes, "b200", NODE).machine is machine_of("b200"), "what is said counts"
 
 
-def test_nodes_of_several_types_are_kept_apart_and_those_that_can_do_most_come_first():
+def test_plan_request_separates_nodes_by_type_most_capable_first():
     known = {"gpu_type": "A100", "gpu_memory_bytes": 42_949_672_960}
     larger, none_left = {"gpu_type": "A100", "gpu_memory_bytes": 85_899_345_920}, {"gpu_type": "H100"}
     nodes = [node("gpu", 4) | {"gpu_type": "V100"}] * 3 + [node("gpu", 8) | each for each in (known, larger)]
@@ -259,7 +259,7 @@ def test_nodes_of_several_types_are_kept_apart_and_those_that_can_do_most_come_f
     assert read(cluster={"groups": few}).cluster.type == "V100"
 
 
-def test_a_job_may_take_of_this_cluster_what_it_says():
+def test_plan_request_uses_gpus_or_slots_as_the_job_asks():
     asked, slots = [], NODE.machine(4)
 
     def current(accelerator):
@@ -281,13 +281,13 @@ def test_a_job_may_take_of_this_cluster_what_it_says():
     ("cpu", {"groups": [{"accelerator": "h100"}, {"accelerator": "a100"}]}, "the job takes slots"),
     ("gpu", {"accelerator": "cpu"}, "the job would wait for GPUs, of which this cluster has none"),
 ])  # fmt: skip
-def test_a_described_cluster_has_what_the_job_takes(wanted, described, sentence):
+def test_plan_request_checks_a_described_cluster_against_the_jobs_accelerator(wanted, described, sentence):
     with pytest.raises(SpecError, match=rf"resources\.accelerator: {sentence}"):
         read(cluster=described, resources={"accelerator": wanted})
     assert read(cluster=described, resources={"accelerator": "auto"})
 
 
-def test_a_layout_for_unequal_nodes_says_where_its_stages_are():
+def test_plan_for_unequal_nodes_places_each_stage():
     groups = [{"accelerator": "h100", "nodes": 1, "gpus_per_node": 2}, {"accelerator": "a100", "gpus_per_node": 2}]
     model = DOCUMENT["model"] | {"hidden_size": 4096, "heads": 32, "sequence_length": 2048}
     wanted = read(cluster={"groups": groups}, model=model, explain=True)
@@ -300,14 +300,14 @@ def test_a_layout_for_unequal_nodes_says_where_its_stages_are():
     json.dumps(answer, allow_nan=False)
 
 
-def test_what_fits_nowhere_names_a_cluster_that_would_do():
+def test_plan_that_fits_nowhere_names_a_cluster_that_would_do():
     huge = {"layers": 128, "hidden_size": 25600, "heads": 160, "sequence_length": 2048, "vocabulary_size": 51200}
     wanted = read(model=huge, train={"global_batch_size": 512})
     answer = wanted.answer()
     assert answer.plans == () and "nodes of 8" in answer.rejected[0].reason
 
 
-def test_where_ranks_compute_on_cores_no_sentence_speaks_of_gpus():
+def test_plan_on_cpu_mentions_no_gpus_in_its_reasons():
     cluster = {"accelerator": "cpu", "nodes": 1, "gpus_per_node": 4}
     deep = DOCUMENT["model"] | {"layers": 96}
     reasons = [
@@ -326,12 +326,12 @@ def test_a_layout_is_found_for_a_job_within_its_bounds():
     assert planned.elastic.min_data == 2
 
 
-def test_a_job_for_which_there_is_no_layout_is_refused():
+def test_plan_request_without_any_fitting_layout_is_refused():
     with pytest.raises(SpecError, match=r"parallel: no layout .* GiB more than the"):
         with_layout(job(96, 12288, 96), ElasticConfig(), a100s())
 
 
-def test_only_auto_asks_for_a_layout():
+def test_plan_is_requested_for_a_job_only_by_parallel_auto():
     assert wants_automatic_layout({"parallel": "auto"})
     assert not wants_automatic_layout({"parallel": {"tensor": 2}}) and not wants_automatic_layout([1])
     assert without_layout({"name": "a", "parallel": "auto", "elastic": {"min_data": 2}}) == {"name": "a"}
@@ -339,7 +339,7 @@ def test_only_auto_asks_for_a_layout():
         bounds_in({"elastic": {"min_data": 0}})
 
 
-def test_answers_for_unequal_nodes_are_of_all_of_them():
+def test_plan_for_unequal_nodes_answers_for_all_of_them():
     groups = [{"accelerator": "h100", "nodes": 1, "gpus_per_node": 2}, {"accelerator": "a100", "gpus_per_node": 4}]
     model = DOCUMENT["model"] | {"hidden_size": 4096, "heads": 32, "sequence_length": 2048}
     train = DOCUMENT["train"] | {"validate_every": 10}
@@ -365,7 +365,7 @@ def elastic_plans(wanted):
     return elastic_sizes(wanted.job, wanted.cluster)
 
 
-def test_groups_that_are_null_say_nothing():
+def test_plan_request_treats_null_groups_as_absent():
     assert read(cluster=DOCUMENT["cluster"] | {"groups": None}).cluster == read().cluster
 
 

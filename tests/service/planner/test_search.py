@@ -101,7 +101,7 @@ def drawn_on_measured(seed: int) -> tuple[JobSpec, Cluster]:
 @pytest.mark.parametrize(
     "seed", [seed if seed in (2, 31, 43, 45) else pytest.param(seed, marks=pytest.mark.soak) for seed in range(50)]
 )
-def test_nothing_is_more_than_two_percent_faster_than_what_is_found(seed):
+def test_search_finds_a_layout_within_two_percent_of_the_best(seed):
     """In what always runs the best is uneven, recomputes, is a zb-v, or has little room."""
     spec, cluster = drawn(seed)
     plans = search(spec, cluster).plans
@@ -110,7 +110,7 @@ def test_nothing_is_more_than_two_percent_faster_than_what_is_found(seed):
     assert [each.layout for each in faster if worst_rank(each).total <= usable_bytes(cluster)] == []
 
 
-def test_chunks_of_very_many_stages_are_left_out_of_large_searches():
+def test_large_searches_skip_chunked_schedules_of_very_deep_pipelines():
     """Each simulation of them takes seconds."""
     kinds = dict.fromkeys(schedules(1000, 250, True, False))
     assert list(kinds) == [("1f1b", 1), ("zb-h1", 1)]
@@ -118,7 +118,7 @@ def test_chunks_of_very_many_stages_are_left_out_of_large_searches():
     assert {("zb-v", 2), ("interleaved", 2)} <= set(schedules(1000, 125, True, False))
 
 
-def test_memory_of_a_layout_without_room_is_counted_until_that_is_known():
+def test_memory_count_stops_once_a_layout_is_known_not_to_fit():
     spec = job(8, 1024, 16, pipeline=4, data=2)
     whole = worst_rank(spec)
     assert worst_rank(spec, usable=whole.total) == whole
@@ -140,7 +140,7 @@ def drawn_large(seed: int) -> tuple[JobSpec, Cluster]:
 @pytest.mark.parametrize(
     "seed", [seed if seed < 1 else pytest.param(seed, marks=pytest.mark.soak) for seed in range(40)]
 )
-def test_what_is_left_out_of_large_searches_is_hardly_faster(seed, monkeypatch):
+def test_layouts_skipped_by_large_searches_are_at_most_two_percent_faster(seed, monkeypatch):
     spec, cluster = drawn_large(seed)
     assert not is_complete(spec, cluster)
     plan = search(spec, cluster, limit=1).plans[0]
@@ -148,7 +148,7 @@ def test_what_is_left_out_of_large_searches_is_hardly_faster(seed, monkeypatch):
     assert plan.time.seconds <= 1.02 * search(spec, cluster, limit=1).plans[0].time.seconds
 
 
-def test_a_number_of_ranks_can_be_asked_for():
+def test_search_can_be_limited_to_a_number_of_ranks():
     spec = job(8, 1024, 16, train={"global_batch_size": 24})
     for ranks in (1, 5, 8):
         assert all(plan.spec.layout.world_size == ranks for plan in search(spec, a100s(), ranks=ranks).plans)
@@ -204,7 +204,7 @@ BOUNDED = [(drawn, seed) for seed in range(6)] + [
         *(pytest.param(*each, lambda layouts, spec: layouts, marks=pytest.mark.soak) for each in BOUNDED),
     ],
 )
-def test_bounds_are_bounds(draw, seed, chosen):
+def test_search_lower_bounds_never_exceed_the_step_time(draw, seed, chosen):
     spec, cluster = draw(seed)
     engine = engine_on(cluster.machine)
     bounds = Bounds(spec, cluster, engine)
@@ -223,7 +223,7 @@ def test_bounds_are_bounds(draw, seed, chosen):
             assert bounds.model(candidate).time() == StepModel(variant, cluster, engine).time()
 
 
-def test_of_a_trillion_parameters_on_3072_gpus_few_layouts_are_looked_at_closely(monkeypatch):
+def test_search_for_a_trillion_parameter_model_evaluates_few_layouts_closely(monkeypatch):
     spec, cluster = paper(128, 25600, 160, 3072), a100s(384)
     least, looked_at = Bounds._min_seconds, []
     monkeypatch.setattr(Bounds, "_min_seconds", lambda self, each: looked_at.append(each) or least(self, each))
@@ -238,14 +238,14 @@ def test_of_a_trillion_parameters_on_3072_gpus_few_layouts_are_looked_at_closely
 @pytest.mark.parametrize(
     ("shape", "nodes", "expected"), [((32, 20480, 128, 128), 8, (8, 8, 1)), ((105, 20480, 128, 280), 35, (8, 35, 1))]
 )
-def test_the_papers_choices_come_out(shape, nodes, expected):
+def test_search_finds_the_layouts_that_papers_chose(shape, nodes, expected):
     """162B on 64 GPUs (arXiv:2104.04473, figure 13); 530B on 280 (arXiv:2205.05198, table 3)."""
     plan = search(paper(*shape), a100s(nodes), limit=1).plans[0]
     assert sizes(plan.spec) == expected
 
 
 @pytest.mark.parametrize("draw", [drawn, drawn_on_cores])
-def test_a_search_on_fewer_nodes_goes_on_with_what_another_one_knows(draw):
+def test_search_on_fewer_nodes_reuses_the_bounds_of_a_larger_one(draw):
     spec, cluster = draw(42)
     engine, fewer = engine_on(cluster.machine), replace(cluster, nodes=1)
     assert cluster.nodes > 1
@@ -255,13 +255,13 @@ def test_a_search_on_fewer_nodes_goes_on_with_what_another_one_knows(draw):
         assert fastest(left, bounds, 5).plans() == search(spec, nodes, engine).plans
 
 
-def test_answers_are_the_same_every_time():
+def test_search_is_deterministic():
     spec, cluster = drawn(11)
     assert search(spec, cluster) == search(spec, cluster)
 
 
 @pytest.mark.parametrize(("nodes", "gpus_per_node"), [(3, 6), (1, 1), (1, 7), (13, 1), (5, 3)])
-def test_odd_clusters_get_the_best_of_what_is_possible(nodes, gpus_per_node):
+def test_search_on_odd_clusters_finds_valid_layouts(nodes, gpus_per_node):
     plans = search(job(heads=12, hidden=768), a100s(nodes, gpus_per_node)).plans
     assert plans
     for plan in plans:
@@ -270,7 +270,7 @@ def test_odd_clusters_get_the_best_of_what_is_possible(nodes, gpus_per_node):
         assert layout.pipeline * layout.data <= nodes * (gpus_per_node // layout.tensor)
 
 
-def test_plans_come_best_first_and_others_say_why_they_lost():
+def test_search_returns_plans_best_first_and_reasons_for_the_others():
     answer = search(paper(32, 20480, 128, 128), a100s(8))
     seconds = [plan.time.seconds for plan in answer.plans]
     assert seconds == sorted(seconds) and len(seconds) == 5
@@ -280,7 +280,7 @@ def test_plans_come_best_first_and_others_say_why_they_lost():
     assert not {sizes(plan.spec)[:2] for plan in answer.plans} & {key[:2] for key in reasons}
 
 
-def test_a_model_that_fits_nowhere_says_by_how_much_and_where_it_would():
+def test_search_without_room_says_how_much_is_missing_and_what_cluster_would_do():
     spec, cluster = paper(128, 25600, 160, 512), a100s(4)
     answer = search(spec, cluster)
     assert answer.plans == ()
@@ -304,7 +304,7 @@ def test_a_layout_that_is_given_is_judged_alone():
     assert evaluate(alone, a100s(8)).rejected[0].reason.startswith("does not fit: ")
 
 
-def test_8_bit_products_are_faster_where_there_are_any():
+def test_search_with_fp8_is_faster_and_refused_on_gpus_without_it():
     wide, narrow = (job(32, 4096, 32, train={"global_batch_size": 64, "fp8": fp8}) for fp8 in ("off", "rowwise"))
     hopper, ampere = (Cluster(machine_of(name), 1, 8) for name in ("h100", "a100"))
     (slow, *_), (quick, *_) = (search(each, hopper).plans for each in (wide, narrow))
@@ -315,7 +315,7 @@ def test_8_bit_products_are_faster_where_there_are_any():
         assert "a100-80gb has no 8-bit products: set train.fp8: off" in answer.rejected[0].reason
 
 
-def test_frozen_layers_leave_room_that_a_search_finds():
+def test_search_uses_the_memory_that_frozen_layers_free():
     """One device holds the model where next to nothing of it is trained."""
     spec = job(24, 2048, 16, train={"global_batch_size": 8, "frozen": FROZEN})
     cluster = a100s(1, 1)
@@ -336,7 +336,7 @@ def test_mfu_on_cores_is_of_the_threads_that_the_ranks_of_a_layout_have(slots, c
     assert min(plan.spec.layout.world_size for plan in plans) < 16
 
 
-def test_only_layouts_that_the_rules_allow_are_reported_as_slower():
+def test_search_reports_only_layouts_that_the_rules_allow():
     """512 tokens cannot be split over 3 or 6 ranks, which sequence parallelism would do."""
     answer = search(job(4, 768, 12), a100s(1, 6))
     reported = [plan.spec for plan in answer.plans] + [each.spec for each in answer.rejected]
@@ -345,7 +345,7 @@ def test_only_layouts_that_the_rules_allow_are_reported_as_slower():
 
 
 @pytest.mark.parametrize("elastic", [{"max_data": 48}, {"max_data": 48, "min_data": 40}, {"min_data": 200}])
-def test_large_searches_look_at_the_most_replicas_that_elastic_allows(elastic):
+def test_large_searches_try_up_to_the_most_replicas_elastic_allows(elastic):
     spec, cluster = job(24, train={"global_batch_size": 512}), a100s(32)
     assert not is_complete(spec, cluster)
     limited = spec.model_copy(update={"elastic": ElasticConfig(**elastic)})
@@ -360,7 +360,7 @@ def test_large_searches_look_at_the_most_replicas_that_elastic_allows(elastic):
         ({"deterministic": "elastic", "micro_batch_size": 5}, 103),
     ],
 )
-def test_large_searches_look_at_the_most_replicas_that_the_batches_allow(train, most):
+def test_large_searches_try_up_to_the_most_replicas_batches_allow(train, most):
     """Those of a ramp begin smaller, and for elastic sums micro-batches are not split between replicas."""
     found = {each.data for each in candidates(job(24, train={"global_batch_size": 512, **train}), a100s(32))}
     assert max(found) == most
@@ -377,7 +377,7 @@ def test_layouts_for_cuda_graphs_have_enough_micro_batches_in_large_searches_too
     assert search(spec, a100s(32), limit=1).plans
 
 
-def test_a_job_to_which_the_rules_leave_no_layout_is_told_which():
+def test_search_names_the_rule_that_leaves_no_layout():
     limited = job(train={"global_batch_size": 3}).model_copy(update={"elastic": ElasticConfig(max_data=4)})
     (rejected,) = search(limited, a100s()).rejected
     assert rejected.reason.startswith("elastic.max_data: 4 replicas do not work: a batch of 3 has no samples")
@@ -388,7 +388,7 @@ def test_a_job_to_which_the_rules_leave_no_layout_is_told_which():
     assert smallest_cluster(limited, a100s()) is None
 
 
-def test_a_larger_cluster_is_suggested_for_the_given_micro_batch():
+def test_search_suggests_no_cluster_for_a_micro_batch_that_fits_on_none():
     """The logits of 16,384 sequences fit on no such GPU; those of one do."""
     given = job(train={"global_batch_size": 2**21, "micro_batch_size": 16384})
     answer = search(given, a100s(1, 1))
@@ -399,12 +399,12 @@ def test_a_larger_cluster_is_suggested_for_the_given_micro_batch():
 @pytest.mark.parametrize(
     ("length", "sizes"), [(2048, [1, 2, 4, 8, 16, 32, 64]), (256, [1, 2, 4, 8, 16, 32, 64, 128, 256])]
 )
-def test_micro_batches_of_short_sequences_may_have_more_of_them(length, sizes):
+def test_search_tries_larger_micro_batches_for_short_sequences(length, sizes):
     spec = job(2, 64, 4, model={"sequence_length": length, "vocabulary_size": 512})
     assert micro_batch_sizes(spec, 256) == sizes
 
 
-def test_rounding_decides_nothing_between_equally_fast_schedules():
+def test_search_keeps_both_of_two_equally_fast_schedules_despite_rounding():
     best, plain = Best(1, float("inf"), 4), Candidate(2, 1, 4, 1, "1f1b", 1, "none")
     for candidate, seconds in ((plain, 0.30076384464983213), (plain._replace(schedule="zb-h1"), 0.3007638446498321)):
         best.add(candidate, SimpleNamespace(time=SimpleNamespace(seconds=seconds)))

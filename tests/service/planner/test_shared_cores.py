@@ -23,26 +23,26 @@ def alone(*seconds: float) -> list[Pass]:
     return [(each, (), ()) for each in seconds]
 
 
-def test_ranks_with_a_core_each_do_not_notice_one_another():
+def test_ranks_with_a_core_each_do_not_slow_each_other():
     assert simulate_sharing([alone(1.0, 2.0), alone(2.5)], 0, cores(2)) == pytest.approx(3.0)
 
 
-def test_on_one_core_all_wait_for_all():
+def test_ranks_on_one_core_take_the_sum_of_their_work():
     assert simulate_sharing([alone(1.0, 2.0), alone(2.5)], 0, cores(1)) == pytest.approx(5.5)
 
 
-def test_who_is_left_has_the_cores_to_itself():
+def test_last_rank_on_shared_cores_has_a_core_to_itself():
     """Three ranks on two cores: until 3 s have passed each has done 2 s of work, then one has another second to do."""
     assert simulate_sharing([alone(2.0), alone(2.0), alone(3.0)], 0, cores(2)) == pytest.approx(4.0)
 
 
-def test_a_pass_waits_for_what_it_needs():
+def test_simulated_pass_on_shared_cores_waits_for_its_inputs():
     first: list[Pass] = [(1.0, (), (0,)), (1.0, (), ())]
     second: list[Pass] = [(5.0, (0,), ())]
     assert simulate_sharing([first, second], 1, cores(2)) == pytest.approx(6.0)
 
 
-def test_cores_are_slower_while_all_compute():
+def test_shared_cores_are_slower_while_all_are_busy():
     assert simulate_sharing([alone(2.0), alone(2.0)], 0, cores(2, all_busy=0.8)) == pytest.approx(2.5)
     assert simulate_sharing([alone(2.0)], 0, cores(2, all_busy=0.8)) == pytest.approx(2.0)
 
@@ -53,7 +53,7 @@ def test_a_group_takes_a_core_for_each_of_its_ranks():
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 3), times, times, times)
-def test_with_enough_cores_a_pipeline_takes_what_it_takes_on_devices(kind, stages, rounds, f, b, w):
+def test_pipeline_with_a_core_per_rank_takes_its_time_on_devices(kind, stages, rounds, f, b, w):
     v = {"interleaved": 3, "zb-v": 2}.get(kind, 1)
     stage, count = StageTimes(f, b, w), stages * v
     devices = Pipeline(kind, stages, v, (stage,) * count, (0.0,) * (count - 1), blocking=True)
@@ -61,7 +61,7 @@ def test_with_enough_cores_a_pipeline_takes_what_it_takes_on_devices(kind, stage
     assert shared.simulated_seconds(stages * rounds) == pytest.approx(devices.simulated_seconds(stages * rounds))
 
 
-def test_a_message_is_sent_before_it_is_received():
+def test_message_on_shared_cores_takes_time_at_both_ends():
     """Each end gives it a core's time, one after the other."""
     pipeline = Pipeline("1f1b", 2, 1, (StageTimes(1.0, 1.0, 0.0),) * 2, (0.25,), True, cores(2))
     assert pipeline.simulated_seconds(1) == pytest.approx(4 + 4 * 0.25)
@@ -69,7 +69,7 @@ def test_a_message_is_sent_before_it_is_received():
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 3), times, times, st.integers(1, 4), st.floats(0.5, 1))
-def test_no_step_beats_its_work_nor_takes_longer_than_one_core(kind, stages, rounds, f, b, ranks, all_busy):
+def test_step_on_shared_cores_lies_between_its_work_and_that_of_one_core(kind, stages, rounds, f, b, ranks, all_busy):
     v, m = {"interleaved": 2, "zb-v": 2}.get(kind, 1), stages * rounds
     pipeline = Pipeline(kind, stages, v, (StageTimes(f, b, b),) * (stages * v), (0.0,) * (stages * v - 1), True)
     work = sum(pipeline.rank_work()) * m * ranks
@@ -82,7 +82,7 @@ def test_no_step_beats_its_work_nor_takes_longer_than_one_core(kind, stages, rou
 
 
 @pytest.mark.parametrize(("threads", "ranks"), [(1, 1), (2, 1), (8, 1), (1, 5), (4, 2)])
-def test_one_stage_waits_for_no_other_however_its_ranks_share_cores(threads, ranks):
+def test_single_stage_on_shared_cores_takes_exactly_its_work(threads, ranks):
     shared = SharedCores(2, ranks, 0.9, threads)
     pipeline = Pipeline("1f1b", 1, 1, (StageTimes(1.0, 1.0, 1.0),), (), blocking=True, cores=shared)
     assert pipeline.work(4) == pytest.approx(pipeline.seconds(4))

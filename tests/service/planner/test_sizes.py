@@ -26,7 +26,7 @@ def shape(spec: JobSpec) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(("gibibytes", "batch"), [(80, 12), (1.2, 12), (80, 3)])
-def test_every_number_of_gpus_has_the_best_of_all_layouts_that_need_no_more(gibibytes, batch):
+def test_plan_sizes_give_the_best_layout_for_every_number_of_gpus(gibibytes, batch):
     """A batch of 3 takes longer on 8 GPUs than on 6."""
     spec, cluster = job(4, 1024, 8, train={"global_batch_size": batch}), small_memory(a100s(), gibibytes)
     sizes = best_by_size(spec, cluster, MANTA)
@@ -41,7 +41,7 @@ def test_every_number_of_gpus_has_the_best_of_all_layouts_that_need_no_more(gibi
         assert sizes[-1].gpus > 1
 
 
-def test_a_large_cluster_loses_whole_nodes():
+def test_large_cluster_plan_sizes_lose_whole_nodes():
     spec, cluster = job(64, 8192, 64, train={"global_batch_size": 256}), a100s(16)
     sizes = best_by_size(spec, cluster, MANTA)
     assert [each.up_to for each in sizes[:4]] == [128, 120, 112, 96]
@@ -49,7 +49,7 @@ def test_a_large_cluster_loses_whole_nodes():
     assert [each.plan.time.seconds for each in sizes] == sorted(each.plan.time.seconds for each in sizes)
 
 
-def test_of_unequal_nodes_each_kind_is_lost_by_itself():
+def test_plan_sizes_over_unequal_nodes_lose_nodes_of_each_kind_separately():
     parts = [Cluster(machine_of("a100-80gb"), 2, 4), Cluster(machine_of("v100-32gb"), 4, 2)]
     cluster, spec = together(parts), job(6, 4096, 32, train={"global_batch_size": 16})
     sizes = best_by_nodes(spec, cluster)
@@ -67,7 +67,7 @@ def test_of_unequal_nodes_each_kind_is_lost_by_itself():
         assert each.to_json()["fits"] and each.gpus <= each.up_to
 
 
-def test_an_elastic_job_goes_on_with_fewer_replicas_and_then_in_smaller_shapes():
+def test_elastic_plan_sizes_shrink_replicas_first_and_then_shapes():
     elastic = {"min_data": 2, "max_data": 3, "reshape": True}
     spec = job(4, tensor=2, pipeline=2, data=2, train={"global_batch_size": 12})
     spec = spec.model_copy(update={"elastic": ElasticConfig(**elastic)})
@@ -82,7 +82,7 @@ def test_an_elastic_job_goes_on_with_fewer_replicas_and_then_in_smaller_shapes()
     ]
 
 
-def test_a_job_of_one_size_has_that():
+def test_fixed_size_job_has_a_single_plan_size():
     spec = job(4, tensor=2, data=2)
     (only,) = elastic_sizes(spec, a100s())
     assert (only.gpus, only.up_to) == (4, 4)

@@ -32,7 +32,7 @@ def busiest(counts, chunks, costs) -> float:
     st.lists(st.floats(0.0, 5.0), min_size=6, max_size=6),
     st.none() | st.lists(st.integers(1, 6), min_size=3, max_size=3),
 )
-def test_no_other_list_leaves_the_busiest_rank_less(kind, pipeline, more, layer, extra, room):
+def test_shared_out_layers_minimize_the_load_of_the_busiest_rank(kind, pipeline, more, layer, extra, room):
     """Each stage may have something of its own besides, and a rank room for so many layers."""
     count = pipeline * KINDS[kind]
     chunks, layers = chunks_of(kind, pipeline, KINDS[kind]), count + more
@@ -83,7 +83,7 @@ def test_ranks_that_are_alike_take_layers_in_turn(data):
     assert shared_out(layers, chunks, costs, room) == one_by_one(layers, chunks, costs, room)
 
 
-def test_chunks_are_where_the_engine_has_them():
+def test_stage_chunks_match_the_placement_of_the_engine():
     for kind, virtual_stages in KINDS.items():
         for rank, own in enumerate(chunks_of(kind, 3, virtual_stages)):
             assert [chunk_location(kind, 3, virtual_stages, index) for index in own] == [
@@ -97,7 +97,7 @@ def test_stages_of_slower_machines_have_fewer_layers():
     assert counts == (2, 2, 4, 4)
 
 
-def test_of_equal_ranks_the_first_ones_have_the_layers_that_are_left_over():
+def test_shared_out_layers_give_remainders_to_the_first_of_equal_ranks():
     three = [(1.0, 0.0)] * 3
     assert shared_out(6, chunks_of("1f1b", 4, 1), [*three, (1.0, 0.0)]) == (2, 2, 1, 1)
     with_logits = shared_out(32, chunks_of("1f1b", 4, 1), [*three, (1.0, 3.4)])
@@ -119,7 +119,7 @@ def moved(counts) -> set[int]:
     return {at for each in moves(counts) for at, (a, b) in enumerate(zip(counts, each, strict=True)) if a != b}
 
 
-def test_of_many_stages_those_are_looked_at_that_may_matter():
+def test_layer_moves_of_deep_pipelines_are_limited_to_relevant_stages():
     """Both ends, those beside them, the middle, and the first and the last of the fullest and of the emptiest."""
     assert len(list(moves((2,) * 8))) == 8 * 7 and moved((2,) * 9) == {0, 1, 4, 7, 8}
     assert moved((3, 3, 3, 3, 9, 3, 3, 9, 3, 3, 3, 3, 2, 3, 2, 3, 3, 3)) == {0, 1, 4, 7, 8, 12, 14, 16, 17}
@@ -128,5 +128,5 @@ def test_of_many_stages_those_are_looked_at_that_may_matter():
 @pytest.mark.parametrize(
     ("counts", "words"), [((4, 4, 5, 3), "2 x 4, 5, 3"), ((2,), "2"), ((1,) * 35 + (2,) * 35, "35 x 1, 35 x 2")]
 )
-def test_a_list_in_words(counts, words):
+def test_stage_layers_are_written_in_words(counts, words):
     assert format_counts(counts) == words

@@ -43,7 +43,7 @@ def layer(spec: JobSpec, software: Software = MANTA) -> LayerTime:
     ],
 )
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_the_parts_are_the_whole_and_no_step_beats_the_peak(parallel, family):
+def test_planned_step_parts_sum_to_the_whole_and_never_beat_the_peak(parallel, family):
     spec = job(model={"family": family, "kv_heads": 8 if family == "llama" else None}, **parallel)
     planned = step(spec)
     parts = planned.pipeline + planned.gradients + planned.tied + planned.optimizer + planned.waiting
@@ -52,12 +52,12 @@ def test_the_parts_are_the_whole_and_no_step_beats_the_peak(parallel, family):
     assert 0 <= planned.bubble_ratio < 1
 
 
-def test_twice_the_batch_takes_about_twice_as_long():
+def test_planned_step_with_twice_the_batch_takes_twice_as_long():
     small, large = (step(job(train={"global_batch_size": size})).pipeline for size in (64, 128))
     assert large == pytest.approx(2 * small)
 
 
-def test_recomputation_costs_a_forward_and_no_more():
+def test_full_recomputation_adds_exactly_one_forward():
     plain, full = layer(job()), layer(job(recompute="full"))
     again = full.backward_input().seconds - plain.backward_input().seconds
     assert again == pytest.approx(plain.forward().seconds)
@@ -72,7 +72,7 @@ def test_layers_and_micro_batches_that_keep_everything_compute_nothing_again(lay
     assert some - plain == pytest.approx(part * (full - plain))
 
 
-def test_parameters_that_come_beside_the_next_forward_are_waited_for_less():
+def test_planned_gather_beside_the_forward_is_waited_for_less():
     """As far as one micro-batch's forward is long; in fp32, where they are the state itself, they come first."""
     layout = {"data": 16, "train": {"global_batch_size": 64, "micro_batch_size": 1}}
     first, beside = (step(job(24, 2048, **layout, gather=when), 2) for when in ("after_update", "beside_forward"))
@@ -111,7 +111,7 @@ CALIBRATED = measured(machine_of("h100"), Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12
     [(CORE, 512, 1.0), (CORE, 1024, 0.75), (CORE, 2048, 0.625), (A100, 8192, 0.5), (CALIBRATED, 8192, 0.5)],
     ids=["core-512", "core-1024", "core-2048", "a100", "calibrated-h100"],
 )
-def test_attention_with_a_window_goes_through_all_scores(machine: Machine, tokens: int, causal: float):
+def test_planned_attention_with_a_window_computes_all_scores(machine: Machine, tokens: int, causal: float):
     """As its mask is no causal one; on cores blocks of 512 keys are gone through as a whole. Layers with and without
     windows take their mean."""
 
@@ -125,7 +125,7 @@ def test_attention_with_a_window_goes_through_all_scores(machine: Machine, token
     assert every_second == pytest.approx((whole + attention()) / 2)
 
 
-def test_fused_attention_goes_by_its_arithmetic_whatever_scores_would_take_of_the_memory():
+def test_planned_fused_attention_is_limited_by_arithmetic():
     """arXiv:2307.08691: about half the rate of large products, over half of the scores."""
     shape = {"sequence_length": 8192, "vocabulary_size": 32000}
     for name in ("a100-80gb", "h100-80gb"):
@@ -136,7 +136,7 @@ def test_fused_attention_goes_by_its_arithmetic_whatever_scores_would_take_of_th
         assert rate < attention / 2 < 1.1 * rate
 
 
-def test_activations_on_their_way_to_the_host_are_waited_for_where_layers_are_faster():
+def test_planned_activation_offload_is_waited_for_if_layers_are_faster():
     """What recomputation leaves of a layer is copied beside it."""
     shape = {"model": {"sequence_length": 2048}}
     plain, half, most = (step(job(**shape, offload_layers=layers)).seconds for layers in (0, 4, 8))
@@ -165,13 +165,13 @@ def test_a_state_on_the_host_comes_and_goes_over_the_link():
     assert "train.optimizer.offload: false" in shares["optimizer"].help
 
 
-def test_few_logits_at_once_cost_passes_over_the_gradient_of_their_weight():
+def test_smaller_head_chunks_make_the_planned_step_slower():
     size = {"model": {"sequence_length": 4096}}
     whole, large, small = (step(job(**size, train={"head_tokens": tokens})).seconds for tokens in (0, 2048, 256))
     assert whole < large < 1.05 * whole and large < small
 
 
-def test_tensor_groups_that_leave_the_node_pay_for_it():
+def test_tensor_groups_across_nodes_make_the_planned_step_slower():
     inside, outside = step(job(tensor=8, data=2), 2), step(job(tensor=16), 2)
     assert outside.pipeline / 64 > inside.pipeline / 32 / 2
 
@@ -182,7 +182,7 @@ def test_scatter_gather_shortens_messages_between_nodes_only():
     assert scattered.message(0) < plain.message(0)
 
 
-def test_a_message_goes_over_the_network_where_its_ranks_are_on_two_nodes():
+def test_planned_message_crosses_the_network_if_its_ranks_are_on_two_nodes():
     back = StepModel(job(tensor=2, pipeline=4, schedule="interleaved", virtual_stages=2), a100s(1))
     assert len({back.message(index) for index in range(7)}) == 1, "from the last rank to the first too"
     turned = StepModel(job(tensor=4, pipeline=3, schedule="zb-v", virtual_stages=2), a100s(2))
@@ -196,7 +196,7 @@ def test_an_embedding_whose_uses_are_on_one_rank_is_not_summed_up():
     assert step(job(schedule="zb-v", **shape)).tied == 0
 
 
-def test_reduction_beside_weight_gradients_hides_most_of_it():
+def test_overlapped_tensor_reduction_hides_more_than_half_of_its_time():
     spec = job(tensor=8, hidden=8192, heads=64, sequence_parallel=False)
     apart = replace(MEGATRON_2022, overlaps_tensor=0.0)
     hidden, seen = (layer(spec, each).backward_input().tensor for each in (MEGATRON_2022, apart))
@@ -204,7 +204,7 @@ def test_reduction_beside_weight_gradients_hides_most_of_it():
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_chunks_hide_communication_behind_large_products_and_cost_small_ones_more(sequence_parallel):
+def test_planned_forward_chunks_help_large_products_and_hurt_small_ones(sequence_parallel):
     def in_chunks(count: int, hidden: int, software: Software = MANTA) -> LayerTime:
         parallel = {"tensor": 8, "sequence_parallel": sequence_parallel, "forward_chunks": count}
         shape = {"model": {"sequence_length": 4096}, "train": {"micro_batch_size": 4}}
@@ -233,7 +233,7 @@ def test_zero_divides_the_update_over_the_replicas():
     assert split.optimizer < whole.optimizer
 
 
-def test_a_small_layer_waits_for_its_host():
+def test_planned_small_layer_waits_for_its_host():
     model = StepModel(job(hidden=64, heads=4, model={"sequence_length": 32}), a100s())
     passes = model.pipeline().times
     operations = model.layer.forward().operations * 8

@@ -24,7 +24,7 @@ def small(threads="auto", elastic=None, **layout):
     return spec.model_copy(update=more)
 
 
-def test_each_rank_gets_the_cores_that_the_others_leave():
+def test_planned_threads_per_rank_share_the_cores():
     assert [threads_in(small(data=data), cores(8)) for data in (1, 2, 4, 8)] == [8, 4, 2, 1]
     assert threads_in(small(data=2, elastic={"max_data": 4}), cores(8)) == 2
     assert threads_in(small(threads=3), cores(8)) == 3
@@ -46,7 +46,7 @@ def test_small_tensors_are_not_cut():
     assert eight > one
 
 
-def test_more_threads_than_cores_gain_nothing():
+def test_threads_beyond_the_cores_do_not_speed_up_a_step():
     assert seconds(small(threads=4), cores(2)) > 0.99 * seconds(small(threads=2), cores(2))
 
 
@@ -56,7 +56,7 @@ def test_the_search_counts_with_the_threads_of_each_layout():
         assert plan.time.seconds == pytest.approx(seconds(plan.spec, cores(4)))
 
 
-def test_a_cluster_of_gpus_stays_as_it_is():
+def test_planned_threads_leave_gpu_clusters_unchanged():
     assert with_threads(a100s(), 4) == a100s()
     cluster = cores(4)
     assert with_threads(cluster, 1) == cluster

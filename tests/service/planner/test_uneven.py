@@ -40,7 +40,7 @@ def seconds(spec: JobSpec, cluster: Cluster) -> float:
     return StepModel(spec, cluster).time().seconds
 
 
-def test_with_a_large_vocabulary_the_last_stage_has_fewer_layers():
+def test_balanced_stages_give_the_last_one_fewer_layers_for_a_large_vocabulary():
     spec, cluster = large_vocabulary(), a100s(1, 4)
     candidate = Candidate(4, 1, 1, 1, "1f1b", 1, "none")
     bounds = Bounds(spec, cluster, MANTA)
@@ -53,7 +53,7 @@ def test_with_a_large_vocabulary_the_last_stage_has_fewer_layers():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved"])
-def test_a_search_is_as_fast_as_every_list_of_its_layout(schedule):
+def test_uneven_search_is_as_fast_as_the_best_stage_list(schedule):
     """Of one layout, with memory for all."""
     spec, cluster = large_vocabulary(6, batch=8), a100s(1, 3)
     chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
@@ -76,7 +76,7 @@ def _increasing(count: int, below: int):
         yield from ((*rest, each) for each in range((rest[-1] if rest else 0) + 1, below))
 
 
-def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
+def test_uneven_stages_that_fit_are_found_if_even_ones_do_not(monkeypatch):
     """Under 1F1B the first stage holds four micro-batches, and the last one."""
     spec = job(16, 2048, 16, model={"sequence_length": 4096}, train={"global_batch_size": 32})
     candidate = Candidate(4, 1, 1, 1, "1f1b", 1, "none")
@@ -103,7 +103,7 @@ def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
     assert plan.spec.layout.stage_layers and plan.memory.total == worst_rank(plan.spec).total <= usable
 
 
-def test_room_is_known_to_a_layer():
+def test_uneven_layer_room_matches_the_full_memory_count():
     """By whole counts of memory, of each rank, with a number of layers that is far from what is looked at."""
     spec = job(24, 1024, 16, model={"sequence_length": 2048}, pipeline=6, train={"micro_batch_size": 2})
     usable = 1.2 * worst_rank(spec).total
@@ -116,7 +116,7 @@ def test_room_is_known_to_a_layer():
             assert (needs <= usable * (1.001 if there else 1.0)) is there, (rank, layers)
 
 
-def test_a_plan_with_uneven_stages_is_one_and_says_what_moving_layers_would_do():
+def test_plan_with_uneven_stages_reports_the_effect_of_moving_layers():
     spec, cluster = large_vocabulary(), a100s(1, 4)
     plans = search(spec, cluster, limit=8).plans
     chosen = next(plan for plan in plans if plan.spec.layout.stage_layers)
@@ -129,7 +129,7 @@ def test_a_plan_with_uneven_stages_is_one_and_says_what_moving_layers_would_do()
     assert moved and all(each.seconds > chosen.time.seconds * 0.999 for each in moved), "nothing nearby is faster"
 
 
-def test_a_layout_whose_ranks_wait_for_one_says_for_which():
+def test_plan_of_imbalanced_ranks_names_the_one_others_wait_for():
     spec = large_vocabulary(pipeline=4)
     (plan,) = evaluate(spec, a100s(1, 4)).plans
     bubble = next(each for each in explain(plan, a100s(1, 4)).shares if each.name == "bubble")
@@ -162,7 +162,7 @@ class Distance:
 @pytest.mark.parametrize(
     "best", [(7, 3, 4, 2), (4, 4, 4, 4), (4, 4, 2, 6), (1, 1, 8, 6), (2,) * 4 + (4, 2, 2, 2, 1, 3)]
 )
-def test_layers_are_moved_to_where_they_take_least_as_far_as_there_is_room(best, monkeypatch):
+def test_uneven_layers_move_to_the_fastest_list_that_has_room(best, monkeypatch):
     memory, asked = SimpleNamespace(total=1.0), []
     monkeypatch.setattr(uneven, "worst_rank", lambda spec, _: asked.append(spec.layout.stage_layers) or memory)
     bounds = Distance(best)
@@ -179,7 +179,7 @@ def test_layers_are_moved_to_where_they_take_least_as_far_as_there_is_room(best,
     assert refined(even, bounds.min_seconds(even), bounds, 0.5) == even, "where nothing else has room"
 
 
-def test_lists_for_which_there_seems_to_be_room_are_tried_a_few_times(monkeypatch):
+def test_uneven_lists_that_seem_to_fit_are_tried_a_few_times(monkeypatch):
     """The rank that has not gets a layer less than it had, or than there seemed to be room for."""
     asked, lists = [], iter([(3, 1), (2, 2), (1, 3)])
     bounds = Distance((2, 2))
@@ -191,7 +191,7 @@ def test_lists_for_which_there_seems_to_be_room_are_tried_a_few_times(monkeypatc
     assert asked == [(5, 6), (2, 6), (1, 6)]
 
 
-def test_room_that_is_a_layer_too_small_for_all_is_tried_with_one_more():
+def test_uneven_room_one_layer_short_is_tried_with_one_more():
     asked = []
     model, cluster = SimpleNamespace(layers=4), SimpleNamespace(machine=None)
     bounds = SimpleNamespace(

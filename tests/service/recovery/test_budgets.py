@@ -41,24 +41,24 @@ def stuck(kind="killed", **known):
 
 
 @given(histories, failures)
-def test_repairs_that_make_progress_never_wait(history, failure):
+def test_recovery_with_progress_never_waits(history, failure):
     assert wait_seconds(history, replace(failure, progressed=True)) == 0
 
 
 @given(failures)
-def test_the_first_repair_is_immediate(failure):
+def test_recovery_is_immediate_the_first_time(failure):
     assert wait_seconds([], failure) == 0
 
 
 @given(histories, failures)
-def test_a_wait_is_bounded_and_only_for_what_comes_again_without_progress(history, failure):
+def test_recovery_wait_is_bounded_and_only_for_recurring_faults_without_progress(history, failure):
     waits = wait_seconds(history, failure)
     assert waits == 0 or INITIAL_WAIT_SECONDS <= waits <= MAX_WAIT_SECONDS
     if waits:
         assert history[-1].kind == failure.kind and not failure.progressed
 
 
-def test_waits_double_while_the_same_keeps_happening():
+def test_recovery_wait_doubles_while_the_same_fault_recurs():
     history = [replace(stuck(), progressed=True)]
     waits = []
     for _ in range(12):
@@ -71,7 +71,7 @@ def test_waits_double_while_the_same_keeps_happening():
 
 
 @given(histories, st.floats(0, 20_000), st.floats(0, 10_000))
-def test_faults_are_forgotten_when_the_window_has_passed(history, now, window):
+def test_fault_history_drops_faults_outside_the_window(history, now, window):
     counted = within(history, now, window)
     assert set(counted) <= set(history)
     if window == 0:
@@ -91,7 +91,7 @@ def test_node_on_which_a_job_keeps_failing_is_avoided_for_an_hour():
     assert avoided_nodes(history, 10 + AVOID_SECONDS) == set()
 
 
-def test_failures_of_which_the_node_is_not_known_blame_none():
+def test_failures_on_unknown_nodes_blame_no_node():
     assert avoided_nodes([*on_node(None, 1, 2, 3, 4), *on_node("a", 5)], 6) == set()
 
 
@@ -101,7 +101,7 @@ def test_nodes_are_not_blamed_for_the_users_errors_or_for_checkpoints():
 
 
 @given(histories, st.floats(0, 20_000))
-def test_only_nodes_with_enough_recent_faults_are_avoided(history, now):
+def test_nodes_with_enough_recent_faults_are_avoided_and_no_others(history, now):
     for node in avoided_nodes(history, now):
         assert sum(failure.node == node and failure.at > now - AVOID_SECONDS for failure in history) >= AVOID_FAILURES
 
@@ -110,18 +110,18 @@ def raised(step=7, exception="ValueError", **known):
     return PastFailure("exception", 0.0, step, exception, **known)
 
 
-def test_same_exception_at_the_same_step_comes_again_whatever_lay_between():
+def test_exception_recurs_despite_other_faults_in_between():
     between = [PastFailure("killed", 1.0, committed=6), PastFailure("hung", 2.0, committed=6), raised(6, committed=5)]
     assert recurs([raised(committed=6), *between], raised(committed=6))
 
 
 @pytest.mark.parametrize("committed", [7, 9])
-def test_an_exception_that_the_job_got_past_is_not_sure_to_come(committed):
+def test_exception_that_the_job_got_past_does_not_recur(committed):
     got_past = PastFailure("killed", 1.0, committed=committed)  # step 7 raised, so 7 committed is past it
     assert not recurs([raised(7, committed=6), got_past], raised(7, committed=committed))
 
 
-def test_an_exception_comes_again_while_the_step_before_it_is_the_last_one_committed():
+def test_exception_recurs_while_no_later_step_was_committed():
     assert recurs([raised(7, committed=6), PastFailure("killed", 1.0, committed=6)], raised(7, committed=6))
 
 
@@ -130,13 +130,13 @@ def test_exception_outside_of_any_step_comes_again_though_steps_were_committed_s
     assert recurs([raised(None, committed=6), between], raised(None, committed=9))
 
 
-def test_other_exceptions_other_steps_and_kills_do_not_come_again():
+def test_exceptions_of_another_kind_or_step_do_not_count_as_recurring():
     history = [raised(6), raised(exception="KeyError"), PastFailure("killed", 0.0, 7)]
     assert not recurs(history, raised())
     assert not recurs([PastFailure("killed", 0.0, 7)], PastFailure("killed", 0.0, 7))
 
 
-def test_faults_are_counted_by_kind_for_the_message():
+def test_fault_message_counts_faults_by_kind():
     assert count_by_kind([stuck(), stuck("agent_lost"), stuck()]) == "2 killed, 1 agent lost"
 
 
@@ -150,7 +150,7 @@ class Life:
     data: dict = field(default_factory=dict)
 
 
-def test_faults_are_read_from_the_generations_that_they_led_to():
+def test_fault_history_is_read_from_the_generations():
     first = Life(1.0, first_step_at=5.0, data={"failure": None})
     second = Life(10.0, data={"failure": raised(node="a", committed=6, rank=3).to_json() | {"at": 9.5}})
     resized = Life(20.0, data=None)
@@ -183,11 +183,11 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
         ("checkpoint", ["bad_checkpoint", "unreadable_checkpoint", "not_saved"]),
     ],
 )
-def test_every_kind_has_somebody_whose_fault_it_is(cause, kinds):
+def test_fault_kinds_all_have_a_cause(cause, kinds):
     assert {stuck(kind).cause for kind in kinds} == {cause}
 
 
-def test_clock_that_is_set_back_makes_no_window_longer_than_it_is():
+def test_fault_window_is_not_extended_by_a_clock_set_back():
     window, hour = 1800.0, 3600.0
     kept_within_budget = [PastFailure("killed", at) for at in (500.0, 1500.0, 4000.0, 5000.0)]
     assert len(within(kept_within_budget, 5500.0, window)) == 2

@@ -54,12 +54,12 @@ def test_resume_is_the_newest_state_that_all_ranks_can_reach(snapshots, saved, u
         assert not common | usable
 
 
-def test_damaged_snapshots_of_one_step_leave_those_of_the_other():
+def test_damaged_snapshots_of_one_step_leave_another_step_usable():
     assert choose_resume([[4, 5], [4, 5]], paths_of([3]), [snapshot_source(5)]).step == 4
     assert choose_resume([[5], [4, 5]], paths_of([3]), [snapshot_source(5)]).source == "checkpoint"
 
 
-def test_one_rank_without_snapshots_is_enough_for_a_checkpoint():
+def test_resume_uses_a_checkpoint_if_one_rank_has_no_snapshot():
     assert choose_resume([[4, 5], []], paths_of([3])).source == "checkpoint"
     assert choose_resume([[4, 5], []], []).source == "start"
 
@@ -69,7 +69,7 @@ def test_ranks_one_commit_apart_meet_at_the_older_step():
 
 
 @given(deaths)
-def test_culprit_is_the_first_that_is_neither_a_consequence_nor_our_doing(gang_deaths):
+def test_culprit_is_the_first_death_that_is_no_consequence(gang_deaths):
     culprit = culprit_of(gang_deaths)
     guilty = [death for death in gang_deaths if death.kind not in ("peer_lost", "stopped")]
     lost = [death for death in gang_deaths if death.kind == "peer_lost"]
@@ -101,7 +101,7 @@ def judge(death, history=(), max_restarts=20, window=0.0):
     return decide(death, failure(death), history, max_restarts, window)
 
 
-def test_exception_that_comes_back_at_the_same_step_is_the_users():
+def test_exception_recurring_at_one_step_is_given_up_as_user_error():
     killed = PastFailure("killed", 50.0, committed=6)
     decision = judge(died(), [failure(died(rank=0)), killed])
     assert isinstance(decision, GiveUp)
@@ -109,7 +109,7 @@ def test_exception_that_comes_back_at_the_same_step_is_the_users():
     assert decision.message.endswith("\nT")
 
 
-def test_another_step_or_another_exception_is_tried_again():
+def test_exception_at_another_step_or_of_another_kind_is_restarted():
     for before in (died(step=6), died(exception="KeyError"), died(kind="killed", exception=None)):
         assert isinstance(judge(died(), [failure(before)]), Restart)
     assert isinstance(judge(died()), Restart)
@@ -119,7 +119,7 @@ KILLED = Death(1, "killed", message="was killed by SIGKILL")
 
 
 @given(st.integers(0, 5), st.integers(0, 5))
-def test_kills_are_survived_as_often_as_the_job_allows(before, allowed):
+def test_kills_are_survived_as_often_as_restarts_are_allowed(before, allowed):
     decision = judge(KILLED, [failure(KILLED)] * before, allowed)
     if before < allowed:
         assert decision == Restart("rank 1 was killed by SIGKILL")
@@ -129,7 +129,7 @@ def test_kills_are_survived_as_often_as_the_job_allows(before, allowed):
         assert f"restarted {before} times" in decision.message
 
 
-def test_the_budget_fills_up_again_as_time_goes_by():
+def test_restart_budget_refills_over_time():
     old, new = failure(KILLED, at=10.0), failure(KILLED, at=90.0)
     assert isinstance(judge(KILLED, [old, old, new], 2, 50.0), Restart)
     decision = judge(KILLED, [old, new, new], 2, 50.0)
@@ -138,20 +138,20 @@ def test_the_budget_fills_up_again_as_time_goes_by():
     )
 
 
-def test_giving_up_says_only_what_there_is_to_say():
+def test_give_up_message_names_restarts_and_the_last_failure():
     assert judge(KILLED, [], 0, 50.0).message == "restarted 0 times; last: rank 1 was killed by SIGKILL"
     assert judge(KILLED, [failure(KILLED)], 1).message.startswith("restarted 1 times (1 killed); last: ")
     assert judge(died(kind="hung"), [], 0).message == "restarted 0 times; last: rank 2 failed at step 7\nT"
 
 
 @pytest.mark.parametrize("kind", [UNREADABLE, UNREADABLE_DATA, NODE_EXHAUSTED])
-def test_what_is_waited_out_is_not_given_up_though_the_budget_is_used_up(kind):
+def test_waiting_for_data_or_nodes_is_never_given_up(kind):
     waits = Death(0, kind, step=7, exception="E", message="not now")
     assert isinstance(judge(waits, [failure(KILLED)] * 3, 3), Restart)
     assert isinstance(judge(waits, [failure(waits, progressed=False)] * 9, 3), Restart), "nor twice at the same step"
 
 
-def test_a_last_checkpoint_that_cannot_be_saved_is_waited_out_unless_steps_are_repeated_for_it():
+def test_unsaved_last_checkpoint_is_retried_until_steps_would_be_repeated():
     unsaved = Death(0, NOT_SAVED, message="the last checkpoint could not be saved")
     tries = [failure(unsaved, progressed=False)] * 9
     assert decide(unsaved, tries[0], tries, 3, 0.0) == Restart(unsaved.sentence, MAX_WAIT_SECONDS)
@@ -159,7 +159,7 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_waited_out_unless_steps_are_r
     assert isinstance(judge(unsaved, [failure(unsaved)] * 3, 3), GiveUp)
 
 
-def test_what_keeps_happening_without_progress_is_held_back():
+def test_failure_without_progress_restarts_after_a_wait_and_counts():
     assert judge(KILLED, [failure(KILLED)] * 3).wait_seconds == 0
     again = decide(KILLED, failure(KILLED, progressed=False), [failure(KILLED)], 20, 0.0)
     assert again == Restart("rank 1 was killed by SIGKILL", INITIAL_WAIT_SECONDS)
@@ -167,18 +167,18 @@ def test_what_keeps_happening_without_progress_is_held_back():
     assert isinstance(decide(KILLED, idle, [idle] * 3, 3, 0.0), GiveUp), "and counts"
 
 
-def test_a_fault_happened_when_its_agent_saw_it_but_never_in_the_future():
+def test_failure_time_is_what_the_agent_saw_but_never_in_the_future():
     assert failure_of(KILLED, 100.0, 3, True).at == 100.0
     assert failure_of(replace(KILLED, at=99.5), 100.0, 3, True).at == 99.5
     assert failure_of(replace(KILLED, at=120.0), 100.0, 3, True).at == 100.0
 
 
-def test_what_no_restart_cures_is_given_up_at_once_with_its_own_sentence():
+def test_failure_that_no_restart_cures_is_given_up_with_its_own_message():
     for kind in ("no_shared_memory", "bad_data", "not_finite", "spike"):
         assert judge(died(kind=kind, message="why")) == GiveUp(kind, "why")
 
 
-def test_exits_in_words():
+def test_process_exit_is_described_in_words():
     assert describe_exit(None, 9).startswith("was killed by SIGKILL; unless a user sent it")
     assert describe_exit(None, 9, 0) == "was killed by SIGKILL, not for lack of memory"
     assert describe_exit(None, 9, 1).endswith(
@@ -198,7 +198,7 @@ def life(path=None, failure=None, stepped=False, step=4):
     return SimpleNamespace(first_step_at=1.0 if stepped else None, resume_step=step, data=data)
 
 
-def test_checkpoints_that_could_not_be_read_stay_unusable_for_good():
+def test_unreadable_checkpoint_stays_unusable_for_later_resumes():
     lives = [life(stepped=True), life("/c/2", "killed"), life("/c/1", "bad_checkpoint"), life("/c/1", "killed")]
     assert unusable_sources(lives, "killed") == {"/c/2"}
     assert unusable_sources(lives, "bad_checkpoint") == {"/c/2", "/c/1"}
@@ -215,7 +215,7 @@ def test_checkpoint_that_the_system_did_not_give_out_is_tried_again_and_never_gi
     assert isinstance(judge(KILLED, history, 1), Restart), "they leave the budget to others"
 
 
-def test_generation_of_which_nothing_is_known_makes_nothing_unusable():
+def test_unknown_generation_makes_no_source_unusable():
     lives = [SimpleNamespace(first_step_at=None, resume_step=4, data=None) for _ in range(2)]
     assert unusable_sources(lives, "killed") == set()
     assert unusable_sources(lives, "bad_checkpoint") == {snapshot_source(4)}
@@ -237,7 +237,7 @@ def differing(step, stepped=False):
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["at once", "some steps later"])
-def test_snapshots_in_which_ranks_differ_are_left_for_a_checkpoint(stepped):
+def test_snapshots_in_which_ranks_differ_are_abandoned_for_a_checkpoint(stepped):
     """Each would load what it had, and the job would fail for good."""
     once = [life(stepped=True), differing(7, stepped)]
     assert unusable_sources(once[:1], "corrupt", 7) == set()
@@ -253,7 +253,7 @@ def test_snapshots_in_which_ranks_differ_are_left_for_a_checkpoint(stepped):
     assert unusable_sources([*once, differing(7, stepped=True)], "killed") == set(), "it has gone on from there"
 
 
-def test_state_of_another_size_is_used_where_it_is_newer():
+def test_resume_uses_a_newer_state_of_another_size():
     others = [(6, ["a", "b"])]
     chosen = choose_resume([[4, 5], [5]], paths_of([3]), others=others)
     assert (chosen.source, chosen.step, chosen.paths) == ("memory", 6, ("a", "b"))
@@ -263,21 +263,21 @@ def test_state_of_another_size_is_used_where_it_is_newer():
     assert choose_resume([[4], [4]], [], [snapshot_source(6)], others).step == 4
 
 
-def test_of_several_states_of_other_layouts_the_newest_is_taken():
+def test_resume_takes_the_newest_state_of_other_layouts():
     assert choose_resume([[], []], [], others=[(6, ["a"]), (7, ["b"]), (5, ["c"])]).paths == ("b",)
 
 
-def test_where_no_snapshot_can_be_used_none_of_another_layout_is():
+def test_resume_without_usable_snapshots_ignores_those_of_other_layouts():
     assert choose_resume([[6], [6]], paths_of([3]), ["snapshot"], [(7, ["a"])]).source == "checkpoint"
 
 
-def test_as_many_launches_may_fail_in_a_row_as_restarts_are_allowed():
+def test_job_is_given_up_after_more_failed_launches_than_restarts():
     """They have no rows: the history says nothing of them."""
     assert decide(KILLED, failure(KILLED), [], 3, 0.0, failed_launches=3) == Restart("rank 1 was killed by SIGKILL")
     message = "could not be launched 4 times in a row; last: rank 1 was killed by SIGKILL"
     assert decide(KILLED, failure(KILLED), [], 3, 0.0, failed_launches=4) == GiveUp("restarts_exhausted", message)
 
 
-def test_failure_is_remembered_with_all_that_later_ones_are_judged_by():
+def test_failure_record_keeps_everything_later_decisions_need():
     known = PastFailure("exception", 100.0, 7, "ValueError", 2, "n1", committed=6, progressed=False)
     assert failure_of(died(), 100.0, 6, False, "n1") == known

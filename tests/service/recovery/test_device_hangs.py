@@ -51,7 +51,7 @@ def test_the_rank_that_stands_is_found_whether_its_device_or_its_host_does(share
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
-def test_a_process_that_cannot_look_any_more_is_found(shared, layout, seed):
+def test_hang_of_a_process_with_a_blocked_interpreter_is_found(shared, layout, seed):
     """Something holds its interpreter: what is known of its device was true before."""
     folder, progress = shared
     gang, hung = hang(layout, seed, "host", progress=progress)
@@ -61,7 +61,7 @@ def test_a_process_that_cannot_look_any_more_is_found(shared, layout, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
-def test_a_rank_whose_agent_is_silent_is_found_once_others_wait_for_it(shared, layout, seed):
+def test_hang_with_a_silent_agent_is_blamed_on_its_rank_once_others_wait(shared, layout, seed):
     folder, progress = shared
     gang, hung = hang(layout, seed, "device", progress=progress)
     seen = views(gang, folder)
@@ -72,7 +72,7 @@ def test_a_rank_whose_agent_is_silent_is_found_once_others_wait_for_it(shared, l
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
-def test_who_may_still_go_on_is_not_accused(shared, layout, seed):
+def test_rank_that_may_still_continue_is_not_blamed_for_a_device_hang(shared, layout, seed):
     folder, progress = shared
     gang, hung = hang(layout, seed, "device", progress=progress)
     seen = views(gang, folder)
@@ -82,7 +82,7 @@ def test_who_may_still_go_on_is_not_accused(shared, layout, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
-def test_a_network_that_stops_for_all_at_once_is_no_ranks_fault(shared, layout, seed):
+def test_network_failure_for_all_ranks_is_blamed_on_the_gang(shared, layout, seed):
     folder, progress = shared
     last = random.Random(seed).randrange(1, 4)
     gang, _ = hang(layout, seed, "nobody", lambda meeting: meeting[-1] >= last, progress)
@@ -93,7 +93,7 @@ def test_a_network_that_stops_for_all_at_once_is_no_ranks_fault(shared, layout, 
     assert verdict.kind == "gang", verdict
 
 
-def test_hosts_that_run_ahead_know_nothing(shared):
+def test_hang_of_a_device_cannot_be_found_from_host_queues_alone(shared):
     """What the marks are for: by what hosts have queued, all ranks are alike."""
     folder, progress = shared
     gang, hung = hang((1, 1, 4), 3, "device", progress=progress)
@@ -101,7 +101,7 @@ def test_hosts_that_run_ahead_know_nothing(shared):
     assert find_culprits(views(gang, folder), gang.grid.group).ranks == (hung,)
 
 
-def test_the_search_goes_through_each_group_once_however_many_devices_wait():
+def test_device_hang_search_visits_each_group_once():
     grid, seen = grid_of((8, 48, 8)), []
 
     def group(axis, rank):

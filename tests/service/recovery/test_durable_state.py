@@ -35,7 +35,7 @@ def stored(step, condition, generation=1):
 
 
 @given(st.sets(st.integers(0, 9), max_size=6), st.data())
-def test_what_is_whole_or_cannot_be_read_counts(steps, data):
+def test_durable_state_counts_whole_and_unreadable_checkpoints(steps, data):
     there = [stored(step, data.draw(st.sampled_from(Condition))) for step in sorted(steps)]
     state = durable_state(Listing(FOLDER, tuple(there)), [row(step) for step in steps])
     counted = [each for each in there if each.condition is not Condition.INCOMPLETE]
@@ -43,7 +43,7 @@ def test_what_is_whole_or_cannot_be_read_counts(steps, data):
     assert set(state.unknown) == {str(each.path) for each in there if each.condition is Condition.UNKNOWN}
 
 
-def test_folder_that_is_not_there_makes_all_that_was_saved_unknown():
+def test_durable_state_of_a_missing_folder_is_unknown():
     state = durable_state(Listing(FOLDER, exists=False), [row(10), row(5, 2)])
     assert [step for step, _ in state.checkpoints] == [10, 5], "in the order of their making"
     with pytest.raises(
@@ -54,7 +54,7 @@ def test_folder_that_is_not_there_makes_all_that_was_saved_unknown():
     assert durable_state(Listing(FOLDER, exists=False), []).checkpoints == ()
 
 
-def test_a_save_that_began_and_of_which_nothing_more_is_known_may_be_the_newest_state():
+def test_durable_state_counts_a_save_in_progress_as_possibly_newest():
     listing = Listing(FOLDER, (stored(4, Condition.COMPLETE), stored(5, Condition.UNKNOWN)))
     state = durable_state(listing, [row(4)], [row(5)])
     assert (state.checkpoints, state.unreported) == (((4, path_of(4)), (5, path_of(5))), {path_of(5)})
@@ -68,7 +68,7 @@ def test_a_save_that_began_and_of_which_nothing_more_is_known_may_be_the_newest_
     assert durable_state(Listing(FOLDER, exists=False), [], [row(5)]).checkpoints == (), "it had not made its folder"
 
 
-def test_a_job_without_snapshots_is_told_that_nothing_is_in_memory():
+def test_durable_state_error_says_if_no_state_is_in_memory():
     state = durable_state(Listing(FOLDER, problem="no answer in 20 s"), [row(5)])
     for has_snapshots in (True, False):
         with pytest.raises(CheckpointsUnreadable) as caught:
@@ -77,7 +77,7 @@ def test_a_job_without_snapshots_is_told_that_nothing_is_in_memory():
         assert said is not has_snapshots
 
 
-def test_an_older_checkpoint_is_advised_only_where_one_can_be_read():
+def test_durable_state_error_advises_an_older_checkpoint_only_if_readable():
     advice = "; to continue from an older checkpoint instead, delete its folder"
     for older, advised in ((Condition.COMPLETE, True), (Condition.UNKNOWN, False), (Condition.INCOMPLETE, False)):
         listing = Listing(FOLDER, (stored(4, older), stored(5, Condition.UNKNOWN)))
@@ -89,12 +89,12 @@ def test_an_older_checkpoint_is_advised_only_where_one_can_be_read():
             state.refuse_unknown("job_1", Resume("checkpoint", 4, path_of(4)))
 
 
-def test_a_checkpoint_can_be_read_though_the_database_knows_it_too():
+def test_durable_state_lists_a_checkpoint_once_despite_several_rows():
     state = durable_state(Listing(FOLDER, (stored(4, Condition.COMPLETE),)), [row(4), row(4)])
     assert (state.checkpoints, state.unknown) == (((4, path_of(4)),), {})
 
 
-def test_looks_are_further_and_further_apart():
+def test_hold_pauses_grow_up_to_the_longest():
     waits = [hold_seconds(holds) for holds in range(100)]
     assert (waits[0], waits[-1], waits == sorted(waits)) == (INITIAL_HOLD_SECONDS, MAX_HOLD_SECONDS, True)
 
@@ -103,7 +103,7 @@ def test_each_wait_for_a_checkpoint_is_twice_the_one_before():
     assert [hold_seconds(holds) / INITIAL_HOLD_SECONDS for holds in range(4)] == [1, 2, 4, 8]
 
 
-def test_job_may_be_held_for_years():
+def test_hold_pause_is_bounded_after_millions_of_holds():
     assert hold_seconds(10**7) == MAX_HOLD_SECONDS
 
 
@@ -130,19 +130,19 @@ def lives(*sources):
     (["start", "start", path_of(5, 2)], Resume("snapshot", 7), 2),
     (["start", "/elsewhere"], Resume("snapshot", 7), 0),
 ])  # fmt: skip
-def test_beginning_from_which_a_state_descends(before, resume, began):
+def test_beginning_of_a_state_is_found_through_its_generations(before, resume, began):
     assert beginning_of(resume, lives(*before)) == began
 
 
 @pytest.mark.parametrize("data", [None, {}])
-def test_checkpoint_of_which_no_path_is_known_is_of_the_generation_before(data):
+def test_beginning_of_a_checkpoint_without_a_path_is_that_of_the_generation_before(data):
     before = lives("start", "start", "checkpoint")
     before[-1].data = data
     assert beginning_of(Resume("snapshot", 7), before) == 2
 
 
 @given(st.lists(st.sampled_from(["start", "snapshot", *(path_of(5, g) for g in range(1, 9))]), max_size=8))
-def test_beginning_is_always_found_or_unknown(sources):
+def test_beginning_of_a_state_is_a_start_or_unknown(sources):
     before = lives(*sources)
     began = beginning_of(Resume("snapshot", 3), before)
     assert began == 0 or before[began - 1].resume_source == "start"

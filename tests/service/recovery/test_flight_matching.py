@@ -44,7 +44,7 @@ AXES_MADE = {"world": 0, "tensor": 1, "data": 2}
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
-def test_the_rank_that_has_queued_no_more_is_found_wherever_it_stopped(layout, seed):
+def test_flight_records_reveal_the_rank_that_stopped_queueing(layout, seed):
     gang, hung = hang(layout, seed, "host")
     waits = any(gang.network.over_at(meeting) is None for device in gang.devices for meeting in device.queued)
     difference = find_disagreement(recorded(gang), gang.grid.group)
@@ -53,7 +53,7 @@ def test_the_rank_that_has_queued_no_more_is_found_wherever_it_stopped(layout, s
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32), st.booleans())
-def test_where_all_hosts_have_queued_the_same_nobody_is_blamed(layout, seed, network):
+def test_flight_records_blame_no_rank_if_all_hosts_queued_the_same(layout, seed, network):
     """A network that stops, and a device that stands: of that recorders know nothing."""
     last = random.Random(seed).randrange(1, 4)
     broken = (lambda meeting: meeting[-1] >= last) if network else (lambda meeting: False)
@@ -101,25 +101,25 @@ SUM, GATHER, LONGER = ("all_reduce", (8,)), ("all_gather", (8,)), ("all_reduce",
         ((GATHER, None, SUM, SUM), (0,), "all_gather meets all_reduce"),
     ],
 )
-def test_who_did_not_come_or_came_with_something_else_is_named_and_why(calls, ranks, why):
+def test_flight_records_name_the_rank_with_a_missing_or_different_collective(calls, ranks, why):
     difference = find_disagreement(gang_of(*calls), everybody)
     assert difference.ranks == ranks
     assert why in difference.why
 
 
 @pytest.mark.parametrize("calls", [(SUM,) * 4, (None,) * 4])
-def test_nothing_is_found_where_all_came_to_the_same(calls):
+def test_flight_records_that_agree_reveal_nothing(calls):
     assert find_disagreement(gang_of(*calls), everybody) is None
 
 
-def test_ranks_that_do_not_answer_are_not_accused():
+def test_flight_records_do_not_blame_silent_ranks():
     records = gang_of(SUM, SUM, None, SUM)
     del records[2]
     assert find_disagreement(records, everybody) is None
     assert find_disagreement({}, everybody) is None
 
 
-def test_who_waits_itself_is_not_at_fault_for_those_that_wait_for_it():
+def test_flight_records_do_not_blame_a_rank_that_waits_itself():
     """0 waits for 1 in a sum of the world, which waits for 2 in one along data."""
     records = {}
     for rank, (world, data) in enumerate([(3, 0), (2, 3), (2, 2)]):
@@ -133,7 +133,7 @@ def test_who_waits_itself_is_not_at_fault_for_those_that_wait_for_it():
     assert difference.ranks == (2,)
 
 
-def test_a_sequence_that_may_have_been_forgotten_is_no_proof():
+def test_flight_records_blame_no_rank_whose_sequence_may_be_truncated():
     records = gang_of(SUM, SUM, SUM, SUM)
     other = FlightDump()
     other.collective("tensor", (1, 2))
@@ -144,7 +144,7 @@ def test_a_sequence_that_may_have_been_forgotten_is_no_proof():
 
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
-def test_who_has_recorded_nothing_at_all_is_not_accused(kind):
+def test_flight_records_do_not_blame_a_rank_with_an_empty_record(kind):
     """Its recorder may be off, or its torch may write another format."""
     records = gang_of(SUM, SUM, SUM, SUM)
     records[1] = FlightRecord()
@@ -156,7 +156,7 @@ def test_who_has_recorded_nothing_at_all_is_not_accused(kind):
 
 
 @pytest.mark.parametrize(("kind", "other"), [("send", "recv"), ("recv", "send")])
-def test_who_does_not_take_or_send_a_message_is_named(kind, other):
+def test_flight_records_name_the_rank_that_misses_a_message(kind, other):
     waiting, idle = FlightDump(), FlightDump()
     ends = (0, 1) if kind == "send" else (1, 0)
     waiting.message("pipeline_up", (0, 1), kind, *ends, (5,), "scheduled")
@@ -167,7 +167,7 @@ def test_who_does_not_take_or_send_a_message_is_named(kind, other):
     assert difference.why == f"has not begun its {other} of pipeline_up (Float[5]) for which rank 0 waits"
 
 
-def test_each_group_is_gone_through_once():
+def test_flight_record_search_visits_each_group_once():
     grid, seen = grid_of((8, 8, 16)), []
     dump = FlightDump()
     for made, (name, axis) in enumerate([("default_pg", "world"), ("data", "data")]):
@@ -185,7 +185,7 @@ def test_each_group_is_gone_through_once():
     assert sum(seen) == 2 * grid.world_size + 8
 
 
-def test_what_devices_say_comes_first_and_only_a_gang_is_looked_at_more_closely():
+def test_flight_records_refine_only_verdicts_about_the_whole_gang():
     records = gang_of(SUM, SUM, None, SUM)
     gang = Verdict("gang", (0, 1, 2, 3), "the network")
     assert refined(gang, records, everybody).ranks == (2,)

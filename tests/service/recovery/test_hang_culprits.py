@@ -78,7 +78,7 @@ class Gang:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32), st.booleans())
-def test_the_rank_that_did_not_enter_is_found_wherever_it_hangs(layout, seed, knows_peers):
+def test_hang_is_blamed_on_the_rank_that_did_not_enter(layout, seed, knows_peers):
     gang = Gang(layout, seed)
     verdict = find_culprits(gang.views(knows_peers), gang.group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (gang.hung,))
@@ -86,14 +86,14 @@ def test_the_rank_that_did_not_enter_is_found_wherever_it_hangs(layout, seed, kn
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
-def test_a_rank_that_may_still_go_on_is_not_accused(layout, seed):
+def test_hang_is_not_blamed_on_a_rank_that_may_still_continue(layout, seed):
     gang = Gang(layout, seed)
     assert find_culprits(gang.views(overdue=False), gang.group).kind == "nobody"
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
-def test_a_stopped_rank_is_the_culprit_though_it_was_waiting_itself(layout, seed):
+def test_hang_is_blamed_on_a_stopped_rank_even_if_it_was_waiting(layout, seed):
     gang = Gang(layout, seed)
     views = gang.views()
     stopped = gang.choice.randrange(gang.size)
@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_the_culprit_though_it_was_waiting_itself(layout, seed
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
-def test_a_rank_whose_agent_is_silent_is_the_culprit_once_others_wait_for_it(layout, seed):
+def test_rank_with_a_silent_agent_is_the_hang_culprit_once_others_wait(layout, seed):
     gang = Gang(layout, seed)
     views = gang.views()
     views[gang.hung] = RankView(gang.hung, answered=False)
@@ -115,18 +115,18 @@ def test_a_rank_whose_agent_is_silent_is_the_culprit_once_others_wait_for_it(lay
     assert verdict.ranks == ((gang.hung,) if waiters else ())
 
 
-def test_nobody_is_accused_while_nobody_is_overdue():
+def test_hang_has_no_culprit_while_no_rank_is_overdue():
     views = [RankView(0, waits_for=1), RankView(1)]
     assert find_culprits(views, grid_of((1, 1, 2)).group).kind == "nobody"
 
 
-def test_silent_agent_that_nobody_waits_for_is_left_alone():
+def test_hang_search_ignores_a_silent_agent_that_nobody_waits_for():
     views = [RankView(0, overdue=True), RankView(1, answered=False)]
     verdict = find_culprits(views, grid_of((1, 1, 2)).group)
     assert verdict.ranks == (0,)
 
 
-def test_in_a_circle_the_rank_that_got_least_far_goes():
+def test_hang_in_a_circle_is_blamed_on_the_rank_with_the_lowest_step():
     views = [
         RankView(0, overdue=True, waits_for=1, step=9),
         RankView(1, overdue=True, waits_for=0, step=8),
@@ -137,7 +137,7 @@ def test_in_a_circle_the_rank_that_got_least_far_goes():
     assert "wait for each other" in verdict.why
 
 
-def test_in_a_circle_within_one_step_the_rank_that_entered_fewer_collectives_of_all_ranks_goes():
+def test_hang_in_a_circle_at_one_step_is_blamed_on_the_fewest_collectives():
     views = [
         RankView(0, overdue=True, waits_for=1, step=9, counts=dict.fromkeys(AXES, 5)),
         RankView(1, overdue=True, waits_for=0, step=9, counts={**dict.fromkeys(AXES, 5), "world": 4}),
@@ -146,7 +146,7 @@ def test_in_a_circle_within_one_step_the_rank_that_entered_fewer_collectives_of_
     assert (verdict.kind, verdict.ranks) == ("ranks", (1,))
 
 
-def test_in_a_circle_of_equals_the_whole_gang_goes():
+def test_hang_in_a_circle_of_equal_ranks_is_blamed_on_the_gang():
     views = [
         RankView(0, overdue=True, waits_for=1),
         RankView(1, overdue=True, waits_for=0),
@@ -157,12 +157,12 @@ def test_in_a_circle_of_equals_the_whole_gang_goes():
     assert "is not known" in verdict.why
 
 
-def test_all_standing_in_the_same_place_is_nobodys_fault_in_particular():
+def test_hang_of_all_ranks_at_the_same_place_is_blamed_on_the_gang():
     views = [RankView(rank, overdue=True, counts=dict.fromkeys(AXES, 3)) for rank in range(4)]
     assert find_culprits(views, grid_of((1, 1, 4)).group).kind == "gang"
 
 
-def test_several_culprits_are_all_named():
+def test_hang_with_several_culprits_names_all_of_them():
     views = [
         RankView(0, overdue=True, waits_for=1),
         RankView(1, overdue=True),
@@ -172,7 +172,7 @@ def test_several_culprits_are_all_named():
     assert find_culprits(views, grid_of((1, 1, 4)).group).ranks == (1, 3)
 
 
-def test_who_waits_is_told_through_others_too():
+def test_ranks_waiting_through_others_are_listed_as_waiting():
     views = [
         RankView(0, waits_for=1),
         RankView(1, waits_for=2),
@@ -183,7 +183,7 @@ def test_who_waits_is_told_through_others_too():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.none() | st.integers(0, 4)), min_size=5, max_size=5))
-def test_whatever_is_seen_a_verdict_is_given_and_it_is_about_ranks_that_stand(seen):
+def test_hang_verdict_names_only_ranks_that_stand_still(seen):
     views = [RankView(r, overdue=o, stopped=s and o, waits_for=w) for r, (o, s, w) in enumerate(seen)]
     verdict = find_culprits(views, lambda axis, rank: range(5))
     if verdict.kind == "ranks":
@@ -194,7 +194,7 @@ def test_whatever_is_seen_a_verdict_is_given_and_it_is_about_ranks_that_stand(se
     assert (verdict.kind == "nobody") or any(view.overdue for view in views)
 
 
-def test_a_look_is_what_the_agent_has_said():
+def test_hang_look_has_the_fields_of_the_agents_status():
     counts = dict.fromkeys(AXES, 3)
     record = Position(100, 1, "backward", step=12, waits_for=4, counts=counts, heartbeat=7)
     assert RankView.of(2, TrainerStatus(100, overdue=True, stopped=True, record=record)) == RankView(
@@ -207,7 +207,7 @@ def test_a_look_is_what_the_agent_has_said():
     assert RankView.of(2, None) == RankView(2, answered=False)
 
 
-def test_rank_that_names_no_peer_waits_for_the_one_furthest_behind_in_any_axis():
+def test_hang_search_lets_a_rank_without_a_named_peer_wait_for_the_furthest_behind():
     group = {"tensor": (0, 1), "data": (0, 2, 3), "world": (0, 2, 3)}
     views = [
         RankView(0, overdue=True, counts={"tensor": 9, "data": 2, "world": 5}),
@@ -219,7 +219,7 @@ def test_rank_that_names_no_peer_waits_for_the_one_furthest_behind_in_any_axis()
     assert (verdict.kind, verdict.why) == ("nobody", "rank 2 may still continue")
 
 
-def test_the_search_goes_through_each_group_once_however_many_ranks_there_are():
+def test_hang_search_visits_each_group_once():
     grid, seen = grid_of((8, 48, 8)), []
 
     def group(axis, rank):
@@ -234,7 +234,7 @@ def test_the_search_goes_through_each_group_once_however_many_ranks_there_are():
     assert sum(seen) == len(AXES) * grid.world_size
 
 
-def test_those_of_whom_the_culprits_are_chosen_are_named_in_order():
+def test_hang_explanation_lists_compared_ranks_in_order_and_cuts_the_list():
     views = [
         *(RankView(rank, overdue=True, step=9) for rank in range(9)),
         RankView(9, overdue=True, step=8),
@@ -258,5 +258,5 @@ def test_those_of_whom_the_culprits_are_chosen_are_named_in_order():
         ),
     ],
 )
-def test_why_a_rank_is_at_fault_is_said(views, why):
+def test_hang_explanation_says_why_a_rank_is_blamed(views, why):
     assert find_culprits(views, lambda axis, rank: ()).why == why

@@ -23,7 +23,7 @@ def seen(*answers, silent=()):
     return waits_now(answers, frozenset(silent), grid.group)
 
 
-def test_rank_that_stands_still_while_the_others_wait_is_the_culprit():
+def test_waits_name_the_stalled_rank_that_the_others_wait_for():
     waits = seen(
         at("forward", overdue=True, seconds=9.0, micro_batch=3),
         at("reduction", 0, DATA, seconds=8.5),
@@ -37,7 +37,7 @@ def test_rank_that_stands_still_while_the_others_wait_is_the_culprit():
     assert second.doing == "reduction, in a collective along data, waiting for rank 0"
 
 
-def test_job_that_goes_on_has_no_culprit_and_says_for_whom_most_wait():
+def test_waits_of_a_running_job_name_whom_most_ranks_wait_for():
     waits = seen(at("optimizer"), at("agreement", 0, DATA), at("agreement", 0, DATA), at("data", 1, DATA))
     assert waits.culprits == ()
     assert waits.sentence == "3 of 4 ranks wait, in the end for rank 0, which is in optimizer"
@@ -48,18 +48,18 @@ def test_job_that_goes_on_has_no_culprit_and_says_for_whom_most_wait():
     assert "for each other" in seen(at("agreement", 1, DATA), at("agreement", 0, DATA)).sentence
 
 
-def test_rank_that_may_yet_go_on_is_said_to():
+def test_waits_say_that_an_overdue_culprit_may_still_continue():
     waits = seen(at("checkpoint"), at("agreement", 0, DATA, overdue=True))
     assert (waits.culprits, waits.sentence.endswith("; rank 0 may still continue")) == ((), True)
 
 
-def test_nobody_in_particular_where_all_wait_for_each_other():
+def test_waits_name_no_culprit_if_all_ranks_wait_for_each_other():
     waits = seen(at("agreement", 1, DATA, overdue=True), at("agreement", 0, DATA, overdue=True))
     assert waits.culprits == ()
     assert waits.sentence.startswith("the job stands still because of no rank in particular: ")
 
 
-def test_agents_that_do_not_answer_and_trainers_that_are_gone():
+def test_waits_describe_silent_agents_and_missing_trainers():
     waits = seen(None, None, at("data", 0, DATA, overdue=True), silent=[0])
     assert (waits.ranks[0].phase, waits.ranks[0].doing) == ("unknown", "unknown: its agent does not answer")
     assert (waits.ranks[1].phase, waits.ranks[1].since_seconds) == ("exited", None)
@@ -79,11 +79,11 @@ def test_agents_that_do_not_answer_and_trainers_that_are_gone():
         (TrainerStatus(100), "starting"),
     ],
 )  # fmt: skip
-def test_what_a_rank_does_in_words(status, doing):
+def test_waits_say_in_words_what_a_rank_does(status, doing):
     assert seen(status, at(), at(), at()).ranks[0].doing == doing
 
 
-def test_of_a_rank_whose_device_is_behind_it_is_what_the_device_does():
+def test_waits_describe_the_device_of_a_rank_whose_device_is_behind():
     device = DeviceRecord("backward", 7, 2, 5, True, DATA, 9, None, False, COUNTS)
     status = at("optimizer")
     position = Position(**{**vars(status.record), "device": device})

@@ -10,7 +10,7 @@ from tests.service.support.queue import LARGE, has, job_now
 from tests.service.support.waiting import reached
 
 
-def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, submit, look, cluster):
+def test_job_with_bad_data_fails_before_placement_with_the_path(store, submit, look, cluster):
     job = submit(data={"source": "text", "paths": ["/nowhere/to/be/found.txt"]})
     assert look() == []
     stored = job_now(store, job)
@@ -37,9 +37,7 @@ async def until_none_waits(scheduler):
             await asyncio.sleep(0.001)
 
 
-def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for_a_while(
-    store, submit, cluster, monkeypatch
-):
+def test_unresponsive_data_delays_its_job_and_briefly_the_queue(store, submit, cluster, monkeypatch):
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
     slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
     answers, placed = threading.Event(), []
@@ -66,9 +64,7 @@ def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for
     assert placed == [fine.id, slow.id]
 
 
-def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_jobs_want_it(
-    store, submit, cluster, monkeypatch
-):
+def test_unresponsive_data_delays_the_queue_one_turn_for_a_whole_sweep(store, submit, cluster, monkeypatch):
     """A sweep on a file system that hangs: one look at the same files is enough, and other files there get a moment."""
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
     sweep = [submit(data={"source": "text", "paths": ["/away/a"]}) for _ in range(3)]
@@ -102,7 +98,7 @@ def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_j
     assert sorted(placed[1:]) == sorted(each.id for each in (*sweep, beside))
 
 
-def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store, submit, cluster, monkeypatch):
+def test_unresponsive_data_on_the_nodes_delays_only_its_own_job(store, submit, cluster, monkeypatch):
     """What a node is asked may take a minute, and the next node is asked then."""
     cluster.is_remote = True
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
@@ -129,7 +125,7 @@ def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store,
     assert placed == [fine.id, slow.id]
 
 
-def test_corpus_is_looked_at_where_the_ranks_will_be(store, submit, look, cluster):
+def test_corpus_is_checked_on_the_nodes_where_ranks_will_run(store, submit, look, cluster):
     """The control plane of a cluster elsewhere may not see it, and a node that does not answer proves nothing."""
     cluster.is_remote = True
     paths = {"source": "text", "paths": ["/on/the/nodes/only"]}
@@ -146,9 +142,7 @@ def test_corpus_is_looked_at_where_the_ranks_will_be(store, submit, look, cluste
     assert (job_now(store, bad).state, job_now(store, bad).message) == ("FAILED", "it is empty")
 
 
-def test_data_of_a_job_that_waits_is_looked_at_once_and_again_before_it_is_placed(
-    store, submit, cluster, nodes, monkeypatch
-):
+def test_data_of_a_waiting_job_is_checked_once_and_again_before_placement(store, submit, cluster, nodes, monkeypatch):
     looked, placed = [], []
     monkeypatch.setattr(roots.DataRoots, "check", lambda self, spec: looked.append(spec.layout.data))
     never, later = submit(parallel={"data": 12}, train=LARGE), submit(parallel={"data": 2})

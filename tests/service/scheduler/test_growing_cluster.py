@@ -22,7 +22,7 @@ def add_node(cluster, name):
     cluster.nodes.slots[name], cluster.nodes.used[name], cluster.nodes.types[name] = 4, 0, "small"
 
 
-def test_waiting_job_asks_for_its_bundles_and_says_so(store, submit, look, growing):
+def test_queued_job_requests_nodes_from_the_autoscaler_and_says_so(store, submit, look, growing):
     job = submit(parallel={"tensor": 2, "data": 3})
     assert look() == []
     assert asked(growing) == [2, 2, 2]
@@ -34,7 +34,7 @@ def test_waiting_job_asks_for_its_bundles_and_says_so(store, submit, look, growi
     )
 
 
-def test_nothing_is_asked_for_once_the_job_is_placed(submit, look, growing):
+def test_placed_job_asks_the_autoscaler_for_nothing(submit, look, growing):
     job = submit(parallel={"data": 4})
     look()
     add_node(growing, "first")
@@ -42,9 +42,7 @@ def test_nothing_is_asked_for_once_the_job_is_placed(submit, look, growing):
     assert asked(growing) == []
 
 
-def test_job_without_room_in_all_that_can_be_added_steps_aside_and_says_what_there_could_be(
-    store, submit, look, growing
-):
+def test_queued_job_larger_than_the_grown_cluster_steps_aside(store, submit, look, growing):
     never, fits = submit(parallel={"data": 12}, train=LARGE), submit(parallel={"data": 4})
     assert look() == []
     assert asked(growing) == [1] * 4
@@ -53,7 +51,7 @@ def test_job_without_room_in_all_that_can_be_added_steps_aside_and_says_what_the
     assert "are requested" in job_now(store, fits).message
 
 
-def test_job_whose_stages_need_kinds_of_gpus_is_told_that_none_are_asked_for(store, submit, look, growing):
+def test_queued_job_with_typed_stages_is_told_that_no_nodes_are_requested(store, submit, look, growing):
     typed = submit(parallel={"pipeline": 2, "stage_accelerators": ["A100", "V100"]}, resources={"accelerator": "gpu"})
     assert look() == [] and asked(growing) == []
     assert job_now(store, typed).message.endswith(
@@ -61,14 +59,14 @@ def test_job_whose_stages_need_kinds_of_gpus_is_told_that_none_are_asked_for(sto
     )
 
 
-def test_those_behind_the_first_ask_as_far_as_they_fit_beside_it(submit, look, growing):
+def test_queued_jobs_ask_the_autoscaler_as_far_as_they_fit_together(submit, look, growing):
     for data in (4, 2, 4, 1):
         submit(parallel={"data": data})
     look()
     assert asked(growing) == [1] * 6, "the third does not fit, so the fourth has no turn either"
 
 
-def test_job_that_others_leave_no_room_to_grow_for_asks_for_nothing(store, submit, look, growing):
+def test_queued_job_without_room_to_grow_requests_nothing(store, submit, look, growing):
     add_node(growing, "first")
     growing.nodes.used["first"] = 4
     job = submit(parallel={"data": 8}, train=LARGE)
@@ -83,7 +81,7 @@ def test_elastic_job_asks_for_as_much_as_there_could_be(submit, look, growing):
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_resized_job_that_waits_asks_for_its_new_size_and_says_so(store, submit, look, growing, replicas):
+def test_queued_resized_job_requests_nodes_for_its_new_size(store, submit, look, growing, replicas):
     job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 4})
     resize(store, job, replicas)
     assert look() == []
@@ -92,7 +90,7 @@ def test_resized_job_that_waits_asks_for_its_new_size_and_says_so(store, submit,
     assert f"needs {2 * replicas} slots" in message and f"; nodes for {2 * replicas} of them are requested" in message
 
 
-def test_nodes_at_rest_are_woken_for_a_job_that_fits_there_only(submit, look, growing):
+def test_resting_nodes_are_woken_for_a_job_that_fits_only_there(submit, look, growing):
     add_node(growing, "first")
     growing.nodes.at_rest.add("first")
     large = submit(parallel={"data": 8}, train=LARGE)

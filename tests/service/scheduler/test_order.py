@@ -38,7 +38,7 @@ def test_stored_spec_that_this_release_rejects_stays_queued_and_blocks_no_other_
     assert "model.heads" in stored.message and "a release that does continues the job" in stored.message
 
 
-def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, monkeypatch):
+def test_job_whose_data_check_raises_does_not_block_the_queue(store, submit, look, monkeypatch):
     odd, fine = submit(name="odd"), submit()
 
     def check(spec):
@@ -50,7 +50,7 @@ def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, mon
     assert job_now(store, odd).state == "QUEUED"
 
 
-def test_waiting_job_says_what_is_wrong_with_nodes(store, submit, look, cluster):
+def test_queued_job_says_what_is_wrong_with_nodes(store, submit, look, cluster):
     cluster.nodes.problems = {node: f"node {node} has no Manta" for node in cluster.nodes.slots}
     job = submit()
     assert look() == []
@@ -69,7 +69,7 @@ def test_nodes_on_which_the_job_kept_failing_are_avoided(store, submit, look, cl
     assert [avoid for *_, avoid in cluster.groups.acquired] == [{"bad"}]
 
 
-def test_job_that_does_not_fit_now_says_what_is_missing(store, submit, look, nodes):
+def test_queued_job_without_room_says_what_is_missing(store, submit, look, nodes):
     has(nodes, 8, free=1)
     job = submit(parallel={"tensor": 2})
     assert look() == []
@@ -78,7 +78,7 @@ def test_job_that_does_not_fit_now_says_what_is_missing(store, submit, look, nod
     assert (stored.waiting_for["needed"], stored.waiting_for["available"]) == (2, 0)
 
 
-def test_small_job_does_not_overtake_a_large_one_that_will_fit(submit, look, nodes):
+def test_queued_small_job_does_not_overtake_a_large_one_that_will_fit(submit, look, nodes):
     has(nodes, 8, free=1)
     large, small = submit(parallel={"tensor": 2}), submit()
     assert look() == []
@@ -93,7 +93,7 @@ def test_job_that_never_fits_steps_aside(store, submit, look, nodes):
     assert job_now(store, never).state == "QUEUED"
 
 
-def test_job_that_never_fits_says_nothing_that_is_another_while_nobody_looks_at_it(store, submit, look, nodes):
+def test_job_that_never_fits_reports_its_shortage_unchanged(store, submit, look, nodes):
     job = submit(parallel={"data": 12}, train=LARGE)
     for unused in (8, 3):
         has(nodes, 8, free=unused)
@@ -103,7 +103,7 @@ def test_job_that_never_fits_says_nothing_that_is_another_while_nobody_looks_at_
         assert said.waiting_for == {"unit": "slots", "needed": 12, "available": 8}
 
 
-def test_job_that_steps_aside_is_looked_at_again_though_the_one_behind_it_was_placed(store, submit, cluster, nodes):
+def test_job_that_never_fits_is_looked_at_again_after_later_jobs_were_placed(store, submit, cluster, nodes):
     has(nodes, 1)
     submit(parallel={"tensor": 2})
     submit()
@@ -137,7 +137,7 @@ def test_job_that_cannot_fit_is_read_again_only_after_a_change_or_a_minute(store
         assert jobs.get(session, job).state == "STARTING"
 
 
-def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, submit, look, nodes):
+def test_elastic_job_starts_with_as_many_replicas_as_fit(store, submit, look, nodes):
     has(nodes, 8, free=5)
     job = submit(parallel={"tensor": 2, "data": 4}, elastic={"min_data": 1, "max_data": 4})
     assert look() == [(job.id, 1)]
@@ -145,7 +145,7 @@ def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, su
     assert free(nodes) == 1
 
 
-def test_resize_of_a_queued_job_is_the_size_that_it_is_placed_with(store, submit, look, nodes):
+def test_queued_job_is_placed_with_its_resized_size(store, submit, look, nodes):
     job = submit(parallel={"data": 2}, elastic={"min_data": 1, "max_data": 4})
     resize(store, job, 4)
     assert look() == [(job.id, 1)]
@@ -153,7 +153,7 @@ def test_resize_of_a_queued_job_is_the_size_that_it_is_placed_with(store, submit
     assert free(nodes) == 4
 
 
-def test_resize_of_a_queued_job_to_more_than_there_is_room_for_takes_what_there_is(store, submit, look, nodes):
+def test_queued_job_resized_beyond_the_room_takes_what_there_is(store, submit, look, nodes):
     has(nodes, 8, free=3)
     job = submit(parallel={"data": 1}, elastic={"min_data": 1, "max_data": 4})
     resize(store, job, 4)
@@ -161,7 +161,7 @@ def test_resize_of_a_queued_job_to_more_than_there_is_room_for_takes_what_there_
     assert job_now(store, job).replicas == 3
 
 
-def test_resized_job_that_fits_in_no_size_waits_for_the_wanted_one(store, submit, look, nodes):
+def test_resized_job_that_fits_in_no_size_waits_for_the_requested_one(store, submit, look, nodes):
     has(nodes, 8, free=0)
     job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 4})
     resize(store, job, 3)
@@ -169,7 +169,7 @@ def test_resized_job_that_fits_in_no_size_waits_for_the_wanted_one(store, submit
     assert job_now(store, job).waiting_for == {"unit": "slots", "needed": 6, "available": 0}
 
 
-def test_job_that_may_be_reshaped_starts_in_the_largest_layout_that_there_is_room_for(store, submit, look, nodes):
+def test_elastic_job_starts_in_the_largest_shape_that_fits(store, submit, look, nodes):
     has(nodes, 8, free=3)
     job = submit(parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
     assert look() == [(job.id, 1)]
@@ -184,7 +184,7 @@ def test_elastic_job_of_which_the_smallest_size_would_fit_keeps_its_turn(submit,
     assert look() == []
 
 
-def test_priority_comes_before_age(submit, look, nodes):
+def test_job_with_higher_priority_is_placed_before_older_ones(submit, look, nodes):
     has(nodes, 1)
     submit()
     urgent = submit(priority=5)
@@ -198,13 +198,13 @@ def test_job_cancelled_in_the_queue_is_never_placed(store, submit, look):
     assert job_now(store, job).state == "CANCELLED"
 
 
-def test_paused_job_has_no_turn(store, submit, look):
+def test_paused_job_is_not_scheduled(store, submit, look):
     paused, waiting = submit(), submit()
     store.write(lambda session: pauses_and_retries.request_pause(session, paused.id))
     assert look() == [(waiting.id, 1)]
 
 
-def test_queue_is_looked_at_again_after_ray_failed(store, cluster, nodes, submit):
+def test_scheduler_looks_at_the_queue_again_after_an_error_of_ray(store, cluster, nodes, submit):
     async def body():
         placed = asyncio.Event()
         scheduler = Scheduler(store, cluster, lambda job, generation: placed.set())
@@ -217,7 +217,7 @@ def test_queue_is_looked_at_again_after_ray_failed(store, cluster, nodes, submit
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_shortage_of_gpus_is_called_one(store, submit, look, nodes):
+def test_job_waiting_for_gpus_reports_insufficient_gpus(store, submit, look, nodes):
     nodes.accelerated = {"node": (2, 1)}
     job = submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
     assert look() == []
@@ -227,9 +227,7 @@ def test_shortage_of_gpus_is_called_one(store, submit, look, nodes):
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])
-def test_job_for_which_there_will_never_be_gpus_is_told_of_slots_where_there_are_enough(
-    store, submit, look, nodes, accelerator
-):
+def test_queued_gpu_job_that_never_fits_is_told_if_slots_would_do(store, submit, look, nodes, accelerator):
     nodes.accelerated = {"node": (3, 3)}
     resources = {"accelerator": accelerator}
     slots_would_do = submit(parallel={"tensor": 2, "pipeline": 2}, resources=resources)
@@ -241,7 +239,7 @@ def test_job_for_which_there_will_never_be_gpus_is_told_of_slots_where_there_are
     assert job_now(store, neither).message == "needs 12 GPUs, of which there are 3"
 
 
-def test_job_that_waits_for_gpus_holds_back_those_that_take_gpus_and_no_others(store, submit, look, nodes):
+def test_queued_gpu_job_blocks_later_gpu_jobs_but_no_cpu_job(store, submit, look, nodes):
     nodes.accelerated = {"node": (2, 1)}
     waits, small = submit(parallel={"tensor": 2}), submit()
     on_slots = submit(resources={"accelerator": "cpu"})
@@ -249,7 +247,7 @@ def test_job_that_waits_for_gpus_holds_back_those_that_take_gpus_and_no_others(s
     assert [job_now(store, job).state for job in (waits, small)] == ["QUEUED", "QUEUED"]
 
 
-def test_job_that_waits_for_slots_does_not_hold_back_those_that_take_gpus(submit, look, nodes):
+def test_queued_cpu_job_blocks_no_gpu_job(submit, look, nodes):
     nodes.accelerated = {"node": (2, 2)}
     has(nodes, 8, free=1)
     cpu = {"accelerator": "cpu"}
@@ -281,7 +279,7 @@ def rounds(store, cluster, monkeypatch):
     return run
 
 
-def test_queue_in_which_nobody_waits_is_looked_at_when_somebody_says_so(rounds, monkeypatch):
+def test_scheduler_of_an_empty_queue_runs_only_when_woken(rounds, monkeypatch):
     monkeypatch.setattr("manta.service.control.scheduler.IDLE_SECONDS", 0.0)
 
     async def pass_by():
@@ -297,7 +295,7 @@ def test_queue_in_which_nobody_waits_is_looked_at_when_somebody_says_so(rounds, 
     assert rounds(wake, False, False) == 2, "once for each time that somebody says so"
 
 
-def test_queue_in_which_somebody_waits_is_looked_at_now_and_then(rounds, monkeypatch):
+def test_scheduler_with_waiting_jobs_runs_periodically(rounds, monkeypatch):
     monkeypatch.setattr("manta.service.control.scheduler.IDLE_SECONDS", 0.0)
 
     async def wait(scheduler, looks):
@@ -306,7 +304,7 @@ def test_queue_in_which_somebody_waits_is_looked_at_now_and_then(rounds, monkeyp
     assert rounds(wait, True, True, False) == 3
 
 
-def test_trouble_of_the_database_is_no_fault_of_the_job_that_was_looked_at(store, submit, look, monkeypatch):
+def test_database_error_stops_the_scheduling_round_without_blaming_a_job(store, submit, look, monkeypatch):
     """Those behind it would fare no better: the whole queue is looked at again."""
 
     async def locked():
@@ -339,7 +337,7 @@ def test_job_that_waits_says_that_nodes_are_to_be_left(store, submit, look, clus
     )
 
 
-def test_what_auto_is_is_decided_when_a_job_is_first_placed(store, submit, look, cluster, monkeypatch):
+def test_accelerator_auto_is_decided_when_a_job_is_first_placed(store, submit, look, cluster, monkeypatch):
     """A GPU that comes later changes nothing, and what the user asked for by name stays."""
     job, named = submit(), submit(resources={"accelerator": "cpu"})
     look()
@@ -356,7 +354,7 @@ def test_what_auto_is_is_decided_when_a_job_is_first_placed(store, submit, look,
     assert job_now(store, later).spec["resources"]["accelerator"] == "gpu"
 
 
-def test_job_that_only_waits_is_not_decided_yet(store, submit, look, nodes):
+def test_waiting_job_leaves_auto_settings_undecided(store, submit, look, nodes):
     has(nodes, 8, free=0)
     job = submit()
     look()

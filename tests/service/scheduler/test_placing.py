@@ -11,7 +11,7 @@ from manta.service.store import generations, leases, pauses_and_retries
 from tests.service.support.queue import cancel, job_now, owned_by
 
 
-def test_job_is_being_placed_until_it_has_an_owner(store, submit, cluster):
+def test_job_is_marked_as_being_placed_until_it_has_an_owner(store, submit, cluster):
     """The loop that gives owners to jobs without one may not take it meanwhile."""
     job = submit()
     seen = []
@@ -20,7 +20,7 @@ def test_job_is_being_placed_until_it_has_an_owner(store, submit, cluster):
     assert (seen, looking.placing) == ([{job.id}], set())
 
 
-def test_job_that_got_no_placement_goes_on_waiting(store, submit, look, cluster):
+def test_job_without_a_placement_stays_queued(store, submit, look, cluster):
     def refuse():
         raise NotPlaced("not in time")
 
@@ -41,7 +41,7 @@ def test_job_that_got_no_placement_in_time_keeps_its_turn(submit, look, cluster)
     assert [job for job, _ in look()] == [large.id, small.id]
 
 
-def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit, look, cluster):
+def test_job_whose_placement_raises_stays_queued(store, submit, look, cluster):
     def refuse():
         raise OSError("nobody expected this")
 
@@ -52,7 +52,7 @@ def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit,
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, submit, look, refused, cluster):
+def test_job_cancelled_during_placement_gets_an_owner_that_ends_it(store, submit, look, refused, cluster):
     job = submit()
 
     def cancel_meanwhile():
@@ -66,7 +66,7 @@ def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, subm
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_job_paused_while_it_is_placed_gets_an_owner_that_gives_the_places_back(store, submit, look, refused, cluster):
+def test_job_paused_during_placement_gets_an_owner_that_releases_the_places(store, submit, look, refused, cluster):
     job = submit()
 
     def pause_meanwhile():
@@ -90,7 +90,7 @@ def test_failure_to_place_says_why_the_job_waits(store, submit, look, cluster):
     assert (stored.reason, stored.message) == ("insufficient_slots", "not in time")
 
 
-def test_failure_to_place_on_gpus_is_called_a_shortage_of_them(store, submit, look, cluster, nodes):
+def test_failed_gpu_placement_reports_insufficient_gpus(store, submit, look, cluster, nodes):
     def refuse():
         raise NotPlaced("not in time")
 
@@ -119,13 +119,15 @@ def look_holding(store, cluster, own_leases):
     return once
 
 
-def test_job_that_is_placed_is_held_before_it_is_handed_over(store, submit, look_holding, own_leases):
+def test_job_is_leased_before_it_is_handed_to_its_owner(store, submit, look_holding, own_leases):
     job = submit()
     assert look_holding() == [(job.id, 1, True)]
     assert (own_leases.of(job.id).epoch, owned_by(store, "me")) == (1, {job.id})
 
 
-def test_job_that_got_no_placement_is_free_for_others(store, submit, look_holding, own_leases, cluster):
+def test_job_without_a_placement_releases_its_lease_and_can_be_placed_later(
+    store, submit, look_holding, own_leases, cluster
+):
     def refuse():
         raise NotPlaced("not in time")
 
@@ -138,7 +140,7 @@ def test_job_that_got_no_placement_is_free_for_others(store, submit, look_holdin
     assert look_holding() == [(job.id, 1, True)], "and placed when there is room"
 
 
-def test_job_cancelled_while_it_is_placed_in_vain_stays_held_for_its_owner(store, submit, look_holding, cluster):
+def test_job_cancelled_during_a_failed_placement_stays_leased_for_its_owner(store, submit, look_holding, cluster):
     job = submit()
 
     def cancel_meanwhile():
@@ -151,7 +153,7 @@ def test_job_cancelled_while_it_is_placed_in_vain_stays_held_for_its_owner(store
 
 
 @pytest.mark.parametrize("holder", ["other", "me"])
-def test_job_that_somebody_has_not_quite_left_waits_as_it_was(store, submit, look_holding, own_leases, cluster, holder):
+def test_job_still_leased_by_another_owner_is_not_placed_yet(store, submit, look_holding, own_leases, cluster, holder):
     job = submit()
     if holder == "me":
         asyncio.run(own_leases.claim(job.id))

@@ -39,7 +39,7 @@ def lane(*slices):
     return StepTrace(grid_of("1f1b", 1, 1), (TracedRank(0, (TracedStep(1, 0.0, 100.0),), made, peak_flops=1e6),))
 
 
-def test_every_kind_of_slice_is_in_its_part():
+def test_trace_slices_of_every_kind_belong_to_a_budget_part():
     tensor, data, world = ({"axis": axis, "number": 1} for axis in ("tensor", "data", "world"))
     trace = lane(
         ("loader", 0, 1, {}),
@@ -80,7 +80,7 @@ def test_every_kind_of_slice_is_in_its_part():
     )
 
 
-def test_nothing_recorded_has_no_parts():
+def test_budget_of_an_empty_trace_has_no_parts():
     assert budget.of_trace(StepTrace(grid_of("1f1b", 1, 1), (TracedRank(0, (), ()),)), JOB) == ()
 
 
@@ -117,7 +117,7 @@ def test_parts_of_phases_are_the_mean_step():
 
 
 @pytest.mark.parametrize("mfu", [0.25, None])
-def test_parts_of_the_ledger_leave_the_rest_unknown(mfu):
+def test_budget_from_the_ledger_leaves_the_rest_unknown(mfu):
     parts = budget.of_ledger(10.0, {"data_wait": 1.0, "snapshot": 0.5}, mfu)
     known = seconds_of(parts)
     assert sum(known.values()) == pytest.approx(10.0)

@@ -35,12 +35,12 @@ def test_a_planned_step_has_a_lane_for_each_stage():
     assert planned.to_json()["bubble"]["mean"] == planned.bubble_ratio > 0
 
 
-def test_what_cannot_be_planned_is_none():
+def test_planned_step_of_a_layout_that_does_not_fit_is_none():
     assert planned_step(job(tensor=8, pipeline=2), cluster()) is None, "there is no room for it"
     assert planned_step(job(tensor=8, pipeline=2), cluster(2)) is not None
 
 
-def test_a_timeline_that_nobody_could_look_at_is_left_out(monkeypatch):
+def test_planned_step_with_too_many_passes_has_no_timeline(monkeypatch):
     monkeypatch.setattr("manta.service.step_traces.reading.MAX_PASSES", 10)
     planned = planned_step(job(pipeline=2), cluster())
     assert planned.ranks is None and planned.seconds > 0

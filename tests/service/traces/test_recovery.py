@@ -9,7 +9,7 @@ FIRST = (8.0, 18.0, 20.0, 33.0)
 OVER = RecoveryTimeline(31, 30, 32, 34, 36, 40, 45)
 
 
-def test_phases_are_those_of_the_record():
+def test_recovery_span_has_a_child_span_per_phase():
     recovery, *parts = spans_of(history(STATES, [FIRST, (33, 40, 45, None)], {2: OVER}), 2)
     assert (recovery.name, recovery.began_at, recovery.ended_at) == ("job.recovery", 30, 45)
     assert [part.name for part in parts] == [f"job.recovery.{phase}" for phase in PHASES]
@@ -17,7 +17,7 @@ def test_phases_are_those_of_the_record():
     assert all(part.parent_id == recovery.span_id for part in parts)
 
 
-def test_recovery_says_what_failed_what_was_replaced_and_what_it_cost():
+def test_recovery_span_has_cause_replaced_ranks_and_cost():
     (recovery, *_) = spans_of(history(STATES, [FIRST, (33, 40, 45, None)], {2: OVER}), 2)
     assert recovery.problem is None
     assert recovery.attributes == {
@@ -29,7 +29,7 @@ def test_recovery_says_what_failed_what_was_replaced_and_what_it_cost():
     }  # fmt: skip
 
 
-def test_recovery_that_another_failure_breaks_off_is_sent_with_the_one_after_it():
+def test_trace_of_an_interrupted_recovery_is_sent_with_the_next_one():
     first = broken_off(noticed_at=31.0, failed_at=30.0, rested_at=32.0)
     second = RecoveryTimeline(41, 40, 42, 44, 46, 50, 55)
     generations = [FIRST, (33.0, None, None, 43.0), (44.0, 50.0, 55.0, None)]
@@ -44,7 +44,7 @@ def test_recovery_that_another_failure_breaks_off_is_sent_with_the_one_after_it(
     assert phases == ["job.recovery.detect", "job.recovery.rest"]
 
 
-def test_recovery_is_sent_once_and_not_with_those_that_follow():
+def test_recovery_span_is_sent_once():
     again = RecoveryTimeline(61, 60, 62, 64, 66, 70, 75)
     job = history(STATES, [FIRST, (33.0, 40.0, 45.0, 63.0), (63.0, 70.0, 75.0, None)], {2: OVER, 3: again})
     assert {span.attributes["manta.generation"] for span in spans_of(job, 2)} == {2}

@@ -41,7 +41,7 @@ def histories(draw):
 
 
 @given(histories())
-def test_parts_lie_within_the_whole_and_no_two_spans_have_a_number_in_common(job):
+def test_child_spans_lie_within_their_parent_and_ids_are_unique(job):
     spans = [span for number in range(len(job.generations) + 1) for span in spans_of(job, number)]
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(spans)
@@ -53,7 +53,7 @@ def test_parts_lie_within_the_whole_and_no_two_spans_have_a_number_in_common(job
 
 
 @given(histories(), st.integers(1, 6))
-def test_parts_follow_one_another(job, number):
+def test_child_spans_follow_one_another(job, number):
     spans = spans_of(job, number)
     for whole in spans:
         parts = [span for span in spans if span.parent_id == whole.span_id]
@@ -61,7 +61,7 @@ def test_parts_follow_one_another(job, number):
 
 
 @given(histories(), st.integers(1, 6))
-def test_what_happens_later_changes_no_span(job, number):
+def test_spans_of_a_generation_do_not_depend_on_later_history(job, number):
     until = next((each.began_at for each in job.generations if each.number > number), 1000.0)
     so_far = JobHistory(
         job.id,
@@ -74,7 +74,7 @@ def test_what_happens_later_changes_no_span(job, number):
     assert spans_of(so_far, number) == spans_of(job, number)
 
 
-def test_numbers_follow_from_job_generation_and_name_alone():
+def test_span_ids_follow_from_job_generation_and_name():
     """All releases have to agree on them: the first bytes of SHA-256."""
     assert trace_id("job_1") == 0xBB2632AF3674B8F0EBE2E6951CF8AAFF
     assert span_id("job_1", 2, "job.recovery") == 0x9CAE5C4B7CBD6819

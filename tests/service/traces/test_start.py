@@ -62,28 +62,28 @@ def test_submitted_placed_launched_and_stepped():
         ),
     ],
 )
-def test_table(states, generations, expected):
+def test_start_span_has_the_phases_queued_placing_launch_and_first_step(states, generations, expected):
     assert phases(spans_of(history(states, generations), len(generations))) == expected
 
 
-def test_each_turn_has_a_start_of_its_own():
+def test_start_span_is_written_for_each_placement():
     states = f"{ONCE}, 30 PAUSING, 32 PAUSED, 40 QUEUED, 41 STARTING, 50 RUNNING"
     job = history(states, [(8, 18, 20, 32), (42, 48, 50, None)])
     assert phases(spans_of(job, 1))[""] == (0, 20)
     assert phases(spans_of(job, 2))[""] == (40, 50)
 
 
-def test_generation_that_does_not_come_out_of_the_queue_is_no_start():
+def test_start_span_is_absent_for_a_generation_that_did_not_leave_the_queue():
     states = f"{ONCE}, 30 RESIZING, 35 RUNNING"
     assert spans_of(history(states, [(8, 18, 20, 31), (31, 34, 35, None)]), 2) == []
 
 
-def test_there_is_nothing_before_the_first_step():
+def test_start_span_is_not_sent_before_the_first_step():
     job = history("0 QUEUED, 5 STARTING", [(8, None, None, None)])
     assert spans_of(job, 1) == spans_of(job, 2) == []
 
 
-def test_start_says_which_job_it_is_and_what_it_starts_with():
+def test_start_span_has_job_and_layout_attributes():
     start, *parts = spans_of(history(ONCE, [(8, 18, 20, None)], layout=LAYOUT), 1)
     which = {
         "manta.job.id": "job_1", "manta.job.name": "small", "manta.job.project": "default", "manta.generation": 1,
@@ -96,12 +96,12 @@ def test_start_says_which_job_it_is_and_what_it_starts_with():
     assert all(part.attributes == which for part in parts)
 
 
-def test_layout_of_an_older_generation_is_not_known():
+def test_start_span_of_an_older_generation_has_no_layout():
     job = history(f"{ONCE}, 30 RESIZING", [(8, 18, 20, 31), (31, None, None, None)], layout=LAYOUT)
     assert "manta.ranks" not in spans_of(job, 1)[0].attributes
 
 
-def test_start_that_a_death_interrupts_goes_on_to_the_first_step():
+def test_start_span_interrupted_by_a_death_lasts_until_the_first_step():
     states = "0 QUEUED, 5 STARTING, 11 RECOVERING, 20 RUNNING"
     timeline = broken_off(noticed_at=11.0, failed_at=10.0, first_step_at=20.0)
     spans = spans_of(history(states, [(8, None, None, 12), (12, 18, 20, None)], {2: timeline}), 2)

@@ -95,7 +95,7 @@ def test_job_that_is_placed_trains_and_recovers_is_traced(start, cluster, submit
     assert started.end_time_unix_nano <= recovered.start_time_unix_nano < recovered.end_time_unix_nano
 
 
-def test_control_plane_that_takes_a_job_over_sends_what_another_may_not_have_sent(start, cluster, submit, collector):
+def test_control_plane_that_adopts_a_job_repeats_spans_that_may_be_missing(start, cluster, submit, collector):
     first, job = begun(start, cluster, submit, collector.url)
     seen(first, lambda: ("job.start", 1) in collector.of(job.id))
     first.stop()
@@ -111,7 +111,7 @@ def test_control_plane_that_takes_a_job_over_sends_what_another_may_not_have_sen
     assert collector.of(job.id) == sent
 
 
-def test_job_does_not_notice_that_there_is_no_collector(start, cluster, submit, collector, monkeypatch, caplog):
+def test_missing_span_collector_does_not_affect_jobs(start, cluster, submit, collector, monkeypatch, caplog):
     monkeypatch.setattr(traces, "FLUSH_SECONDS", 0.1)
     asked = []
     first_step = Traces.first_step
@@ -127,7 +127,7 @@ def test_job_does_not_notice_that_there_is_no_collector(start, cluster, submit, 
     assert len([record for record in caplog.records if "did not reach" in record.message]) == 1
 
 
-def test_what_waits_is_sent_when_the_service_ends(store, stepped, collector, monkeypatch):
+def test_waiting_spans_are_sent_when_the_service_ends(store, stepped, collector, monkeypatch):
     monkeypatch.setattr(exporter, "DELAY_SECONDS", 3600.0)
     sending = Traces(store, collector.url)
     sending.first_step(stepped.id, 1)
@@ -136,7 +136,7 @@ def test_what_waits_is_sent_when_the_service_ends(store, stepped, collector, mon
     assert sending.lost == 0
 
 
-def test_end_of_the_service_does_not_wait_for_a_collector_that_is_silent(store, stepped, collector, monkeypatch):
+def test_end_of_the_service_does_not_wait_for_a_silent_collector(store, stepped, collector, monkeypatch):
     monkeypatch.setattr(traces, "FLUSH_SECONDS", 0.1)
     collector.answers.clear()
     sending = Traces(store, collector.url)
@@ -146,7 +146,7 @@ def test_end_of_the_service_does_not_wait_for_a_collector_that_is_silent(store, 
     assert sending._thread.is_alive() and sending._thread.daemon
 
 
-def test_spans_beyond_the_limit_are_dropped_and_counted_until_there_is_room_again(collector, monkeypatch):
+def test_spans_beyond_the_limit_are_dropped_and_counted(collector, monkeypatch):
     monkeypatch.setattr(exporter, "MAX_WAITING", 8)
     monkeypatch.setattr(exporter, "DELAY_SECONDS", 3600.0)
     lost = []
@@ -167,7 +167,7 @@ def test_spans_beyond_the_limit_are_dropped_and_counted_until_there_is_room_agai
     assert {generation for _, generation in collector.of("a")} == {1, 2, 6} and len(collector.spans) == 9
 
 
-def test_more_than_can_be_read_is_left_out_and_counted(monkeypatch, collector):
+def test_spans_beyond_the_reading_limit_are_dropped_and_counted(monkeypatch, collector):
     monkeypatch.setattr(traces, "MAX_TO_READ", 3)
     reading, goes_on = threading.Event(), threading.Event()
 
@@ -189,7 +189,7 @@ def test_more_than_can_be_read_is_left_out_and_counted(monkeypatch, collector):
     assert sending.lost == 6
 
 
-def test_what_a_collector_refuses_is_said_once(store, stepped, collector, caplog):
+def test_refused_export_of_spans_is_logged_once(store, stepped, collector, caplog):
     collector.status = 400
     sending = Traces(store, collector.url)
     for _ in range(3):
@@ -208,7 +208,7 @@ def test_job_that_is_deleted_meanwhile_has_no_spans(store, collector):
     assert (sending.lost, collector.spans) == (0, [])
 
 
-def test_secret_of_the_collector_comes_from_where_opentelemetry_has_it(collector, monkeypatch):
+def test_collector_secret_is_read_from_the_opentelemetry_variable(collector, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20hush")
     sender = SpanSender(collector.url, lambda count: None)
     sender.send([Span("job.start", 7, 8, 1.0, 2.0, {})])
@@ -216,7 +216,7 @@ def test_secret_of_the_collector_comes_from_where_opentelemetry_has_it(collector
     assert [headers["Authorization"] for headers in collector.headers] == ["Bearer hush"]
 
 
-def test_problem_of_a_span_is_its_status(collector):
+def test_span_problem_is_sent_as_its_status(collector):
     sender = SpanSender(collector.url, lambda count: None)
     sender.send([Span("job.recovery", 7, 8, 1.5, 2.25, {"manta.ranks": (1, 2)}, None, "it was broken off")])
     sender.close()
@@ -236,11 +236,11 @@ def test_problem_of_a_span_is_its_status(collector):
         ("https://there/otlp/v1/traces", "https://there/otlp/v1/traces"),
     ],
 )
-def test_address_is_the_base_or_the_whole(said, used):
+def test_collector_address_may_be_the_base_or_full_url(said, used):
     assert traces_endpoint(said) == used
 
 
-def test_nothing_that_sends_is_imported_by_a_service_that_sends_nothing():
+def test_service_without_traces_imports_no_exporter():
     """FastAPI imports OpenTelemetry's API by itself, which does nothing without an SDK."""
     script = "import manta.api.server, manta.api.app, sys; print(*sys.modules)"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -248,7 +248,7 @@ def test_nothing_that_sends_is_imported_by_a_service_that_sends_nothing():
     assert [name for name in printed.split() if name.startswith(sends)] == []
 
 
-def test_missing_package_is_one_clear_sentence(monkeypatch):
+def test_missing_opentelemetry_package_is_reported_in_one_sentence(monkeypatch):
     monkeypatch.delitem(sys.modules, "manta.service.traces.exporter")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     refuse_without_packages(None)
@@ -256,7 +256,7 @@ def test_missing_package_is_one_clear_sentence(monkeypatch):
         refuse_without_packages("http://collector:4318")
 
 
-def test_same_complaint_about_a_collector_is_logged_once_in_five_minutes_and_again_after_them(monkeypatch):
+def test_repeated_collector_error_is_logged_once_in_five_minutes(monkeypatch):
     at, quiet, record = [0.0], exporter._ThrottleFilter(), logging.makeLogRecord({"msg": "no answer"})
     monkeypatch.setattr(exporter, "time", SimpleNamespace(monotonic=lambda: at[0]))
     heard = []

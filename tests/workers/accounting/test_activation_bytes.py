@@ -52,7 +52,7 @@ def evaluated(formula: str, model: ModelConfig, micro_batch: int, tensor: int) -
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("row", TABLE_2)
-def test_bytes_of_a_layer_are_those_of_table_2(row, name):
+def test_activation_bytes_of_a_layer_match_the_papers_table_2(row, name):
     formula = papers.LAYER_BYTES[row]
     expected = evaluated(formula, shape(name), 4, 8 if TABLE_2[row] else 1)
     assert papers.table2_bytes(shape(name), 4, **TABLE_2[row]) == pytest.approx(expected, rel=1e-12)
@@ -84,7 +84,7 @@ def large(name: str, dropout: float = 0.1, **parallel: Any) -> JobSpec:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_engines_terms_add_up_to_table_2(sequence_parallel, recompute, name):
+def test_activation_terms_of_the_engine_add_up_to_table_2(sequence_parallel, recompute, name):
     """Apart from the statistics of norms, 16 bytes a token, and the keys of dropout."""
     job_spec = large(name, sequence_parallel=sequence_parallel)
     size, split = job_spec.train.micro_batch_size, 8 if sequence_parallel else 1
@@ -108,7 +108,7 @@ def test_modules_leave_out_their_own_tensors():
     assert sum(layer_terms(job_spec).values()) == everything
 
 
-def test_fused_kernels_keep_nothing_that_grows_with_the_square_of_the_length():
+def test_activation_bytes_of_fused_attention_do_not_grow_with_squared_length():
     unfused = large("22B", dropout=0.0)
     sdpa = unfused.model_copy(update={"train": unfused.train.model_copy(update={"attention": "sdpa"})})
     assert layer_terms(sdpa)["log_sums"] == 4 * 4 * 64 // 8 * 2048
@@ -159,7 +159,7 @@ def test_memory_of_a_gpu_is_that_of_figure_1(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_shares_of_the_baseline_are_those_of_figure_7(name):
+def test_activation_shares_of_the_baseline_match_figure_7(name):
     """To the precision with which its bars could be read."""
     published = papers.MEMORY_PERCENT[name]
     policies = {"none": (False, "none"), "seq": (True, "none"), "sel": (False, "selective")}
@@ -171,7 +171,7 @@ def test_shares_of_the_baseline_are_those_of_figure_7(name):
 
 
 @pytest.mark.parametrize("name", ["GPT-3", "MT-NLG"])
-def test_selective_recomputation_saves_what_the_paper_says(name):
+def test_selective_recomputation_saves_the_published_share_of_activations(name):
     """arXiv:2205.05198, section 5: 5 a s / h of 34 + 5 a s / h."""
     published = papers.SELECTIVE_RECOMPUTATION[name]
     model = shape({"GPT-3": "175B", "MT-NLG": "530B"}[name])
@@ -183,7 +183,7 @@ def test_selective_recomputation_saves_what_the_paper_says(name):
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("keep", [0, 1, 2, 9])
-def test_a_rank_keeps_everything_of_as_many_micro_batches_as_it_is_told(kind, keep):
+def test_rank_keeps_all_activations_of_the_given_number_of_micro_batches(kind, keep):
     """arXiv:2205.05198, appendix C."""
     job_spec = spec(
         train={"global_batch_size": 6},
@@ -195,13 +195,13 @@ def test_a_rank_keeps_everything_of_as_many_micro_batches_as_it_is_told(kind, ke
         assert bytes_of_rank(job_spec, rank, 6) == min(most, keep) * whole + max(0, most - keep) * part
 
 
-def test_what_the_weights_half_needs_is_held_until_it_is_done():
+def test_activation_bytes_of_zb_h1_count_micro_batches_whose_weight_pass_waits():
     """The last stage under ZB-H1: the passes of two micro-batches, the first of which waits for its weights' half."""
     job_spec = spec(train={"global_batch_size": 6}, parallel={"pipeline": 2, "schedule": "zb-h1"})
     assert bytes_of_rank(job_spec, 1, 6) == chunk_bytes(job_spec, 1, False) + deferred_bytes(job_spec, 1)
 
 
-def test_chunk_holds_what_recompute_leaves_of_each_layer_or_all_if_it_does_not_apply():
+def test_activations_of_a_chunk_follow_the_recompute_policy_only_if_it_applies():
     """Layers 2 and 3 of a middle stage."""
 
     def held(applies: bool, **policy: Any) -> int:

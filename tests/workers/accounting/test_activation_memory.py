@@ -43,7 +43,7 @@ class _Holder(torch.autograd.Function):
         return x + (saved + attribute + closed_over.sum()).sum()
 
 
-def test_whoever_holds_a_storage_it_counts_once():
+def test_held_bytes_count_each_saved_storage_once():
     """Its result, what it needs no more and what was there before do not count."""
     source = torch.ones(8, requires_grad=True)
     held, edge = held_bytes(lambda: _Holder.apply(source))
@@ -65,7 +65,7 @@ def paper_layer(tensor: int, sequence_parallel: bool, recompute: str) -> JobSpec
 @pytest.mark.parametrize(
     ("row", "tensor"), [(row, t) for row in TABLE_2 for t in (1, 2, 4) if t == 1 or row != "no parallelism"]
 )
-def test_a_layer_holds_what_table_2_says(row, tensor):
+def test_measured_activations_of_a_layer_match_table_2(row, tensor):
     """arXiv:2205.05198, table 2. Sequence parallelism needs t > 1; at t = 1 its rows are the baseline's."""
     sequence_parallel, recompute = TABLE_2[row]
     job = paper_layer(tensor, sequence_parallel and tensor > 1, recompute)
@@ -75,7 +75,7 @@ def test_a_layer_holds_what_table_2_says(row, tensor):
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_full_recomputation_keeps_a_part_of_the_input_under_sequence_parallelism(tensor):
+def test_full_recomputation_keeps_a_tensor_rank_share_of_the_input_under_sequence_parallelism(tensor):
     """2 s b h / t, where the table has 2 s b h: the layer's input is split already, and is gathered again anyhow."""
     assert measured(paper_layer(tensor, True, "full")) == 2 * 512 * 512 // tensor
 
@@ -95,7 +95,9 @@ def job(
 @pytest.mark.parametrize("modules", [c for n in range(1, 4) for c in itertools.combinations(ALL_MODULES, n)], ids=str)
 @pytest.mark.parametrize(("attention", "dropout"), [("explicit", 0.1), ("explicit", 0.0), ("sdpa", 0.0)])
 @pytest.mark.parametrize(("tensor", "sequence_parallel"), [(1, False), (2, False), (4, True)])
-def test_every_policy_keeps_what_the_arithmetic_says(tensor, sequence_parallel, attention, dropout, modules):
+def test_measured_activations_match_the_accounting_for_every_recompute_policy(
+    tensor, sequence_parallel, attention, dropout, modules
+):
     policy = {"recompute": "selective", "recompute_modules": modules}
     job_spec = job(tensor, sequence_parallel, attention, dropout, parallel=policy)
     assert held_by_layer(job_spec) == layer_bytes(job_spec, modules)
@@ -104,7 +106,7 @@ def test_every_policy_keeps_what_the_arithmetic_says(tensor, sequence_parallel, 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize(("attention", "dropout"), [("explicit", 0.1), ("sdpa", 0.0)])
 @pytest.mark.parametrize(("tensor", "groups"), [(1, 8), (1, 2), (2, 4), (4, 2), (4, 4)])
-def test_grouped_queries_keep_what_the_arithmetic_says(tensor, groups, attention, dropout, recompute):
+def test_measured_activations_match_the_accounting_with_grouped_queries(tensor, groups, attention, dropout, recompute):
     model, policy = {"kv_heads": groups}, {"recompute": recompute}
     job_spec = job(tensor, tensor > 1, attention, dropout, model=model, parallel=policy)
     assert held_by_layer(job_spec) == layer_bytes(job_spec, ("core_attention",) if recompute == "selective" else ())
@@ -114,7 +116,7 @@ def test_grouped_queries_keep_what_the_arithmetic_says(tensor, groups, attention
 @pytest.mark.parametrize("attention", ["explicit", "sdpa"])
 @pytest.mark.parametrize(("tensor", "groups"), [(1, 8), (2, 4), (4, 2)])
 @pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_every_family_keeps_what_the_arithmetic_says(family, tensor, groups, attention, modules):
+def test_measured_activations_match_the_accounting_for_every_family(family, tensor, groups, attention, modules):
     model = {"family": family, "kv_heads": groups, "head_dim": 10}
     policy = {"recompute": "selective", "recompute_modules": modules} if modules else {}
     job_spec = job(tensor, tensor > 1, attention, model=model, parallel=policy)
@@ -122,7 +124,7 @@ def test_every_family_keeps_what_the_arithmetic_says(family, tensor, groups, att
 
 
 @pytest.mark.parametrize(("groups", "attention"), [(8, "explicit"), (8, "sdpa"), (2, "sdpa")])
-def test_a_band_keeps_no_more_than_a_triangle(groups, attention):
+def test_sliding_window_keeps_the_activation_bytes_that_the_arithmetic_says(groups, attention):
     model = {"family": "llama", "kv_heads": groups, "sliding_window": 5}
     job_spec = job(attention=attention, model=model)
     assert held_by_layer(job_spec) == layer_bytes(job_spec)
@@ -131,7 +133,9 @@ def test_a_band_keeps_no_more_than_a_triangle(groups, attention):
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("attention", ["explicit", "sdpa"])
 @pytest.mark.parametrize(("family", "tensor", "groups"), [("gpt", 1, 8), ("qwen", 2, 2)])
-def test_documents_that_are_apart_keep_what_the_arithmetic_says(family, tensor, groups, attention, recompute):
+def test_measured_activations_match_the_accounting_with_separate_documents(
+    family, tensor, groups, attention, recompute
+):
     job_spec = job(
         tensor, tensor > 1, attention, model={"family": family, "kv_heads": groups}, parallel={"recompute": recompute}
     )
@@ -142,7 +146,7 @@ def test_documents_that_are_apart_keep_what_the_arithmetic_says(family, tensor, 
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_in_16_bits_only_the_statistics_of_norms_differ_on_a_cpu(sequence_parallel):
+def test_activation_bytes_in_bf16_differ_only_by_norm_statistics_on_a_cpu(sequence_parallel):
     """CPUs keep them in 16 bits too, GPUs in fp32, as the arithmetic has it."""
     job_spec = job(2, sequence_parallel, dropout=0.1, train={"precision": "bf16"})
     outside = 3 * 20 // (2 if sequence_parallel else 1)
@@ -184,7 +188,7 @@ def held_by_chunk(job_spec: JobSpec, rank: int, chunk: int, run: ForwardPass) ->
     ],
     ids=str,
 )
-def test_every_chunk_keeps_what_the_arithmetic_says(layout, recompute):
+def test_measured_activations_match_the_accounting_for_every_chunk(layout, recompute):
     """Seven layers: the chunks are of different lengths; every second one is recomputed as a whole. Embedding and
     cross-entropy keep a few numbers more for each of the 16 tokens."""
     job_spec = spec(
@@ -222,7 +226,7 @@ def test_every_chunk_keeps_what_the_arithmetic_says(layout, recompute):
     ],
     ids=str,
 )
-def test_what_is_kept_for_the_gradients_of_weights_is_not_kept_for_frozen_ones(frozen, attention):
+def test_frozen_weights_keep_no_activations_for_their_gradients(frozen, attention):
     job_spec = spec(
         model={"layers": 5, "tie_embeddings": False, "vocabulary_size": 301},
         train={"micro_batch_size": 2, "frozen": frozen, "attention": attention},
@@ -231,6 +235,6 @@ def test_what_is_kept_for_the_gradients_of_weights_is_not_kept_for_frozen_ones(f
     assert 0 <= more <= 16 * 32
 
 
-def test_a_whole_layer_keeps_its_input():
+def test_fully_recomputed_layer_keeps_only_its_input():
     job_spec = job(parallel={"recompute": "full"})
     assert held_by_layer(job_spec) == layer_input_bytes(job_spec) == 20 * 3 * 48 * 4

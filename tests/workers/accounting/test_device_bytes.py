@@ -118,7 +118,7 @@ def assert_as_accounted(job_spec: JobSpec, stage: int) -> None:
     ],
     ids=["llama", "fp32", "full", "a few logits"],
 )
-def test_a_recorded_micro_batch_keeps_what_one_takes(recorded):
+def test_recorded_micro_batches_take_the_accounted_memory(recorded):
     """Besides the memory of those that are computed."""
     with pretended_gpu():
         rank = FakeRank(recorded, 0)
@@ -140,7 +140,7 @@ CHUNKED = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CHUNKED)
-def test_steps_in_chunks_take_what_is_accounted(name):
+def test_chunked_steps_take_the_accounted_memory(name):
     assert_as_accounted(CHUNKED[name], 0)
 
 
@@ -156,7 +156,7 @@ def forward_peak(job_spec: JobSpec) -> int:
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_a_forward_in_chunks_holds_two_of_them_at_once(family):
+def test_chunked_forward_holds_two_chunks_at_once(family):
     def accounted_and_taken(chunks: int) -> tuple[int, int]:
         layer = job(family, parallel={"tensor": 4, "pipeline": 1, "forward_chunks": chunks}, micro_batch_size=2)
         return LayerPasses(layer, 0).forward().peak, forward_peak(layer)
@@ -170,7 +170,7 @@ def test_a_forward_in_chunks_holds_two_of_them_at_once(family):
 
 
 @pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("offload, frozen", 0)])
-def test_the_peak_of_a_step_is_what_is_accounted(name, stage):
+def test_peak_memory_of_a_step_matches_the_accounting(name, stage):
     """Of half as many micro-batches as in the soak, which are enough to fill the pipeline."""
     train = JOBS[name].train
     fewer = train.model_copy(update={"global_batch_size": train.global_batch_size // 2})
@@ -179,7 +179,7 @@ def test_the_peak_of_a_step_is_what_is_accounted(name, stage):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", JOBS)
-def test_the_peaks_of_all_jobs_are_what_is_accounted(name):
+def test_peak_memory_of_all_large_jobs_matches_the_accounting(name):
     for stage in sorted({0, JOBS[name].layout.pipeline - 1}):
         assert_as_accounted(JOBS[name], stage)
 
@@ -194,7 +194,7 @@ def test_masters_and_moments_are_shared_by_replicas():
 
 
 @pytest.mark.soak
-def test_activations_that_wait_in_host_memory_take_none_of_the_device():
+def test_offloaded_activations_are_accounted_on_the_host_and_not_on_the_device():
     """As the job's others do, and in host memory what is told."""
     stays, leaves = device_bytes(job())[0], device_bytes(JOBS["offload"])[0]
     assert leaves.total < stays.total - 0.5 * (stays.activations - leaves.activations)
@@ -207,7 +207,7 @@ STATE_APART = {"optimizer": {"offload": True}, "micro_batches": 2}
 
 
 @pytest.mark.parametrize("data", [1, pytest.param(4, marks=pytest.mark.soak)])
-def test_a_state_on_the_host_leaves_six_bytes_a_parameter_and_is_accounted_there(data):
+def test_offloaded_state_leaves_six_bytes_a_parameter_on_the_device(data):
     """Parameter and gradient, and slices for the update alone, which are less than what passes take."""
     there = job("llama", parallel={"tensor": 2, "pipeline": 2, "data": data}, **STATE_APART)
     accounted = device_bytes(there)[0]
@@ -222,7 +222,7 @@ def test_a_state_on_the_host_leaves_six_bytes_a_parameter_and_is_accounted_there
     assert host.taken == pytest.approx(host_state_bytes(there, 0), rel=1e-3)
 
 
-def test_slices_are_accounted_where_nothing_takes_more():
+def test_update_slices_are_accounted_if_nothing_else_takes_more():
     """Of a model with hardly any activations."""
     shape = {"layers": 2, "hidden_size": 4096, "heads": 32, "sequence_length": 8, "vocabulary_size": 256}
     numbers = {"precision": "bf16", "global_batch_size": 1, "optimizer": {"offload": True}}
@@ -233,7 +233,7 @@ def test_slices_are_accounted_where_nothing_takes_more():
         assert FakeRank(small, 0).step()["Total"] == pytest.approx(accounted.total, rel=0.03)
 
 
-def test_parts_on_their_way_between_replicas_are_accounted_where_nothing_takes_more():
+def test_exchanged_parts_of_replicas_are_accounted_if_nothing_else_takes_more():
     """Of a model with hardly any activations: a copy of the updated part, and on CPUs what others send of gradients."""
     shape = {"layers": 2, "hidden_size": 1024, "heads": 8, "sequence_length": 8, "vocabulary_size": 256}
     numbers = {"precision": "bf16", "global_batch_size": 4}
@@ -251,14 +251,14 @@ def test_memory_on_the_host_comes_in_powers_of_two():
     assert host_bytes_of_rank(waiting, 0, 1) == (5 * 4 + 2 * 16 + 16) * 2**20
 
 
-def test_fused_kernels_alone_take_a_table_of_who_is_in_whose_window():
+def test_window_tables_are_accounted_only_for_fused_attention():
     def tables(**train):
         return StepPeak(spec(model={"sequence_length": 64, "sliding_window": 4}, train=train)).tables
 
     assert (tables(attention="sdpa"), tables(attention="explicit")) == (4 * 64**2, 0)
 
 
-def test_slices_are_those_of_the_engine():
+def test_accounted_update_slices_have_the_size_of_the_engines():
     assert (state_costs.SLICE_ELEMENTS, state_costs.SLICE_BUFFERS) == (
         offloaded.SLICE_ELEMENTS,
         offloaded.SLICE_BUFFERS,
@@ -276,5 +276,5 @@ def test_logits_are_gone_when_layers_are_computed_again():
     assert 0.97 * peak < device_bytes(job_spec)[0].total < 1.08 * peak
 
 
-def test_blocks_of_the_loss_are_those_of_the_engine():
+def test_accounted_loss_blocks_have_the_size_of_the_engines():
     assert (step_peak.LOSS_ROWS, step_peak.LOSS_ELEMENTS) == (BLOCK_ROWS, BLOCK_ELEMENTS)

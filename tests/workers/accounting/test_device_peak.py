@@ -26,18 +26,18 @@ from manta.workers.accounting.device_table import DEVICE_PEAKS, known_peak, peak
         ("NVIDIA L4", 121e12, 30.3e12),
     ],
 )
-def test_known_devices(name, bf16, fp32):
+def test_peak_flops_of_known_devices_come_from_the_table(name, bf16, fp32):
     assert known_peak(name) == bf16
     assert known_peak(name, "fp32") == fp32
 
 
-def test_8_bit_floats_are_twice_as_fast_where_there_are_any():
+def test_fp8_peak_is_twice_the_16_bit_one_or_unknown():
     assert known_peak("NVIDIA H100 80GB HBM3", "fp8") == 1978.8e12
     assert known_peak("NVIDIA L4", "fp8") == 242e12
     assert known_peak("NVIDIA A100-SXM4-80GB", "fp8") is None
 
 
-def test_no_device_is_taken_for_another_whose_name_is_in_its_own():
+def test_peak_flops_of_a_device_are_not_those_of_one_with_a_shorter_name():
     assert [known_peak(f"NVIDIA {device.name.upper()}") for device in DEVICE_PEAKS] == [
         device.bf16 for device in DEVICE_PEAKS
     ]
@@ -48,7 +48,7 @@ def test_unknown_device_has_no_peak(name):
     assert known_peak(name) is None
 
 
-def test_cpu_is_measured():
+def test_peak_flops_of_a_cpu_are_measured():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert device_peak.run({"device": "cpu"}, theirs) == 0
@@ -67,13 +67,13 @@ def test_the_peak_of_a_rank_is_that_of_its_threads_at_the_jobs_precision(monkeyp
     assert peak_of_rank(cpu, job, of_thread=2e9) == 6e9
 
 
-def test_rate_is_two_operations_for_each_product_of_two_numbers_in_the_best_time(monkeypatch):
+def test_measured_peak_counts_two_operations_a_product_in_the_best_time(monkeypatch):
     times = iter([0.0, 0.0, 1.0, 5.0, device_peak.MEASURE_SECONDS / 2, 2.0, 2.5, 9.0])
     monkeypatch.setattr(device_peak, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     assert device_peak._best_product_rate("cpu", torch.float32, 4) == 2 * 4**3 / 0.5
 
 
-def test_a_gpu_of_the_table_is_not_measured_and_another_is(monkeypatch):
+def test_device_peak_is_measured_only_for_unlisted_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device])
     monkeypatch.setattr(device_peak, "_best_product_rate", lambda *arguments: measured.append(arguments) or 5e12)
     names, measured = {"cuda:1": "NVIDIA H100 80GB HBM3", "cuda": "Riva 128"}, []
@@ -94,7 +94,7 @@ def test_a_gpu_of_the_table_is_not_measured_and_another_is(monkeypatch):
     ("argument", "asked"),
     [({}, ("cpu", None)), ({"device": "cuda:3", "precision": "fp32"}, ("cuda:3", "fp32"))],
 )
-def test_what_is_asked_for_is_measured(monkeypatch, argument, asked):
+def test_peak_flops_are_measured_for_the_requested_device_and_precision(monkeypatch, argument, asked):
     calls = []
     monkeypatch.setattr(
         device_peak, "measure_peak_flops", lambda *arguments: calls.append(arguments) or Peak(1.0, "table")

@@ -27,7 +27,7 @@ def job(model, parallel, batch, **train):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_what_the_largest_bucket_takes(name):
+def test_elastic_receive_buffer_has_the_size_of_the_largest_bucket(name):
     model, parallel, batch, nodes = CASES[name]
     elastic = job(model, parallel, batch, deterministic="elastic")
     grid = RankGrid(elastic.layout)
@@ -39,7 +39,7 @@ def test_it_is_what_the_largest_bucket_takes(name):
         assert predicted.activations + predicted.workspace >= arriving_bytes(elastic, stage, gpu=True)
 
 
-def test_nothing_comes_where_gradients_are_reduced_or_nobody_else_has_any():
+def test_elastic_receive_buffer_is_absent_without_elastic_sums_or_other_replicas():
     assert arriving_bytes(job({}, {"data": 2}, 8), 0, gpu=True) == 0
     assert arriving_bytes(job({}, {}, 8, deterministic="elastic"), 0, gpu=True) == 0
 
@@ -55,7 +55,7 @@ HALVES = {
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_halves_of_the_tied_embeddings_gradients_are_told(monkeypatch, name):
+def test_accounted_gradient_halves_of_tied_embeddings_match_the_engine(monkeypatch, name):
     parallel, train = HALVES[name]
     elastic = job({}, parallel, 10, deterministic="elastic", **train)
     engine = Engine(elastic, Comm(RankGrid(elastic.layout), 0, torch.device("cpu")))

@@ -49,13 +49,13 @@ def job(
 
 
 @pytest.mark.parametrize(FIELDS, SHAPES)
-def test_parameters_are_those_of_a_plain_model(tied, bias, ffn, vocabulary, groups):
+def test_parameter_count_matches_a_plain_model(tied, bias, ffn, vocabulary, groups):
     job_spec = job(tied, bias, ffn, vocabulary, groups)
     assert parameter_count(job_spec) == sum(parameter.numel() for parameter in PlainGPT(job_spec).parameters())
 
 
 @pytest.mark.parametrize(FIELDS, SHAPES)
-def test_flops_are_those_that_torch_counts_with_attention_in_full(tied, bias, ffn, vocabulary, groups):
+def test_model_flops_match_torchs_count_with_full_attention(tied, bias, ffn, vocabulary, groups):
     """The plain model's attention is written out, so torch counts all s^2 pairs of it."""
     job_spec = job(tied, bias, ffn, vocabulary, groups)
     windows = torch.zeros(6, 9, dtype=torch.int64)
@@ -64,7 +64,7 @@ def test_flops_are_those_that_torch_counts_with_attention_in_full(tied, bias, ff
     assert step_flops(job_spec).model_full == counter.flops
 
 
-def test_the_counter_of_these_tests_counts_what_torchs_own_does():
+def test_flop_counter_of_the_tests_matches_torchs():
     job_spec = job()
     model, windows = PlainGPT(job_spec), torch.zeros(6, 9, dtype=torch.int64)
     with FlopCounter() as counter:
@@ -108,7 +108,7 @@ def uneven(groups: int | None = None, tied: bool = True, bias: bool = True, fami
         (1, True, True, "qwen"),
     ],
 )
-def test_parameters_of_each_rank_are_those_that_it_holds(groups, tied, bias, family, layout):
+def test_parameters_of_each_rank_match_its_modules(groups, tied, bias, family, layout):
     job_spec = uneven(groups, tied, bias, family, **layout)
     held = []
     for stage in range(job_spec.layout.pipeline):
@@ -124,7 +124,7 @@ FROZEN = (["embedding", "layers.0-2", "layers.5.mlp"], ["*.up", "*norm", "output
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
 @pytest.mark.parametrize(("groups", "family", "frozen"), [(None, "gpt", FROZEN[1]), (2, "qwen", FROZEN[0])], ids=str)
-def test_frozen_parameters_of_each_rank_are_those_that_it_holds_and_does_not_train(groups, family, layout, frozen):
+def test_frozen_parameters_of_each_rank_match_its_modules(groups, family, layout, frozen):
     tied = groups is None and "output" not in frozen
     whole = uneven(groups, tied, family == "gpt", family, **layout)
     job_spec = whole.model_copy(update={"train": whole.train.model_copy(update={"frozen": tuple(frozen)})})
@@ -136,7 +136,7 @@ def test_frozen_parameters_of_each_rank_are_those_that_it_holds_and_does_not_tra
     assert sum(held) > 0
 
 
-def test_state_in_16_bits_takes_18_bytes_a_parameter():
+def test_16_bit_training_state_takes_18_bytes_a_parameter():
     """What figure 1 of arXiv:2205.05198 counts: weight 2, gradient 4, master weight and moments 12."""
     job_spec = spec(train={"precision": "bf16"})
     engine = Engine(job_spec, lone_rank(job_spec))
@@ -173,7 +173,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize(("groups", "family"), [(None, "gpt"), (2, "gpt"), (2, "qwen")])
-def test_hardware_flops_are_those_that_torch_counts_on_the_engine(groups, family, policy):
+def test_hardware_flops_match_torchs_count_on_the_engine(groups, family, policy):
     job_spec = uneven(groups, family=family, **policy)
     assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
 
@@ -191,7 +191,7 @@ def test_hardware_flops_are_those_that_torch_counts_on_the_engine(groups, family
     ],
     ids=str,
 )
-def test_what_is_not_trained_saves_the_flops_that_torch_does_not_count(frozen, policy):
+def test_frozen_parameters_save_the_flops_that_torch_does_not_count(frozen, policy):
     """Under a pipeline, whose first stages may have no backward, and where nothing is recomputed without one too."""
     for layout in ({"pipeline": 3, "tensor": 2}, {})[: 1 if policy else 2]:
         whole = uneven(tied=False, **policy, **layout)
@@ -202,7 +202,7 @@ def test_what_is_not_trained_saves_the_flops_that_torch_does_not_count(frozen, p
 
 @pytest.mark.parametrize("layout", layouts()[1:], ids=str)
 @pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[5]], ids=str)
-def test_hardware_flops_count_what_a_layout_computes_twice_or_for_nothing(policy, layout):
+def test_hardware_flops_count_duplicated_heads_and_padding_of_a_layout(policy, layout):
     """Copies of the only key-value head, and the padding of the vocabulary."""
     job_spec = uneven(1, **policy, **layout)
     assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
@@ -236,7 +236,7 @@ def test_keeping_all_micro_batches_recomputes_nothing():
     assert step_flops(job_spec).hardware_full == step_flops(uneven(pipeline=3)).hardware_full
 
 
-def test_fused_kernels_compute_one_more_product_than_is_counted():
+def test_fused_attention_computes_one_more_product_than_hardware_flops_count():
     """Within backward they have q k^T again, whether they are recomputed or not; torch's counter knows."""
     for policy in ({}, {"recompute": "selective"}, {"recompute": "full"}):
         job_spec = job(**policy)
@@ -244,7 +244,7 @@ def test_fused_kernels_compute_one_more_product_than_is_counted():
         assert step_flops(job_spec).hardware_full + inside == counted(job_spec, 6)
 
 
-def test_flops_are_those_of_the_papers_formulas():
+def test_flops_match_the_papers_formulas():
     """arXiv:2205.05198, appendix A, and with whole layers recomputed arXiv:2104.04473, eq. 3."""
     B, L, s, h, v = 6, 4, 8, 32, 256
     model = 72 * B * L * s * h**2 * (1 + s / (6 * h) + v / (12 * h * L))
@@ -257,7 +257,7 @@ def test_flops_are_those_of_the_papers_formulas():
     assert flops.hardware_paper == flops.hardware_full == pytest.approx(full, rel=1e-12)
 
 
-def test_causal_counts_half_of_the_attention():
+def test_causal_flops_count_half_of_the_attention():
     fused, explicit = job(recompute="selective"), uneven(recompute="selective")
     for job_spec, again in ((fused, 1), (explicit, 1 / 2)):
         B, (_, attention), flops = job_spec.train.global_batch_size, forward_flops(job_spec), step_flops(job_spec)
@@ -307,7 +307,7 @@ def overlaps(low: float, high: float, value: float, decimals: int) -> bool:
     return low <= value + half and value - half <= high
 
 
-def test_parameters_are_the_published_ones():
+def test_parameter_count_matches_the_published_sizes():
     """The papers' count lacks the final norm's 2 h."""
     for row in papers.MEGATRON_SIZES:
         job_spec = published(row["hidden_size"], row["attention_heads"], row["num_layers"], 1024)
@@ -320,7 +320,7 @@ def test_parameters_are_the_published_ones():
 
 
 @pytest.mark.parametrize("name", ["22B", "175B", "530B", "1T"])
-def test_utilisation_is_the_published_one(name):
+def test_flops_utilisation_matches_the_published_table(name):
     """arXiv:2205.05198, table 5, from its times, which are rounded to 10 ms, on A100s of 312 TFLOP/s. Its HFU takes
     `hardware_paper`; what is really computed again would give 0.4 to 1.4 points less."""
     shape, job_spec = papers.MODELS[name], papers.ITERATIONS[name]
@@ -339,14 +339,14 @@ def test_utilisation_is_the_published_one(name):
     assert overlaps(100 * (gain[0] - 1), 100 * (gain[1] - 1), job_spec["throughput_increase_pct"], 1)
 
 
-def test_utilisation_over_eight_replicas_is_the_published_one():
+def test_flops_utilisation_over_eight_replicas_matches_the_paper():
     """arXiv:2205.05198, section 6.3: the 530B model on 2240 GPUs."""
     extra = papers.ITERATION_OF_EIGHT_REPLICAS
     flops = step_flops(published(20480, 128, 105, 2048, extra["global_batch"], data=8)).model_full
     assert round(100 * flops / (extra["iter_s"] * 2240 * 312e12), 1) == extra["mfu_pct"]
 
 
-def test_throughput_of_mt_nlg_counts_its_recomputation():
+def test_mt_nlg_throughput_matches_hardware_flops_with_recomputation():
     """arXiv:2201.11990, section 2.4: whole layers are recomputed. PaLM gives the model FLOPs' share, 30.2%
     (arXiv:2204.02311, table 3)."""
     for row in papers.MT_NLG_ITERATIONS:
@@ -358,7 +358,7 @@ def test_throughput_of_mt_nlg_counts_its_recomputation():
 
 
 @pytest.mark.parametrize(("name", "hidden", "heads", "layers"), [("GPT-3", 12288, 96, 96), ("MT-NLG", 20480, 128, 105)])
-def test_the_papers_overhead_is_three_times_ours_twice(name, hidden, heads, layers):
+def test_published_recomputation_overhead_is_six_times_the_written_out_one(name, hidden, heads, layers):
     """arXiv:2205.05198, section 5, gives s / (6 h), 2.7% and 1.6% of the model FLOPs: the 12 B s^2 h that it charges.
     Written out, attention's recomputation is 2 B s^2 h: a sixth."""
     percent = papers.SELECTIVE_RECOMPUTATION[name]["flops_overhead_pct"]
@@ -380,7 +380,7 @@ def test_waiting_gradient_buffers_fit_the_neediest_replica_in_a_ramps_largest_ba
     assert waiting_gradient_buffers(spec(train=train | {"deterministic": "layout"}, parallel={"data": data})) == 0
 
 
-def test_a_batch_before_the_largest_one_of_a_ramp_may_make_more_gradients_wait():
+def test_smaller_batch_of_a_ramp_may_need_more_waiting_gradient_buffers():
     """Of 28 sequences the last of four replicas gets 21 to 27: 21, 22 + 23, 24 + 25 and 26 wait for 27. Of 32 it gets
     24 to 31."""
     ramp = {"start": 28, "increment": 4, "samples": 56}

@@ -43,7 +43,7 @@ def jobs() -> list[JobSpec]:
 
 @pytest.mark.parametrize("modules", MODULES)
 @pytest.mark.parametrize("gpu", [True, False])
-def test_backward_frees_what_forward_has_left_but_for_what_is_put_off(modules, gpu):
+def test_backward_frees_what_forward_left_except_deferred_parts(modules, gpu):
     for job in jobs():
         layer = LayerPasses(job, 0, modules, gpu)
         deferred = sum(layer.deferred()) if layer.split else 0
@@ -54,7 +54,7 @@ def test_backward_frees_what_forward_has_left_but_for_what_is_put_off(modules, g
         assert gpu or layer.saved == layer_bytes(job, modules)
 
 
-def test_a_layer_that_is_recomputed_leaves_nothing_but_takes_all_for_a_moment():
+def test_recomputed_layer_leaves_nothing_but_briefly_takes_all():
     for job in jobs():
         layer = LayerPasses(job, 0)
         again = layer.recomputed_forward()
@@ -65,7 +65,7 @@ def test_a_layer_that_is_recomputed_leaves_nothing_but_takes_all_for_a_moment():
 @pytest.mark.parametrize("saves", [{}, {"offload_layers": 1}, {"offload_layers": 9}], ids=str)
 @pytest.mark.parametrize("head_tokens", [0, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
-def test_a_step_ends_where_it_began(monkeypatch, schedule, head_tokens, saves):
+def test_simulated_step_ends_with_the_memory_it_began_with(monkeypatch, schedule, head_tokens, saves):
     monkeypatch.setattr(recomputation, "OFFLOADED_BYTES", 0)
     chunks = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
     layout = {"pipeline": 2, "schedule": schedule, "virtual_stages": chunks, "tensor": 2}
@@ -82,7 +82,7 @@ def test_a_step_ends_where_it_began(monkeypatch, schedule, head_tokens, saves):
             assert most > left
 
 
-def test_a_tape_knows_the_most_there_was():
+def test_memory_tape_knows_its_peak():
     tape = Tape()
     tape.allocate(3, 4)
     tape.free(5)

@@ -41,7 +41,7 @@ def one_by_one(layout: ParallelConfig, rank: int, micro_batches: int, takes: lis
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_blocks_are_the_passes_and_their_peak_is_that_of_all_of_them(seed):
+def test_rank_pass_blocks_unroll_to_the_passes_and_have_their_peak(seed):
     layout, micro_batches = drawn(seed)
     draw = random.Random(seed)
     for rank in range(layout.pipeline):
@@ -57,7 +57,7 @@ def test_blocks_are_the_passes_and_their_peak_is_that_of_all_of_them(seed):
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
-def test_ten_times_as_many_micro_batches_are_no_more_blocks(schedule, chunks):
+def test_rank_pass_blocks_do_not_grow_with_the_number_of_micro_batches(schedule, chunks):
     layout = ParallelConfig.model_validate({"schedule": schedule, "pipeline": 8, "virtual_stages": chunks})
     few, many = (blocks_of_rank(layout, 3, count, [True] * chunks) for count in (40, 400))
     assert len(many) == len(few) < 40

@@ -65,7 +65,7 @@ def test_model_flops_are_three_forwards(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_full_recomputation_is_a_whole_forward(name):
+def test_full_recomputation_costs_a_whole_forward(name):
     """4/3 of the model FLOPs."""
     job = paper_layer(name, recompute="full")
     forward, backward = counted(job)
@@ -89,7 +89,7 @@ def test_selective_recomputation_costs_one_product_of_core_attention(name, modul
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fused_attention_is_recomputed_whole(name):
+def test_fused_attention_is_recomputed_as_a_whole(name):
     """4 B s^2 h, also less than a tenth. torch counts another product within the fused kernel's backward, which is
     there without recomputation too."""
     plain, selective = paper_layer(name, "sdpa"), paper_layer(name, "sdpa", recompute="selective")

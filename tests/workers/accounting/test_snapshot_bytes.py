@@ -16,7 +16,7 @@ from manta.workers.training.reporter import Reporter
 
 @pytest.mark.parametrize("frozen", [[], ["embedding", "layers.0-2"]], ids=["all trained", "most frozen"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_ranks_file_is_as_large_as_is_said(tmp_path, monkeypatch, precision, frozen):
+def test_predicted_snapshot_and_checkpoint_bytes_match_the_written_files(tmp_path, monkeypatch, precision, frozen):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 40, encoding="utf-8")
     job = spec(train={"steps": 2, "precision": precision, "frozen": frozen}, checkpoint={"every_steps": 2})
@@ -38,7 +38,7 @@ def test_replicas_share_the_state_with_zero_and_have_copies_without():
     assert snapshot_bytes(spec(checkpoint={"snapshots": "off"})) == 0
 
 
-def test_a_checkpoint_has_what_several_ranks_hold_once():
+def test_checkpoint_bytes_count_replicated_tensors_once():
     """A tied embedding is on two stages, and what is not cut on all tensor ranks."""
     sizes = {
         checkpoint_bytes(spec(parallel=layout)) for layout in ({}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4})

@@ -35,7 +35,7 @@ def nothing_is_left():
     assert not set(multiprocessing.active_children()) - before
 
 
-def test_all_that_is_exchanged_is_measured_and_constants_come_of_it():
+def test_calibration_of_links_measures_all_collectives_and_fits_constants():
     said: list[str] = []
     rows, problem = between_gpus([ON_GLOO] * 2, said.append, (4096, 65536))
     assert (problem, said) == (None, ["links between 2 GPUs"])
@@ -47,7 +47,7 @@ def test_all_that_is_exchanged_is_measured_and_constants_come_of_it():
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("count", "pairs"), [(3, 0), (4, 2), (5, 2)])
-def test_pairs_are_measured_beside_each_other_and_then_all(count, pairs):
+def test_collectives_are_measured_in_concurrent_pairs_and_then_on_all_gpus(count, pairs):
     rows, problem = between_gpus([ON_GLOO] * count, print, (4096,))
     kinds = ["all_gather", "reduce_scatter", "all_reduce"]
     expected = [(kind, 2) for kind in kinds] if pairs else []
@@ -76,19 +76,19 @@ def test_ranks_compute_with_the_threads_of_their_job(gangs):
         ),
     ],
 )
-def test_of_a_gang_that_fails_the_rank_is_named_that_did(gangs, how, why):
+def test_failed_calibration_of_links_names_the_rank_that_failed(gangs, how, why):
     """The others, who lose it, are not what went wrong."""
     with pytest.raises(RanksFailed) as raised:
         gangs.run(local_rank_programs.fail, TWO, how, devices=[ON_GLOO])
     assert str(raised.value) == why
 
 
-def test_a_gang_that_hangs_is_given_up(gangs):
+def test_hanging_calibration_gang_is_given_up(gangs):
     with pytest.raises(RanksFailed, match="after 0 s there was nothing from ranks 0, 1"):
         gangs.run(local_rank_programs.fail, TWO, "hangs", seconds=0.2)
 
 
-def test_a_rank_ends_once_nobody_reads_its_result(gangs):
+def test_calibration_rank_ends_if_nobody_reads_its_result(gangs):
     """Else one that hangs on its GPU outlives a command that was killed."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = gangs._context.Process(target=end_with_reader, args=(theirs,), daemon=True)
@@ -108,7 +108,7 @@ def test_a_rank_ends_once_nobody_reads_its_result(gangs):
         (RuntimeError("The server socket has failed to listen\nmore"), "RuntimeError: The server socket has failed to"),
     ],
 )
-def test_links_that_cannot_be_measured_are_none_and_why(monkeypatch, error, why):
+def test_unmeasurable_links_give_no_rows_and_a_reason(monkeypatch, error, why):
     def fails(*_: object, **__: object) -> None:
         raise error
 
@@ -117,12 +117,12 @@ def test_links_that_cannot_be_measured_are_none_and_why(monkeypatch, error, why)
     assert rows == [] and problem.startswith(why)
 
 
-def test_between_one_gpu_there_is_nothing(monkeypatch):
+def test_links_of_a_single_gpu_are_not_measured(monkeypatch):
     monkeypatch.setattr(module, "LocalRanks", None)
     assert between_gpus([ON_GLOO], print) == ([], "there is one GPU")
 
 
-def test_the_slowest_rank_is_who_others_wait_for():
+def test_collective_time_is_that_of_the_slowest_rank():
     def seen(*seconds):
         return "H100", [CollectiveTime("message", 2, 4096, each) for each in seconds]
 
@@ -135,14 +135,14 @@ def test_the_slowest_rank_is_who_others_wait_for():
     ("said", "count", "names"),
     [("", 2, ["0", "1"]), ("3,5", 2, ["3", "5"]), ("GPU-5b, GPU-7c", 2, ["GPU-5b", "GPU-7c"]), ("1,-1,0", 1, ["1"])],
 )
-def test_gpus_are_those_that_this_process_sees(monkeypatch, said, count, names):
+def test_calibration_measures_only_gpus_visible_to_the_process(monkeypatch, said, count, names):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert gpu_devices() == [RankDevice("cuda:0", "process_groups", name) for name in names]
 
 
 @pytest.mark.parametrize("problem", [None, "rank 1: no"])
-def test_one_gpu_is_measured_whatever_came_of_its_links(monkeypatch, problem):
+def test_gpu_is_measured_after_its_links_even_if_they_failed(monkeypatch, problem):
     """And after them: it may be for one process at a time."""
     order: list[str] = []
     rows = [] if problem else [CollectiveTime("message", 2, 4096, 1.0)]
@@ -162,7 +162,7 @@ def test_one_gpu_is_measured_whatever_came_of_its_links(monkeypatch, problem):
     assert (measurements.device, measurements.spread) == ("NVIDIA H100", 0.01)
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_a_sentence(monkeypatch):
+def test_calibration_for_a_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MantaError, match="torch finds no GPU here"):
         program.measure("cuda", print)

@@ -27,7 +27,7 @@ TINY = device.Shapes(
 SHAPES = dataclasses.replace(TINY, steps=TINY.steps[:1])
 
 
-def test_every_kind_of_row_is_there(monkeypatch):
+def test_gpu_calibration_has_every_kind_of_row(monkeypatch):
     for module in (device, steps):
         monkeypatch.setattr(module, "median_seconds", lambda run, device, _=0.0: median_seconds(run, device, 0.0))
     said: list[str] = []
@@ -48,7 +48,7 @@ def test_every_kind_of_row_is_there(monkeypatch):
     )
 
 
-def test_all_jobs_whose_steps_are_measured_are_small_enough_to_be_quick():
+def test_calibration_jobs_of_a_gpu_are_small():
     for document in device.ON_GPU.steps:
         spec = step_job(StepSeconds(document, 1.0))
         assert spec.layout.world_size == 1 and spec.train.global_batch_size * spec.model.sequence_length <= 2**15
@@ -58,7 +58,7 @@ def test_all_jobs_whose_steps_are_measured_are_small_enough_to_be_quick():
 @pytest.mark.parametrize(
     ("kind", "there", "measured"), [("auto", True, True), ("auto", False, False), ("cpu", True, False)]
 )
-def test_a_gpu_is_what_is_measured_where_there_is_one(monkeypatch, kind, there, measured):
+def test_calibration_measures_the_gpu_if_there_is_one_unless_cpu_is_asked_for(monkeypatch, kind, there, measured):
     class Chosen(Exception):
         pass
 
@@ -79,7 +79,7 @@ def test_a_gpu_is_what_is_measured_where_there_is_one(monkeypatch, kind, there, 
         (MantaError("no GPU is there"), "no GPU is there"),
     ],
 )
-def test_a_failure_ends_with_the_sentence_that_says_what_it_was(monkeypatch, capsys, error, said):
+def test_calibration_failure_ends_with_its_error_message(monkeypatch, capsys, error, said):
     def fails(*_: object) -> Measurements:
         raise error
 

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_measured_forward_and_back(monkeypatch, dtype):
+def test_products_are_measured_in_forward_and_backward(monkeypatch, dtype):
     monkeypatch.setattr(device, "ON_CPU", ((8, 16, 32),))
     rows = device.product_times(CPU, dtype)
     assert [row.name for row in rows] == ["forward", "input", "weight"]
@@ -41,7 +41,7 @@ def test_a_step_of_one_rank_is_measured(monkeypatch):
     assert step_job(row).micro_batches == 2 and row.seconds > 0
 
 
-def test_what_others_do_with_a_core_meanwhile_does_not_count(monkeypatch):
+def test_median_seconds_on_a_cpu_ignore_time_spent_by_other_processes(monkeypatch):
     """By clocks that what is measured moves."""
     of_core, of_wall = [0.0], [0.0]
     clocks = SimpleNamespace(thread_time=lambda: of_core[0], perf_counter=lambda: of_wall[0])
@@ -54,14 +54,14 @@ def test_what_others_do_with_a_core_meanwhile_does_not_count(monkeypatch):
     assert median_seconds(run, CPU) == 1.0
 
 
-def test_how_far_repetitions_are_apart_is_noted(monkeypatch):
+def test_calibration_notes_the_spread_of_repetitions(monkeypatch):
     monkeypatch.setattr(clock, "spreads", [])
     assert clock._median([1.0, 1.0, 1.1, 1.2, 1.2]) == 1.1
     assert clock._median([1.0]) == 1.0
     assert clock.spreads == [pytest.approx(0.2 / 1.1)]
 
 
-def test_what_a_calibration_was_disturbed_by_is_kept_with_it(monkeypatch):
+def test_calibration_keeps_busy_cores_and_spread_with_its_measurements(monkeypatch):
     monkeypatch.setattr(clock, "spreads", [0.01, 0.2, 0.02])
     others = OtherCpuLoad()
     monkeypatch.setattr(others, "cores", lambda: 0.5)
@@ -75,7 +75,7 @@ def test_what_a_calibration_was_disturbed_by_is_kept_with_it(monkeypatch):
 
 
 @pytest.mark.parametrize(("cores", "ranks"), [(1, [1, 4]), (2, [1, 2, 8]), (6, [1, 6, 8]), (64, [1, 64])])
-def test_beside_one_alone_all_cores_are_busy(cores, ranks):
+def test_calibration_rank_counts_include_one_and_enough_to_fill_all_cores(cores, ranks):
     """Eight ranks on 64 cores would say nothing of cores that all compute."""
     assert busy_ranks(cores) == ranks
 
@@ -86,7 +86,7 @@ def test_ranks_of_any_number_have_a_layout(parallel):
     assert parse_job_spec(steps.layout_document(**parallel)).layout.world_size == next(iter(parallel.values()))
 
 
-def test_a_collective_takes_what_it_adds_to_the_work_around_it(monkeypatch):
+def test_collective_seconds_are_those_added_to_the_work_around_it(monkeypatch):
     """By a clock that both move; in one round of five something else ran too."""
     now, rounds = [0.0], iter([0.0, 0.0, 40.0, 0.0, 0.0])
     monkeypatch.setattr(collectives, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -105,7 +105,7 @@ def test_a_collective_takes_what_it_adds_to_the_work_around_it(monkeypatch):
     assert collectives._added_seconds(comm, lambda: spend(2.0), collective) == pytest.approx(3.0)
 
 
-def test_what_computes_at_the_same_time_is_the_median_of_rounds_over_its_ranks():
+def test_busy_time_is_the_median_over_rounds_of_the_mean_over_ranks():
     first = [[1.0, 9.0, 1.0], [1.0, 1.0, 5.0]]
     second = [[], [3.0, 3.0, 5.0]]
     assert steps.as_busy((1, 2), [first, second]) == [BusyTime(1, 1.0), BusyTime(2, 2.0)]

@@ -49,7 +49,7 @@ def test_all_reduce_adds_in_the_order_of_ranks_on_every_rank(size, star):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("star", [False, True], ids=["all linked", "star"])
 @pytest.mark.parametrize("length", [5, 20_001])
-def test_all_reduce_of_the_largest(size, star, length):
+def test_all_reduce_with_maximum_gives_the_largest_elements(size, star, length):
     def body(links: Links) -> torch.Tensor:
         tensor = part_of(links.rank, length)
         along(links, size, star).start_all_reduce(tensor, maximum).wait()
@@ -85,7 +85,7 @@ def test_reduce_scatter_gives_each_rank_its_slice_of_the_sum(size, rows):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_slice_of_the_sum_may_take_the_place_of_the_ranks_own(size):
+def test_reduced_slice_may_replace_the_ranks_own_slice_in_place(size):
     def body(links: Links) -> tuple[torch.Tensor, torch.Tensor]:
         tensor = part_of(links.rank, 2 * size)
         before, own = tensor.clone(), slice(2 * links.rank, 2 * links.rank + 2)
@@ -98,7 +98,7 @@ def test_a_slice_of_the_sum_may_take_the_place_of_the_ranks_own(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_to_all_brings_every_rank_what_the_others_have_for_it(size):
+def test_all_to_all_delivers_to_each_rank_the_tensors_sent_to_it(size):
     """Rank i sends i + 1 tensors to each other rank, of lengths that depend on both."""
 
     def length(source: int, to: int) -> int:
@@ -119,7 +119,7 @@ def test_all_to_all_brings_every_rank_what_the_others_have_for_it(size):
                 assert torch.equal(tensor, torch.zeros_like(tensor) if source == rank else expected)
 
 
-def test_what_is_put_in_is_not_changed():
+def test_collectives_leave_their_inputs_unchanged():
     def body(links: Links) -> bool:
         mine = part_of(links.rank, 40_000)
         along(links, 2).start_reduce_scatter(torch.empty(20_000), mine).wait()
@@ -129,7 +129,7 @@ def test_what_is_put_in_is_not_changed():
     assert connected(2, body) == [True, True]
 
 
-def test_a_group_of_some_ranks_leaves_the_others_alone():
+def test_subgroup_collective_leaves_other_ranks_alone():
     """Ranks 1 and 3 of four add, while 0 and 2 add something else on another channel."""
 
     def body(links: Links) -> float:

@@ -75,7 +75,7 @@ LAYOUTS = [(1, 3, 1), (2, 3, 1), (1, 4, 2), (2, 2, 2)]
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("backend", ["links", "process_groups"])
-def test_what_arrives_is_what_was_meant(ranks, layout, backend):
+def test_every_collective_delivers_the_expected_values_in_each_layout(ranks, layout, backend):
     for pairs in ranks.run(ParallelConfig(**axes(layout)), every_collective, backend=backend):
         for name, (got, expected) in pairs.items():
             assert got == expected, name
@@ -92,7 +92,7 @@ def test_every_direction_of_a_pipeline_has_a_process_group(ranks):
         assert {"world", "pipeline_up", "pipeline_down"} <= names
 
 
-def test_alone_nothing_is_needed_and_nothing_is_counted():
+def test_collectives_of_a_single_rank_need_no_connection():
     comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
     tensor = torch.ones(3)
     comm.all_reduce("world", tensor)
@@ -106,20 +106,20 @@ def test_alone_nothing_is_needed_and_nothing_is_counted():
     comm.close()
 
 
-def test_a_rank_that_is_in_no_generation_says_so():
+def test_collective_before_joining_a_generation_is_refused():
     comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU)
     with pytest.raises(PeerLost, match="has not joined a generation, or has left it"):
         comm.all_reduce("tensor", torch.ones(1))
 
 
-def test_a_generation_that_is_over_is_not_joined():
+def test_finished_generation_is_not_joined():
     comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU)
     comm.end(3)
     with pytest.raises(PeerLost, match="generation 3 is over"):
         comm.connect(dist.HashStore(), 3, HOST, SECRET)
 
 
-def test_a_rank_whose_generation_ends_while_it_waits_for_a_peer_to_join_is_freed():
+def test_rank_waiting_for_a_peer_to_join_is_freed_when_its_generation_ends():
     """The other rank never comes: nothing but the end of the generation can free this one."""
     waits = threading.Event()
 
@@ -140,7 +140,7 @@ def test_a_rank_whose_generation_ends_while_it_waits_for_a_peer_to_join_is_freed
     assert isinstance(lost, PeerLost)
 
 
-def test_both_ranks_meet_again_in_the_next_generation():
+def test_comm_reconnects_both_ranks_in_the_next_generation():
     store, grid = dist.HashStore(), RankGrid(ParallelConfig(tensor=2))
 
     def body(rank: int) -> list[float]:
@@ -157,7 +157,7 @@ def test_both_ranks_meet_again_in_the_next_generation():
     assert run_threads(2, body) == [[3.0, 5.0], [3.0, 5.0]]
 
 
-def test_a_rank_that_leaves_frees_the_one_that_waits_for_it():
+def test_comm_closed_by_one_rank_frees_the_peer_that_waits():
     store, grid = dist.HashStore(), RankGrid(ParallelConfig(tensor=2))
 
     def body(rank: int) -> None:
@@ -195,7 +195,7 @@ def test_a_rank_whose_network_was_cut_gets_through_again_when_the_time_is_up_and
 
 
 @pytest.mark.parametrize("what", ["end", "rest"])
-def test_a_rank_that_is_asked_to_end_or_to_rest_is_so_in_that_generation_and_those_before_it(what):
+def test_comm_request_to_end_or_rest_holds_for_its_generation_only(what):
     comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
     ask, asked = getattr(comm, f"ask_to_{what}"), lambda: getattr(comm, f"asked_to_{what}")
     assert not asked()
@@ -211,7 +211,7 @@ def test_a_rank_that_is_asked_to_end_or_to_rest_is_so_in_that_generation_and_tho
     assert not (comm.end_requested or comm.rest_requested)
 
 
-def test_the_end_of_an_earlier_generation_disturbs_no_later_one():
+def test_comm_end_of_an_earlier_generation_is_ignored():
     """An order that was held up may come when the rank has long met the others again."""
     store, grid = dist.HashStore(), RankGrid(ParallelConfig(tensor=2))
 
@@ -309,7 +309,7 @@ def test_each_collective_is_counted_and_timed_as_one_of_its_axis(noting, axis, p
     [("links", {"pipeline_communication": 1.0, "bubble": 3.0}), ("process_groups", {"bubble": 4.0})],
     indirect=["noting"],
 )
-def test_while_a_message_does_not_move_its_receiver_stands_in_the_bubble(noting, parts):
+def test_receive_over_links_splits_bubble_from_transfer_and_process_groups_do_not(noting, parts):
     comm, reader = noting
     comm.send(1, torch.zeros(1))
     comm.receive(1, torch.zeros(1)).wait()
@@ -318,7 +318,7 @@ def test_while_a_message_does_not_move_its_receiver_stands_in_the_bubble(noting,
     assert spent(comm) == parts
 
 
-def test_only_over_links_it_is_known_how_long_a_rank_waited():
+def test_own_time_of_a_rank_is_known_over_links_only():
     by_backend = {kind: Comm(RankGrid(ParallelConfig()), 0, CPU, kind) for kind in ("links", "process_groups")}
     for comm in by_backend.values():
         comm.step.begin(1)
@@ -326,7 +326,7 @@ def test_only_over_links_it_is_known_how_long_a_rank_waited():
     assert by_backend["process_groups"].own_seconds == 0.0
 
 
-def test_a_rank_says_that_it_connects_and_in_which_generation_and_that_it_rests(tmp_path):
+def test_progress_record_says_which_generation_connects_and_that_a_rank_rests(tmp_path):
     comm = Comm(RankGrid(ParallelConfig()), 0, CPU, progress=Progress.shared(tmp_path, 0))
     reader = ProgressReader(progress_path(tmp_path, 0))
     seen = []
@@ -402,7 +402,7 @@ def everything_breaks(comm: Comm) -> None:
     [lambda comm: comm.cut(0.0), lambda comm: comm.end(1), lambda comm: comm.end(5)],
     ids=["cut", "end", "end of a later one"],
 )
-def test_what_breaks_off_a_generation_breaks_all_its_connections_at_both_ends(abort):
+def test_cut_or_ended_generation_breaks_all_connections_at_both_ends(abort):
     def body(comm: Comm) -> None:
         if comm.rank == 0:
             abort(comm)
@@ -411,7 +411,7 @@ def test_what_breaks_off_a_generation_breaks_all_its_connections_at_both_ends(ab
     two_ranks(body)
 
 
-def test_a_rank_that_has_left_says_so():
+def test_collective_after_leaving_a_generation_is_refused():
     def body(comm: Comm) -> None:
         comm.close()
         with pytest.raises(PeerLost, match="or has left it"):
@@ -422,14 +422,14 @@ def test_a_rank_that_has_left_says_so():
     two_ranks(body)
 
 
-def test_alone_a_slice_of_a_sum_comes_where_it_is_wanted():
+def test_reduce_scatter_of_a_single_rank_writes_into_its_output():
     comm, into = Comm(RankGrid(ParallelConfig()), 0, CPU), torch.zeros(3)
     part, work = comm.start_reduce_scatter("data", torch.ones(3), into)
     work.wait()
     assert part is into and into.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_ranks_that_share_a_gpu_talk_through_host_memory_and_only_if_they_are_told_to():
+def test_gpu_sharing_ranks_communicate_through_host_memory_only_if_told_to():
     cuda, grid = torch.device("cuda"), RankGrid(ParallelConfig())
     assert Comm(grid, 0, cuda)._kind == "process_groups"
     assert Comm(grid, 0, CPU)._kind == "links"
@@ -439,7 +439,7 @@ def test_ranks_that_share_a_gpu_talk_through_host_memory_and_only_if_they_are_to
     shared.close()
 
 
-def test_what_is_beneath_copies_in_host_memory_is_interrupted_and_closed():
+def test_host_staged_backend_passes_interrupt_confirm_and_close_on():
     called = []
     names = ("interrupt", "confirm", "close")
     staged = HostStaged(SimpleNamespace(**{name: partial(called.append, name) for name in names}))

@@ -35,7 +35,7 @@ def device_of(tmp_path, rank):
 
 
 @pytest.mark.parametrize(("axis", "channel"), [("tensor", 0), ("data", 2), ("world", 4)])
-def test_for_each_kind_of_collective_it_is_told_which_one_the_device_waits_for(gang, tmp_path, axis, channel):
+def test_device_marks_tell_which_collective_the_device_waits_for(gang, tmp_path, axis, channel):
     comm = gang.comms[0]
     starts = (
         lambda: comm.start_all_reduce(axis, NUMBER),
@@ -51,7 +51,7 @@ def test_for_each_kind_of_collective_it_is_told_which_one_the_device_waits_for(g
     assert seen.counts[axis] == 4
 
 
-def test_of_messages_the_peer_is_told(gang, tmp_path):
+def test_device_marks_tell_which_peer_a_message_waits_for(gang, tmp_path):
     """Ranks 0 and 2 are the two stages of a pipeline."""
     first, second = gang.comms[0], gang.comms[2]
     first.receive(1, NUMBER).wait()
@@ -70,7 +70,7 @@ def test_of_messages_the_peer_is_told(gang, tmp_path):
     assert seen.counts == {**dict.fromkeys(seen.counts, 0), "received": 3}
 
 
-def test_phases_are_told_as_the_device_comes_to_them(gang, tmp_path):
+def test_device_marks_follow_the_phase_of_the_device_rather_than_the_host(gang, tmp_path):
     comm, device = gang.comms[0], gang.devices[0]
     with comm.step.phase("forward", 1):
         device.queue("compute", float("inf"))
@@ -80,7 +80,7 @@ def test_phases_are_told_as_the_device_comes_to_them(gang, tmp_path):
     assert (seen.phase, seen.micro_batch, seen.step) == ("forward", 1, 1)
 
 
-def test_a_device_of_a_generation_that_was_left_is_followed_no_more(gang, tmp_path):
+def test_device_marks_end_when_their_generation_is_closed(gang, tmp_path):
     gang.comms[0].all_reduce("world", NUMBER)
     gang.run()
     assert device_of(tmp_path, 0) is not None
@@ -89,7 +89,7 @@ def test_a_device_of_a_generation_that_was_left_is_followed_no_more(gang, tmp_pa
 
 
 @pytest.mark.parametrize("slow", [None, 5])
-def test_a_straggler_is_named_by_the_time_of_its_own_kernels(gang, slow):
+def test_straggler_is_named_by_the_time_of_its_own_kernels(gang, slow):
     """All ranks take as long for a step, since they wait for the slow one, and no host waits at all."""
     ranks = range(gang.grid.world_size)
     stragglers = Stragglers([gang.grid.coordinates(rank).pipeline for rank in ranks])
@@ -110,7 +110,7 @@ def test_a_straggler_is_named_by_the_time_of_its_own_kernels(gang, slow):
         assert took == pytest.approx([0.4] * len(ranks))
 
 
-def test_the_record_keeps_the_times_of_the_device(gang, tmp_path):
+def test_progress_record_keeps_device_times_of_steps(gang, tmp_path):
     comm, device = gang.comms[0], gang.devices[0]
     for step in (2, 3, 4):
         comm.step.begin(step)
@@ -124,7 +124,7 @@ def test_the_record_keeps_the_times_of_the_device(gang, tmp_path):
 
 
 @pytest.mark.parametrize("backend", [None, "links", "process_groups"])
-def test_only_where_a_host_runs_ahead_its_device_is_followed(monkeypatch, backend):
+def test_device_marks_exist_only_where_the_host_runs_ahead(monkeypatch, backend):
     grid, cuda = RankGrid(ParallelConfig()), torch.device("cuda")
     assert Comm(grid, 0, CPU, backend)._trail is None
     monkeypatch.setattr(comm_module, "StepPhases", lambda *arguments, trail=None: None)

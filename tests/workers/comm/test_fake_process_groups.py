@@ -58,7 +58,7 @@ FAMILIES = ("gpt", "llama", "qwen")
         for column, family in enumerate(FAMILIES)
     ],
 )
-def test_a_step_runs_and_waits_where_it_is_meant_to(schedule, family):
+def test_fake_process_groups_run_a_step_of_every_schedule_and_family(schedule, family):
     """Families and schedules with what differs between them in turn; each time another rank of eight."""
     number = list(SCHEDULES).index(schedule) + len(family)
     layout = {"tensor": 2, "pipeline": 2, "data": 2, "schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
@@ -111,7 +111,7 @@ def large(name: str) -> JobSpec:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "role"), [(name, role) for name in LARGE for role in range(len(roles(large(name))))])
-def test_real_sizes_run_and_take_what_is_told(name, role):
+def test_fake_process_groups_take_the_planned_memory_at_real_sizes(name, role):
     job = large(name)
     rank = roles(job)[role]
     planned = device_bytes(job)[RankGrid(job.layout).coordinates(rank).pipeline].total

@@ -70,7 +70,7 @@ def undisturbed(monkeypatch):
     return GlooWaits(lambda: False)
 
 
-def test_a_collective_that_does_not_end_is_left_and_known_to_go_on(waits):
+def test_endless_collective_is_abandoned_and_known_to_go_on(waits):
     endless = Endless()
     waits.started(endless, respects_timeouts=True)
     with pytest.raises(PeerLost, match="broken off"):
@@ -79,7 +79,7 @@ def test_a_collective_that_does_not_end_is_left_and_known_to_go_on(waits):
     assert not waits.end()
 
 
-def test_a_message_that_does_not_end_is_left_to_the_thread_that_waits_for_it(waits):
+def test_gloo_message_without_end_is_left_to_its_waiting_thread(waits):
     endless = Endless()
     with pytest.raises(PeerLost, match="broken off"):
         waits.by_thread(endless)
@@ -87,7 +87,7 @@ def test_a_message_that_does_not_end_is_left_to_the_thread_that_waits_for_it(wai
     endless.released.set()
 
 
-def test_what_pays_no_heed_to_time_outs_and_does_not_end_is_left_and_known_to_go_on(waits):
+def test_gloo_work_that_ignores_timeouts_is_left_running_and_known_to(waits):
     scatter = Endless()
     waits.started(scatter, respects_timeouts=False)
     with pytest.raises(PeerLost, match="broken off"):
@@ -96,7 +96,7 @@ def test_what_pays_no_heed_to_time_outs_and_does_not_end_is_left_and_known_to_go
     scatter.released.set()
 
 
-def test_what_ends_is_waited_for(undisturbed):
+def test_gloo_work_that_ends_is_waited_for(undisturbed):
     for work, wait in ((Ending(), undisturbed.wait_in_slices), (Ending(), undisturbed.by_thread)):
         wait(work)
     assert undisturbed.end()
@@ -104,7 +104,7 @@ def test_what_ends_is_waited_for(undisturbed):
 
 @pytest.mark.parametrize("kind", ["wait_in_slices", "by_thread"])
 @pytest.mark.parametrize("says", ["Connection closed by peer", "Operation timed out!"])
-def test_an_error_of_its_own_is_raised_also_one_that_reads_like_a_turn(undisturbed, kind, says):
+def test_collective_error_that_resembles_a_time_out_is_raised(undisturbed, kind, says):
     work = Ending(says)
     with pytest.raises(RuntimeError, match=says):
         getattr(undisturbed, kind)(work)
@@ -119,14 +119,14 @@ def test_a_collective_that_ends_right_after_its_turn_is_whole(waits):
 
 
 @pytest.mark.parametrize("respects_timeouts", [True, False])
-def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(undisturbed, respects_timeouts):
+def test_gloo_work_begun_but_not_waited_for_gets_a_moment_to_end(undisturbed, respects_timeouts):
     work = Ending("Connection closed by peer")
     undisturbed.started(work, respects_timeouts)
     work.turns = 1
     assert undisturbed.end()
 
 
-def test_what_pays_no_heed_to_time_outs_and_ends_with_an_error_has_ended(undisturbed):
+def test_gloo_work_that_ignores_timeouts_and_fails_counts_as_ended(undisturbed):
     """The groups that it was in may take new members."""
     first, second = Ending("Connection closed by peer"), Ending("Connection closed by peer")
     for work in (first, second):

@@ -28,7 +28,7 @@ def test_tensor_ranks_are_neighbours_then_stages_then_replicas():
 
 
 @given(grids)
-def test_rank_formula(grid):
+def test_rank_number_follows_from_its_grid_coordinates(grid):
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
         formula = ((at.data * grid.pipeline + at.pipeline) * grid.context + at.context) * grid.tensor + at.tensor
@@ -36,7 +36,7 @@ def test_rank_formula(grid):
 
 
 @given(grids, axes)
-def test_groups_split_the_world(grid, axis):
+def test_groups_of_an_axis_partition_the_world(grid, axis):
     groups = grid.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
     for group in groups:
@@ -44,7 +44,7 @@ def test_groups_split_the_world(grid, axis):
 
 
 @given(grids, st.sampled_from(["tensor", "pipeline", "data", "context"]))
-def test_a_group_differs_along_its_axis_alone(grid, axis):
+def test_group_differs_only_along_its_axis(grid, axis):
     for group in grid.groups(axis):
         places = [vars(grid.coordinates(rank)) for rank in group]
         assert [place[axis] for place in places] == list(range(getattr(grid, axis)))
@@ -62,12 +62,12 @@ def test_embedding_group_is_the_first_and_last_stage(grid):
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
-def test_ranks_outside_the_grid_are_named(rank):
+def test_rank_outside_the_grid_is_named(rank):
     with pytest.raises(IndexError, match=f"rank {rank} is outside a grid of 8 ranks"):
         RankGrid(ParallelConfig(tensor=2, pipeline=2, data=2)).coordinates(rank)
 
 
-def test_replicas_have_the_same_state_unless_zero_splits_it():
+def test_state_peers_are_replicas_unless_zero_splits_the_state():
     whole = ParallelConfig(tensor=2, pipeline=2, data=3, zero=0)
     assert state_peers(whole, 5) == state_peers(whole, 1) == [1, 5, 9]
     assert state_groups(whole) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
@@ -76,14 +76,14 @@ def test_replicas_have_the_same_state_unless_zero_splits_it():
     assert state_groups(split) == [[rank] for rank in range(12)]
 
 
-def test_under_zb_v_both_ends_of_the_model_are_on_the_first_stage():
+def test_embedding_group_under_zb_v_is_a_single_rank():
     grid = RankGrid(ParallelConfig(tensor=2, pipeline=3, schedule="zb-v", virtual_stages=2))
     assert [grid.group("embedding", rank) for rank in range(6)] == [[rank] for rank in range(6)]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (2, 3, 1), (2, 3, 4), (1, 1, 5)])
-def test_groups_of_all_ranks_are_those_of_each(tensor, pipeline, data, zero):
+def test_state_groups_match_the_state_peers_of_each_rank(tensor, pipeline, data, zero):
     layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, zero=zero)
     group_of = {rank: group for group in state_groups(layout) for rank in group}
     assert group_of == {rank: state_peers(layout, rank) for rank in range(layout.world_size)}

@@ -31,7 +31,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.mark.parametrize(
     "surroundings", [pytest.param([], marks=pytest.mark.soak), ALONE], ids=["with a name server or none", "alone"]
 )
-def test_one_question_fails_whatever_the_name_server_says_and_there_is_no_other(surroundings):
+def test_host_name_lookup_of_torch_fails_once_and_is_not_repeated(surroundings):
     if subprocess.run([*surroundings, "true"], capture_output=True).returncode != 0:
         pytest.skip("this user may not make a network namespace")
     ended = subprocess.run([*surroundings, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
@@ -40,7 +40,7 @@ def test_one_question_fails_whatever_the_name_server_says_and_there_is_no_other(
     assert ended.stderr.count(NOT_TOLD) == 1, ended.stderr
 
 
-def test_whoever_else_asks_for_a_name_asks_whom_it_has_always_asked(monkeypatch):
+def test_host_name_lookup_of_other_threads_is_unchanged(monkeypatch):
     """Only the thread that is to fail asks where nobody answers."""
     answers = []
 
@@ -56,7 +56,7 @@ def test_whoever_else_asks_for_a_name_asks_whom_it_has_always_asked(monkeypatch)
     assert "host names" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_where_the_c_library_is_another_one_it_asks_as_before(monkeypatch):
+def test_host_name_lookup_is_still_made_with_another_c_library(monkeypatch):
     asked = []
     monkeypatch.setattr(host_names.ctypes, "CDLL", lambda name: object())
     monkeypatch.setattr(host_names, "connect_once", lambda: asked.append(threading.current_thread().name))

@@ -24,7 +24,7 @@ def pair(store: dist.Store | None = None) -> list[Links]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
-def test_messages_arrive_in_order_and_whole(dtype):
+def test_link_messages_arrive_whole_and_in_order(dtype):
     sent = [torch.arange(size, dtype=torch.float64).to(dtype) for size in (1, 0, 7, 100_003)]
 
     def body(links: Links) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def test_messages_arrive_in_order_and_whole(dtype):
     assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
 
 
-def test_big_messages_both_ways_at_once_do_not_block_each_other():
+def test_links_carry_large_messages_in_both_directions_at_once():
     def body(links: Links) -> bool:
         mine, theirs = torch.full((2 * MILLION,), float(links.rank)), torch.empty(2 * MILLION)  # 8 MB
         sends = [links.send(1 - links.rank, 0, mine) for _ in range(3)]
@@ -60,7 +60,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manta.workers.comm.links._BUFFER_BYTES", 64 * 1024)
 
 
-def test_a_send_that_waits_goes_out_while_the_rank_waits_for_somebody_else(small_buffers):
+def test_pending_send_proceeds_while_its_rank_waits_for_another(small_buffers):
     """0 sends much to 1 and then waits for 2, which waits for 1, which waits for 0's message."""
     begun = threading.Event()
 
@@ -84,7 +84,7 @@ def test_a_send_that_waits_goes_out_while_the_rank_waits_for_somebody_else(small
     assert connected(3, body) == [1.0, 0.0, 1.0]
 
 
-def test_a_receive_that_waits_goes_on_while_the_rank_waits_for_somebody_else(small_buffers):
+def test_pending_receive_proceeds_while_its_rank_waits_for_another(small_buffers):
     """0 waits for 2, which waits for 1, which waits until 0 has taken more than the kernel holds."""
 
     def body(links: Links) -> float:
@@ -113,7 +113,7 @@ def test_a_dead_peer_ends_a_receive():
     first.close()
 
 
-def test_a_dead_peer_ends_a_receive_that_waits_already():
+def test_dead_peer_ends_a_receive_in_progress():
     first, second = pair()
     waits = threading.Event()
 
@@ -131,7 +131,7 @@ def test_a_dead_peer_ends_a_receive_that_waits_already():
     first.close()
 
 
-def test_whoever_waits_is_called_away_though_the_peer_lives_and_says_nothing():
+def test_links_receive_is_interrupted_while_a_silent_peer_lives():
     first, second = pair()
     waits, ended = threading.Event(), []
 
@@ -157,7 +157,7 @@ def test_whoever_waits_is_called_away_though_the_peer_lives_and_says_nothing():
     first.close()
 
 
-def test_a_dead_peer_ends_a_send():
+def test_dead_peer_ends_a_send():
     first, second = pair()
     second.close()
     with pytest.raises(PeerLost, match="rank 1 is gone"):
@@ -166,7 +166,7 @@ def test_a_dead_peer_ends_a_send():
     first.close()
 
 
-def test_the_death_of_one_frees_all_who_wait_in_a_chain():
+def test_death_of_a_rank_frees_a_chain_of_waiting_ranks():
     """2 waits for 1, 1 for 0; 0 dies, 1 closes its links as every rank that fails does."""
 
     def body(links: Links) -> str:
@@ -185,7 +185,7 @@ def test_the_death_of_one_frees_all_who_wait_in_a_chain():
 
 
 @pytest.mark.parametrize("sent", [3, 4, 5], ids=["shorter", "of another channel", "longer"])
-def test_a_message_that_was_not_due_is_an_error(sent):
+def test_unexpected_link_message_is_an_error(sent):
     first, second = pair()
     first.send(1, 7, torch.zeros(sent)).wait()
     (error,) = run_threads(1, lambda _: second.receive(0, 2, torch.zeros(4)).wait())
@@ -223,7 +223,7 @@ def watched_pair(progress: Progress) -> list[Links]:
 
 
 @pytest.mark.parametrize("sending", [False, True], ids=["a message", "room for one"])
-def test_the_record_learns_for_whom_for_what_and_for_how_long_a_rank_waits(small_buffers, sending):
+def test_progress_record_says_for_whom_what_and_how_long_a_rank_waits(small_buffers, sending):
     progress = NotingProgress()
     first, second = watched_pair(progress)
     before = progress.idle_seconds
@@ -244,7 +244,7 @@ def test_the_record_learns_for_whom_for_what_and_for_how_long_a_rank_waits(small
         each.close()
 
 
-def test_a_rank_that_has_met_the_others_waits_for_nobody(tmp_path):
+def test_connected_links_leave_no_rank_recorded_as_waiting(tmp_path):
     progress = Progress.shared(tmp_path, 0)
     reader = ProgressReader(progress_path(tmp_path, 0))
     links = watched_pair(progress)
@@ -254,7 +254,7 @@ def test_a_rank_that_has_met_the_others_waits_for_nobody(tmp_path):
     reader.close()
 
 
-def test_a_short_message_is_on_its_way_before_anybody_waits_for_it():
+def test_links_send_short_messages_before_they_are_waited_for():
     """So that it travels while its sender computes."""
     first, second = pair()
     sent, got = [first.send(1, 0, torch.full((1,), value)) for value in (1.0, 2.0)], torch.zeros(1)

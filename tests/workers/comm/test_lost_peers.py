@@ -82,7 +82,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("what", LOST)
-def test_who_is_gone_or_silent_is_lost(what):
+def test_error_of_a_gone_or_silent_peer_is_named_peer_lost(what):
     assert is_lost_peer(LOST[what])
     line = str(LOST[what]).splitlines()[0]
     with pytest.raises(PeerLost) as caught, naming_lost_peers():
@@ -91,18 +91,18 @@ def test_who_is_gone_or_silent_is_lost(what):
 
 
 @pytest.mark.parametrize("what", OWN)
-def test_what_would_happen_again_keeps_its_type(what):
+def test_errors_of_the_ranks_own_making_keep_their_type(what):
     with pytest.raises(type(OWN[what])) as caught, naming_lost_peers():
         raise OWN[what]
     assert caught.value is OWN[what]
 
 
-def test_where_this_rank_has_broken_off_itself_words_say_nothing():
+def test_every_error_is_peer_lost_after_the_rank_broke_off_itself():
     with pytest.raises(PeerLost, match="Invalid scalar type"), naming_lost_peers(lambda: True):
         raise OWN["types"]
 
 
 @pytest.mark.parametrize("kind", ["OutOfMemoryError", "AcceleratorError"])
-def test_a_device_speaks_for_itself_even_then(kind):
+def test_device_error_is_not_taken_for_a_lost_peer(kind):
     with pytest.raises(getattr(torch, kind)), naming_lost_peers(lambda: True):
         raise getattr(torch, kind)("an illegal memory access was encountered; connection reset")

@@ -79,7 +79,7 @@ def hello(generation: int, rank: int) -> bytes:
     [b"", b"GET", b"GET / HTTP/1.1\r\nHost: rank\r\nAccept: text/html\r\n\r\n", hello(8, 1), hello(GENERATION, 5)],
     ids=["silent", "short", "another protocol", "an older generation", "an unknown rank"],
 )
-def test_strangers_are_told_nothing_and_hold_nobody_up(words):
+def test_strangers_at_a_meeting_learn_nothing_and_delay_nobody(words):
     store, strangers = dist.HashStore(), []
 
     def body(rank: int) -> Links:
@@ -91,7 +91,7 @@ def test_strangers_are_told_nothing_and_hold_nobody_up(words):
     assert is_turned_away(strangers[0])
 
 
-def test_caller_whose_connection_is_reset_holds_nobody_up():
+def test_meeting_survives_a_caller_whose_connection_is_reset():
     store = dist.HashStore()
 
     def body(rank: int) -> Links:
@@ -104,7 +104,7 @@ def test_caller_whose_connection_is_reset_holds_nobody_up():
     assert they_train(*run_threads(2, body))
 
 
-def test_who_only_knows_generation_and_rank_is_not_taken_for_the_peer():
+def test_stranger_without_the_secret_is_not_taken_for_a_peer():
     store, strangers = dist.HashStore(), []
 
     def body(rank: int) -> Links:
@@ -120,7 +120,7 @@ def test_who_only_knows_generation_and_rank_is_not_taken_for_the_peer():
     strangers[0].close()
 
 
-def test_what_a_rank_once_said_is_worth_nothing_to_who_says_it_again():
+def test_replayed_handshake_of_a_rank_is_refused():
     """Somebody has listened to rank 1, whose network breaks before it gets through."""
     store, heard = dist.HashStore(), []
 
@@ -141,7 +141,7 @@ def test_what_a_rank_once_said_is_worth_nothing_to_who_says_it_again():
     assert heard == [True]
 
 
-def test_more_silent_strangers_than_there_is_room_for_hold_nobody_up():
+def test_many_silent_strangers_do_not_keep_ranks_from_meeting():
     store, strangers = dist.HashStore(), []
 
     def body(rank: int) -> Links:
@@ -155,7 +155,7 @@ def test_more_silent_strangers_than_there_is_room_for_hold_nobody_up():
         stranger.close()
 
 
-def test_caller_that_has_just_made_room_for_another_is_asked_nothing_more():
+def test_evicted_caller_of_a_meeting_is_asked_nothing_more():
     """Both are seen in one look: who has been there longest, and who takes its place."""
     room = Meeting(0, {1}, dist.HashStore(), secret(GENERATION), HOST, lambda: False, Progress())
     with socket.create_server((HOST, 0)) as listener, contextlib.ExitStack() as callers:
@@ -175,7 +175,7 @@ def test_caller_that_has_just_made_room_for_another_is_asked_nothing_more():
             caller.connection.close()
 
 
-def test_a_silent_stranger_is_turned_away_after_a_while_whether_or_not_the_peer_comes(monkeypatch):
+def test_silent_stranger_is_turned_away_after_a_while(monkeypatch):
     monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 0.1)
     store = dist.HashStore()
 
@@ -216,7 +216,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_an_address_that_is_not_the_ranks_own_words_is_waited_out(monkeypatch, stranger, forge):
+def test_forged_address_is_waited_out(monkeypatch, stranger, forge):
     """The rank goes on saying where it is."""
     monkeypatch.setattr(meeting, "_REPUBLISH_SECONDS", 0.2)
     store = dist.HashStore()
@@ -246,14 +246,14 @@ class VanishingStore:
         self._said = True
 
 
-def test_a_store_that_is_gone_is_missed_by_nobody_who_has_no_need_of_it(monkeypatch):
+def test_vanished_rendezvous_store_does_not_disturb_connected_ranks(monkeypatch):
     """Its owner may have died; whoever still looks for an address finds that out."""
     monkeypatch.setattr(meeting, "_REPUBLISH_SECONDS", 0.0)
     store = dist.HashStore()
     assert they_train(*run_threads(2, lambda rank: rank_links(rank, store if rank else VanishingStore(store))))
 
 
-def test_who_writes_to_the_store_all_the_time_is_named_in_the_end(monkeypatch, stranger):
+def test_forged_address_in_the_rendezvous_store_is_reported(monkeypatch, stranger):
     monkeypatch.setattr(meeting, "DISBELIEF_SECONDS", 0.2)
     store = dist.HashStore()
     store.set("address/0", at(stranger))
@@ -261,7 +261,7 @@ def test_who_writes_to_the_store_all_the_time_is_named_in_the_end(monkeypatch, s
         rank_links(1, store)
 
 
-def test_who_answers_in_the_place_of_a_rank_that_is_gone_is_not_taken_for_it(stranger):
+def test_stranger_at_the_port_of_a_dead_rank_is_not_taken_for_it(stranger):
     """The port has become another process's."""
     store = dist.HashStore()
     store.set("address/0", said_by(secret(GENERATION), 0, at(stranger)))
@@ -277,7 +277,7 @@ def test_who_answers_in_the_place_of_a_rank_that_is_gone_is_not_taken_for_it(str
     assert f"what answers at {at(stranger)} is not rank 0" in str(lost)
 
 
-def test_a_peer_that_cannot_be_reached_is_named():
+def test_unreachable_peer_is_named():
     store = dist.HashStore()
     with socket.create_server((HOST, 0)) as closed:
         address = at(closed)
@@ -316,7 +316,7 @@ def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
     assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL)}
 
 
-def test_a_rank_that_gives_up_lets_go_of_those_that_it_has_met():
+def test_rank_that_gives_up_a_meeting_disconnects_from_those_it_met():
     """The third rank never comes. The second one has all that it needs, and must not wait for the first for ever."""
     over, store = threading.Event(), dist.HashStore()
 
@@ -334,12 +334,12 @@ def test_a_rank_that_gives_up_lets_go_of_those_that_it_has_met():
     assert isinstance(lost, PeerLost) and "rank 0 is gone" in str(lost)
 
 
-def test_a_generation_that_is_over_already_is_not_waited_for():
+def test_meeting_of_a_finished_generation_is_not_waited_for():
     with pytest.raises(PeerLost, match="is over"):
         rank_links(0, dist.HashStore(), is_over=lambda: True)
 
 
-def test_a_port_that_takes_no_call_is_named_with_both_ends(monkeypatch):
+def test_silent_port_is_named_with_both_ends(monkeypatch):
     """As behind a firewall that says nothing: here a listener whose queue is full."""
     monkeypatch.setattr(meeting, "REACH_SECONDS", 0.2)
     store = dist.HashStore()

@@ -53,7 +53,7 @@ def test_the_jobs_have_every_schedule_in_every_layout_with_a_pipeline(corpus):
         assert {row[name] for row, _ in cover(corpus)} == set(values), name
 
 
-def test_what_is_recorded_is_what_the_job_does(corpus):
+def test_recorded_nccl_operations_match_the_passes_of_the_job(corpus):
     """Three micro-batches a replica, of which each goes up the pipeline once and its gradient comes down once."""
     programs = recorded_job(job_of(row("1f1b", (1, 2, 2)), corpus, train={"validate_every": 0}), 1)
     operations = [each.what for each in programs[0] if isinstance(each, Start)]
@@ -68,7 +68,7 @@ def test_what_is_recorded_is_what_the_job_does(corpus):
     assert len(scattered) == 2  # the head's one bucket, and the tail
 
 
-def test_without_a_pipeline_a_rank_sends_itself_nothing(corpus):
+def test_recorded_nccl_operations_without_a_pipeline_have_no_messages(corpus):
     programs = recorded_job(job_of(row("1f1b", (1, 1, 4)), corpus), 1)
     assert all(isinstance(each.what, Sum) for program in programs for each in program if isinstance(each, Start))
 
@@ -84,7 +84,7 @@ def test_steps_with_bad_numbers_keep_to_the_rules(corpus, tmp_path, precision):
 @pytest.mark.parametrize(
     "schedule", [each if each == "interleaved" else pytest.param(each, marks=pytest.mark.soak) for each in SCHEDULES]
 )
-def test_parameters_that_come_beside_the_next_forward_keep_to_the_rules(corpus, tmp_path, schedule):
+def test_parameter_gathers_beside_the_next_forward_obey_the_nccl_order_rules(corpus, tmp_path, schedule):
     beside = {"gather": "beside_forward", "bucket_megabytes": 0.01}
     job = job_of(row(schedule, (2, 2, 2), precision="bf16"), corpus, train={"steps": 2}, parallel=beside)
     assert_sound(recorded_job(job, 2, tmp_path))
@@ -106,7 +106,7 @@ def test_a_loss_of_a_few_tokens_at_a_time_keeps_to_the_rules(corpus):
         ),
     ],
 )
-def test_forward_in_chunks_keeps_to_the_rules(corpus, tmp_path, schedule, layout, more):
+def test_chunked_forward_obeys_the_nccl_order_rules(corpus, tmp_path, schedule, layout, more):
     # A rank of four has no more than two rows.
     chunks = {"forward_chunks": 3 if layout[0] == 2 else 2}
     job = job_of(row(schedule, layout, **more), corpus, parallel=chunks)
@@ -124,7 +124,7 @@ def test_the_interval_of_snapshots_is_agreed_upon_in_one_order(corpus, tmp_path)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_mistake_is_found_and_its_lines_are_named(corpus, schedule):
+def test_every_injected_order_mistake_is_found_with_its_lines(corpus, schedule):
     """Of about ninety in all."""
     a_layer_each = {"layers": 2 * SCHEDULES[schedule]}
     programs = recorded_job(job_of(row(schedule, (2, 2, 2), zero=0), corpus, model=a_layer_each), 1)
@@ -159,7 +159,7 @@ def test_jobs_on_up_to_64_ranks_keep_to_the_rules(corpus, schedule, layout, zero
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
-def test_mistakes_at_other_places_are_found(corpus, seed, tmp_path: Path):
+def test_order_mistakes_at_random_places_are_found(corpus, seed, tmp_path: Path):
     schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
     programs = recorded_job(job_of(row(schedule, LAYOUTS[seed % 3], recompute="full"), corpus), 1, tmp_path)
     for name, with_mistake in spoiled(programs, seed):

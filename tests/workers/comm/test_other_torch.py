@@ -34,7 +34,7 @@ def run(*command: str) -> str:
 
 @pytest.mark.soak
 @pytest.mark.timeout(2000)
-def test_groups_are_repaired_in_place(other):
+def test_process_groups_are_repaired_in_place_with_another_torch(other):
     is_new, way = run(other, "-c", WAY).split(maxsplit=1)
     assert way.strip() == ("reconfigure" if is_new == "True" else "abort and new groups")
     for options in ([], ["--soak"]):

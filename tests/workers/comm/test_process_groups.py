@@ -50,7 +50,7 @@ SAME_BITS = {
 
 
 @pytest.mark.parametrize("name", SAME_BITS)
-def test_steps_of_two_ranks_have_the_same_bits(ranks, corpus, name):
+def test_process_groups_and_links_give_two_ranks_the_same_bits(ranks, corpus, name):
     """A sum of two numbers has no order."""
     layout, spec = job(corpus, *SAME_BITS[name][:1], **SAME_BITS[name][1])
     links = ranks.run(layout, train_job, spec)
@@ -71,7 +71,7 @@ def test_steps_of_four_ranks_differ_by_the_order_of_sums_at_most(ranks, corpus):
             assert numbers == pytest.approx(others, rel=1e-6)
 
 
-def test_where_the_time_of_a_step_went_is_told_over_process_groups_too(ranks, corpus):
+def test_step_over_process_groups_reports_its_bubble(ranks, corpus):
     layout, spec = job(corpus, axes((1, 2, 1)))
     rows = ranks.run(layout, train_job, spec, backend="process_groups")[0].rows
     measured = [row for row in rows if "bubble_seconds" in row]
@@ -142,7 +142,7 @@ def interrupted_wait(comm: Comm, where: str, port: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(("where", "layout"), [("message", (1, 2, 1)), ("sum", (2, 1, 2))])
-def test_a_wait_is_ended_by_another_thread_and_the_process_goes_on(ranks, where, layout):
+def test_process_group_wait_is_ended_by_another_thread_and_the_process_goes_on(ranks, where, layout):
     program = (interrupted_wait, where, ranks.port)
     results = ranks.run(ParallelConfig(**axes(layout)), *program, backend="process_groups", seconds=60)
     for rank, (why, total) in enumerate(results):
@@ -180,7 +180,7 @@ def waits_for_nobody(comm: Comm, at: str, port: int) -> str:
 
 
 @pytest.mark.parametrize("at", ["the meeting", "groups"])
-def test_who_waits_for_a_rank_to_join_is_freed_too(ranks, at):
+def test_process_group_rank_waiting_for_a_peer_to_join_is_freed(ranks, at):
     layout = ParallelConfig(**axes((1, 2, 1)))
     why, _ = ranks.run(layout, waits_for_nobody, at, ranks.port, backend="process_groups", seconds=60)
     assert why
@@ -209,7 +209,7 @@ def cut_in_the_middle(comm: Comm, kind: str, port: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout"), [("message", (1, 2, 1)), ("sum", (2, 1, 1)), ("parts of a sum", (2, 1, 1))]
 )
-def test_a_message_that_was_half_there_holds_nobody_up(ranks, kind, layout):
+def test_half_received_message_does_not_block_the_next_generation(ranks, kind, layout):
     """Nor the next generation: all meet again."""
     program = (cut_in_the_middle, kind, ranks.port)
     ranks.run(ParallelConfig(**axes(layout)), *program, backend="process_groups", seconds=60)
@@ -223,6 +223,6 @@ def gathers_into_too_little(comm: Comm) -> str:
     return str(caught.value)
 
 
-def test_a_result_of_a_wrong_size_is_no_lost_peer(ranks):
+def test_wrongly_sized_result_is_not_a_lost_peer(ranks):
     for said in ranks.run(ParallelConfig(**axes((2, 1, 1))), gathers_into_too_little, backend="process_groups"):
         assert "size" in said

@@ -9,7 +9,7 @@ from manta.workers.comm.grid import RankGrid
 from manta.workers.timing.recorder import DeviceMoments, Recorder
 
 
-def test_waits_for_others_take_the_devices_time_and_the_hosts_none():
+def test_recorded_collective_waits_are_on_the_device_and_not_on_the_host():
     """Two replicas: one computes for 1 s, the other for 3 s, and a sum takes 0.5 s more."""
     gang = Gang(RankGrid(layout_of(data=2)), Network(seconds=0.5))
     with no_thread():

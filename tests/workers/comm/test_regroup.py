@@ -53,12 +53,12 @@ def groups(asked, names):
     return [group(name) for name in names]
 
 
-def test_all_communicators_are_aborted_together_the_newest_first(asked):
+def test_nccl_communicators_are_aborted_in_one_group_newest_first(asked):
     NcclAborter(GPU, wanted=True).abort(groups(asked, ["world", "tensor", "data"]), None)
     assert asked == ["world begins", "abort data", "abort tensor", "abort world", "world ends"]
 
 
-def test_where_nothing_is_made_yet_there_is_nothing_to_abort(asked):
+def test_nccl_abort_without_communicators_does_nothing(asked):
     NcclAborter(GPU, wanted=True).abort([], dist.HashStore())
     assert asked == []
 
@@ -79,7 +79,7 @@ def test_streams_of_communicators_have_high_priority(monkeypatch, wanted):
     assert first.is_high_priority_stream
 
 
-def test_where_the_process_is_not_to_survive_it_is_left_to_torch(asked, monkeypatch):
+def test_nccl_communicators_of_a_dying_process_are_left_to_torch(asked, monkeypatch):
     monkeypatch.setenv(HANDLING, "0")  # of groups before, of a self-test that has failed
     breaking = NcclAborter(GPU, wanted=False)
     breaking.begin()
@@ -88,7 +88,7 @@ def test_where_the_process_is_not_to_survive_it_is_left_to_torch(asked, monkeypa
     assert HANDLING not in os.environ
 
 
-def test_where_it_is_the_watchdog_only_reports_and_communicators_do_not_block(asked, monkeypatch):
+def test_nccl_groups_of_a_surviving_process_do_not_block_and_watchdog_only_reports(asked, monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     breaking = NcclAborter(GPU, wanted=True)
     breaking.begin()
@@ -98,7 +98,7 @@ def test_where_it_is_the_watchdog_only_reports_and_communicators_do_not_block(as
     monkeypatch.delenv(HANDLING)
 
 
-def test_groups_are_left_by_abort_and_then_the_device_is_drained(asked, monkeypatch):
+def test_groups_are_aborted_before_the_device_is_drained(asked, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     left = NewGroups("nccl", NcclAborter(GPU, wanted=True))
     left._groups = dict(zip(["world", "data"], groups(asked, ["world", "data"]), strict=True))
@@ -119,7 +119,7 @@ class SlowToEnd:
 
 
 @pytest.mark.parametrize("kind", [NewGroups, LastingGroups])
-def test_a_collective_that_does_not_end_is_left_to_itself(monkeypatch, kind):
+def test_endless_collective_does_not_delay_a_recovery(monkeypatch, kind):
     """A recovery does not wait for what is known not to have ended."""
     monkeypatch.setattr(regroup, "_END_SECONDS", 60.0)
     may_end, ended = threading.Event(), threading.Event()
@@ -131,7 +131,7 @@ def test_a_collective_that_does_not_end_is_left_to_itself(monkeypatch, kind):
     assert ended.wait(30.0)
 
 
-def test_a_device_that_does_not_recover_says_so_itself(asked, monkeypatch):
+def test_broken_device_raises_its_own_error_on_leaving_groups(asked, monkeypatch):
     def synchronize(device):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
@@ -152,7 +152,9 @@ def test_a_device_that_does_not_recover_says_so_itself(asked, monkeypatch):
         ("cuda:0", False, True, True, ("nccl", "abort and new groups")),
     ],
 )
-def test_groups_last_where_torch_gives_them_new_members(monkeypatch, device, in_place, reconfigures, second, expected):
+def test_groups_are_reconfigured_in_place_where_torch_can(
+    monkeypatch, device, in_place, reconfigures, second, expected
+):
     monkeypatch.delattr(regroup.distributed_c10d, "_reconfigure", raising=False)
     if reconfigures:
         monkeypatch.setattr(regroup.distributed_c10d, "_reconfigure", None, raising=False)
@@ -161,14 +163,14 @@ def test_groups_last_where_torch_gives_them_new_members(monkeypatch, device, in_
     assert (made._kind, made.way) == expected
 
 
-def test_the_second_nccl_backend_is_aborted_without_brackets(asked, monkeypatch):
+def test_second_nccl_backend_is_aborted_without_brackets(asked, monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", str)
     NcclAborter(GPU, wanted=True).abort(groups(asked, ["world", "data"]), None)
     assert asked == ["abort data", "abort world"]
 
 
 @pytest.mark.parametrize(("said", "kept"), [(None, "8000"), ("50", "50")])
-def test_nccls_recorder_remembers_some_steps_unless_somebody_has_said_how_much(monkeypatch, said, kept):
+def test_nccl_recorder_size_is_set_unless_the_user_chose_one(monkeypatch, said, kept):
     monkeypatch.setenv(HANDLING, "1")
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", said or "")
     if said is None:

@@ -44,7 +44,7 @@ CASES = [
     ("backend", "name"),
     [pytest.param(backend, name, marks=[pytest.mark.soak] if soak else []) for backend, name, soak in CASES],
 )
-def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, backend, name):
+def test_training_has_the_same_bits_if_connections_are_cut_at_any_message(ranks, corpus, tmp_path, backend, name):
     sizes, parallel, model = LAYOUTS[name]
     precision = "bf16" if "gather" in parallel else "fp32"  # in which alone that is done
     job = document(

@@ -36,7 +36,7 @@ def goes_on_after_the_self_test(comm: Comm, port: int) -> tuple[RepairSelfTest, 
     return result, tensor.item()
 
 
-def test_it_passes_and_the_job_goes_on(ranks):
+def test_repair_self_test_passes_and_communication_goes_on(ranks):
     for result, total in ranks.run(FOUR, goes_on_after_the_self_test, ranks.port, backend="process_groups"):
         assert (result.passed, result.problem, result.usable, result.nccl_version) == (True, "", True, None)
         assert (result.torch_version, total) == (torch.__version__, 4.0)
@@ -87,7 +87,7 @@ def store_of(comm: Comm, port: int) -> dist.Store:
         ("wrong", "the sum over the new groups is wrong"),
     ],
 )
-def test_what_is_wrong_on_one_rank_all_ranks_know(ranks, kind, problem):
+def test_repair_self_test_failure_on_one_rank_is_known_to_all(ranks, kind, problem):
     results = ranks.run(FOUR, tries, kind, ranks.port, backend="process_groups", seconds=60)
     assert [result.passed for result in results] == [False] * 4
     assert len({result.problem for result in results}) == 1
@@ -113,7 +113,7 @@ def hangs(comm: Comm, port: int) -> RepairSelfTest:
         return tries(comm, "", port)
 
 
-def test_a_wait_that_goes_on_makes_the_process_useless(ranks):
+def test_repair_self_test_with_an_endless_wait_marks_the_process_unusable(ranks):
     results = ranks.run(FOUR, hangs, ranks.port, backend="process_groups", seconds=60)
     assert [result.passed for result in results] == [False] * 4
     assert "a sum that was broken off still waited after 1 s" in results[0].problem

@@ -10,7 +10,7 @@ from rank_threads import SECRET, secret
 from manta.workers.comm.secret import PROOF_BYTES, Secret
 
 
-def test_a_proof_holds_for_its_statement_only():
+def test_proof_holds_only_for_its_statement():
     proof = secret(3).proof("address", 1, "host:80")
     assert len(proof) == PROOF_BYTES
     assert secret(3).proves(proof, "address", 1, "host:80")
@@ -21,12 +21,12 @@ def test_a_proof_holds_for_its_statement_only():
 
 
 @pytest.mark.parametrize("change", [{"generation": 4}, {"purpose": "another"}, {"value": SECRET[:-1] + "x"}], ids=str)
-def test_a_proof_is_none_for_another_generation_purpose_or_secret(change):
+def test_secret_proof_fails_for_another_generation_purpose_or_secret(change):
     other = dataclasses.replace(secret(3), **change)
     assert not other.proves(secret(3).proof("a"), "a")
 
 
-def test_a_secret_is_not_shown_and_not_empty():
+def test_secret_is_not_shown_and_not_empty():
     assert SECRET not in repr(secret())
     with pytest.raises(ValueError, match="has 64 characters, not 0"):
         Secret("", 1, "training")

@@ -36,7 +36,7 @@ def test_each_part_comes_to_the_first_rank_and_each_share_to_its_own():
     assert [[part.rank for part in share] for share in connected(3, body)] == [[0, 1, 2], [1, 2], [2]]
 
 
-def test_who_waits_is_known_to_wait_and_for_whom():
+def test_shared_work_records_for_whom_each_rank_waits():
     """A rank that stands still for long and waits for nobody counts as one that hangs."""
     records = [Progress() for _ in range(3)]
 
@@ -61,12 +61,12 @@ def test_who_waits_is_known_to_wait_and_for_whom():
     assert connected(3, body) == [(None, None)] * 3
 
 
-def test_alone_nothing_is_sent():
+def test_shared_work_of_a_single_rank_sends_nothing():
     assert SharedWork().together(lambda: object, lambda parts: parts, KINDS) is object
 
 
 @pytest.mark.parametrize("who", ["rank 0", "rank 1", "what combines"])
-def test_what_fails_on_one_rank_fails_on_all_with_its_words(who):
+def test_shared_work_failure_on_one_rank_is_raised_on_all(who):
     def body(links: Links) -> str:
         def part() -> Part:
             if who == f"rank {links.rank}":
@@ -122,7 +122,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("content", NONSENSE.values(), ids=NONSENSE)
 @pytest.mark.parametrize("sender", [0, 1])
-def test_a_rank_that_says_what_makes_no_sense_is_named_and_nothing_of_it_runs(tmp_path, sender, content):
+def test_shared_work_names_the_sender_of_an_invalid_message_and_runs_none_of_it(tmp_path, sender, content):
     trap = tmp_path / "it ran"
     content = content or pickle.dumps((Trap(str(trap)), None))
 
@@ -145,7 +145,7 @@ def test_a_rank_that_says_what_makes_no_sense_is_named_and_nothing_of_it_runs(tm
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 40])
-def test_a_length_that_makes_no_sense_fills_no_memory(length):
+def test_shared_work_refuses_an_invalid_length_without_allocating_it(length):
     def body(links: Links) -> None:
         if links.rank == 1:
             links.send(0, 0, torch.tensor([length])).wait()

@@ -40,7 +40,7 @@ def conversations(tmp_path: Path, *chats):
     return read_conversations(chat_file(tmp_path / "a.jsonl", chats), job, TEMPLATE)
 
 
-def test_perplexity_is_of_answers_and_what_ends_them(tmp_path):
+def test_chat_perplexity_covers_answers_and_their_end_tokens_only(tmp_path):
     result = chat(Counter(), Bytes(), conversations(tmp_path, said("q", "one", "q", "3"), said("x", "y"), said("?")))
     expected = "aone." + "a3." + "ay."  # nothing else writes the header of an answer
     assert (result.tokens, result.conversations, result.left_out) == (len(expected), 2, 1)
@@ -48,7 +48,7 @@ def test_perplexity_is_of_answers_and_what_ends_them(tmp_path):
     assert result.perplexity == pytest.approx(math.exp(result.loss))
 
 
-def test_batches_change_nothing_and_a_conversation_is_cut_where_the_model_reads_no_further(tmp_path):
+def test_chat_loss_is_independent_of_batch_size_and_cuts_long_conversations(tmp_path):
     chats = conversations(tmp_path, said("q", "one"), said("a longer one", "12"), said("q" * 20, "never read"))
     one, many = (chat(Counter(16), Bytes(), chats, size) for size in (1, 8))
     assert one.loss == pytest.approx(many.loss)
@@ -59,13 +59,13 @@ def test_batches_change_nothing_and_a_conversation_is_cut_where_the_model_reads_
         chat(Counter(3), Bytes(), chats)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_conversation_file_is_named(tmp_path):
     with pytest.raises(InvalidTask, match=r"cannot be read: .*gone\.jsonl"):
         read_conversations(tmp_path / "gone.jsonl", spec(), TEMPLATE)
 
 
 @pytest.mark.parametrize(("kind", "end"), [("llama 3", "<|eot_id|>"), ("qwen", "<|im_end|>"), ("mistral", "</s>")])
-def test_an_answer_ends_as_the_template_ends_it(tmp_path, kind, end):
+def test_chat_answer_ends_with_the_end_token_of_the_template(tmp_path, kind, end):
     job = spec(
         data={"source": "chat", "tokenizer": str(tokenizer_folder(tmp_path, kind)), "tokenizer_vocabulary": 420},
         model={"vocabulary_size": 420},
@@ -77,12 +77,12 @@ def test_an_answer_ends_as_the_template_ends_it(tmp_path, kind, end):
     assert end_of_answer(template, Bytes()).token is None, "of bytes it is several"
 
 
-def test_a_question_that_the_template_refuses_is_a_sentence():
+def test_chat_question_refused_by_the_template_is_reported():
     with pytest.raises(DataError, match="makes no text of a question: no users"):
         question(ChatTemplate("{{ raise_exception('no users') }}"), "why?")
 
 
-def test_the_kept_template_comes_before_that_of_the_spec_and_behind_one_that_is_named(tmp_path):
+def test_chat_template_precedence_is_named_then_kept_then_spec(tmp_path):
     job, place = spec(data={"source": "chat", "template": "chatml"}), tmp_path / "checkpoints" / "step-3"
     assert template_of(job, place) == open_template(job.data)
     kept = ChatTemplate("kept", (("bos_token", "<s>"),), "there")

@@ -50,7 +50,7 @@ def test_prompts_are_continued(checkpoints, tmp_path, capsys):
     assert said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 2).startswith("to")
 
 
-def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):
+def test_generate_and_evaluate_errors_are_one_sentence(checkpoints, tmp_path, capsys):
     sentence = said(generate, capsys, tmp_path / "none", "--prompt", "to", code=2)
     assert sentence == f"there is no complete checkpoint at {tmp_path / 'none'}\n"
     sentence = said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 100, code=2)
@@ -65,7 +65,7 @@ def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):
     assert "--top-p is above 0 and at most 1" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_loaded_is_a_sentence(checkpoints, tmp_path, capsys, monkeypatch):
+def test_checkpoint_removed_while_it_is_loaded_is_reported(checkpoints, tmp_path, capsys, monkeypatch):
     shutil.copytree(checkpoints, tmp_path / "checkpoints")
     load = loaded_model.load
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_loaded_is_a_sentence(checkpoint
         ("cuda:99", "--device: is cuda:99, and torch finds "),
     ],
 )
-def test_device_that_is_none_is_said_before_anything_is_read(tmp_path, capsys, device, sentence):
+def test_invalid_inference_device_is_refused_before_anything_is_read(tmp_path, capsys, device, sentence):
     with pytest.raises(SystemExit):
         generate.main([str(tmp_path), "--prompt", "to", "--device", device])
     assert sentence in capsys.readouterr().err

@@ -34,13 +34,13 @@ def written_without_a_cache(model, prompt: list[int], count: int) -> list[int]:
 PROMPTS = [[5, 17, 200], [9], [1, 2, 3, 4, 5, 6, 7], [77, 3]]
 
 
-def test_the_likeliest_tokens_are_those_without_a_cache_whatever_lengths_are_together(model):
+def test_greedy_generation_in_a_mixed_batch_matches_one_without_a_cache(model):
     together = generate(model, PROMPTS, 10, Sampling(), batch_size=3)
     assert [each.tokens for each in together] == [written_without_a_cache(model, each, 10) for each in PROMPTS]
     assert not any(each.ended for each in together)
 
 
-def test_a_draw_depends_on_the_seed_and_the_place_and_not_on_the_company(model):
+def test_sampled_tokens_depend_on_seed_and_place_but_not_on_the_batch(model):
     sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
     together = generate(model, PROMPTS, 10, sampling, batch_size=4)
     one_by_one = generate(model, PROMPTS, 10, sampling, batch_size=1)
@@ -49,7 +49,7 @@ def test_a_draw_depends_on_the_seed_and_the_place_and_not_on_the_company(model):
     assert [each.tokens for each in other] != [each.tokens for each in together]
 
 
-def test_the_end_token_ends_a_text_and_is_not_part_of_it(model):
+def test_generated_text_stops_before_its_end_token(model):
     free = written_without_a_cache(model, PROMPTS[0], 10)
     end = next(token for index, token in enumerate(free) if index >= 2 and token not in free[:index])
     (written, other) = generate(model, PROMPTS[:2], 10, Sampling(), end=end)
@@ -57,7 +57,7 @@ def test_the_end_token_ends_a_text_and_is_not_part_of_it(model):
     assert len(other.tokens) == 10 or other.ended
 
 
-def test_no_prompt_and_too_long_a_prompt_are_refused(model):
+def test_empty_and_too_long_prompts_are_refused(model):
     with pytest.raises(PromptTooLong, match="prompt 1 is empty"):
         generate(model, [[1], []], 5, Sampling())
     with pytest.raises(PromptTooLong, match=r"prompt 0 has 20 tokens, and with 5 more.*ask for at most 4"):
@@ -85,7 +85,7 @@ def shares(sampling: Sampling, draws: int = 4000) -> torch.Tensor:
         (Sampling(1.0, top_k=2, top_p=0.1), [1]),
     ],
 )
-def test_tokens_are_drawn_by_their_probabilities_among_those_that_are_kept(sampling, kept):
+def test_sampling_draws_kept_tokens_by_their_probabilities(sampling, kept):
     expected = torch.zeros(5)
     expected[kept] = (LOGITS[0, kept] / sampling.temperature).softmax(-1)
     assert (shares(sampling) - expected).abs().max() < 0.03

@@ -43,7 +43,7 @@ def both(section: dict) -> tuple[LoadedModel, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("section", MODELS, ids=str)
-def test_logits_are_those_of_the_plain_model(section):
+def test_loaded_model_has_the_logits_of_a_plain_model(section):
     model, plain = both(section)
     tokens_bs = torch.randint(256, (3, 12))
     torch.testing.assert_close(model.logits(tokens_bs), plain(tokens_bs).float())
@@ -51,7 +51,7 @@ def test_logits_are_those_of_the_plain_model(section):
 
 @pytest.mark.parametrize("section", MODELS, ids=str)
 @pytest.mark.parametrize("pieces", [(12,), (5, 7), (4, 1, 1, 3, 1, 1, 1)], ids=str)
-def test_reading_piece_by_piece_changes_nothing(section, pieces):
+def test_loaded_model_has_the_same_logits_if_it_reads_piece_by_piece(section, pieces):
     model, plain = both(section)
     tokens_bs, cache, at = torch.randint(256, (2, 12)), KeyValueCache(12), 0
     with torch.no_grad():

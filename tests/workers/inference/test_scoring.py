@@ -37,7 +37,7 @@ def alone(model, context: list[int], continuation: list[int]) -> tuple[float, bo
     )
 
 
-def test_each_pair_is_scored_as_if_it_were_alone(model):
+def test_scores_of_pairs_are_independent_of_the_batch(model):
     greedy = int(model.logits(torch.tensor([[7, 8]]))[0, -1].argmax())
     pairs = [([1, 2, 3], [4, 5]), ([9], [200]), ([7, 8], [greedy]), ([], [1, 2, 3]), ([5] * 6, [1, 2])]
     for batch_size in (1, 2, 8):
@@ -48,7 +48,7 @@ def test_each_pair_is_scored_as_if_it_were_alone(model):
             assert scored.tokens == len(continuation) - (0 if context else 1)
 
 
-def test_of_a_long_context_the_end_counts_and_a_long_continuation_is_refused(model):
+def test_scoring_cuts_a_long_context_and_refuses_a_long_continuation(model):
     long = list(range(20))
     (scored,) = score(model, [(long, [3])])
     assert scored.log_likelihood == pytest.approx(alone(model, long[-LENGTH:], [3])[0], rel=1e-4)
@@ -62,7 +62,7 @@ def test_a_text_of_one_window_is_a_continuation_of_its_first_token(model):
     assert (total, tokens) == (pytest.approx(alone(model, text[:1], text[1:])[0], rel=1e-4), 6)
 
 
-def test_windows_do_not_overlap_unless_that_is_asked_for(model):
+def test_scoring_windows_do_not_overlap_by_default(model):
     text = list(range(3 * LENGTH))
     usual = text_log_likelihood(model, text)
     assert usual == text_log_likelihood(model, text, LENGTH)
@@ -70,7 +70,7 @@ def test_windows_do_not_overlap_unless_that_is_asked_for(model):
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 9))
-def test_windows_score_each_token_but_the_first_once_with_as_much_before_it_as_fits(length, longest, stride):
+def test_scoring_windows_score_each_token_once_with_the_longest_context(length, longest, stride):
     stride = min(stride, longest)
     windows = list(_windows(length, longest, stride))
     assert [at for _, begin, end in windows for at in range(begin, end)] == list(range(1, length))

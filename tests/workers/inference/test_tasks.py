@@ -36,7 +36,7 @@ def test_perplexity_is_of_all_tokens_but_each_documents_first():
     assert result.tokens == 3
 
 
-def test_bytes_of_a_document_of_which_nothing_is_predicted_do_not_count():
+def test_text_task_ignores_bytes_of_documents_without_predictions():
     with_short_ones = tasks.text(Alphabet(), Bytes(), ["abc", "x", "ax", "", "y"])
     assert with_short_ones == tasks.text(Alphabet(), Bytes(), ["abc", "ax"])
 
@@ -48,7 +48,7 @@ def test_a_last_word_is_right_when_each_of_its_tokens_is_the_likeliest():
     assert result.perplexity == pytest.approx(math.exp(-(6 * EXPECTED + 3 * OTHER) / 9))
 
 
-def test_the_likeliest_answer_counts_and_by_length_the_likeliest_byte():
+def test_choice_task_counts_the_likeliest_answer_also_by_length():
     questions = [
         Question("a", ("bcd", "x"), 0),  # three expected bytes against one other
         Question("a", ("bcdefg", "x"), 0),  # by its sum x is likelier, by length it is not
@@ -79,13 +79,13 @@ def test_the_likeliest_answer_counts_and_by_length_the_likeliest_byte():
         ),
     ],
 )
-def test_what_is_wrong_with_a_file_of_questions_is_a_sentence_with_its_line(tmp_path, content, sentence):
+def test_invalid_question_file_is_reported_with_its_line(tmp_path, content, sentence):
     (tmp_path / "questions.jsonl").write_bytes(content)
     with pytest.raises(InvalidTask, match=sentence):
         tasks.read_questions(tmp_path / "questions.jsonl")
 
 
-def test_texts_are_lines_of_jsonl_or_a_whole_file(tmp_path):
+def test_text_task_reads_jsonl_lines_or_a_whole_file(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n\n" for each in ("one", "two")))
     (tmp_path / "a.txt").write_text("one\ntwo")
     assert tasks.read_texts(tmp_path / "a.jsonl") == ["one", "two"]
@@ -94,7 +94,7 @@ def test_texts_are_lines_of_jsonl_or_a_whole_file(tmp_path):
         tasks.read_texts(tmp_path / "none.txt")
 
 
-def test_a_line_of_jsonl_ends_with_a_line_feed_alone(tmp_path):
+def test_jsonl_line_ends_only_with_a_line_feed(tmp_path):
     text = "one\u2028line\x85of\u2029three"
     (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n{}")
     with pytest.raises(InvalidTask, match="line 2: 'text' must be a text"):
@@ -104,12 +104,12 @@ def test_a_line_of_jsonl_ends_with_a_line_feed_alone(tmp_path):
 
 
 @pytest.mark.parametrize("stride", [0, -1, 65])
-def test_windows_that_do_not_move_on_or_leave_something_out_are_refused(stride):
+def test_text_task_refuses_a_stride_that_stalls_or_skips_tokens(stride):
     with pytest.raises(InvalidTask, match=f"by {stride} tokens: 1 to 64 are what the model reads at once"):
         tasks.text(Alphabet(), Bytes(), ["abc" * 30], stride)
 
 
-def test_a_passage_of_one_word_and_a_text_of_one_byte_are_refused():
+def test_tasks_refuse_a_passage_of_one_word_and_a_text_of_one_byte():
     with pytest.raises(InvalidTask, match="passage 1 has less than two words: 'word'"):
         tasks.last_word(Alphabet(), Bytes(), ["word"])
     with pytest.raises(InvalidTask, match="less than two tokens"):

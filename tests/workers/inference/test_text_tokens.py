@@ -26,14 +26,14 @@ def test_the_kept_tokenizer_comes_before_the_file_that_the_spec_names(tmp_path, 
     assert tokens.decode([*tokens.encode(text), tokens.end]) == text
 
 
-def test_without_one_it_is_the_file_of_the_spec_or_none(tmp_path):
+def test_tokenizer_without_a_kept_copy_is_the_file_of_the_spec_or_an_error(tmp_path):
     file = byte_level(tmp_path / "t.json")
     assert text_tokens_of(job(file), tmp_path / "checkpoints" / "step-3").end == 0
     with pytest.raises(DataError, match="the tokenizer of this job is not kept next to "):
         text_tokens_of(job("bpe"), tmp_path / "checkpoints" / "step-3")
 
 
-def test_bytes_need_no_file(tmp_path):
+def test_bytes_tokenizer_needs_no_file(tmp_path):
     assert text_tokens_of(spec(), tmp_path / "a" / "b").end is None
     ended = spec(data={"end_of_document": "<|endoftext|>"})
     assert text_tokens_of(ended, tmp_path / "a" / "b").end == 256

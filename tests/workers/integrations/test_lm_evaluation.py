@@ -59,7 +59,7 @@ def model(adapter, checkpoints):
     return adapter.MantaModel(checkpoints)
 
 
-def test_continuations_are_scored_behind_their_contexts(model):
+def test_lm_evaluation_scores_continuations_after_their_contexts(model):
     requests = [Instance(("a question", " answer")), Instance(("ends with a space ", "x")), Instance(("", "alone"))]
     scores = model.loglikelihood(requests)
     pairs = [(b"a question", b" answer"), (b"ends with a space", b" x"), (b"", b"alone")]
@@ -67,13 +67,13 @@ def test_continuations_are_scored_behind_their_contexts(model):
     assert scores == [(pytest.approx(each.log_likelihood), each.is_greedy) for each in expected]
 
 
-def test_whole_texts_are_scored_in_windows(model):
+def test_lm_evaluation_scores_whole_texts_in_windows(model):
     text = "to be or not to be " * 5
     (log_likelihood,) = model.loglikelihood_rolling([Instance((text,))])
     assert log_likelihood == pytest.approx(text_log_likelihood(model._model, list(text.encode()))[0])
 
 
-def test_what_is_written_ends_before_the_first_text_that_ends_it(model, adapter, monkeypatch):
+def test_lm_evaluation_cuts_generated_text_before_its_first_stop_text(model, adapter, monkeypatch):
     prompts, write = [], adapter.generate
     monkeypatch.setattr(adapter, "generate", lambda *all: prompts.append(all[1][0]) or write(*all))
     whole = model.generate_until([Instance(("to be", {"max_gen_toks": 12, "until": []}))])[0]

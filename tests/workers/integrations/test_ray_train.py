@@ -73,7 +73,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.soak
-def test_a_killed_worker_changes_no_bit_of_what_follows(interrupted, undisturbed):
+def test_ray_train_has_the_same_bits_after_a_worker_is_killed(interrupted, undisturbed):
     expected = [(row["step"], row["loss"], row["grad_norm"]) for row in undisturbed[0]]
     rows = rows_of(interrupted.folder / "metrics")
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in rows] == expected[EVERY:]
@@ -84,7 +84,7 @@ def test_a_killed_worker_changes_no_bit_of_what_follows(interrupted, undisturbed
 
 
 @pytest.mark.soak
-def test_manta_reads_what_ray_train_stored(interrupted):
+def test_manta_reads_checkpoints_stored_by_ray_train(interrupted):
     newest, manifest = complete_checkpoints(interrupted.folder)[-1]
     assert verify(newest).step == manifest.step == STEPS
     assert manifest.job == interrupted.name
@@ -95,7 +95,7 @@ def test_manta_reads_what_ray_train_stored(interrupted):
 
 
 @pytest.mark.soak
-def test_ray_train_reads_what_the_engine_stored(interrupted):
+def test_ray_train_reads_checkpoints_stored_by_the_engine(interrupted):
     from ray.train import Result
     from torch.distributed.checkpoint import load
 
@@ -109,7 +109,7 @@ def test_ray_train_reads_what_the_engine_stored(interrupted):
     assert stored["model.final_norm.weight"].norm() > 0
 
 
-def test_as_many_workers_as_ranks_and_files_where_the_driver_sees_them(job, tmp_path, monkeypatch):
+def test_ray_train_gets_one_worker_per_rank_and_absolute_data_paths(job, tmp_path, monkeypatch):
     from manta.workers.integrations.ray_train import torch_trainer
 
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_as_many_workers_as_ranks_and_files_where_the_driver_sees_them(job, tmp_
         ({"parallel": {"tensor": 2}}, r"the layout has 2 ranks, but ScalingConfig says 4 workers: set num_workers=2"),
     ],
 )
-def test_what_does_not_fit_together_is_said_before_anything_starts(job, sections, sentence):
+def test_ray_train_refuses_unsupported_specs_before_it_starts(job, sections, sentence):
     from ray.train import ScalingConfig
 
     from manta.workers.integrations.ray_train import RayTrainError, torch_trainer

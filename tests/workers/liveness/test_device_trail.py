@@ -56,7 +56,7 @@ def rig(tmp_path):
         made.reader.close()
 
 
-def test_nothing_is_said_and_no_mark_set_before_the_first_step(rig):
+def test_device_trail_is_empty_before_the_first_step(rig):
     before = Event.made
     rig.at("forward")
     rig.trail.poll()
@@ -64,7 +64,7 @@ def test_nothing_is_said_and_no_mark_set_before_the_first_step(rig):
     assert Event.made == before
 
 
-def test_the_device_is_where_its_work_is_and_not_where_its_host_is(rig):
+def test_device_phase_follows_its_work_rather_than_its_host(rig):
     rig.begin(7)
     rig.at("forward", 2)
     rig.compute(1.0)
@@ -77,7 +77,7 @@ def test_the_device_is_where_its_work_is_and_not_where_its_host_is(rig):
     assert rig.reader.read().phase == "optimizer"
 
 
-def test_before_the_first_mark_is_passed_the_device_is_in_the_step_that_has_begun(rig):
+def test_device_trail_places_the_device_in_the_begun_step_before_its_first_mark(rig):
     rig.begin(7)
     rig.compute(float("inf"))
     rig.at("forward")
@@ -85,7 +85,7 @@ def test_before_the_first_mark_is_passed_the_device_is_in_the_step_that_has_begu
     assert (seen.phase, seen.step, seen.pending) == ("data", 7, 1)
 
 
-def test_a_wait_is_reported_until_it_is_over(rig):
+def test_device_wait_is_reported_until_it_is_over(rig):
     rig.begin()
     rig.communicate(number=4)
     rig.at("optimizer")
@@ -98,7 +98,7 @@ def test_a_wait_is_reported_until_it_is_over(rig):
 
 
 @pytest.mark.parametrize(("peer", "sending"), [(0, False), (5, True)])
-def test_of_a_message_it_is_known_who_is_waited_for(rig, peer, sending):
+def test_device_trail_names_the_peer_of_a_message(rig, peer, sending):
     rig.begin()
     rig.device.queue("start", "sum")
     rig.trail.waits(1, 3, peer, sending)
@@ -108,7 +108,7 @@ def test_of_a_message_it_is_known_who_is_waited_for(rig, peer, sending):
     assert (seen.waits, seen.channel, seen.number, seen.waits_for, seen.sending) == (True, 1, 3, peer, sending)
 
 
-def test_who_computes_before_a_communication_was_not_ready_for_it(rig):
+def test_device_trail_does_not_count_a_rank_that_still_computes_as_waiting(rig):
     rig.begin()
     rig.compute(float("inf"))
     rig.communicate()
@@ -116,7 +116,7 @@ def test_who_computes_before_a_communication_was_not_ready_for_it(rig):
     assert (seen.waits, seen.counts["data"]) == (False, 0)
 
 
-def test_what_the_device_passes_is_a_sign_of_life(rig):
+def test_device_trail_counts_passed_marks_as_heartbeats(rig):
     rig.begin()
     rig.compute(1.0)
     rig.at("backward")
@@ -127,7 +127,7 @@ def test_what_the_device_passes_is_a_sign_of_life(rig):
     assert rig.reader.read().heartbeat == before + 2, "to look is none"
 
 
-def test_own_time_is_what_was_not_waited_for_on_the_device(rig):
+def test_device_trail_step_times_exclude_waits_on_the_device(rig):
     """2 s, a wait of 5 s, 1 s: known once the step after it has begun on the device as well."""
     rig.begin(1)
     rig.compute(2.0)
@@ -159,7 +159,7 @@ def test_events_are_used_again(rig):
     assert Event.made == made
 
 
-def test_what_a_generation_left_in_the_stream_means_nothing_in_the_next_one(rig):
+def test_device_trail_forgets_marks_of_an_earlier_generation(rig):
     rig.begin()
     rig.communicate()
     rig.seen()
@@ -190,7 +190,7 @@ class Asked:
         return self.answer()
 
 
-def test_a_thread_looks_until_the_generation_is_over(tmp_path, monkeypatch):
+def test_device_trail_thread_ends_with_the_generation(tmp_path, monkeypatch):
     monkeypatch.setattr(device_trail, "POLL_SECONDS", 0.001)
     event, before = Asked(lambda: False), set(threading.enumerate())
     trail = DeviceTrail(lambda: event, Progress())
@@ -203,7 +203,7 @@ def test_a_thread_looks_until_the_generation_is_over(tmp_path, monkeypatch):
     assert not looking.is_alive()
 
 
-def test_who_looks_does_not_wait_for_a_mark_that_waits_for_the_device(tmp_path):
+def test_device_trail_poll_does_not_wait_for_a_mark_being_recorded(tmp_path):
     """A device with a full queue holds its host up in whatever that puts there next, a mark too."""
     looked = threading.Event()
 
@@ -218,7 +218,7 @@ def test_who_looks_does_not_wait_for_a_mark_that_waits_for_the_device(tmp_path):
     assert looked.is_set()
 
 
-def test_a_device_that_has_failed_says_so_to_whoever_trains_and_ends_the_thread(tmp_path, monkeypatch):
+def test_failed_device_raises_in_the_trainer_and_ends_the_trail_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(device_trail, "POLL_SECONDS", 0.001)
 
     def fail():

@@ -21,7 +21,7 @@ def read(dump):
     return {(each.group, each.what): each for each in read_flight_record(dump.text).sequences}
 
 
-def test_numbers_kinds_and_sizes_are_kept_and_which_is_the_first_that_is_not_over():
+def test_flight_record_keeps_number_kind_size_and_first_open_operation():
     dump = FlightDump()
     dump.collective(*WORLD, sizes=(4, 2))
     dump.collective("data", (0, 2), "_all_gather_base", (3,), dtype="BFloat16")
@@ -35,7 +35,7 @@ def test_numbers_kinds_and_sizes_are_kept_and_which_is_the_first_that_is_not_ove
     assert data.open is None
 
 
-def test_of_long_sequences_what_lies_around_the_first_open_one_is_kept():
+def test_flight_record_keeps_the_operations_around_the_first_open_one():
     dump = FlightDump()
     for number in range(1, 101):
         dump.collective(*WORLD, state="completed" if number < 40 else "scheduled")
@@ -44,7 +44,7 @@ def test_of_long_sequences_what_lies_around_the_first_open_one_is_kept():
     assert kept.last == 100
 
 
-def test_of_groups_that_were_made_anew_the_newest_counts():
+def test_flight_record_uses_the_newest_group_of_a_name():
     dump = FlightDump()
     for _ in range(5):
         dump.collective(*WORLD, state="scheduled", made=0)
@@ -53,7 +53,7 @@ def test_of_groups_that_were_made_anew_the_newest_counts():
     assert (kept.last, kept.open) == (1, None)
 
 
-def test_messages_say_with_whom_and_only_those_that_are_not_over_are_kept():
+def test_flight_record_keeps_only_unfinished_messages_and_names_their_peers():
     dump = FlightDump()
     dump.message("pipeline_up", (0, 2, 4), "send", 1, 2, (5,), "completed")
     dump.message("pipeline_up", (0, 2, 4), "recv", 0, 1, (5,), "scheduled")
@@ -65,7 +65,7 @@ def test_messages_say_with_whom_and_only_those_that_are_not_over_are_kept():
     ]
 
 
-def test_of_messages_that_were_begun_as_one_only_the_whole_counts():
+def test_flight_record_of_batched_messages_keeps_the_batch_only():
     """Its parts have no events, and would look as if they never ended."""
     dump = FlightDump()
     dump.batch("data", (0, 1, 2), [1, 2], "completed")
@@ -75,14 +75,14 @@ def test_of_messages_that_were_begun_as_one_only_the_whole_counts():
     assert (sequences["data", "batches"].last, sequences["data", "batches"].open.number) == (2, 2)
 
 
-def test_of_a_backend_whose_groups_outlive_a_generation_numbers_mean_nothing():
+def test_flight_record_ignores_backends_whose_groups_outlive_a_generation():
     dump = FlightDump()
     dump.collective(*WORLD)
     dump.entries[0]["profiling_name"] = "nccl2:all_reduce"
     assert read(dump) == {}
 
 
-def test_what_was_forgotten_is_known_to_be():
+def test_flight_record_says_whether_it_is_whole():
     whole, cut = FlightDump(), FlightDump(forgotten=9)
     for dump in (whole, cut):
         dump.collective(*WORLD)
@@ -92,12 +92,12 @@ def test_what_was_forgotten_is_known_to_be():
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"entries": [{}]}', b'{"entries": {"a": 1}}', b'{"entries": 7}'])
-def test_what_is_of_another_format_is_refused_in_a_sentence(text):
+def test_flight_record_of_an_unknown_format_is_refused(text):
     with pytest.raises(ValueError, match="dump is not of a format that is known"):
         read_flight_record(text)
 
 
-def test_it_crosses_borders_between_processes():
+def test_flight_record_survives_json():
     dump = FlightDump()
     dump.collective(*WORLD, state="scheduled")
     dump.message("pipeline_up", (0, 1), "send", 0, 1, (5,), "scheduled")
@@ -105,7 +105,7 @@ def test_it_crosses_borders_between_processes():
     assert from_json(FlightRecord, json.loads(json.dumps(to_json(record)))) == record
 
 
-def test_torchs_own_analysis_takes_the_dumps_of_these_tests_and_says_the_same():
+def test_torchs_flight_analysis_agrees_with_ours():
     builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
     details = {}
     for rank in range(3):
@@ -126,7 +126,7 @@ def two_sums_and_what_was_recorded(comm):
     return capture_flight_record()
 
 
-def test_what_this_torch_records_can_be_read(ranks):
+def test_flight_record_of_this_torch_version_can_be_read(ranks):
     """Of gloo, which is recorded in the same format from torch 2.13 on."""
     for record in ranks.run(ParallelConfig(data=2), two_sums_and_what_was_recorded, backend="process_groups"):
         (world,) = [each for each in record.sequences if each.group == "world"]
@@ -135,7 +135,7 @@ def test_what_this_torch_records_can_be_read(ranks):
         assert world.operations[-1].sizes == "Float[3] -> Float[3]"
 
 
-def test_nccls_recorder_is_asked_before_the_others_and_what_is_not_known_is_passed_over(monkeypatch):
+def test_flight_record_asks_nccls_recorder_first_and_ignores_unknown_dumps(monkeypatch):
     dump = FlightDump()
     dump.collective(*WORLD)
     names = dict(zip(process_groups._DUMPS, (b"{}", dump.text), strict=True))

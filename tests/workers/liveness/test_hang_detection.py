@@ -90,7 +90,7 @@ def watched(tmp_path, go):
     return watch
 
 
-def test_a_stopped_process_is_reported_once_and_again_when_it_moves_on(child, watched):
+def test_stopped_process_is_reported_once_and_again_when_it_continues(child, watched):
     process = child("for n in range(10**9): progress.at('backward', n % 4); time.sleep(0.01)")
     os.kill(process.pid, signal.SIGSTOP)
 
@@ -113,7 +113,7 @@ def patient(monkeypatch):
     monkeypatch.setattr("manta.workers.liveness.stacks._ANSWER_SECONDS", 30.0)
 
 
-def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(child, watched, tmp_path, go, patient):
+def test_deadlocked_process_is_noticed_and_its_stacks_are_reported(child, watched, tmp_path, go, patient):
     process = child("stuck()")
     (standstill,) = watched(process, 1)
     assert (standstill.overdue, standstill.stopped, standstill.burning) == (True, False, False)
@@ -139,7 +139,7 @@ while True:
 """
 
 
-def test_an_answer_is_heard_to_its_end_though_it_comes_in_pieces(tmp_path, go, patient):
+def test_stacks_that_arrive_in_pieces_are_read_to_their_end(tmp_path, go, patient):
     """As that of a process that has to wait for a processor after each line."""
     path = stacks_path(tmp_path, 2)
     with path.open("w") as answers:
@@ -153,7 +153,7 @@ def test_an_answer_is_heard_to_its_end_though_it_comes_in_pieces(tmp_path, go, p
         process.communicate()
 
 
-def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
+def test_stacks_of_a_stopped_process_come_from_the_kernel(child, tmp_path, go):
     process = child("stuck()")
     os.kill(process.pid, signal.SIGSTOP)
     while not process_state(process.pid).stopped:  # before that it may still answer
@@ -162,7 +162,7 @@ def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
     assert "stopped" in stacks
 
 
-def test_of_a_process_that_does_not_answer_the_kernel_tells_after_a_while(go, tmp_path, monkeypatch):
+def test_stacks_of_a_silent_process_come_from_the_kernel_after_a_while(go, tmp_path, monkeypatch):
     monkeypatch.setattr("manta.workers.liveness.stacks._ANSWER_SECONDS", 0.1)
     path = stacks_path(tmp_path, 2)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def test_of_a_process_that_does_not_answer_the_kernel_tells_after_a_while(go, tm
             process.kill()
 
 
-def test_of_a_process_that_is_gone_nothing_is_reported(go, tmp_path):
+def test_stacks_of_a_process_that_is_gone_are_empty(go, tmp_path):
     process = subprocess.Popen(["true"])
     process.wait()
     stacks_path(tmp_path, 2).touch()
@@ -202,7 +202,7 @@ def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(g
 
 @pytest.mark.soak
 @pytest.mark.parametrize("then", ["progress.at('resting')\ntime.sleep(1000)", "while True: pass"])
-def test_real_rest_and_computing_are_left_alone(child, watched, then):
+def test_resting_or_computing_process_is_not_reported(child, watched, then):
     process = child(then)
 
     async def look_on(eye, standstills):
@@ -243,7 +243,7 @@ def look_at(tmp_path, monkeypatch):
     return progress, poll
 
 
-def test_the_record_that_another_process_left_is_not_believed(tmp_path):
+def test_progress_record_of_another_process_is_ignored(tmp_path):
     Progress.shared(tmp_path, 2).at("done")
     other = subprocess.Popen(["sleep", "1000"])
     try:
@@ -255,7 +255,7 @@ def test_the_record_that_another_process_left_is_not_believed(tmp_path):
         other.wait()
 
 
-def test_a_stopped_process_is_overdue_after_a_second_in_any_phase_but_when_it_is_done(look_at):
+def test_stopped_process_is_overdue_after_a_second_unless_it_is_done(look_at):
     progress, look = look_at
     progress.at("checkpoint")
     assert not look(STOPPED_SECONDS / 2, "T").overdue
@@ -266,7 +266,7 @@ def test_a_stopped_process_is_overdue_after_a_second_in_any_phase_but_when_it_is
     assert not watch.overdue
 
 
-def test_a_process_that_was_stopped_at_rest_is_reported_to_who_watches_the_next_generation(look_at):
+def test_process_stopped_at_rest_is_reported_again_in_the_next_generation(look_at):
     """Whose others wait for it: nobody heeds what was said while all rested."""
     progress, look = look_at
     progress.at("resting")
@@ -282,7 +282,7 @@ def test_a_process_that_was_stopped_at_rest_is_reported_to_who_watches_the_next_
 @pytest.mark.parametrize(
     ("phase", "letter", "overdue"), [("backward", "S", True), ("backward", "R", False), ("resting", "S", False)]
 )
-def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(look_at, phase, letter, overdue):
+def test_rest_and_computing_are_allowed_to_last_longer_than_ordinary_phases(look_at, phase, letter, overdue):
     progress, look = look_at
     progress.at(phase)
     watch = look(2 * MIN_SECONDS, letter)
@@ -292,7 +292,7 @@ def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(loo
 
 
 @pytest.mark.parametrize("peer", [0, 1])
-def test_a_rank_that_waits_for_another_may_stand_still_for_longer(look_at, peer):
+def test_rank_waiting_for_another_may_stand_still_for_longer(look_at, peer):
     progress, look = look_at
     progress.at("forward")
     assert look(0).allowed == MIN_SECONDS
@@ -302,7 +302,7 @@ def test_a_rank_that_waits_for_another_may_stand_still_for_longer(look_at, peer)
     assert look(2 * MIN_SECONDS).overdue
 
 
-def test_a_rank_whose_snapshots_are_large_may_take_longer_for_one(tmp_path, look_at):
+def test_hang_timeout_of_a_snapshot_grows_with_its_size(tmp_path, look_at):
     progress, look = look_at
     progress.at("snapshot")
     assert look(0).allowed == 30.0
@@ -314,7 +314,7 @@ def test_a_rank_whose_snapshots_are_large_may_take_longer_for_one(tmp_path, look
     assert look(0).allowed == MIN_SECONDS
 
 
-def test_watch_lets_go_of_the_record_when_its_process_is_gone(tmp_path, go, monkeypatch):
+def test_hang_watch_closes_the_record_of_a_gone_process(tmp_path, go, monkeypatch):
     Progress.shared(tmp_path, 2).commit(7)
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
     assert watch.poll() and watch.describe().record.committed == 7
@@ -324,7 +324,7 @@ def test_watch_lets_go_of_the_record_when_its_process_is_gone(tmp_path, go, monk
     assert memory.closed and watch._reader is None
 
 
-def test_record_of_the_process_before_is_none_of_the_one_that_is_watched(tmp_path):
+def test_progress_record_of_a_former_process_is_ignored(tmp_path):
     """Its step may be far from where the new process begins, and it never changes again."""
     before = Progress.shared(tmp_path, 2)
     memoryview(before.memory).cast("q")[2] = os.getppid()
@@ -334,7 +334,7 @@ def test_record_of_the_process_before_is_none_of_the_one_that_is_watched(tmp_pat
     assert watch.poll() and watch.describe().record.committed == 7
 
 
-def test_commit_that_is_waited_for_is_a_new_one(tmp_path, go, monkeypatch):
+def test_watch_for_a_commit_waits_for_a_new_one(tmp_path, go, monkeypatch):
     monkeypatch.setattr(hang_detection, "COMMIT_POLL_SECONDS", 0.0)
     monkeypatch.setattr(hang_detection, "COMMIT_SECONDS", 0.01)
     progress = Progress.shared(tmp_path, 2)
@@ -364,7 +364,7 @@ def device_of(look_at):
     return tell
 
 
-def test_a_host_that_spins_until_its_device_is_done_gets_no_more_time_for_it(look_at, device_of, monkeypatch):
+def test_hang_timeout_is_not_extended_for_a_host_spinning_on_its_device(look_at, device_of, monkeypatch):
     progress, look = look_at
     monkeypatch.setattr(Standstill, "burning", True)
     progress.at("agreement")
@@ -377,7 +377,7 @@ def test_a_host_that_spins_until_its_device_is_done_gets_no_more_time_for_it(loo
     assert look(0).describe().record.device.number == 7
 
 
-def test_what_was_seen_of_a_device_long_ago_is_not_believed(look_at, device_of, monkeypatch):
+def test_stale_device_record_is_not_used_by_the_hang_watch(look_at, device_of, monkeypatch):
     progress, look = look_at
     monkeypatch.setattr(Standstill, "burning", True)
     device_of(pending=3)
@@ -388,7 +388,7 @@ def test_what_was_seen_of_a_device_long_ago_is_not_believed(look_at, device_of, 
     assert watch.allowed == BURNING_FACTOR * MIN_SECONDS
 
 
-def test_a_device_that_moves_keeps_its_host_from_standing_still(look_at, device_of):
+def test_moving_device_keeps_its_host_from_being_overdue(look_at, device_of):
     progress, look = look_at
     progress.at("agreement")
     for _ in range(8):

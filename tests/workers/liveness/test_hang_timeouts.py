@@ -30,13 +30,13 @@ def allowed(phase, steps, compiles=False, burning=False, waiting=False):
 
 
 @given(st.sampled_from(ORDINARY), durations)
-def test_no_ordinary_step_is_ever_an_alarm(phase, steps):
+def test_hang_timeout_exceeds_any_ordinary_step(phase, steps):
     assert allowed(phase, steps) >= STEPS * slowest_ordinary(steps)
     assert allowed(phase, steps) >= MIN_SECONDS
 
 
 @given(phases, st.just([]) | durations, st.booleans(), st.booleans(), st.booleans())
-def test_doubts_only_ever_lengthen_the_wait(phase, steps, compiles, burning, waiting):
+def test_doubts_only_lengthen_the_hang_timeout(phase, steps, compiles, burning, waiting):
     least = allowed(phase, steps)
     assert allowed(phase, steps, compiles, burning, waiting) >= least
     assert allowed(phase, steps, compiles) >= least
@@ -54,17 +54,17 @@ def test_quick_steps_are_watched_closely_and_one_outlier_does_not_blind_the_watc
     assert allowed("backward", [1.0] * 32) == 6.0
 
 
-def test_a_copy_of_many_bytes_may_take_longer_than_one_of_few():
+def test_copy_of_many_bytes_has_a_longer_hang_timeout():
     large = [hang_timeout(phase, (), False, False, False, 1, 50 * 10**9) for phase in ("snapshot", "checkpoint")]
     assert large == [LONG["snapshot"] + 250.0, LONG["checkpoint"]]
 
 
 @pytest.mark.parametrize("phase", sorted(LONG))
-def test_phases_that_are_long_by_nature_have_their_own_rule(phase):
+def test_long_phases_have_their_own_hang_timeout(phase):
     assert allowed(phase, [0.02] * 32) == LONG[phase] >= 30.0
 
 
-def test_rest_and_the_end_are_never_an_alarm():
+def test_rest_and_end_have_no_hang_timeout():
     assert allowed("resting", [0.02]) == allowed("done", [0.02]) == math.inf
 
 
@@ -87,14 +87,14 @@ def stand(looks, between=0.25):
     return still
 
 
-def test_time_counts_from_the_last_change():
+def test_standstill_counts_from_the_last_change():
     assert stand([(1, SLEEPING)] * 9).seconds == 2.0
     assert stand([(1, SLEEPING)] * 9 + [(2, SLEEPING)]).seconds == 0.0
     assert stand([(1, SLEEPING)] * 9 + [(2, SLEEPING)] * 3).seconds == 0.5
     assert not stand([(1, SLEEPING)] * 9).burning
 
 
-def test_looks_that_came_late_count_for_little():
+def test_late_looks_count_little_towards_a_standstill():
     """Whoever held up the agent held up its trainer too: a machine that was suspended, or swaps."""
     assert stand([(1, SLEEPING)] * 2, between=3600.0).seconds == 0.5
 
@@ -131,7 +131,7 @@ def test_a_stopped_process_is_told_from_one_that_a_debugger_holds():
     assert stand([(1, ProcessState("T", 0.0, 0.0, 0.0))] * 9 + [(1, SLEEPING)]).stopped_seconds == 0.0
 
 
-def test_what_a_process_did_before_its_last_change_says_nothing_about_its_standstill():
+def test_standstill_counts_only_cpu_time_after_the_last_change():
     burned = [ProcessState("R", 0.25 * number, 0.25 * number, 0.0) for number in range(9)]
     sleeps = ProcessState("S", 2.0, 2.0, 0.0)
     still = stand([(1, process) for process in burned] + [(2, sleeps)] * 9)
@@ -174,7 +174,7 @@ def test_a_thread_that_had_the_processor_long_ago_may_still_wait_for_it_now():
     assert stand([(1, process) for process in looks]).seconds == 0.0
 
 
-def test_half_of_the_time_is_not_yet_most_of_it():
+def test_standstill_with_half_of_the_time_on_a_cpu_is_not_burning():
     looks = [ProcessState("S", 0.125 * number, 0.0, 0.0) for number in range(9)]
     assert not stand([(1, process) for process in looks]).burning
 
@@ -186,7 +186,7 @@ def test_a_large_gang_has_longer_to_connect():
     assert hang_timeout("backward", [0.02], False, False, False, 3072) == MIN_SECONDS
 
 
-def test_where_ranks_meet_for_the_first_time_patience_grows_with_their_number():
+def test_hang_timeout_of_a_first_meeting_grows_with_the_number_of_ranks():
     """Also in a first step: NCCL makes what was not used before when it is used."""
     for phase, alone in (("restoring", LONG["restoring"]), ("forward", FIRST_STEP_SECONDS)):
         assert [hang_timeout(phase, (), False, False, False, ranks) - alone for ranks in (1, 513)] == [0.0, 128.0]

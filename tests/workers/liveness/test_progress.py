@@ -36,7 +36,7 @@ def pair(tmp_path):
     reader.close()
 
 
-def test_what_is_written_is_read(pair):
+def test_progress_record_is_read_as_it_was_written(pair):
     writer, reader = pair
     assert reader.read().phase == "starting"
     assert reader.read().pid == os.getpid()
@@ -94,7 +94,7 @@ def test_each_change_moves_the_heartbeat(pair):
         last = now
 
 
-def test_what_is_entered_is_counted_from_the_begin_of_the_generation(pair):
+def test_progress_counts_restart_with_each_generation(pair):
     """Else a new process beside others that have lived through more would seem to be behind them all."""
     writer, reader = pair
     writer.belongs_to(1)
@@ -148,7 +148,7 @@ def test_the_oldest_of_the_last_steps_makes_room(pair, monkeypatch):
     assert sorted(reader.read().step_seconds) == [float(step) for step in range(3, RECENT + 3)]
 
 
-def test_a_record_that_was_not_begun_is_none(tmp_path):
+def test_progress_record_that_was_never_begun_reads_as_none(tmp_path):
     path = progress_path(tmp_path, 0)
     path.write_bytes(bytes(RECORD_BYTES))
     reader = ProgressReader(path)
@@ -218,7 +218,7 @@ def test_a_folder_that_cannot_be_written_turns_the_record_off(tmp_path):
 
 
 @pytest.mark.parametrize("be", [Path.mkdir, os.mkfifo])
-def test_what_is_in_the_place_of_a_ranks_files_holds_nobody_up_and_is_replaced(tmp_path, be):
+def test_pipe_or_folder_in_the_place_of_a_progress_record_is_replaced(tmp_path, be):
     path, stacks = progress_path(tmp_path, 3), stacks_path(tmp_path, 3)
     for each in (path, stacks):
         be(each)
@@ -250,7 +250,7 @@ def test_shared_memory_without_room_turns_the_record_off_and_is_left_as_it_was(t
     assert len(closed) == 1
 
 
-def test_the_step_is_known_to_whoever_computes_it():
+def test_progress_tells_its_own_process_the_current_step():
     own = Progress()
     own.begin_step(41)
     own.at("backward", 7)

@@ -53,14 +53,14 @@ def test_sample_is_the_mean_since_the_last_one_and_of_the_last_memory():
     assert unpacked(sampler.add(4, 5.0, (1.0, 5.0), (1.0, 1.0), nobody).own_seconds) == [3.0, 5.0]
 
 
-def test_own_time_that_nobody_knows_is_none():
+def test_rank_sample_without_known_own_times_has_none():
     clock = Clock()
     sampler = RankSampler(clock)
     clock.now += EVERY_SECONDS
     assert sampler.add(1, 1.0, (0.0, 0.0), (1.0, 1.0), nobody).own_seconds is None
 
 
-def test_those_that_hold_up_the_others_are_in_it_as_long_as_they_do():
+def test_rank_sample_lists_stragglers_as_long_as_they_are_slow():
     clock, stragglers = Clock(), Stragglers([0, 0, 0])
     sampler = RankSampler(clock)
 

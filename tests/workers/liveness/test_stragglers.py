@@ -38,13 +38,13 @@ def test_a_rank_without_peers_cannot_be_compared():
     assert run([0, 1], [(0.2, 2.0)] * 100) == []
 
 
-def test_less_than_the_floor_is_not_worth_a_word():
+def test_straggler_slower_by_less_than_the_floor_is_not_named():
     assert run([0, 0], [(0.001, 0.001 + 0.9 * MIN_SECONDS)] * 100) == []
     assert run([0, 0], [(10.0, 10.0 + 2 * MIN_SECONDS)] * 100) == [], "nor so little of a long step"
     assert [straggler.rank for _, straggler in run([0, 0], [(0.001, 0.001 + 1.1 * MIN_SECONDS)] * 100)] == [1]
 
 
-def test_what_is_usual_is_the_median_of_the_window_and_not_of_all_steps():
+def test_straggler_is_compared_with_the_median_of_the_window():
     steps = [(9.0, 9.0, 9.0)] * 50 + [(0.2, 0.5, 0.2)] * WINDOW
     ((step, straggler),) = run([0, 0, 0], steps)
     assert step == 50 + SLOW_STEPS
@@ -55,19 +55,19 @@ def test_slow_now_and_then_is_not_persistent():
     assert run([0, 0], ([(0.2, 0.9)] * (SLOW_STEPS - 1) + [(0.2, 0.2)] * (WINDOW - SLOW_STEPS + 1)) * 10) == []
 
 
-def test_whoever_keeps_up_for_most_of_a_window_and_falls_back_again_is_named_again():
+def test_straggler_that_recovers_for_most_of_a_window_is_named_again():
     slow, fine = [(0.2, 0.9)] * 40, [(0.2, 0.2)] * (WINDOW // 2)
     assert [straggler.rank for _, straggler in run([0, 0], slow + fine + slow)] == [1, 1]
 
 
-def test_whoever_keeps_up_for_a_few_steps_is_not_named_again():
+def test_straggler_that_recovers_for_a_few_steps_is_not_named_again():
     slow, fine = [(0.2, 0.9)] * 40, [(0.2, 0.2)] * (WINDOW - SLOW_STEPS + 2)
     assert [straggler.rank for _, straggler in run([0, 0], slow + fine + slow)] == [1]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 8), st.integers(0, 2**32), st.floats(0.01, 2.0))
-def test_noise_names_nobody(ranks, seed, pace):
+def test_no_straggler_is_named_among_equally_noisy_ranks(ranks, seed, pace):
     """Every rank is now and then twice as slow as the others, as on a machine with too many processes."""
     noise = random.Random(seed)
     steps = [[pace * (2.0 if noise.random() < 0.4 else 1.0) for _ in range(ranks)] for _ in range(300)]

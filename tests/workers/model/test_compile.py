@@ -161,7 +161,7 @@ def test_products_for_weights_may_be_put_off():
 
 @pytest.mark.soak  # its C++ takes a minute to compile
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-def test_compiled_casts_are_the_others(kind):
+def test_compiled_fp8_steps_follow_the_losses_of_eager_ones(kind):
     comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))
     shape = {"layers": 2, "hidden_size": 64, "sequence_length": 16}
     plain_one, compiled_one = (

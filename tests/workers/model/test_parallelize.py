@@ -51,7 +51,7 @@ def test_a_tied_embedding_is_one_weight_where_both_ends_are_on_a_rank():
     assert last.used_twice is None
 
 
-def test_of_a_tied_embedding_on_two_ranks_the_first_is_the_original():
+def test_tied_embedding_on_two_stages_has_its_original_on_the_first():
     tied = [
         [(shard.shard.tied_across_stages, shard.shard.shared_copy) for shard in stage.named_shards()
          if shard.name == TOKEN_EMBEDDING]
@@ -60,7 +60,7 @@ def test_of_a_tied_embedding_on_two_ranks_the_first_is_the_original():
     assert tied == [[(True, False)], [(True, True)]]
 
 
-def test_without_tying_there_are_two_tables():
+def test_untied_embedding_and_output_are_two_tables():
     first, last = stages(model={"tie_embeddings": False}, parallel={"pipeline": 2})
     assert first.used_twice is None
     assert "output.weight" in [shard.name.split("chunks.")[-1] for shard in last.named_shards()]

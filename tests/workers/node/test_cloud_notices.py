@@ -43,7 +43,7 @@ def event(kind, at="", resources=("vm-1",), **more):
 
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
-def test_nothing_is_said_where_nothing_is_planned(service, ask, cloud):
+def test_cloud_without_planned_events_gives_no_notice(service, ask, cloud):
     service.answers = {"/latest/api/token": "token", PREEMPTED: "FALSE", MAINTENANCE: "NONE", NAME: "vm-1"}
     service.answers[EVENTS] = {"DocumentIncarnation": 1, "Events": []}
     assert ask(cloud) is None

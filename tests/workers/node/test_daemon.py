@@ -77,7 +77,7 @@ def ports(addresses: list[Endpoint]) -> list[int]:
     return [address.port for address in addresses]
 
 
-def test_generations_share_a_store_and_none_before_the_newest_gets_it(go, daemon, stores):
+def test_node_daemon_shares_a_store_per_job_and_refuses_earlier_generations(go, daemon, stores):
     async def body():
         addresses = [await daemon.start_store("job", generation) for generation in (1, 3, 3)]
         assert ports(addresses) == [5001] * 3
@@ -136,7 +136,7 @@ def home(tmp_path, monkeypatch) -> Paths:
     return Paths.of(tmp_path)
 
 
-def test_what_a_job_has_left_goes_but_for_snapshots_that_may_be_needed(go, daemon, stores, home):
+def test_node_daemon_removes_leftovers_of_a_job_but_keeps_wanted_snapshots(go, daemon, stores, home):
     async def body():
         for job in ("job", "another"):
             home.snapshot_folder(job).mkdir(parents=True)
@@ -195,7 +195,7 @@ def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monk
         home.remove_runtime_folder()
 
 
-def test_who_takes_the_machine_is_heard_and_so_is_who_lets_it_be(go, home, monkeypatch):
+def test_node_daemon_hears_notices_of_a_leaving_machine_and_their_withdrawal(go, home, monkeypatch):
     monkeypatch.setattr(module, "NoticeWatch", partial(NoticeWatch, poll_seconds=0.02))
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
     service = MetadataService()
@@ -335,7 +335,7 @@ def test_daemon_whose_socket_or_folder_is_removed_is_reached_again(go, daemon, h
 
 
 @pytest.mark.parametrize("said", [b"", b"late"])
-def test_a_node_whose_devices_cannot_be_measured_is_there_all_the_same(go, daemon, monkeypatch, said):
+def test_node_daemon_without_measurable_devices_reports_no_peak(go, daemon, monkeypatch, said):
     made = []
 
     async def fork(socket_path, entry, argument, environment):
@@ -350,7 +350,7 @@ def test_a_node_whose_devices_cannot_be_measured_is_there_all_the_same(go, daemo
     assert made[0].closed, "who measures ends with that"
 
 
-def test_a_daemon_that_is_shut_down_ends_its_zygote_and_answers_no_more(go, daemon, stores, home, monkeypatch):
+def test_node_daemon_shutdown_ends_zygote_stores_and_heartbeat(go, daemon, stores, home, monkeypatch):
     ended = []
 
     async def close(owner):
@@ -379,7 +379,7 @@ DOCUMENT = {
 }
 
 
-def test_corpus_is_looked_at_as_the_ranks_will_see_it(go, home, tmp_path):
+def test_node_daemon_checks_data_as_the_ranks_will_see_it(go, home, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("words and more words. " * 200)
     document = {**DOCUMENT, "data": {"source": "text", "paths": [str(corpus)]}}

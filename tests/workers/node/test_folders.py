@@ -25,12 +25,12 @@ def test_marked_folder_is_shared_and_everything_lies_there(home):
     assert paths_on_node(str(home), ID) == Paths.of(home)
 
 
-def test_without_an_id_every_folder_is_shared(tmp_path):
+def test_folders_are_all_shared_without_a_service_id(tmp_path):
     assert paths_on_node(str(tmp_path / "not there"), "") == Paths.of(tmp_path / "not there")
 
 
 @pytest.mark.parametrize("what", ["missing", "of another service", "without a mark", "not to be written", "no text"])
-def test_other_folder_is_not_shared_and_the_node_has_its_own(home, tmp_path, monkeypatch, what):
+def test_unshared_home_is_replaced_by_a_folder_of_the_node(home, tmp_path, monkeypatch, what):
     if what == "missing":
         home = tmp_path / "elsewhere"
     elif what == "of another service":

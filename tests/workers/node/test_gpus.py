@@ -43,7 +43,7 @@ def test_reading_is_in_base_units(readings):
     assert (second.index, second.ecc_corrected, second.ecc_uncorrected) == (1, None, None)
 
 
-def test_error_is_reported_as_soon_as_the_driver_reports_it(readings, monkeypatch):
+def test_gpu_error_is_reported_as_soon_as_the_driver_reports_it(readings, monkeypatch):
     monkeypatch.setattr(gpus, "SAMPLE_SECONDS", 10_000.0)
     queued = readings(pynvml)
     queued.get(timeout=20)
@@ -66,7 +66,7 @@ def test_driver_that_tells_no_errors_still_tells_the_rest(readings):
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_without_a_driver_nothing_is_reported_and_the_watch_ends(function):
+def test_gpu_watch_without_a_driver_ends_without_readings(function):
     queued = queue.Queue()
     watch = GpuWatch(queued.put, library(**{function: refuse}))
     watch.start()

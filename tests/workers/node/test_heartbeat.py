@@ -37,7 +37,7 @@ def ping(connection, heartbeat):
     connection.sendall(f"{heartbeat.secret}\n".encode())
 
 
-def test_answers_each_ping(heartbeat):
+def test_heartbeat_answers_each_ping(heartbeat):
     connection, lines = connected(heartbeat)
     quiet = {"node": "n1", "draining": False, "drain_seconds": None, "drain_reason": "", "stays": False, "gpus": None}
     assert json.loads(lines.readline()) == quiet
@@ -45,7 +45,7 @@ def test_answers_each_ping(heartbeat):
     assert json.loads(lines.readline()) == quiet
 
 
-def test_new_readings_of_gpus_are_said_once_on_each_connection(heartbeat):
+def test_heartbeat_sends_new_gpu_readings_once_per_connection(heartbeat):
     (first, its_lines), (_, other_lines) = connected(heartbeat), connected(heartbeat)
     for lines in (its_lines, other_lines):
         assert json.loads(lines.readline())["gpus"] is None
@@ -117,7 +117,7 @@ def test_unauthenticated_take_no_place_from_who_pings(heartbeat):
     assert json.loads(lines.readline())["node"] == "n1"
 
 
-def test_tells_everybody_at_once_that_the_node_is_to_be_left(heartbeat):
+def test_heartbeat_tells_all_connections_at_once_that_the_node_drains(heartbeat):
     first, second = connected(heartbeat), connected(heartbeat)
     for _, lines in (first, second):
         lines.readline()
@@ -134,7 +134,7 @@ def test_the_last_word_about_when_the_node_is_to_be_left_counts(heartbeat):
         assert least < json.loads(lines.readline())["drain_seconds"] <= seconds
 
 
-def test_of_several_who_say_so_the_one_who_leaves_the_least_time_counts(heartbeat):
+def test_heartbeat_reports_the_earliest_of_several_drain_deadlines(heartbeat):
     for seconds, source in ((None, "cordon"), (600.0, "user"), (30.0, "cloud"), (300.0, "another")):
         heartbeat.drain(seconds, f"says the {source}", source)
     state = heartbeat.state
@@ -159,7 +159,7 @@ def test_node_that_stays_after_all_says_so_at_once_and_from_then_on(heartbeat):
     assert (heartbeat.state.draining, heartbeat.state.stays) == (True, False)
 
 
-def test_one_that_hangs_up_does_not_disturb_the_others(heartbeat):
+def test_heartbeat_survives_a_peer_that_hangs_up(heartbeat):
     with contextlib.closing(connected(heartbeat)[0]) as gone:
         gone.shutdown(socket.SHUT_RDWR)
     connection, lines = connected(heartbeat)
@@ -179,7 +179,7 @@ while True:
 """
 
 
-def test_one_that_is_closed_has_hung_up_on_everybody_and_has_no_descriptor_left():
+def test_heartbeat_close_ends_all_connections_and_descriptors():
     gc.collect()  # what earlier tests have left goes now or stays
     before = len(list(Path("/proc/self/fd").iterdir()))
     heartbeat = HeartbeatServer("127.0.0.1", "n1")

@@ -88,7 +88,7 @@ def test_node_that_is_being_deleted_ends(api, ask):
     assert ask() == Notice("deletion", SOON, "the node is being deleted from Kubernetes")
 
 
-def test_all_that_is_heeded_is_heeded_from_the_document_alone():
+def test_kubernetes_taints_and_conditions_are_read_from_the_node_document():
     for key, seconds in TAINTS.items():
         assert node_notice({"metadata": {}, "spec": {"taints": [taint(key)]}}, TAINTS).seconds == seconds
     for kind in CONDITIONS:

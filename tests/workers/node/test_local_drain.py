@@ -44,13 +44,13 @@ def test_the_daemons_of_this_machine_are_told(folder):
     assert with_daemon(folder, lambda: drain_nodes_here(110.0)) == ([110.0], ["ab" * 28])
 
 
-def test_where_there_is_none_or_it_has_ended_nothing_is_told(folder):
+def test_local_drain_without_a_living_daemon_tells_nobody(folder):
     assert drain_nodes_here(25.0) == []
     with_daemon(folder, lambda: None)
     assert drain_nodes_here(25.0) == []
 
 
-def test_a_daemon_that_is_started_again_takes_the_place_of_the_last_one(folder):
+def test_local_drain_socket_of_a_restarted_daemon_replaces_the_old_one(folder):
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(drain_socket(folder, "ab" * 28)))
     assert with_daemon(folder, lambda: drain_nodes_here(25.0)) == ([25.0], ["ab" * 28])
@@ -61,7 +61,7 @@ def test_a_daemon_that_is_started_again_takes_the_place_of_the_last_one(folder):
     b"\n", b"25\n", b"{}\n", b'{"seconds": -1}\n', b'{"seconds": Infinity}\n', b"x" * 9999,
 ]
 )  # fmt: skip
-def test_who_says_something_else_is_told_nothing(folder, said):
+def test_local_drain_ignores_malformed_requests(folder, said):
     def use():
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(drain_socket(folder, "ab" * 28)))
@@ -72,7 +72,7 @@ def test_who_says_something_else_is_told_nothing(folder, said):
     assert with_daemon(folder, use) == ([], b"")
 
 
-def test_a_folder_of_somebody_else_is_left_alone(folder, monkeypatch):
+def test_local_drain_ignores_folders_of_other_users(folder, monkeypatch):
     def use():
         monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
         return drain_nodes_here(25.0)

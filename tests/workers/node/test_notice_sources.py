@@ -17,7 +17,7 @@ def test_each_has_its_usual_address_and_may_have_another():
     assert notice_sources("kubernetes=example.com/sold:90+example.com/rented") == [KubernetesSource(further)]
 
 
-def test_several_are_separated_by_commas():
+def test_notice_sources_are_separated_by_commas():
     assert [source.name for source in notice_sources("aws, kubernetes,slurm=5")] == ["aws", "kubernetes", "slurm"]
 
 
@@ -25,6 +25,6 @@ def test_several_are_separated_by_commas():
     "", "AWS", "oracle", "aws=ftp://there", "aws=there", "aws,", "slurm=soon", "slurm=-1", "slurm=inf", "slurm=nan",
     "kubernetes=:5", "kubernetes=a:b", "kubernetes=a:-1", "kubernetes=a:inf", "kubernetes=a:nan",
 ])  # fmt: skip
-def test_what_names_nobody_is_one_clear_sentence(text):
+def test_unknown_notice_source_is_refused_with_the_known_ones(text):
     with pytest.raises(UnknownSource, match=r"is not a known source of notices: use aws, gcp, azure, .* with commas$"):
         notice_sources(text)

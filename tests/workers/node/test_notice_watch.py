@@ -44,7 +44,7 @@ def test_the_same_notice_is_passed_on_once_and_another_one_too(service, watch):
     assert [notice.seconds for notice in watch.noticed] == [60.0, 30.0]
 
 
-def test_what_does_not_hold_any_more_is_withdrawn_once_and_may_be_said_again(service, watch):
+def test_notice_that_no_longer_holds_is_withdrawn_once_and_can_return(service, watch):
     for answer in ("TRUE", "FALSE", "FALSE", "TRUE"):
         service.answers = {PREEMPTED: answer}
         watch.poll()
@@ -58,7 +58,7 @@ def test_silence_withdraws_nothing(service, watch):
     assert [notice.seconds for notice in watch.noticed] == [30.0]
 
 
-def test_notice_without_a_time_is_passed_on_without_one(caplog):
+def test_notice_without_a_deadline_is_passed_on_without_one(caplog):
     class Cordon:
         name = "a cordon"
 
@@ -71,7 +71,7 @@ def test_notice_without_a_time_is_passed_on_without_one(caplog):
     assert [record.message for record in caplog.records] == ["it is cordoned: this machine is being drained"]
 
 
-def test_source_that_refuses_is_said_once(caplog):
+def test_notice_source_that_refuses_is_logged_once(caplog):
     class Refuses:
         name = "who refuses"
 
@@ -84,7 +84,7 @@ def test_source_that_refuses_is_said_once(caplog):
     assert [record.message for record in caplog.records] == ["you may not ask; retrying"]
 
 
-def test_silence_is_no_notice_and_is_said_once(service, watch, caplog):
+def test_notice_source_that_is_silent_gives_no_notice_and_is_logged_once(service, watch, caplog):
     service.answers = {PREEMPTED: 503}
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -95,7 +95,7 @@ def test_silence_is_no_notice_and_is_said_once(service, watch, caplog):
     assert [record.message.partition(";")[0].rpartition(" ")[2] for record in caplog.records] == ["503", "again"]
 
 
-def test_it_asks_until_it_is_stopped(service, watch):
+def test_notice_watch_polls_until_it_is_stopped(service, watch):
     passed_on = threading.Event()
     watch._noticed = lambda notice: passed_on.set()
     watch.start()

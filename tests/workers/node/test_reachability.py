@@ -19,7 +19,7 @@ def free():
         return server.getsockname()[1]
 
 
-def test_only_what_takes_no_connection_is_not_reached(free):
+def test_reachability_check_reports_only_ports_that_refuse(free):
     async def body():
         listening = listen_for_a_moment(HERE, None, 3, 60.0)
         there = [Endpoint(HERE, port) for port in listening.ports]
@@ -29,7 +29,7 @@ def test_only_what_takes_no_connection_is_not_reached(free):
     assert asyncio.run(body()) == [Endpoint(HERE, free)]
 
 
-def test_what_does_not_answer_in_time_is_not_reached(monkeypatch):
+def test_reachability_check_reports_ports_that_do_not_answer_in_time(monkeypatch):
     async def never(host, port):
         await asyncio.Event().wait()
 
@@ -38,7 +38,7 @@ def test_what_does_not_answer_in_time_is_not_reached(monkeypatch):
     assert asyncio.run(unreached([silent], 0.01)) == [silent]
 
 
-def test_nobody_listens_any_more_after_the_moment():
+def test_reachability_listener_closes_after_its_moment():
     async def body():
         (port,) = listen_for_a_moment(HERE, None, 1, 0.01).ports
         there = [Endpoint(HERE, port)]

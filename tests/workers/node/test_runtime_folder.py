@@ -61,7 +61,7 @@ def test_systemd_tmpfiles_leaves_a_folder_alone_until_its_daemon_is_gone(paths, 
     assert not ray_file(paths).exists()
 
 
-def test_all_that_is_in_the_folder_is_as_new_as_its_daemons_last_turn(paths, monkeypatch):
+def test_runtime_folder_keeps_every_file_fresh_for_tmpfiles(paths, monkeypatch):
     path = paths.runtime_folder / "a.sock"
     with socket.socket(socket.AF_UNIX) as left, contextlib.closing(left):
         left.bind(str(path))

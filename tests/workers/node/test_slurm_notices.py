@@ -27,7 +27,7 @@ def test_the_end_is_heeded_when_it_is_near(before, seconds):
     assert (notice and notice.seconds) == seconds
 
 
-def test_how_near_may_be_said():
+def test_slurm_notice_period_can_be_set():
     assert SlurmSource(90.0).notice(at(100.0)) is None
     assert SlurmSource(90.0).notice(at(80.0)) == Notice(f"end {END}", 80.0, "the Slurm job reaches its time limit")
 

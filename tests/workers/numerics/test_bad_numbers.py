@@ -59,14 +59,14 @@ def test_a_spike_among_the_recent_steps_does_not_hide_the_next(spike):
     assert limit(values, 8.0) < 4.0
 
 
-def test_no_step_is_judged_before_there_are_enough():
+def test_numerics_limits_need_enough_recent_steps():
     assert limits(calm(4), recovery()) == NO_LIMITS
     assert limits(calm(5), recovery(policy="ignore")) == NO_LIMITS
     assert limits(calm(5), recovery()) == (pytest.approx(2.8), pytest.approx(2.0))
     assert limits(calm(5), recovery(grad_norm_deviations=None))[1] == math.inf
 
 
-def test_what_is_judged():
+def test_numerics_judge_names_spikes_and_non_finite_steps_by_policy():
     bounds = (2.8, 2.0)
     assert judge(recovery(), 7, 2.8, 2.0, bounds) is None
     spike = judge(recovery(), 7, 2.9, 1.0, bounds)
@@ -80,7 +80,7 @@ def test_what_is_judged():
         assert (bad.kind, bad.policy) == ("not_finite", "roll_back")
 
 
-def test_only_finite_numbers_of_the_window_are_remembered():
+def test_numerics_history_keeps_finite_steps_of_its_window_only():
     history = NumericsHistory()
     for loss in (1.0, math.nan, 2.0, math.inf, 3.0):
         history = history.with_step(loss, 1.0, window=2)
@@ -88,7 +88,7 @@ def test_only_finite_numbers_of_the_window_are_remembered():
     assert history.recent == ((2.0, 1.0), (3.0, 1.0))
 
 
-def test_of_roll_backs_that_skipped_the_same_samples_the_furthest_back_is_reported():
+def test_merged_roll_backs_of_the_same_samples_keep_the_furthest_back():
     samples = (range(56, 64),)
     both = [RollBack(8, 7, samples), RollBack(8, 3, samples)]
     for each in (both, both[::-1]):

@@ -43,7 +43,7 @@ def commit(guard: NumberGuard, steps: range) -> None:
 
 
 @pytest.mark.parametrize(("resumed", "bad_step", "back_to"), [(7, 8, 3), (6, 7, 3), (5, 6, 3), (2, 3, 2), (0, 2, 0)])
-def test_no_roll_back_leads_to_a_step_that_was_given_up(resumed, bad_step, back_to):
+def test_roll_back_never_returns_to_a_step_that_was_given_up(resumed, bad_step, back_to):
     """A process with copies of steps 3 and 6 goes on from `resumed`, and comes to a bad step soon after."""
     guard = guard_of()
     restore(guard, 0)
@@ -57,7 +57,7 @@ def test_no_roll_back_leads_to_a_step_that_was_given_up(resumed, bad_step, back_
     guard.close()
 
 
-def test_a_copy_that_one_rank_lacks_is_no_place_to_go_back_to():
+def test_snapshot_that_one_rank_lacks_is_not_rolled_back_to():
     """Rank 1 is a new process, rank 0 has lived on with copies of steps 3 and 6."""
     guards = [guard_of(rank, data=2) for rank in range(2)]
     restore(guards[0], 0)
@@ -96,7 +96,7 @@ def calm(guard: NumberGuard, steps: int = 5) -> None:
     ("policy", "refused_above", "judged"),
     [("skip", (2.8, 2.0), "spike"), ("report", NO_LIMITS, "spike"), ("ignore", NO_LIMITS, None)],
 )
-def test_a_spike_is_refused_before_the_update_unless_it_shall_only_be_reported(policy, refused_above, judged):
+def test_spike_is_refused_before_the_update_unless_only_reported(policy, refused_above, judged):
     guard = lone_guard(spike={**SPIKE, "policy": policy}, nonfinite="roll_back")
     calm(guard)
     assert guard.engine.optimizer.limits == pytest.approx(refused_above)
@@ -106,7 +106,7 @@ def test_a_spike_is_refused_before_the_update_unless_it_shall_only_be_reported(p
     guard.close()
 
 
-def test_a_job_without_a_policy_that_looks_back_keeps_nothing_and_asks_nobody():
+def test_numerics_guard_without_a_look_back_policy_keeps_no_copies_or_history():
     guard = lone_guard()
     guard.comm.shared_work = None
     assert guard.restored(3, NumericsHistory(((1.0, 1.0),)), []) == []
@@ -117,7 +117,7 @@ def test_a_job_without_a_policy_that_looks_back_keeps_nothing_and_asks_nobody():
 ONE, TWO, THREE = (RollBack(step, step - 2, (range(8 * step, 8 * step + 8),)) for step in (4, 6, 8))
 
 
-def test_roll_backs_from_every_source_hold_and_those_that_are_news_are_reported():
+def test_roll_backs_from_every_source_count_and_new_ones_are_reported():
     """One that this process knows by itself, one that came with the state, one that the control plane has heard of."""
     guard = lone_guard(nonfinite="roll_back", spike=SPIKE)
     guard.history = NumericsHistory(((9.0, 9.0),), (ONE,))
@@ -130,7 +130,7 @@ def test_roll_backs_from_every_source_hold_and_those_that_are_news_are_reported(
 
 
 @pytest.mark.parametrize(("kind", "error"), [("not_finite", NonFiniteError), ("spike", SpikeError)])
-def test_a_job_fails_by_what_it_has_had_too_much_of(kind, error):
+def test_job_with_too_many_bad_steps_fails_with_the_error_of_their_kind(kind, error):
     guard = lone_guard(nonfinite="roll_back", roll_back_steps=3, max_roll_backs=2)
     restore(guard, 0)
     commit(guard, range(1, 8))
@@ -142,7 +142,7 @@ def test_a_job_fails_by_what_it_has_had_too_much_of(kind, error):
     guard.close()
 
 
-def test_a_roll_back_brings_back_adamws_clock_the_parameters_and_what_was_recent():
+def test_roll_back_restores_optimizer_clock_parameters_and_recent_history():
     job = spec(train={"precision": "bf16"}, recovery={"nonfinite": "roll_back", "roll_back_steps": 3, "spike": SPIKE})
     comm, threads = lone_rank(job), set(threading.enumerate())
     guard = NumberGuard(job.recovery, Engine(job, comm), comm)

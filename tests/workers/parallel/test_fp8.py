@@ -88,7 +88,7 @@ def test_layouts_follow_one_curve(ranks, curves, kind, layouts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_elastic_sums_have_the_same_bits_with_any_number_of_replicas(ranks, kind):
+def test_fp8_elastic_training_has_the_same_bits_with_any_number_of_replicas(ranks, kind):
     elastic = {"deterministic": "elastic"}
     one, two = (run(ranks, [job(kind, (1, 1, data), elastic)], 5)[0][0].losses for data in (1, 2))
     assert one == two

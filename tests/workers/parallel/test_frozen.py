@@ -94,7 +94,7 @@ def plain_run(document: dict) -> tuple[dict[str, torch.Tensor], list[float], lis
         if some is not None
     ],
 )  # fmt: skip
-def test_layouts_train_what_a_plain_loop_trains(ranks, layout, parallel, tied, deterministic, some):
+def test_layouts_with_frozen_parameters_train_as_a_plain_loop(ranks, layout, parallel, tied, deterministic, some):
     train = {"global_batch_size": 12, "micro_batch_size": 3, "deterministic": deterministic}
     jobs = [job(frozen, layout, tied, parallel=parallel, train=train) for frozen in list(FROZEN.values())[some]]
     weights = random_weights(parse_job_spec(jobs[0]))

@@ -103,7 +103,7 @@ def curve_of(ranks: Any, name: str, corpus: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_curve_is_what_it_was(ranks, corpus, name, request):
+def test_training_curve_matches_the_recorded_one(ranks, corpus, name, request):
     curve = curve_of(ranks, name, corpus)
     if request.config.getoption("--record-curves"):
         _record(name, curve)

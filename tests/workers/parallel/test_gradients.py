@@ -185,7 +185,7 @@ def test_the_array_covers_every_pair_and_every_triple_of_the_layout(of_three):
         assert any(combination <= row for row in rows), sorted(combination)
 
 
-def test_every_choice_is_admissible():
+def test_covering_array_factors_have_only_admissible_values():
     assert all(admissible(frozenset([(name, value)])) for name, values in FACTORS.items() for value in values)
 
 
@@ -302,7 +302,7 @@ SIZES_AND_PRECISIONS = [
 
 @OF_THREE
 @pytest.mark.parametrize(("sizes", "dtype", "tolerance"), SIZES_AND_PRECISIONS)
-def test_gradients_equal_those_of_a_plain_model(ranks, sizes, dtype, tolerance, of_three):
+def test_gradients_of_every_layout_equal_those_of_a_plain_model(ranks, sizes, dtype, tolerance, of_three):
     rows = [
         (row, expected)
         for row, expected in zip(covering_array(of_three), references(of_three), strict=True)

@@ -98,7 +98,7 @@ def test_evaluation_has_the_losses_of_the_plain_path(ranks):
         assert losses[1] == pytest.approx(losses[0], rel=1e-14)
 
 
-def test_with_elastic_sums_its_bits_do_not_depend_on_the_number_of_replicas(ranks, tmp_path):
+def test_chunked_head_with_elastic_sums_has_the_same_bits_for_any_replica_count(ranks, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(200)))
     curves = []
@@ -112,7 +112,7 @@ def test_with_elastic_sums_its_bits_do_not_depend_on_the_number_of_replicas(rank
 
 
 @pytest.mark.parametrize("frozen", [["output"], ["embedding", "layers", "final_norm"], ["embedding", "layers.0"]])
-def test_what_is_frozen_gets_nothing_and_the_rest_the_same(frozen):
+def test_chunked_head_gives_frozen_parameters_no_gradient_and_others_the_same(frozen):
     gradients = []
     for size in (0, 16, TOKENS):
         model = {"layers": 2, "hidden_size": 16, "tie_embeddings": False}
@@ -151,7 +151,7 @@ class _Largest(DispatchMode):
 
 
 @pytest.mark.parametrize(("size", "most"), [(0, 16), (TOKENS, TOKENS)])
-def test_no_more_logits_are_made_at_once_in_training_and_evaluation(size, most):
+def test_chunked_head_never_makes_more_logits_than_its_chunk(size, most):
     job_spec = one_rank(size, model={"vocabulary_size": 301})
     engine = Engine(job_spec, lone_rank(job_spec))
     engine.initialise(1)

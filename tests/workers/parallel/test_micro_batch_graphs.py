@@ -180,7 +180,7 @@ def differ(one: Run, other: Run) -> bool:
 
 
 @pytest.mark.parametrize("name", ["inputs_sb", "targets_sb", "scale", "keys_b"])
-def test_an_input_that_is_not_renewed_is_found(monkeypatch, name):
+def test_graph_replay_with_a_stale_input_is_noticed(monkeypatch, name):
     """`keys_b`: a seed that is frozen in."""
 
     def others(self: Inputs) -> list[torch.Tensor]:
@@ -229,7 +229,7 @@ def move_the_embedding(engine: Engine, step: int) -> None:
         weight.data = weight.data.clone()
 
 
-def test_a_parameter_that_has_moved_is_recorded_again_and_one_that_is_not_is_found(monkeypatch):
+def test_moved_parameter_is_recorded_again_in_the_graph(monkeypatch):
     eager, again = (run(graphs, move_the_embedding, steps=4) for graphs in (False, True))
     assert again.outcome == eager.outcome
     assert len(again.recordings) == 2
@@ -254,7 +254,7 @@ def test_gradients_that_are_reported_too_seldom_or_too_often_are_found(monkeypat
         (lambda x: torch.tensor([1.0]), "tensor: a tensor is made of the host's values"),
     ],
 )
-def test_what_a_graph_cannot_record_is_refused(monkeypatch, reads, says):
+def test_unrecordable_operation_in_a_micro_batch_is_refused_and_named(monkeypatch, reads, says):
     right = Layer.forward
 
     def wrong(self: Layer, x: torch.Tensor, given: Any) -> torch.Tensor:
@@ -274,7 +274,7 @@ class Refusing(ReplayedOperations):
 
 
 @pytest.mark.parametrize("replicas", [False, True], ids=["alone", "replicas"])
-def test_what_cannot_be_recorded_is_computed_and_not_tried_again(replicas):
+def test_micro_batch_that_cannot_be_recorded_is_computed_and_not_tried_again(replicas):
     refused, eager = run(True, kind=Refusing, **(REPLICAS if replicas else {})), computed(replicas)
     assert refused.outcome == eager.outcome
     assert len(refused.recordings) == 1
@@ -282,7 +282,7 @@ def test_what_cannot_be_recorded_is_computed_and_not_tried_again(replicas):
     assert eager.engine.not_recorded is None
 
 
-def test_marks_of_the_device_are_those_of_computed_micro_batches_and_none_lies_in_a_recording():
+def test_device_marks_are_the_same_with_graphs_and_none_is_recorded():
     """An event that was recorded into a graph may not be asked."""
     capturing: list[bool] = []
 

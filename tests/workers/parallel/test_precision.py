@@ -100,7 +100,7 @@ def distance(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-3), ("fp16", 3e-4)])
-def test_sixteen_bits_follow_the_curve_of_fp32(curves, precision, tolerance):
+def test_16_bit_training_follows_the_fp32_curve(curves, precision, tolerance):
     """A loss sums roundings of both signs, so it is nearer than one rounding; after some steps also the weights have
     gone their own ways a little."""
     expected = curves["fp32"].losses
@@ -179,7 +179,7 @@ def test_the_sum_over_many_micro_batches_is_near_to_that_of_fp64(ranks, precisio
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), pytest.param((1, 1, 2), marks=pytest.mark.soak), (2, 2, 2)], ids=str)
-def test_an_overflow_is_tried_again_with_half_the_scale_and_the_same_samples(ranks, layout):
+def test_fp16_overflow_is_retried_with_half_the_scale_and_the_same_samples(ranks, layout):
     one = job("fp16", layout)
     parallel = parse_job_spec(one).layout
     results = ranks.run(parallel, attempts, one, weights(), batches()[0], 2.0**30)
@@ -200,7 +200,7 @@ def test_an_overflow_is_tried_again_with_half_the_scale_and_the_same_samples(ran
         assert torch.equal(after, state)
 
 
-def test_the_loss_scale_does_not_change_what_is_learned(ranks, curves):
+def test_loss_scale_does_not_change_training(ranks, curves):
     """It is a power of two: only what leaves the range of fp16 can tell."""
     (by_rank,) = run(ranks, [job("fp16")], batches(), 2.0**12)
     assert by_rank[0].losses == pytest.approx(curves["fp16"].losses, rel=1e-4)
@@ -209,7 +209,7 @@ def test_the_loss_scale_does_not_change_what_is_learned(ranks, curves):
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_what_no_scale_helps_ends_with_numbers_that_are_not_finite(ranks, layout):
+def test_fp16_step_that_no_scale_helps_ends_non_finite_without_retries(ranks, layout):
     """A weight that overflows fp16 itself: the loss is lost already, so a smaller scale is not even tried."""
     one = job("fp16", layout)
     broken = {**weights(), "final_norm.bias": torch.full((16,), 1e30, dtype=torch.float64)}
@@ -219,7 +219,7 @@ def test_what_no_scale_helps_ends_with_numbers_that_are_not_finite(ranks, layout
         assert torch.equal(after, seen[0][2])
 
 
-def test_what_no_scale_helps_leaves_the_scale_as_it_was(ranks):
+def test_fp16_step_that_no_scale_helps_leaves_the_scale_unchanged(ranks):
     broken = {**weights(), "final_norm.bias": torch.full((16,), 1e30, dtype=torch.float64)}
     (rank,) = ranks.run(parse_job_spec(job("fp16")).layout, run_precise, [job("fp16")], broken, batches()[:1])
     assert rank[0].scales == [2.0**16]
@@ -244,13 +244,13 @@ def test_the_scale_grows_after_many_good_steps(monkeypatch):
     assert scale.value == 2.0**17
 
 
-def test_the_scale_does_not_fall_below_one():
+def test_loss_scale_does_not_fall_below_one():
     scale = LossScale(dynamic=True)
     assert [scale.after_overflow() for _ in range(17)] == [True] * 16 + [False]
     assert scale.value == 1.0
 
 
-def test_without_fp16_there_is_no_scale():
+def test_loss_scale_stays_one_without_fp16():
     scale = LossScale(dynamic=False)
     for _ in range(5000):
         scale.after_finite()
@@ -282,7 +282,7 @@ PARTS_OF_OTHERS = POISONED[3:5]
     ],
     ids=str,
 )
-def test_a_step_that_is_not_finite_somewhere_changes_nothing_anywhere(ranks, precision, poison, layout, zero):
+def test_non_finite_step_on_any_rank_changes_nothing_on_all(ranks, precision, poison, layout, zero):
     one = job(precision, layout, zero=zero)
     arguments = (poisoned_steps, one, weights(), batches()[:3])
     by_rank = ranks.run(parse_job_spec(one).layout, *arguments, poison)

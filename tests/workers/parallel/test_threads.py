@@ -62,7 +62,7 @@ def test_the_number_of_threads_does_change_bits(ranks, corpus):
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.soak) for layout in MORE_LAYOUTS)]
 )
-def test_a_layout_gives_the_same_bits_though_its_ranks_go_on_in_other_trainers(ranks, corpus, tmp_path, layout):
+def test_training_has_the_same_bits_if_ranks_continue_in_other_trainers(ranks, corpus, tmp_path, layout):
     described, shape = job(corpus, layout, 2), ParallelConfig(**axes(layout))
     clean = ranks.run(shape, train_with_threads, described)
     snapshots = str(tmp_path / "snapshots")
@@ -74,7 +74,7 @@ def test_a_layout_gives_the_same_bits_though_its_ranks_go_on_in_other_trainers(r
     assert validation_losses(ended) == validation_losses(clean)
 
 
-def test_the_number_of_replicas_changes_no_bit_where_it_is_to_change_none(ranks, corpus):
+def test_elastic_sums_with_threads_have_the_same_bits_for_any_replica_count(ranks, corpus):
     alone, shared = (
         ranks.run(
             ParallelConfig(data=replicas),

@@ -66,7 +66,7 @@ def curve(ranks, corpus):
     return ranks.run(ParallelConfig(), train_job, training_job(corpus, (1, 1, 1)))[0]
 
 
-def test_training_learns(curve):
+def test_training_reduces_the_loss(curve):
     assert [row["step"] for row in curve.rows] == list(range(1, STEPS + 1))
     assert curve.rows[0]["loss"] == pytest.approx(5.545, abs=0.1), "ln 256: nothing is known yet"
     assert curve.rows[-1]["loss"] < 4.5
@@ -95,7 +95,7 @@ def test_layouts_agree_at_every_step(ranks, corpus, curve, layout):
 
 
 @pytest.mark.parametrize("weights", [None, pytest.param([3, 1], marks=pytest.mark.soak)])
-def test_a_corpus_of_tokens_gives_every_layout_the_same_curve(ranks, texts, tmp_path, weights):
+def test_token_corpus_gives_every_layout_the_same_curve(ranks, texts, tmp_path, weights):
     """Eight ranks, one of which makes tokenizer and tokens, while the others wait for it."""
     paths = [texts] if weights is None else [f"{texts}/a.jsonl", f"{texts}/b.jsonl"]
 
@@ -115,7 +115,7 @@ def test_a_corpus_of_tokens_gives_every_layout_the_same_curve(ranks, texts, tmp_
     assert row["validation_loss"] == pytest.approx(other["validation_loss"], rel=2e-6)
 
 
-def test_the_same_layout_twice_gives_the_same_bits(ranks, corpus):
+def test_same_layout_trained_twice_has_the_same_bits(ranks, corpus):
     layout = ParallelConfig(tensor=2, pipeline=2, data=2)
     job = training_job(corpus, (2, 2, 2))
     first, second = (ranks.run(layout, train_job, job, None, None, resume, 4) for resume in (START, START))

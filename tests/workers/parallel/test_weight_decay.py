@@ -70,7 +70,7 @@ def plain_run(document: dict, batches: list[torch.Tensor]) -> dict[str, torch.Te
     ],
     ids=str,
 )
-def test_groups_are_decayed_as_torch_has_it(ranks, layout, tied, parallel):
+def test_weight_decay_of_parameter_groups_matches_torch(ranks, layout, tied, parallel):
     jobs = [job(groups, layout, tied, **parallel) for groups in GROUPS]
     batches = list(torch.randint(256, (STEPS, 8, 9), generator=torch.Generator().manual_seed(3)))
     weights = random_weights(parse_job_spec(jobs[0]))

@@ -87,14 +87,14 @@ def test_every_layout_has_the_gradients_of_a_plain_model(ranks, layout, parallel
         assert (whole[name] - expected).norm() <= 1e-10 * max(expected.norm(), 5e-4 * norm), name
 
 
-def test_it_is_no_part_of_what_is_evaluated(ranks):
+def test_z_loss_is_not_part_of_the_validation_loss(ranks):
     loss, _, _ = reference()
     weights = light(random_weights(parse_job_spec(job())))
     assert ranks.run(parse_job_spec(job()).layout, evaluate, job(), weights, windows())[0] == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_16_bits_it_is_scaled_with_the_loss(ranks, precision):
+def test_z_loss_in_16_bits_is_scaled_with_the_loss(ranks, precision):
     """Gradients are those of fp32 as far as 16 bits show, whatever the loss scale of fp16."""
     spec = parse_job_spec(job())
     weights = random_weights(spec, spread=0.03)
@@ -106,7 +106,7 @@ def test_in_16_bits_it_is_scaled_with_the_loss(ranks, precision):
         assert (actual[name] - expected[name]).norm() <= 0.02 * expected[name].norm(), name
 
 
-def test_with_elastic_sums_its_bits_do_not_depend_on_the_number_of_replicas(ranks, tmp_path):
+def test_z_loss_with_elastic_sums_has_the_same_bits_for_any_replica_count(ranks, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(200)))
     curves = []

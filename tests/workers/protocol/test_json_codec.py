@@ -30,15 +30,15 @@ FULL = Message(3, Inner(1.5), (Inner(0.1), Inner(2.0, "m")), {"a": 0.25}, "b", T
 
 
 @pytest.mark.parametrize("message", [FULL, Message(0)])
-def test_a_message_comes_back_from_json_as_it_was(message):
+def test_message_survives_a_json_round_trip(message):
     assert from_json(Message, json.loads(json.dumps(to_json(message)))) == message
 
 
-def test_keys_of_a_newer_writer_are_ignored_and_those_of_an_older_one_take_defaults():
+def test_decoding_ignores_unknown_keys_and_defaults_missing_ones():
     assert from_json(Message, {"number": 1, "inner": {"x": 2.0, "new": 1}, "newer": []}) == Message(1, Inner(2.0))
 
 
-def test_floats_keep_their_bits_and_whole_numbers_may_stand_for_them():
+def test_json_codec_keeps_all_bits_of_floats_and_accepts_integers():
     assert from_json(Inner, json.loads(json.dumps(to_json(Inner(0.1 + 0.2))))).x == 0.1 + 0.2
     read = from_json(Inner, {"x": 2}).x
     assert (read, type(read)) == (2.0, float)
@@ -60,24 +60,24 @@ def test_floats_keep_their_bits_and_whole_numbers_may_stand_for_them():
         ({"number": 1, "open": 1}, "Message.open: must be dict"),
     ],
 )
-def test_what_is_no_message_names_the_field(document, what):
+def test_json_codec_error_names_the_wrong_field(document, what):
     with pytest.raises(MalformedMessage, match=what):
         from_json(Message, document)
 
 
-def test_a_word_that_only_a_newer_writer_knows_is_not_refused():
+def test_decoding_accepts_an_unknown_word():
     assert from_json(Message, {"number": 1, "word": "c"}).word == "c"
 
 
 @pytest.mark.parametrize(
     "kind", [set[int], int | str, int | str | None, tuple[int, int], tuple[int], dict[int, str], list, complex]
 )
-def test_a_type_that_cannot_cross_is_found_when_its_codec_is_made(kind):
+def test_codec_of_an_unsupported_type_is_refused(kind):
     with pytest.raises(TypeError, match="cannot cross"):
         codec_of(kind)
 
 
-def test_what_is_anything_or_nothing_crosses_as_it_is():
+def test_json_codec_passes_any_and_none_through():
     for kind in (Any, type(None)):
         codec = codec_of(kind)
         assert codec.encode(None) is codec.decode(None) is None
@@ -98,7 +98,7 @@ class Own:
         return cls(document[0])
 
 
-def test_a_class_that_knows_its_own_json_is_asked():
+def test_codec_uses_a_class_own_json_methods():
     codec = codec_of(list[Own])
     assert codec.encode([Own(7)]) == [[7]]
     assert [each.x for each in codec.decode([[7]])] == [7]

@@ -8,7 +8,7 @@ import pytest
 from manta.workers.protocol.json_codec import number, spell, spell_series
 
 
-def test_numbers_that_json_lacks_are_words_at_any_depth():
+def test_non_finite_numbers_are_spelled_as_words_at_any_depth():
     assert spell({"a": float("nan"), "b": [float("-inf"), 1.5], "c": {"d": (math.inf, 2, "x", None, True)}}) == {
         "a": "nan",
         "b": ["-inf", 1.5],
@@ -16,7 +16,7 @@ def test_numbers_that_json_lacks_are_words_at_any_depth():
     }
 
 
-def test_words_become_numbers_again_and_all_else_stays():
+def test_spelled_words_become_numbers_again():
     values = [math.inf, -math.inf, 1.5, 2, None, "infinite"]
     assert [number(each) for each in json.loads(json.dumps(spell(values), allow_nan=False))] == values
     assert math.isnan(number(spell(math.nan)))
@@ -26,5 +26,5 @@ def test_words_become_numbers_again_and_all_else_stays():
     [], [1.5, None, -2.0], [0.0, None], [1.0, math.inf], [-math.inf, 2.0], [math.inf, -math.inf], [None, math.nan],
     [1e308, 1e308], [-1e308, -1e308, 3.0],
 ])  # fmt: skip
-def test_many_numbers_at_once_are_spelled_as_one_by_one(numbers):
+def test_series_with_non_finite_numbers_is_encoded_like_single_values(numbers):
     assert spell_series(list(numbers)) == spell(numbers)

@@ -15,7 +15,7 @@ from manta.workers.rank.agent import Agent
         st.tuples(st.sampled_from(["describe", "reports", "stop", "launch", "arm"]), st.integers(1, 9) | st.none())
     )
 )
-def test_an_order_is_obeyed_only_if_no_higher_epoch_was_seen_before(calls):
+def test_ownership_refuses_orders_of_a_lower_epoch(calls):
     ownership, highest = Ownership(), 0
     for method, epoch in calls:
         stale = epoch is not None and epoch < highest and method not in FOR_ALL

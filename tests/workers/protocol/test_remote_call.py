@@ -30,15 +30,15 @@ async def send(method, arguments):
     return json.loads(json.dumps(answer))
 
 
-def test_arguments_and_answer_arrive_with_their_types():
+def test_remote_call_keeps_types_of_arguments_and_answer():
     assert asyncio.run(call(send, Callee.act, {"order": Order(7), "often": 2})) == [Order(7), Order(7)]
 
 
-def test_an_argument_that_is_not_known_is_ignored_and_one_that_is_not_sent_takes_its_default():
+def test_remote_call_ignores_unknown_arguments_and_defaults_missing_ones():
     assert asyncio.run(serve(Callee(), "act", {"order": {"number": 1}, "newer": 5})) == [{"number": 1}]
 
 
 @pytest.mark.parametrize("method", ["_private", "not_a_call", "absent", "__init__"])
-def test_only_public_coroutines_are_called(method):
+def test_remote_calls_reach_public_coroutines_only(method):
     with pytest.raises(MalformedMessage, match="has no method"):
         asyncio.run(serve(Callee(), method, {}))

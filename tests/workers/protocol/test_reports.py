@@ -53,17 +53,17 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("payload", EXAMPLES, ids=lambda payload: type(payload).__name__)
-def test_a_report_comes_back_as_it_was(payload):
+def test_report_survives_a_json_round_trip(payload):
     report = Report(payload, 2, 1, 99.5, 4)
     document = json.loads(json.dumps(report.to_json()))
     assert Report.from_json(document) == report
     assert document["kind"] == report.kind
 
 
-def test_every_kind_has_its_example():
+def test_every_report_kind_has_an_example():
     assert {type(payload) for payload in EXAMPLES} == set(PAYLOADS.values())
 
 
-def test_a_kind_that_is_not_known_is_malformed():
+def test_report_of_an_unknown_kind_is_malformed():
     with pytest.raises(MalformedMessage, match="no reports of kind 'song'"):
         Report.from_json({"kind": "song", "generation": 1, "rank": 0, "time": 1.0, "data": {}})

@@ -84,7 +84,7 @@ def test_reports_are_numbered_kept_and_acknowledged(make_agent, go):
     go(body)
 
 
-def test_the_trainer_of_the_generation_is_told_to_save_and_end(make_agent, go):
+def test_agent_tells_only_the_current_generations_trainer_to_save_and_end(make_agent, go):
     async def body():
         agent = make_agent()
         assert not await agent.save_and_end(1)
@@ -147,7 +147,7 @@ def test_reports_that_make_no_sense_or_are_stale_are_dropped(make_agent, go, tmp
     go(body)
 
 
-def test_fault_that_is_armed_while_the_trainer_is_forked_reaches_it(make_agent, go, monkeypatch):
+def test_fault_armed_during_a_fork_reaches_the_new_trainer(make_agent, go, monkeypatch):
     async def body():
         agent, fork = make_agent(), TrainerSlot._fork
 
@@ -166,7 +166,7 @@ def test_fault_that_is_armed_while_the_trainer_is_forked_reaches_it(make_agent, 
     go(body)
 
 
-def test_what_a_trainer_fails_with_is_reported_with_its_end(make_agent, go):
+def test_agent_reports_the_failure_of_a_trainer_with_its_exit(make_agent, go):
     async def body():
         agent = make_agent()
         said = {"kind": "exception", "step": 1, "exception": "E", "message": "why"}
@@ -310,7 +310,7 @@ async def until_trainer_other_than(agent, pid):
     return trainer_pid
 
 
-def test_backups_go_to_nobody_in_a_new_generation_until_it_says_to_whom(make_agent, go):
+def test_agent_sends_no_backups_in_a_new_generation_until_told_to_whom(make_agent, go):
     """The partner of before may have gone, or keep another rank's backup now."""
 
     async def body():
@@ -329,7 +329,7 @@ def test_backups_go_to_nobody_in_a_new_generation_until_it_says_to_whom(make_age
     go(body)
 
 
-def test_agent_says_where_it_is_placed(tmp_path, go):
+def test_agent_describes_its_placement(tmp_path, go):
     async def body():
         agent = Agent("job-1", 3, str(tmp_path), str(tmp_path), None, "replica/job-1/1/0")
         about = await agent.describe()
@@ -395,7 +395,7 @@ def parts(tmp_path):
     return agent, agent._slot.calls, agent._sharing.calls
 
 
-def test_an_agent_hands_on_what_it_is_asked_about_snapshots_for_the_rank_that_it_is_now(parts, go):
+def test_agent_forwards_snapshot_requests_for_its_current_rank(parts, go):
     agent, _, asked = parts
     there = Endpoint("192.0.2.7", 1)
 
@@ -421,7 +421,7 @@ def test_an_agent_hands_on_what_it_is_asked_about_snapshots_for_the_rank_that_it
     ]
 
 
-def test_an_agent_hands_on_what_it_is_asked_about_its_trainer(parts, go):
+def test_agent_forwards_trainer_requests(parts, go):
     agent, asked, _ = parts
     fault = Fault("f", "kill", 3)
 
@@ -448,20 +448,20 @@ def test_an_agent_hands_on_what_it_is_asked_about_its_trainer(parts, go):
     ]
 
 
-def test_what_was_fetched_and_sent_ends_with_the_agent_after_its_trainer(parts, go):
+def test_agent_close_ends_the_trainer_before_snapshot_sharing(parts, go):
     agent, trainer, snapshots = parts
     go(agent.close)
     assert (trainer, snapshots) == ([("stop",)], [("close", 5)])
 
 
-def test_an_order_of_another_release_is_carried_out_by_nobody(parts, go):
+def test_agent_refuses_a_launch_order_of_another_protocol(parts, go):
     agent, asked, _ = parts
     with pytest.raises(ProtocolMismatch, match=f"the control plane speaks protocol {PROTOCOL + 9}"):
         go(lambda: agent.launch(LaunchOrder("job-1", 1, 3, {}, protocol=PROTOCOL + 9)))
     assert asked == []
 
 
-def test_an_owner_that_was_replaced_gives_no_orders_any_more(parts, go):
+def test_agent_refuses_orders_of_a_replaced_owner(parts, go):
     agent, asked, _ = parts
 
     async def body():
@@ -473,7 +473,7 @@ def test_an_owner_that_was_replaced_gives_no_orders_any_more(parts, go):
     assert asked == [("save_and_end", 1)]
 
 
-def test_an_agent_says_where_others_reach_it_and_who_has_asked_last(tmp_path, monkeypatch, go):
+def test_agent_describes_its_address_and_last_owner(tmp_path, monkeypatch, go):
     monkeypatch.setattr(module, "this_host", lambda: Host("machine", "192.0.2.7", "n1", ("2",)))
 
     async def body():

@@ -54,7 +54,7 @@ def test_node_without_a_shared_home_uses_its_own_folders_and_reports_ranks_outpu
     assert orders[-1].snapshot_folder is None, "this generation is to make none"
 
 
-def test_node_that_shares_the_home_uses_it(tmp_path, orders):
+def test_agent_on_a_node_that_shares_the_home_uses_it(tmp_path, orders):
     home = Paths.of(tmp_path / "home")
     mark(home.home, ID)
     agent = AgentOnNode("job-1", 0, str(home.home), ID)

@@ -63,7 +63,7 @@ def test_gpu_rank_told_by_a_test_to_compute_on_the_cpu_communicates_as_on_the_gp
 
 
 @pytest.mark.parametrize(("said", "kind"), [(None, "links"), ("0", "links"), ("1", "process_groups")])
-def test_ranks_on_slots_talk_over_links_unless_a_test_wants_it_otherwise(build, monkeypatch, capsys, said, kind):
+def test_slot_ranks_communicate_over_links_unless_a_test_says_otherwise(build, monkeypatch, capsys, said, kind):
     monkeypatch.delenv("MANTA_PROCESS_GROUPS_FOR_TESTS", raising=False)
     if said is not None:
         monkeypatch.setenv("MANTA_PROCESS_GROUPS_FOR_TESTS", said)
@@ -72,7 +72,7 @@ def test_ranks_on_slots_talk_over_links_unless_a_test_wants_it_otherwise(build, 
     assert ("communicates over process groups" in capsys.readouterr().out) == (kind == "process_groups")
 
 
-def test_one_that_goes_on_keeps_its_record_and_one_without_shared_memory_has_a_private_one(build, tmp_path):
+def test_rebuilt_rank_keeps_its_progress_record_and_has_a_private_one_without_memory(build, tmp_path):
     shared, own = str(tmp_path / "shared"), Progress()
     comm, made = build(own, snapshot_folder=shared)
     assert comm.progress is own

@@ -48,7 +48,7 @@ def reader():
     theirs.close()
 
 
-def test_each_command_is_for_whom_it_concerns(reader):
+def test_trainer_command_reaches_its_receiver(reader):
     ours, commands, called = reader
     fault, trace = Fault("f", "kill", 3), TraceOrder(2, 4, 3)
     for command in (
@@ -74,7 +74,7 @@ def test_orders_of_generations_that_are_over_are_passed_over(reader):
     assert commands.next_order(after=5) == order(6)
 
 
-def test_what_makes_no_sense_is_the_end_of_an_agent_that_would_not_be_understood(reader, monkeypatch):
+def test_trainer_that_gets_an_unreadable_command_counts_as_orphaned(reader, monkeypatch):
     monkeypatch.setattr(control_socket.threading, "excepthook", lambda arguments: None)
     ours, _, called = reader
     ours.sendall(b"nonsense\n")
@@ -82,7 +82,7 @@ def test_what_makes_no_sense_is_the_end_of_an_agent_that_would_not_be_understood
     called.put("orphaned")  # for the fixture
 
 
-def test_an_orphan_ends_at_once_and_says_why_by_its_status(monkeypatch):
+def test_orphaned_trainer_exits_with_its_own_status(monkeypatch):
     statuses = []
     monkeypatch.setattr(control_socket.os, "_exit", statuses.append)
     exit_orphaned()

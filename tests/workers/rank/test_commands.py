@@ -19,7 +19,7 @@ ORDER = LaunchOrder("job-1", 2, 1, {"any": [1]}, resume=Resume("memory", 3, path
         Trace(TraceOrder(2, 4, 3, 9)),
     ],
 )
-def test_a_command_comes_back_as_it_was(command):
+def test_trainer_command_survives_a_round_trip(command):
     line = command_line(command)
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
@@ -27,6 +27,6 @@ def test_a_command_comes_back_as_it_was(command):
 
 
 @pytest.mark.parametrize("line", [b"[]\n", b"{}\n", b'{"do": "sing"}\n', b'{"do": "rest"}\n'])
-def test_what_is_no_command_is_malformed(line):
+def test_malformed_trainer_command_is_refused(line):
     with pytest.raises(MalformedMessage):
         read_command(line)

@@ -42,7 +42,7 @@ def walk(step, number):
             pass
 
 
-def test_nothing_is_watched_until_a_fault_is_armed():
+def test_fault_watch_is_off_until_a_fault_is_armed():
     faults = Faults(lambda fault, number: None)
     assert not faults.armed
     faults.arm([])
@@ -68,7 +68,7 @@ def test_a_fault_strikes_once_in_its_phase_from_its_step_on(step):
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "snapshot"])
-def test_a_fault_strikes_before_the_phase_does_anything(step, phase):
+def test_fault_strikes_before_its_phase_begins(step, phase):
     _, struck = armed(step, Fault("a", "kill", 0, 1, phase))
     step.begin(1)
     assert struck == []
@@ -76,7 +76,7 @@ def test_a_fault_strikes_before_the_phase_does_anything(step, phase):
         assert struck == [("a", 1)]
 
 
-def test_a_fault_that_is_armed_again_after_it_struck_is_not_repeated(step):
+def test_struck_fault_is_not_repeated_if_armed_again(step):
     faults, struck = armed(step, Fault("a", "kill", 0))
     walk(step, 1)
     faults.arm([Fault("a", "kill", 0)])
@@ -85,7 +85,7 @@ def test_a_fault_that_is_armed_again_after_it_struck_is_not_repeated(step):
     assert struck == [("a", 1)]
 
 
-def test_faults_of_a_beginning_wait_for_the_next_generation_whatever_the_step(step):
+def test_start_and_recovery_faults_wait_for_the_next_generation(step):
     _, struck = armed(step, Fault("a", "kill", 0, 50, "start"), Fault("b", "kill", 0, 50, "recovery"))
     walk(step, 4)
     assert struck == []
@@ -95,7 +95,7 @@ def test_faults_of_a_beginning_wait_for_the_next_generation_whatever_the_step(st
     assert struck == [("a", 4), ("b", 4)]
 
 
-def test_a_fault_from_before_there_was_anything_to_watch_is_not_lost(step):
+def test_fault_armed_before_phases_are_watched_still_strikes(step):
     faults = Faults(lambda fault, number: struck.append((fault.id, number)))
     struck = []
     faults.arm([Fault("a", "kill", 0)])
@@ -131,13 +131,13 @@ def test_the_store_is_found_by_its_port_among_the_siblings():
     assert done.stdout.strip() == f"[0, {int(signal.SIGKILL)}]", done.stderr
 
 
-def test_a_port_of_somebody_else_is_left_alone():
+def test_fault_kills_no_store_at_a_port_of_another_process():
     with socket.create_server(("127.0.0.1", 0)) as door:
         assert not kill_store(door.getsockname()[1])
     assert os.getpid()
 
 
-def test_whoever_is_slowed_down_sleeps_at_once_and_once_in_each_step(step, monkeypatch):
+def test_slow_fault_sleeps_at_once_and_once_in_each_step(step, monkeypatch):
     slept = []
     monkeypatch.setattr(module.time, "sleep", slept.append)
     faults = Faults(lambda fault, number: faults.slow_down(fault.seconds))
@@ -151,7 +151,7 @@ def test_whoever_is_slowed_down_sleeps_at_once_and_once_in_each_step(step, monke
     assert slept == [0.5, 0.5]
 
 
-def test_a_signal_comes_at_once_or_after_its_delay(monkeypatch):
+def test_fault_signal_comes_at_once_or_after_its_delay(monkeypatch):
     sent, timers = [], []
 
     class Timer:
@@ -174,7 +174,7 @@ def test_a_signal_comes_at_once_or_after_its_delay(monkeypatch):
     assert sent[1:] == [(os.getpid(), signal.SIGKILL)]
 
 
-def test_a_hang_with_the_lock_keeps_it_and_one_without_waits_for_nothing(monkeypatch):
+def test_hang_fault_holds_the_interpreter_lock_only_if_told_to(monkeypatch):
     """What would never return raises here."""
 
     class Held(Exception):

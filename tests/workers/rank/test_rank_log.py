@@ -16,7 +16,7 @@ def written(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_lines_say_when_who_and_where_and_are_there_at_once(tmp_path, monkeypatch):
+def test_rank_log_lines_have_time_rank_generation_and_stream_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_log.time, "time", lambda: 7.5)
     log = RankLog(tmp_path / "logs" / "rank.jsonl", 3)
     log.write(2, "stderr", ["ä", "why"])
@@ -24,14 +24,14 @@ def test_lines_say_when_who_and_where_and_are_there_at_once(tmp_path, monkeypatc
     assert written(tmp_path / "logs" / "rank.jsonl") == [{**stamp, "text": "ä"}, {**stamp, "text": "why"}]
 
 
-def test_a_log_goes_on_where_the_one_before_it_ended(tmp_path):
+def test_rank_log_is_continued_by_the_next_generation(tmp_path):
     for generation in (1, 2):
         log = RankLog(tmp_path / "rank.jsonl", 3)
         log.write(generation, "stdout", ["here"])
     assert [line["generation"] for line in written(tmp_path / "rank.jsonl")] == [1, 2]
 
 
-def test_a_disk_that_was_full_loses_lines_and_takes_the_next_ones(tmp_path):
+def test_rank_log_that_could_not_be_written_takes_later_lines(tmp_path):
     folder = tmp_path / "logs"
     folder.write_text("in its way")
     log = RankLog(folder / "rank.jsonl", 3)
@@ -42,7 +42,7 @@ def test_a_disk_that_was_full_loses_lines_and_takes_the_next_ones(tmp_path):
 
 
 @pytest.mark.parametrize("be", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_in_the_place_of_a_log_blocks_no_trainer_and_is_replaced(tmp_path, be):
+def test_pipe_folder_or_link_in_the_place_of_a_rank_log_is_replaced(tmp_path, be):
     be(tmp_path / "rank.jsonl")
     log = RankLog(tmp_path / "rank.jsonl", 3)
     log.write(1, "stdout", ["kept"])
@@ -50,7 +50,7 @@ def test_what_is_no_file_in_the_place_of_a_log_blocks_no_trainer_and_is_replaced
 
 
 @pytest.mark.parametrize("move", [lambda path: path.rename(path.with_suffix(".1")), Path.unlink])
-def test_lines_after_a_rotation_or_removal_are_in_a_new_file(tmp_path, move):
+def test_rank_log_is_recreated_after_a_rotation_or_removal(tmp_path, move):
     log, path = RankLog(tmp_path / "rank.jsonl", 3), tmp_path / "rank.jsonl"
     log.write(1, "stdout", ["before"])
     move(path)
@@ -67,7 +67,7 @@ def test_link_in_the_place_of_a_log_is_replaced_and_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_lines_do_not_depend_on_how_their_bytes_arrive(size):
+def test_line_splitter_gives_the_same_lines_for_any_byte_pieces(size):
     content, splitter, lines = b"one\r\n\ntwo \xff\nthree", LineSplitter(), []
     for at in range(0, len(content), size):
         lines += splitter.feed(content[at : at + size])
@@ -76,7 +76,7 @@ def test_lines_do_not_depend_on_how_their_bytes_arrive(size):
     assert splitter.feed(b"") == []
 
 
-def test_a_line_without_an_end_is_cut_into_pieces_before_it_takes_all_memory():
+def test_line_splitter_cuts_an_endless_line_into_pieces():
     splitter = LineSplitter()
     assert splitter.feed(b"x" * (LINE_CHARACTERS - 1)) == []
     assert splitter.feed(b"x") == ["x" * LINE_CHARACTERS]
@@ -88,7 +88,7 @@ def test_a_line_without_an_end_is_cut_into_pieces_before_it_takes_all_memory():
     ]
 
 
-def test_the_tail_is_of_the_last_lines():
+def test_line_splitter_tail_has_the_last_lines():
     splitter = LineSplitter()
     splitter.feed("".join(f"{number}\n" for number in range(TAIL_LINES + 5)).encode())
     assert list(splitter.tail) == [str(number) for number in range(5, TAIL_LINES + 5)]

@@ -32,7 +32,7 @@ def steps_of(reports):
     return [row["step"] for report in reports if report.kind == "metrics" for row in report.payload.rows]
 
 
-def test_thousands_of_rows_that_nobody_read_for_a_while_come_whole_and_once():
+def test_report_buffer_keeps_thousands_of_unread_rows_complete_and_once():
     buffer = ReportBuffer()
     for first in range(1, 20_001, 4):
         add_rows(buffer, range(first, first + 4))
@@ -42,7 +42,7 @@ def test_thousands_of_rows_that_nobody_read_for_a_while_come_whole_and_once():
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7])
-def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
+def test_report_buffer_thins_out_old_rows_when_full_and_keeps_other_reports(batch):
     buffer = ReportBuffer(max_rows=100)
     for first in range(1, 1001, batch):
         add_rows(buffer, range(first, min(1001, first + batch)))
@@ -59,7 +59,7 @@ def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
     assert [report.kind for report in reports if report.kind != "metrics"] == ["event", "exit"]
 
 
-def test_rows_that_were_read_make_room():
+def test_report_buffer_has_room_again_after_rows_are_read():
     async def read_as_they_come():
         buffer, steps = ReportBuffer(max_rows=20), []
         for batch in range(10):
@@ -70,7 +70,7 @@ def test_rows_that_were_read_make_room():
     assert asyncio.run(read_as_they_come()) == list(range(1, 101))
 
 
-def test_once_everything_was_read_the_next_row_too_many_costs_every_second_one_again():
+def test_report_buffer_thins_every_second_row_again_after_a_full_read():
     """However long the reader was gone before that."""
     buffer = ReportBuffer(max_rows=20)
     for step in range(1, 1001):
@@ -86,7 +86,7 @@ def test_once_everything_was_read_the_next_row_too_many_costs_every_second_one_a
     assert steps_of(asyncio.run(read())) == [*range(1002, 1021, 2), 1021]
 
 
-def test_who_reads_last_gets_it_and_whoever_asked_before_waits_no_longer():
+def test_report_buffer_answers_the_newest_reader_and_releases_earlier_ones():
     async def body():
         buffer = ReportBuffer()
         first = asyncio.create_task(buffer.read(0, 3600.0))
@@ -100,7 +100,7 @@ def test_who_reads_last_gets_it_and_whoever_asked_before_waits_no_longer():
     asyncio.run(body())
 
 
-def test_what_was_not_acknowledged_comes_again_with_who_made_it_and_when():
+def test_report_buffer_repeats_unacknowledged_reports_unchanged():
     async def body():
         buffer = ReportBuffer()
         buffer.add(Exited(code=0), 3, 5, when=7.0)
@@ -116,7 +116,7 @@ def test_what_was_not_acknowledged_comes_again_with_who_made_it_and_when():
     asyncio.run(body())
 
 
-def test_what_nobody_dated_is_of_now(monkeypatch):
+def test_report_without_a_time_gets_the_current_one(monkeypatch):
     monkeypatch.setattr(report_buffer.time, "time", lambda: 50.0)
 
     async def body():
@@ -128,14 +128,14 @@ def test_what_nobody_dated_is_of_now(monkeypatch):
     asyncio.run(body())
 
 
-def test_as_many_rows_as_are_kept_keep_their_resolution():
+def test_report_buffer_keeps_all_rows_up_to_its_limit():
     buffer = ReportBuffer(max_rows=20)
     for step in range(1, 21):
         add_rows(buffer, [step])
     assert steps_of(read_all(buffer)) == list(range(1, 21))
 
 
-def test_who_reads_again_and_again_is_given_so_many_reports_at_a_time(monkeypatch):
+def test_report_buffer_limits_the_reports_of_one_read(monkeypatch):
     """Else one answer to a control plane that was gone for an hour would be larger than any message may be."""
     monkeypatch.setattr(report_buffer, "REPORTS_PER_READ", 2)
 
@@ -152,7 +152,7 @@ def test_who_reads_again_and_again_is_given_so_many_reports_at_a_time(monkeypatc
     asyncio.run(body())
 
 
-def test_only_the_newest_numbers_of_all_ranks_wait_and_rows_stay():
+def test_report_buffer_keeps_only_the_newest_sample_of_all_ranks():
     buffer = ReportBuffer()
     for step in range(1, 6):
         sample = RankSample(step, 0.1, None, packed([1.0])) if step != 3 else None

@@ -32,7 +32,7 @@ def test_rows_that_follow_each_other_are_one_report_and_all_else_keeps_its_time(
     assert reports_of(ORDER, []) == []
 
 
-def test_of_several_samples_of_all_ranks_the_newest_goes_with_the_rows():
+def test_merged_metric_rows_keep_the_newest_sample_of_all_ranks():
     def metrics(step, sample):
         return Message(Metrics(({"step": step},), sample), 1.0)
 

@@ -26,7 +26,7 @@ def test_lines_wait_with_the_other_reports_of_their_rank():
     assert Report.from_json(printed.to_json()) == printed
 
 
-def test_when_nobody_takes_them_the_oldest_lines_are_left_out_and_nothing_else(monkeypatch):
+def test_reported_lines_beyond_the_limit_are_dropped_oldest_first_with_a_note(monkeypatch):
     monkeypatch.setattr(report_buffer, "MAX_LINES", 10)
     buffer = ReportBuffer()
     lines = ReportedLines(buffer, 0)
@@ -43,7 +43,7 @@ def test_when_nobody_takes_them_the_oldest_lines_are_left_out_and_nothing_else(m
 
 
 @pytest.mark.parametrize("taken", [0, 25])
-def test_lines_that_were_taken_make_room(monkeypatch, taken):
+def test_reported_lines_have_room_again_after_lines_are_taken(monkeypatch, taken):
     monkeypatch.setattr(report_buffer, "MAX_LINES", 10)
     buffer = ReportBuffer()
     lines = ReportedLines(buffer, 0)

@@ -17,7 +17,7 @@ LAYOUT = "0a0a0a0a"
 NOWHERE = Endpoint("127.0.0.1", 1)
 
 
-def test_without_shared_memory_there_is_nothing_to_share():
+def test_snapshot_sharing_without_shared_memory_has_nothing_to_share():
     async def body():
         sharing = SnapshotSharing(None)
         assert (sharing.steps(0), sharing.files(), sharing.receive("token", 1)) == ([], [], None)
@@ -30,7 +30,7 @@ def test_without_shared_memory_there_is_nothing_to_share():
     asyncio.run(body())
 
 
-def test_files_and_steps_are_those_in_the_folder_and_close_removes_only_the_own_ones(tmp_path):
+def test_snapshot_sharing_lists_the_folders_files_and_removes_its_own_on_close(tmp_path):
     async def body():
         for rank in (0, 1):
             snapshots = Snapshots(tmp_path, rank, [torch.zeros(8)], b"0" * 16, LAYOUT)
@@ -51,7 +51,7 @@ def test_files_and_steps_are_those_in_the_folder_and_close_removes_only_the_own_
     asyncio.run(body())
 
 
-def test_the_same_server_takes_later_generations_and_refuses_earlier_ones(tmp_path):
+def test_snapshot_server_accepts_later_generations_and_refuses_earlier_ones(tmp_path):
     async def body():
         sharing = SnapshotSharing(str(tmp_path))
         address = sharing.receive("token", 2)
@@ -95,7 +95,7 @@ def test_snapshots_are_sent_to_one_partner_at_a_time(tmp_path, monkeypatch):
     asyncio.run(body())
 
 
-def test_what_is_fetched_is_for_one_rank_and_of_another_that_has_the_same_state(tmp_path, monkeypatch):
+def test_snapshot_of_a_rank_can_be_fetched_from_one_with_the_same_state(tmp_path, monkeypatch):
     fetched = []
     monkeypatch.setattr(snapshot_sharing, "fetch", lambda *arguments: fetched.append(arguments) or [4, 5])
 
@@ -110,7 +110,7 @@ def test_what_is_fetched_is_for_one_rank_and_of_another_that_has_the_same_state(
     assert fetched == [(*same, 0, here), (*same, None, here)]
 
 
-def test_who_has_closed_takes_no_backups_any_more(tmp_path):
+def test_closed_snapshot_server_takes_no_backups_until_it_begins_anew(tmp_path):
     async def body():
         sharing = SnapshotSharing(str(tmp_path))
         address = sharing.receive("token", 2)
@@ -123,7 +123,7 @@ def test_who_has_closed_takes_no_backups_any_more(tmp_path):
     asyncio.run(body())
 
 
-def test_who_takes_backups_takes_them_with_the_newest_token(tmp_path):
+def test_snapshot_server_accepts_the_newest_token_and_generation_only(tmp_path):
     async def body():
         sharing = SnapshotSharing(str(tmp_path))
         address = sharing.receive("token", 2)
@@ -138,7 +138,7 @@ def test_who_takes_backups_takes_them_with_the_newest_token(tmp_path):
     asyncio.run(body())
 
 
-def test_with_a_generation_backups_go_that_are_of_no_use(tmp_path, monkeypatch):
+def test_new_generation_removes_backups_of_a_former_partner(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(snapshot_sharing.BackupServer, "remove_former", lambda self, rank: asked.append(rank))
 

@@ -12,7 +12,7 @@ from manta.workers.rank.control_socket import Arm, Rest
 from manta.workers.rank.trainer_process import EXIT_FAILED
 
 
-def test_a_fault_strikes_in_its_phase_after_it_was_reported(rig):
+def test_fault_is_reported_before_it_strikes_in_its_phase(rig):
     def train(trainer):
         trainer.comm.step.on_phase(4, "data")
         trainer.comm.step.on_phase(5, "forward")
@@ -25,7 +25,7 @@ def test_a_fault_strikes_in_its_phase_after_it_was_reported(rig):
     assert run.ended() == EXIT_FAILED
 
 
-def test_a_fault_that_is_armed_while_it_trains_strikes_too(rig):
+def test_fault_armed_during_training_strikes(rig):
     """Commands are taken in order: when the end of a generation has come, what was said before it is armed."""
 
     def train(trainer):
@@ -41,7 +41,7 @@ def test_a_fault_that_is_armed_while_it_trains_strikes_too(rig):
     assert run.hear().payload.exception == "InjectedError"
 
 
-def test_a_partition_cuts_the_connections_for_its_time(rig):
+def test_partition_fault_cuts_connections_for_its_duration(rig):
     def train(trainer):
         trainer.comm.step.on_phase(1, "data")
 
@@ -66,7 +66,7 @@ HARMS = ("signal_self", "hang", "run_out_of_memory", "kill_node", "kill_store")
         (Fault("f", "store", 3), ("kill_store", 7)),
     ],
 )
-def test_each_fault_does_its_own_harm(rig, monkeypatch, fault, harm):
+def test_each_fault_kind_does_its_own_harm(rig, monkeypatch, fault, harm):
     done = []
     for name in HARMS:
         monkeypatch.setattr(trainer_process, name, lambda *arguments, name=name: done.append((name, *arguments)))
@@ -80,7 +80,7 @@ def test_each_fault_does_its_own_harm(rig, monkeypatch, fault, harm):
     assert done == [harm]
 
 
-def test_a_fault_that_slows_down_stays(rig):
+def test_slow_fault_stays_armed(rig):
     def train(trainer):
         trainer.comm.step.on_phase(1, "data")
 

@@ -117,7 +117,7 @@ def test_trainer_that_rests_after_its_step_is_asked_once():
     story(body)
 
 
-def test_without_patience_it_is_not_waited_for_the_step():
+def test_trainer_rest_without_patience_does_not_wait_for_the_step():
     async def body(rig):
         rig.process.on_command = lambda command: rig.process.say(Resting(7))
         assert await rig.trainer.rest(1, grace=1000.0)
@@ -135,7 +135,7 @@ def test_trainer_that_ends_on_its_way_to_rest_is_not_at_rest():
     story(body)
 
 
-def test_trainer_that_goes_on_is_at_rest_no_more_and_speaks_for_its_new_generation():
+def test_trainer_that_resumes_leaves_rest_and_reports_its_new_generation():
     async def body(rig):
         rig.process.say(Resting(7))
         await until(lambda: rig.trainer.at_rest)
@@ -165,7 +165,7 @@ def test_prepared_trainer_waits_for_its_order(ends):
     story(body, prepared=True)
 
 
-def test_end_of_a_trainer_says_why_and_under_which_number_it_was_known():
+def test_end_report_has_the_cause_and_the_trainers_last_rank_and_generation():
     async def body(rig):
         rig.trainer.assign_rank(1, FakeLog())
         rig.process.say(Failure("exception", 4, "ValueError", "no"), time=17.0)
@@ -179,7 +179,7 @@ def test_end_of_a_trainer_says_why_and_under_which_number_it_was_known():
     story(body)
 
 
-def test_fault_that_struck_is_known_and_one_is_armed_only_while_the_trainer_lives():
+def test_fault_is_armed_only_while_its_trainer_lives():
     async def body(rig):
         fault = Fault("f1", "kill", 3)
         rig.trainer.arm(fault)
@@ -193,7 +193,7 @@ def test_fault_that_struck_is_known_and_one_is_armed_only_while_the_trainer_live
     story(body)
 
 
-def test_what_is_done_beside_a_trainer_ends_with_it_and_when_something_else_is_done():
+def test_background_task_of_a_trainer_ends_with_it_or_when_replaced():
     ended = []
 
     async def beside(name):
@@ -213,7 +213,7 @@ def test_what_is_done_beside_a_trainer_ends_with_it_and_when_something_else_is_d
     story(body)
 
 
-def test_only_a_trainer_that_trains_in_that_generation_is_asked_to_save_and_end():
+def test_trainer_at_rest_or_of_another_generation_is_not_asked_to_save():
     async def body(rig):
         assert not rig.trainer.save_and_end(2)
         assert rig.process.commands == []
@@ -229,7 +229,7 @@ def test_only_a_trainer_that_trains_in_that_generation_is_asked_to_save_and_end(
     story(body)
 
 
-def test_a_trainer_that_has_ended_can_be_asked_nothing_and_is_not_at_rest():
+def test_ended_trainer_refuses_requests_and_is_not_at_rest():
     async def body(rig):
         rig.process.end(code=0)
         assert not rig.trainer.save_and_end(1)
@@ -245,7 +245,7 @@ def test_a_trainer_that_has_ended_can_be_asked_nothing_and_is_not_at_rest():
     story(at_rest, prepared=True)
 
 
-def test_trainer_that_does_not_come_to_rest_is_ended_as_one_that_nobody_needs_any_more():
+def test_trainer_that_does_not_come_to_rest_is_ended():
     async def body(rig):
         assert not rig.trainer.stopped
         assert not await rig.trainer.rest(1, grace=0.01)
@@ -254,7 +254,7 @@ def test_trainer_that_does_not_come_to_rest_is_ended_as_one_that_nobody_needs_an
     story(body)
 
 
-def test_trainer_of_an_earlier_generation_is_not_told_of_a_rest_that_it_would_not_understand():
+def test_trainer_of_an_earlier_generation_is_ended_instead_of_told_to_rest():
     async def body(rig):
         assert not await rig.trainer.rest(2, grace=1000.0, patience=1000.0)
         assert rig.process.ended
@@ -263,7 +263,7 @@ def test_trainer_of_an_earlier_generation_is_not_told_of_a_rest_that_it_would_no
     story(body)
 
 
-def test_what_it_prints_is_in_the_log_and_the_last_of_its_errors_in_its_end():
+def test_trainer_output_is_logged_and_its_last_errors_are_in_its_exit():
     async def body(rig):
         rig.process.stdout.feed_data(b"a line\nand ")
         rig.process.stderr.feed_data(b"why\n")
@@ -278,7 +278,7 @@ def test_what_it_prints_is_in_the_log_and_the_last_of_its_errors_in_its_end():
     story(body)
 
 
-def test_what_it_prints_as_another_rank_is_in_the_log_of_that_one():
+def test_trainer_output_as_another_rank_goes_to_that_ranks_log():
     async def body(rig):
         log = FakeLog()
         rig.trainer.assign_rank(1, log)
@@ -290,7 +290,7 @@ def test_what_it_prints_as_another_rank_is_in_the_log_of_that_one():
     story(body)
 
 
-def test_a_grandchild_that_holds_on_to_its_output_does_not_hold_up_its_end(monkeypatch):
+def test_end_of_a_trainer_does_not_wait_for_a_grandchild_holding_its_output(monkeypatch):
     monkeypatch.setattr(trainer_handle, "DRAIN_SECONDS", 0.01)
 
     async def body(rig):
@@ -303,7 +303,7 @@ def test_a_grandchild_that_holds_on_to_its_output_does_not_hold_up_its_end(monke
     story(body)
 
 
-def test_what_it_left_is_read_to_the_end_by_an_agent_that_stands_still_for_a_moment(monkeypatch):
+def test_trainer_output_is_read_to_the_end_by_an_agent_that_stalls(monkeypatch):
     monkeypatch.setattr(trainer_handle, "DRAIN_SECONDS", 0.01)
     left = [b"why\n", b"and\n", b"where\n"]
 
@@ -323,7 +323,7 @@ def test_what_it_left_is_read_to_the_end_by_an_agent_that_stands_still_for_a_mom
     story(body)
 
 
-def test_a_grandchild_that_goes_on_writing_does_not_hold_up_its_end(monkeypatch):
+def test_end_of_a_trainer_does_not_wait_for_a_grandchild_that_keeps_writing(monkeypatch):
     monkeypatch.setattr(trainer_handle, "DRAIN_SECONDS", 0.01)
 
     async def body(rig):
@@ -340,7 +340,7 @@ def test_a_grandchild_that_goes_on_writing_does_not_hold_up_its_end(monkeypatch)
     story(body)
 
 
-def test_what_death_cut_off_is_no_report_and_what_came_before_is():
+def test_trainer_report_cut_off_by_death_is_dropped_and_earlier_ones_kept():
     async def body(rig):
         rig.process.say(Started(100))
         rig.process.control.feed_data(b'{"kind": "resting", "gener')
@@ -352,7 +352,7 @@ def test_what_death_cut_off_is_no_report_and_what_came_before_is():
     story(body)
 
 
-def test_reports_keep_the_time_at_which_they_were_made_and_the_rank_that_the_agent_knows():
+def test_trainer_reports_keep_their_time_and_get_the_agents_rank():
     async def body(rig):
         rig.trainer.assign_rank(1, rig.log)
         rig.process.say(Started(100), time=11.0)
@@ -362,7 +362,7 @@ def test_reports_keep_the_time_at_which_they_were_made_and_the_rank_that_the_age
     story(body)
 
 
-def test_a_flight_record_is_asked_for_once_and_handed_to_all_who_ask(monkeypatch):
+def test_flight_record_is_requested_once_for_all_who_ask(monkeypatch):
     monkeypatch.setattr(trainer_handle, "FLIGHT_RECORD_SECONDS", SECONDS)
     record = FlightRecord(whole=False)
 
@@ -380,7 +380,7 @@ def test_a_flight_record_is_asked_for_once_and_handed_to_all_who_ask(monkeypatch
     story(body)
 
 
-def test_a_trainer_that_does_not_tell_its_flight_record_has_none(monkeypatch):
+def test_trainer_without_a_flight_record_answer_has_none(monkeypatch):
     monkeypatch.setattr(trainer_handle, "FLIGHT_RECORD_SECONDS", 0.01)
 
     async def body(rig):
@@ -398,7 +398,7 @@ def test_a_trainer_that_does_not_tell_its_flight_record_has_none(monkeypatch):
         (lambda it: it.stop(), "was stopped by its agent"),
     ],
 )
-def test_end_of_a_trainer_that_its_agent_killed_says_so_and_of_one_that_had_ended_does_not(end, said, monkeypatch):
+def test_end_report_names_a_kill_by_the_agent_only_if_it_caused_the_end(end, said, monkeypatch):
     monkeypatch.setattr(trainer_handle, "killed_for_memory", lambda: 2)
 
     async def killed(rig):
@@ -423,7 +423,7 @@ def test_end_of_a_trainer_that_its_agent_killed_says_so_and_of_one_that_had_ende
 
 
 @pytest.mark.parametrize(("before", "after", "reported"), [(2, 3, 1), (2, 2, 0), (None, 3, None), (2, None, None)])
-def test_end_of_a_trainer_says_what_the_kernel_has_killed_since_it_began(monkeypatch, before, after, reported):
+def test_end_report_counts_memory_kills_since_the_trainer_began(monkeypatch, before, after, reported):
     said = [before, after]
     monkeypatch.setattr(trainer_handle, "killed_for_memory", lambda: said.pop(0))
 

@@ -72,7 +72,7 @@ def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
         (PeerLost("m"), "peer_lost"),
     ],
 )
-def test_whatever_ends_it_is_reported_by_its_kind(rig, capfd, error, kind):
+def test_trainer_failure_is_reported_by_its_kind(rig, capfd, error, kind):
     def fail(trainer):
         trainer.step = 4
         raise error
@@ -97,7 +97,7 @@ def test_whatever_ends_it_is_reported_by_its_kind(rig, capfd, error, kind):
         BlockingIOError(11, "again"),
     ],
 )
-def test_limit_of_the_node_is_no_exception_of_the_users(rig, error):
+def test_exhausted_node_is_not_reported_as_a_user_exception(rig, error):
     def fail(trainer):
         raise error
 
@@ -110,7 +110,7 @@ def test_limit_of_the_node_is_no_exception_of_the_users(rig, error):
     assert run.ended() == EXIT_FAILED
 
 
-def test_a_gpu_that_has_failed_is_no_exception_of_the_users(rig):
+def test_failed_gpu_is_not_reported_as_a_user_exception(rig):
     def fail(trainer):
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors may be asynchronous")
 
@@ -139,7 +139,7 @@ def test_a_model_that_asks_for_the_end_of_the_process_has_not_ended_the_job_well
     assert run.ended() == EXIT_FAILED
 
 
-def test_a_failure_before_there_is_a_trainer_counts_from_the_step_that_it_should_resume_at(rig):
+def test_failure_before_training_has_the_step_to_resume_at(rig):
     def fail(*_):
         raise DataError("no corpus")
 
@@ -151,7 +151,7 @@ def test_a_failure_before_there_is_a_trainer_counts_from_the_step_that_it_should
     assert run.ended() == EXIT_FAILED
 
 
-def test_where_repair_is_in_place_a_lost_peer_brings_it_to_rest_until_the_next_order(rig):
+def test_trainer_with_in_place_repair_rests_after_a_lost_peer_until_its_next_order(rig):
     run = rig(lose_peer, finish)
     run.start(order(1, in_place=True))
     assert isinstance(run.hear().payload, Started)
@@ -169,7 +169,7 @@ def test_where_repair_is_in_place_a_lost_peer_brings_it_to_rest_until_the_next_o
 
 
 @pytest.mark.parametrize(("change", "keeps_record"), [({"rank": 1}, False), ({"spec": {"other": 1}}, True)])
-def test_an_order_for_another_rank_or_layout_builds_anew_and_closes_what_was(rig, change, keeps_record):
+def test_order_for_another_rank_or_layout_rebuilds_the_trainer(rig, change, keeps_record):
     run = rig(lose_peer, finish)
     run.start(order(1, in_place=True))
     run.hear()
@@ -198,7 +198,7 @@ def test_a_prepared_process_is_built_and_waits_for_its_order(rig):
     assert len(run.built) == 1
 
 
-def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(rig):
+def test_end_of_a_generation_reaches_computing_and_joining_ranks(rig):
     def wait_for_the_end(trainer):
         assert trainer.comm.after_step.get(timeout=SECONDS) == 1
         assert [trainer.comm.ends.get(timeout=SECONDS) for _ in range(2)] == [-1, 1]
@@ -217,7 +217,7 @@ def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(
     assert trainer.comm.ended == [-1, 1, 1], "and what is over stays so when it joins the next generation"
 
 
-def test_one_that_was_asked_to_rest_does_so_where_the_loss_of_a_peer_would_be_its_end(rig):
+def test_trainer_asked_to_rest_does_so_without_in_place_repair_too(rig):
     def leave(trainer):
         raise RestRequested("was asked to rest after the step")
 
@@ -246,7 +246,7 @@ def test_a_late_word_about_an_older_generation_takes_nothing_back(rig):
     assert [comm.asked.get(timeout=SECONDS) for _ in range(comm.asked.qsize())] == [-1, 5, 4, 5]
 
 
-def test_a_rank_says_for_each_generation_when_it_met_the_others(rig, monkeypatch):
+def test_trainer_reports_when_it_connected_in_each_generation(rig, monkeypatch):
     """What a recovery took is measured by that."""
     now = [100.0]
     monkeypatch.setattr(trainer_process.time, "time", lambda: now[0])
@@ -261,12 +261,12 @@ def test_a_rank_says_for_each_generation_when_it_met_the_others(rig, monkeypatch
 
 
 @pytest.mark.parametrize("change", [{"spec": {"world": 1}}, {"rank": 4}, {"snapshot_folder": "/dev/shm/other"}])
-def test_what_was_built_serves_the_same_place_only(change):
+def test_built_trainer_is_reused_only_for_the_same_rank_spec_and_folder(change):
     assert trainer_process._has_same_position(order(1), order(2, resume=Resume("snapshot", 4), roll_backs=({},)))
     assert not trainer_process._has_same_position(order(1), order(2, **change))
 
 
-def test_a_rank_that_is_asked_ends_early_and_says_so_by_its_status_alone(rig):
+def test_rank_told_to_save_and_end_exits_with_the_saved_status(rig):
     def end_early(trainer):
         assert [trainer.comm.asked.get(timeout=SECONDS) for _ in range(2)] == [-1, 1]
         trainer.reporter.metrics({"step": 4})
@@ -280,7 +280,7 @@ def test_a_rank_that_is_asked_ends_early_and_says_so_by_its_status_alone(rig):
     assert run.ended() == EXIT_SAVED
 
 
-def test_one_that_is_asked_before_it_has_met_the_others_remembers(rig):
+def test_trainer_asked_to_save_before_it_connects_remembers(rig):
     run = rig(lose_peer, finish)
     run.start(order(1, in_place=True))
     run.hear()
@@ -293,7 +293,7 @@ def test_one_that_is_asked_before_it_has_met_the_others_remembers(rig):
     assert [asked.get(timeout=SECONDS) for _ in range(asked.qsize())] == [-1, 2, 2]
 
 
-def test_several_ranks_meet_at_the_store_and_one_that_does_not_answer_is_a_lost_peer(rig, monkeypatch):
+def test_trainer_connects_at_the_store_and_a_silent_store_is_a_lost_peer(rig, monkeypatch):
     monkeypatch.setattr(trainer_process.dist, "TCPStore", lambda host, port, is_master, timeout: (host, port))
     run = rig(finish)
     run.start(order(2, spec={"world": 4}, store_host="h", store_port=7, secret="s"))
@@ -342,7 +342,7 @@ def test_rows_and_events_arrive_in_order_as_reports(rig):
     assert {row["step"] for payload in payloads[at:] if isinstance(payload, Metrics) for row in payload.rows} == {3}
 
 
-def test_when_the_agent_hangs_up_the_process_does_not_live_on(rig):
+def test_trainer_process_ends_when_its_agent_hangs_up(rig):
     run = rig(lose_peer)
     run.start(order(in_place=True))
     run.hear()
@@ -352,7 +352,7 @@ def test_when_the_agent_hangs_up_the_process_does_not_live_on(rig):
     assert run.hung_up.wait(SECONDS)
 
 
-def test_the_entry_takes_its_order_as_json(monkeypatch):
+def test_trainer_entry_takes_its_order_as_json(monkeypatch):
     """As the zygote hands it on."""
     taken = []
 
@@ -370,7 +370,7 @@ def test_the_entry_takes_its_order_as_json(monkeypatch):
 
 
 @pytest.mark.parametrize(("device", "gives_way"), [("cpu", 1), ("cuda:0", 0)])
-def test_only_who_computes_on_the_cores_gives_way_to_who_watches(rig, monkeypatch, device, gives_way):
+def test_trainer_on_a_cpu_lowers_its_priority_and_one_on_a_gpu_does_not(rig, monkeypatch, device, gives_way):
     given = []
     monkeypatch.setattr(trainer_process, "lower_priority", lambda: given.append(1))
     run = rig(finish)
@@ -379,7 +379,7 @@ def test_only_who_computes_on_the_cores_gives_way_to_who_watches(rig, monkeypatc
     assert len(given) == gives_way
 
 
-def test_a_rank_that_is_ready_again_says_which_process_it_is(rig):
+def test_ready_report_has_the_process_id(rig):
     run = rig(finish)
     run.start(order())
     assert run.hear().payload.pid == os.getpid()
@@ -387,7 +387,7 @@ def test_a_rank_that_is_ready_again_says_which_process_it_is(rig):
 
 
 @pytest.mark.parametrize("taken", [FlightRecord(whole=False), None])
-def test_the_flight_record_is_reported_while_it_trains_and_keeps_no_command_waiting(rig, monkeypatch, taken):
+def test_flight_record_is_reported_during_training_without_delaying_commands(rig, monkeypatch, taken):
     asked, go_on = threading.Event(), threading.Event()
 
     def take():

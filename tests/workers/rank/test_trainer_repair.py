@@ -25,7 +25,7 @@ def tries_repair(monkeypatch, self_test, rank=0):
     return order(1, rank, spec={"world": 4, "repair": self_test}, tries_repair=True, **meeting)
 
 
-def test_where_repair_was_tried_and_works_a_lost_peer_brings_it_to_rest(rig, monkeypatch):
+def test_trainer_with_a_passed_repair_self_test_rests_after_a_lost_peer(rig, monkeypatch):
     run = rig(lose_peer, finish)
     run.start(tries_repair(monkeypatch, WORKS))
     event, started, resting = (run.hear().payload for _ in range(3))
@@ -39,7 +39,7 @@ def test_where_repair_was_tried_and_works_a_lost_peer_brings_it_to_rest(rig, mon
     assert run.built == [trainer] and len(trainer.comm.connected) == 3, "and is not tried again"
 
 
-def test_where_it_does_not_work_the_job_goes_on_and_a_lost_peer_ends_the_process(rig, monkeypatch):
+def test_trainer_with_a_failed_repair_self_test_ends_after_a_lost_peer(rig, monkeypatch):
     run = rig(lose_peer)
     run.start(tries_repair(monkeypatch, FAILS))
     event, started, failure = (run.hear().payload for _ in range(3))
@@ -49,7 +49,7 @@ def test_where_it_does_not_work_the_job_goes_on_and_a_lost_peer_ends_the_process
     assert run.ended() == EXIT_PEER_LOST
 
 
-def test_a_process_that_can_not_be_used_after_it_ends_before_it_trains(rig, monkeypatch):
+def test_trainer_ends_before_training_if_the_repair_self_test_leaves_it_unusable(rig, monkeypatch):
     run = rig(finish)
     run.start(tries_repair(monkeypatch, {**FAILS, "usable": False}))
     assert run.hear().payload.type == "repair_self_test"
@@ -58,7 +58,7 @@ def test_a_process_that_can_not_be_used_after_it_ends_before_it_trains(rig, monk
     assert run.ended() == EXIT_PEER_LOST
 
 
-def test_one_rank_tells_for_all(rig, monkeypatch):
+def test_repair_self_test_is_reported_by_one_rank_only(rig, monkeypatch):
     run = rig(finish)
     run.start(tries_repair(monkeypatch, WORKS, rank=3))
     assert isinstance(run.hear().payload, Started)

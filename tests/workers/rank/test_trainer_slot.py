@@ -140,7 +140,7 @@ async def settled():
         await asyncio.sleep(0)
 
 
-def test_only_a_trainer_that_runs_can_be_asked_to_save_and_end(rig):
+def test_slot_asks_only_a_running_trainer_of_the_generation_to_save_and_end(rig):
     async def body():
         assert not rig.slot.save_and_end(1), "there is none"
         await rig.slot.launch(order(1))
@@ -152,7 +152,7 @@ def test_only_a_trainer_that_runs_can_be_asked_to_save_and_end(rig):
     asyncio.run(body())
 
 
-def test_a_trainer_at_rest_goes_on_and_any_other_is_replaced(rig):
+def test_slot_keeps_a_resting_trainer_and_replaces_any_other(rig):
     async def body():
         assert await rig.slot.launch(order(1)) == Launched(100, kept=False)
         assert await rig.slot.rest(1, 1.0)
@@ -169,7 +169,7 @@ def test_a_trainer_at_rest_goes_on_and_any_other_is_replaced(rig):
     asyncio.run(body())
 
 
-def test_orders_that_were_replaced_are_refused(rig):
+def test_slot_refuses_stale_orders(rig):
     async def body():
         await rig.slot.launch(order(2))
         for stale in (1, 2):
@@ -187,7 +187,7 @@ def test_orders_that_were_replaced_are_refused(rig):
     asyncio.run(body())
 
 
-def test_a_killed_trainer_has_a_successor_ready_and_one_that_was_stopped_has_none(rig):
+def test_slot_prepares_a_successor_for_a_killed_trainer_but_not_a_stopped_one(rig):
     async def body():
         await rig.slot.launch(order(1))
         rig.trainers[0].end(signal=11)
@@ -205,7 +205,7 @@ def test_a_killed_trainer_has_a_successor_ready_and_one_that_was_stopped_has_non
     asyncio.run(body())
 
 
-def test_a_successor_that_cannot_be_had_is_left_to_the_next_launch(rig):
+def test_slot_leaves_an_unavailable_successor_to_the_next_launch(rig):
     async def body():
         await rig.slot.launch(order(1))
         rig.zygote = False
@@ -217,7 +217,7 @@ def test_a_successor_that_cannot_be_had_is_left_to_the_next_launch(rig):
     asyncio.run(body())
 
 
-def test_faults_wait_for_the_trainer_that_they_strike(rig):
+def test_slot_keeps_faults_for_the_trainer_they_strike(rig):
     async def body():
         early, late = Fault("early", "kill", 3), Fault("late", "hang", 3)
         rig.slot.arm(early)
@@ -233,7 +233,7 @@ def test_faults_wait_for_the_trainer_that_they_strike(rig):
     asyncio.run(body())
 
 
-def test_another_rank_has_another_log_and_another_record(rig):
+def test_slot_gives_a_trainer_of_another_rank_another_log_and_record(rig):
     async def body():
         await rig.slot.launch(order(1))
         await rig.slot.rest(1, 1.0)
@@ -251,7 +251,7 @@ def test_another_rank_has_another_log_and_another_record(rig):
     asyncio.run(body())
 
 
-def test_only_the_trainer_that_was_meant_is_killed_and_looked_at(rig):
+def test_slot_kills_or_inspects_only_the_trainer_with_the_given_pid(rig):
     async def body():
         reason = KillReason("hung", "stood still")
         assert not await rig.slot.kill(100, reason)
@@ -282,7 +282,7 @@ def test_a_trainer_is_forked_with_its_devices_by_the_zygote_of_its_node(rig, mon
     assert waits == (trainer_slot.PREPARE_WAIT_SECONDS, trainer_slot.ZYGOTE_WAIT_SECONDS)
 
 
-def test_without_devices_of_its_own_a_trainer_sees_none_whatever_its_node_has(rig, monkeypatch):
+def test_slot_hides_all_gpus_from_a_trainer_without_devices(rig, monkeypatch):
     monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", None, ()))
     asyncio.run(rig.slot.launch(order(1)))
     assert [environment for _, _, environment, _ in rig.forks] == [{"CUDA_VISIBLE_DEVICES": ""}]
@@ -296,7 +296,7 @@ def test_a_trainer_has_the_variables_of_its_job_but_the_devices_of_its_node(rig,
     assert environment == {"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "1"}
 
 
-def test_a_trainer_that_runs_is_all_that_there_is_to_prepare(rig):
+def test_slot_with_a_running_trainer_prepares_no_other(rig):
     async def body():
         await rig.slot.launch(order(1))
         assert await rig.slot.prepare(order(1))
@@ -305,7 +305,7 @@ def test_a_trainer_that_runs_is_all_that_there_is_to_prepare(rig):
     asyncio.run(body())
 
 
-def test_there_is_no_rest_where_nobody_trains(rig):
+def test_slot_without_a_trainer_cannot_rest_and_stops_without_an_exit_status(rig):
     async def body():
         assert not await rig.slot.rest(1, 1.0)
         assert await rig.slot.stop() == Exit(None, None)
@@ -348,7 +348,7 @@ def test_a_trainer_is_watched_at_the_record_of_its_rank(rig, compiles):
     asyncio.run(body())
 
 
-def test_without_shared_memory_nobody_is_watched(rig):
+def test_slot_without_shared_memory_watches_no_trainer(rig):
     async def body():
         slot = TrainerSlot("job-1", 3, str(rig.home), str(rig.home), None, ReportBuffer())
         launched = await slot.launch(order(1))
@@ -360,7 +360,7 @@ def test_without_shared_memory_nobody_is_watched(rig):
 
 
 @pytest.mark.parametrize("commits", [False, True])
-def test_a_kill_that_waits_for_a_commit_does_without_one_nothing(rig, commits):
+def test_slot_kills_after_a_commit_only_if_one_comes(rig, commits):
     async def body():
         await rig.slot.launch(order(1))
         rig.watches[0].commits = commits
@@ -403,7 +403,7 @@ def test_a_flight_record_is_that_of_the_trainer_that_runs(rig):
     asyncio.run(body())
 
 
-def test_an_order_is_that_of_the_trainer_only_until_a_newer_one_is_under_way(rig):
+def test_slot_order_is_unknown_while_a_newer_launch_is_under_way(rig):
     async def body():
         assert rig.slot.order is None
         await rig.slot.launch(order(1))
@@ -418,7 +418,7 @@ def test_an_order_is_that_of_the_trainer_only_until_a_newer_one_is_under_way(rig
     asyncio.run(body())
 
 
-def test_where_nothing_is_repaired_in_place_a_killed_trainer_has_no_successor(rig):
+def test_slot_without_in_place_repair_prepares_no_successor(rig):
     async def body():
         await rig.slot.launch(order(1, in_place=False))
         rig.trainers[0].end(signal=9)
@@ -428,7 +428,7 @@ def test_where_nothing_is_repaired_in_place_a_killed_trainer_has_no_successor(ri
     asyncio.run(body())
 
 
-def test_where_it_may_be_it_has_one(rig):
+def test_slot_that_may_repair_in_place_prepares_a_successor(rig):
     async def body():
         await rig.slot.launch(order(1, in_place=False, tries_repair=True))
         rig.trainers[0].end(signal=9)
@@ -438,7 +438,7 @@ def test_where_it_may_be_it_has_one(rig):
     asyncio.run(body())
 
 
-def test_a_trainer_that_goes_on_for_several_generations_has_one_successor(rig):
+def test_slot_keeps_one_successor_for_a_trainer_of_several_generations(rig):
     async def body():
         for generation in (1, 2, 3):
             await rig.slot.launch(order(generation))

@@ -26,7 +26,7 @@ def line(text="x"):
     return Printed("stdout", (text,))
 
 
-def test_only_lines_come_again_and_only_until_they_are_kept(read):
+def test_report_buffer_repeats_only_log_lines_that_are_not_stored_yet(read):
     buffer = filled(line(), Event("e", "m"), line(), line())
     assert read(buffer, 0, (0, 0, 0)) == [1, 2, 3, 4]
     assert read(buffer, 3, (0, 0, 0)) == [4]
@@ -37,13 +37,13 @@ def test_only_lines_come_again_and_only_until_they_are_kept(read):
     assert read(buffer, 4, (0, 2, 0)) == read(buffer, 0, (0, 2, 0)) == []
 
 
-def test_whoever_does_not_keep_them_elsewhere_has_them_forgotten_at_once(read):
+def test_log_lines_are_forgotten_at_once_if_they_are_not_stored_elsewhere(read):
     buffer = filled(line(), line())
     assert read(buffer, 0) == [1, 2]
     assert read(buffer, 2) == read(buffer, 0) == []
 
 
-def test_oldest_are_left_out_when_they_are_too_many_and_a_line_says_so():
+def test_oldest_unkept_lines_are_dropped_with_a_note_if_too_many():
     async def reports():
         buffer = filled(*(line("y" * 100) for _ in range(20)))
         return await buffer.read(0, 0.0)

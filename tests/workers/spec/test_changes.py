@@ -17,7 +17,7 @@ DOCUMENT = {
 }
 
 
-def test_values_are_those_that_a_file_would_have():
+def test_spec_changes_are_parsed_as_in_a_file():
     before = copy.deepcopy(DOCUMENT)
     texts = "train.steps=7 train.optimizer.learning_rate=1e-3 elastic.min_data=1 parallel.data=2 data.validation=[]"
     changed = with_changes(DOCUMENT, changes_in([*texts.split(), "name=b=c", "labels={a: b}", "name=b"]))
@@ -28,7 +28,7 @@ def test_values_are_those_that_a_file_would_have():
     assert parse_job_spec(changed).train.steps == 7
 
 
-def test_a_number_is_a_place_in_a_list():
+def test_number_in_a_spec_change_is_an_index_of_a_list():
     changed = with_changes(DOCUMENT, {"data.validation.1.name": "three"})
     assert changed["data"]["validation"] == [{"name": "one"}, {"name": "three"}]
     for key in ("2", "x", "-1"):
@@ -36,29 +36,29 @@ def test_a_number_is_a_place_in_a_list():
             with_changes(DOCUMENT, {f"data.validation.{key}.name": "three"})
 
 
-def test_unknown_keys_are_refused_as_those_of_a_file_are():
+def test_spec_change_of_an_unknown_key_is_refused_as_in_a_file():
     with pytest.raises(SpecError, match=r"^train.stepps: unknown key \(try: steps\)$"):
         parse_job_spec(with_changes(DOCUMENT, changes_in(["parallel={}", "data.validation=[]", "train.stepps=3"])))
 
 
 @pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", ".=3", ""])
-def test_what_is_no_change_is_said(text):
+def test_malformed_spec_change_is_refused(text):
     with pytest.raises(SpecError, match=r"is not KEY=VALUE \(try: train.steps=100\)"):
         changes_in([text])
 
 
 @pytest.mark.parametrize("value", ["[", "2020-13-45", "a: b: c", "'"])
-def test_a_value_that_is_none_is_named_with_its_key(value):
+def test_invalid_value_of_a_spec_change_is_reported_with_its_key(value):
     with pytest.raises(SpecError, match=r"^train.steps: .* is not a valid YAML value"):
         changes_in([f"train.steps={value}"])
 
 
 @pytest.mark.parametrize("document", [None, [], "text"])
-def test_what_is_no_job_stays_what_it_is(document):
+def test_spec_changes_leave_a_document_that_is_no_mapping_unchanged(document):
     assert with_changes(document, {"train.steps": 3}) == document
 
 
-def test_a_sweep_is_every_combination():
+def test_sweep_is_every_combination_of_its_values():
     changes = combinations_in(["train.steps=1,2", "data.paths=[a, b],[c]"])
     steps, paths = [1, 1, 2, 2], [["a", "b"], ["c"]] * 2
     assert changes == [{"train.steps": a, "data.paths": b} for a, b in zip(steps, paths, strict=True)]
@@ -74,6 +74,6 @@ def test_a_sweep_is_every_combination():
         (["a"], "is not KEY=VALUE"),
     ],
 )
-def test_a_sweep_that_is_none_is_said(texts, why):
+def test_malformed_sweep_is_refused_with_a_reason(texts, why):
     with pytest.raises(SpecError, match=why):
         combinations_in(texts)

@@ -9,7 +9,7 @@ from manta.workers.spec.divisors import nearest_divisor, nearest_multiple
 
 
 @given(st.integers(1, 400), st.integers(1, 500))
-def test_nearest_divisor(of, to):
+def test_nearest_divisor_of_a_number_is_found(of, to):
     expected = min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - to), d))
     assert nearest_divisor(of, to) == expected
 
@@ -20,7 +20,7 @@ def test_nearest_divisor_of_a_large_number_is_found_at_once():
 
 
 @given(st.integers(1, 50), st.integers(1, 10**30))
-def test_nearest_multiple(of, to):
+def test_nearest_multiple_of_a_number_is_found(of, to):
     near = nearest_multiple(of, to)
     assert near > 0
     assert near % of == 0

@@ -19,7 +19,7 @@ def environment(**variables):
     return document() | {"resources": {"environment": variables}}
 
 
-def test_allowed_variables_are_kept_and_specs_can_be_told_apart_by_them():
+def test_allowed_environment_variables_are_kept_and_distinguish_specs():
     one = parse_job_spec(environment(NCCL_SOCKET_IFNAME="eth1"))
     assert one.resources.environment == {"NCCL_SOCKET_IFNAME": "eth1"}
     assert len({one, parse_job_spec(environment(NCCL_SOCKET_IFNAME="eth2")), parse_job_spec(document())}) == 3
@@ -38,7 +38,7 @@ def test_allowed_variables_are_kept_and_specs_can_be_told_apart_by_them():
         ("MANTA_HOME", None),
     ],
 )
-def test_others_are_refused_by_name(name, suggestion):
+def test_environment_variables_that_are_not_allowed_are_refused_by_name(name, suggestion):
     with pytest.raises(SpecError) as refused:
         parse_job_spec(environment(**{name: "x"}))
     (problem,) = refused.value.problems
@@ -54,11 +54,11 @@ def test_values_are_such_that_a_process_can_be_given(value):
         parse_job_spec(environment(NCCL_ALGO=value))
 
 
-def test_none_names_a_file_or_a_library():
+def test_allowed_environment_variables_name_no_file_or_library():
     assert not [name for name in ALLOWED if re.search("FILE|PLUGIN|PATH|DIR|_LIB|PRELOAD", name)]
 
 
-def test_the_documentation_lists_them_all():
+def test_allowed_environment_variables_are_all_documented():
     section = DOCUMENT.read_text().partition("## Environment variables of a job")[2].partition("\n## ")[0]
     paragraph = section.rpartition(":\n")[2]
     assert set(re.findall("`([A-Z0-9_]+)`", paragraph)) == ALLOWED

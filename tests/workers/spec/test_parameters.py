@@ -32,7 +32,7 @@ GPT = {"layers": 12, "tie_embeddings": False}
     ],
     ids=str,
 )
-def test_they_are_those_of_the_engine(model):
+def test_parameter_names_of_a_spec_are_those_of_the_engine(model):
     job = spec(model=model)
     names = [entry.name for entry in ModelStage(job, lone_rank(job)).named_shards()]
     assert sorted(parameter_names(job.model)) == sorted(names)
@@ -54,11 +54,11 @@ def test_they_are_those_of_the_engine(model):
         ("layers.[1]", []),
     ],
 )
-def test_a_pattern_means_a_parameter_or_all_below_a_part(pattern, meant):
+def test_parameter_pattern_means_a_parameter_or_all_below_a_part(pattern, meant):
     assert matching(pattern, parameter_names(spec(model=GPT).model)) == meant
 
 
-def test_a_star_stands_for_any_part_and_a_range_for_layers():
+def test_parameter_pattern_takes_stars_for_parts_and_ranges_of_layers():
     names = parameter_names(spec(model=GPT).model)
     mlp = matching("*.mlp", names)
     assert len(mlp) == 12 * 4 and all(".mlp." in name for name in mlp)
@@ -85,7 +85,7 @@ def test_backward_ends_in_the_first_layer_that_is_trained(frozen, first):
     assert first_trained_layer(job.model, job.train.frozen) == first
 
 
-def test_virtual_stages_in_front_of_it_take_no_gradient():
+def test_virtual_stages_before_the_first_trained_layer_take_no_gradient():
     """Four stages of three layers."""
 
     def takes(*frozen: str, **parallel) -> tuple[bool, ...]:
@@ -110,7 +110,7 @@ def problem_of(frozen: list[str], **model):
     return problem
 
 
-def test_what_is_not_there_is_named_with_the_nearest_part():
+def test_unknown_frozen_parameter_is_reported_with_the_nearest_name():
     problem = problem_of(["embedding", "layer.0"])
     assert (problem.path, problem.rule) == ("train.frozen.1", "the model has no parameter layer.0")
     assert problem.suggestion == "layers.0"
@@ -118,12 +118,12 @@ def test_what_is_not_there_is_named_with_the_nearest_part():
     assert (tied.path, tied.suggestion is not None) == ("train.frozen.0", True), "it is the embedding"
 
 
-def test_of_a_users_model_nothing_can_be_frozen():
+def test_custom_model_cannot_freeze_parameters():
     problem = problem_of(["embedding"], family="custom", entrypoint="mine:build")
     assert (problem.path, problem.unsupported, problem.suggestion) == ("train.frozen", True, "[]")
 
 
-def test_something_is_left_to_train():
+def test_spec_that_freezes_all_parameters_is_refused():
     problem = problem_of(["*"])
     assert (problem.path, problem.rule) == ("train.frozen", "no parameter would be trained")
     assert frozen_names(parse_job_spec(document(train={"frozen": ["embedding"]})))

@@ -45,14 +45,14 @@ def test_a_broken_rule_is_reported_and_its_advice_works(sections, path, rule, su
 
 
 @pytest.mark.parametrize(("sets", "path", "rule", "suggestion"), [case[1:] for case in SETS], ids=[c[0] for c in SETS])
-def test_what_is_wrong_with_a_validation_set_says_which_one(sets, path, rule, suggestion):
+def test_problem_of_a_validation_set_names_the_set(sets, path, rule, suggestion):
     problem = problems_of(document(data={"validation": sets}, train={"validate_every": 5}))[0]
     assert problem.path == path
     assert rule in problem.rule
     assert problem.suggestion == suggestion
 
 
-def test_texts_beside_tokens_of_others_need_their_tokenizer():
+def test_text_validation_beside_a_token_corpus_needs_its_tokenizer():
     sets = [{"name": "a", "paths": ["a"], "source": "megatron"}, {"name": "b", "paths": ["b"], "source": "jsonl"}]
     data = {"source": "megatron", "validation": sets}
     job = document(data=data, model={"vocabulary_size": 10_000}, train={"validate_every": 1})
@@ -64,7 +64,7 @@ def test_texts_beside_tokens_of_others_need_their_tokenizer():
 
 
 @pytest.mark.parametrize(("section", "key", "value"), NOT_BUILT, ids=[f"{case[0]}.{case[1]}" for case in NOT_BUILT])
-def test_what_is_not_built_says_what_works(section, key, value):
+def test_unsupported_spec_value_is_reported_with_one_that_works(section, key, value):
     spec = document(**{section: {key: value}})
     (problem,) = problems_of(spec)
     assert problem.path == f"{section}.{key}"
@@ -78,7 +78,7 @@ def test_what_is_not_built_says_what_works(section, key, value):
     assert problems_of(spec) == []
 
 
-def test_a_layout_that_is_to_be_planned_is_not_built():
+def test_spec_with_an_automatic_layout_is_refused_with_advice_to_plan():
     (problem,) = problems_of({**document(), "parallel": "auto"})
     assert (problem.path, problem.unsupported) == ("parallel", True)
     assert "manta plan" in problem.rule
@@ -86,11 +86,11 @@ def test_a_layout_that_is_to_be_planned_is_not_built():
 
 
 @pytest.mark.parametrize("sections", [case[1] for case in ALLOWED], ids=[case[0] for case in ALLOWED])
-def test_what_just_fits_is_allowed(sections):
+def test_specs_at_the_limits_of_the_rules_are_accepted(sections):
     assert problems_of(document(**sections)) == []
 
 
-def test_interleaving_needs_whole_turns_at_the_start_of_a_ramp_as_well():
+def test_interleaved_schedule_needs_whole_turns_at_the_start_of_a_ramp():
     spec = document(parallel={"schedule": "interleaved", "pipeline": 2}, train={"batch_ramp": {**RAMP, "start": 5}})
     assert [problem.path for problem in problems_of(spec)] == ["train.batch_ramp.start", "train.batch_ramp.increment"]
 
@@ -158,7 +158,7 @@ def test_following_the_advice_always_leads_to_a_spec(
 @pytest.mark.parametrize(
     ("schedule", "pipeline", "batch"), [("1f1b", 2, 7), ("interleaved", 1, 7), ("interleaved", 2, 12)]
 )
-def test_a_job_may_grow_to_every_size_below_the_first_that_is_broken(schedule, pipeline, batch, deterministic):
+def test_elastic_maximum_is_limited_by_the_first_invalid_size(schedule, pipeline, batch, deterministic):
     def of(data: int, most: int) -> dict[str, Any]:
         layout = {"schedule": schedule, "pipeline": pipeline, "data": data}
         train = {"global_batch_size": batch, "deterministic": deterministic}
@@ -169,7 +169,7 @@ def test_a_job_may_grow_to_every_size_below_the_first_that_is_broken(schedule, p
     assert [most for most in sizes if not problems_of(of(1, most))] == list(range(1, first_broken))
 
 
-def test_bounds_of_a_hundred_thousand_replicas_are_not_looked_at_one_by_one(monkeypatch):
+def test_elastic_bounds_of_many_replicas_are_checked_with_few_evaluations(monkeypatch):
     looked = []
     rule = batch_rules._every_replica_has_samples
     monkeypatch.setattr(batch_rules, "_every_replica_has_samples", lambda spec: looked.append(spec) or rule(spec))
@@ -201,7 +201,7 @@ def test_following_the_advice_about_learning_rates_leads_to_a_spec(optimizer):
     raise AssertionError(f"still wrong: {problems}")
 
 
-def test_document_with_thousands_of_unknown_keys_has_few_problems_and_says_how_many_more(monkeypatch):
+def test_spec_with_thousands_of_unknown_keys_has_few_problems_and_their_count(monkeypatch):
     """To look for near names takes milliseconds each."""
     compared = []
     close = difflib.get_close_matches
@@ -213,7 +213,7 @@ def test_document_with_thousands_of_unknown_keys_has_few_problems_and_says_how_m
     assert len(compared) <= 2 * MAX_PROBLEMS
 
 
-def test_unknown_key_is_shown_in_characters_that_a_terminal_may_have():
+def test_unknown_spec_key_is_shown_printable_and_short():
     with pytest.raises(SpecError) as refused:
         parse_job_spec({"\x1b]0;title\a" + "x" * 1000: 1, None: 1})
     paths = [problem.path for problem in refused.value.problems]

@@ -55,17 +55,17 @@ def test_a_stored_spec_can_be_submitted_again(folder):
     assert parse_job_spec(with_shape_of_weights(stored)) == parse_job_spec(stored)
 
 
-def test_a_slip_of_the_hand_is_told_the_key():
+def test_mistyped_key_beside_weights_is_suggested():
     with pytest.raises(SpecError, match=r"model.form: unknown key \(try: from\)"):
         parse_job_spec({"model": {"form": "there"}, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
 
 
-def test_a_spec_without_weights_is_left_alone():
+def test_spec_without_weights_is_unchanged():
     for document in ({}, [], {"model": 3}, {"model": {"layers": 2}}, {"model": {"from": 3}}, {"model": {"from": ""}}):
         assert with_shape_of_weights(document) is document
 
 
-def test_keys_beside_it_may_say_the_same(folder):
+def test_keys_beside_weights_may_repeat_their_shape(folder):
     same = {"family": "llama", "layers": 3, "heads": 4, "rope": {"theta": 10000.0}, "bias": False, "head_dim": 8}
     assert parse_job_spec(with_shape_of_weights(job(folder, sequence_length=16, **same))).model.sequence_length == 16
 
@@ -81,19 +81,19 @@ def test_keys_beside_it_may_say_the_same(folder):
         ({"sequence_length": 65}, "model.sequence_length", "max_position_embeddings 64", "64"),
     ],
 )
-def test_keys_beside_it_that_say_otherwise_are_named_with_those_of_the_file(folder, model, path, shown, suggestion):
+def test_keys_that_contradict_the_weights_are_named_with_their_config_file(folder, model, path, shown, suggestion):
     ((where, rule, advice),) = problems(job(folder, **model))
     assert where == path
     assert f"{folder}/config.json" in rule and shown in rule
     assert suggestion is None or advice == suggestion
 
 
-def test_an_unknown_key_beside_it_is_found_as_ever(folder):
+def test_unknown_key_beside_model_from_is_reported(folder):
     with pytest.raises(SpecError, match="unknown key"):
         parse_job_spec(with_shape_of_weights(job(folder, layer=3)))
 
 
-def test_only_what_lies_below_the_roots_is_read(folder, tmp_path):
+def test_weights_outside_the_data_roots_are_not_read(folder, tmp_path):
     elsewhere = DataRoots((tmp_path / "allowed",))
     ((path, rule, _),) = problems(job(folder), elsewhere)
     assert path == "model.from" and "MANTA_DATA_ROOTS" in rule
@@ -104,7 +104,7 @@ def test_only_what_lies_below_the_roots_is_read(folder, tmp_path):
     assert with_shape_of_weights(job(folder), DataRoots((folder,)))["model"]["layers"] == 3
 
 
-def test_what_is_wrong_with_the_folder_is_a_problem_of_the_key(tmp_path):
+def test_unusable_weights_folder_is_a_problem_of_model_from(tmp_path):
     ((path, rule, _),) = problems(job(tmp_path))
     assert path == "model.from" and f"{tmp_path} has no config.json" in rule
     ((path, rule, _),) = problems(job("s3://bucket/llama"))
@@ -122,7 +122,7 @@ def test_a_relative_folder_is_beside_the_spec():
     assert document_in("model: {from: 's3://a'}", "job.yaml", Path("/there"))["model"]["from"] == "s3://a"
 
 
-def test_a_folder_whose_mount_does_not_work_now_is_told_from_one_that_is_not_there(folder):
+def test_weights_on_a_broken_mount_are_told_from_a_missing_folder(folder):
     with away(folder):
         ((path, rule, _),) = problems(job(folder))
     assert path == "model.from" and rule.startswith(f"{folder}/config.json cannot be read on ")

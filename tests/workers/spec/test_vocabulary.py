@@ -38,7 +38,7 @@ def test_vocabulary_size_of_bytes_and_bpe_needs_no_file():
     assert spec(data={"end_of_document": "<|endoftext|>"}).vocabulary_size == 257
 
 
-def test_a_model_may_know_more_ids_but_not_fewer(tmp_path):
+def test_vocabulary_of_a_model_may_be_larger_than_the_tokenizers_but_not_smaller(tmp_path):
     file = byte_level(tmp_path / "t.json")
     assert with_vocabulary(job(file, {"vocabulary_size": 512})).vocabulary_size == 512
     with pytest.raises(SpecError, match=r"vocabulary_size .300. is smaller than the tokenizer's .400."):

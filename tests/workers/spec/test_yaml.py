@@ -15,18 +15,18 @@ from manta.workers.spec.yaml import read_yaml
     ("1e3", 1000.0), ("1E3", 1000.0), ("1e-3", 0.001), ("1e+3", 1000.0), ("2.5e6", 2.5e6), ("2.e2", 200.0),
     (".5e1", 5.0), ("-1e3", -1000.0), ("+1e3", 1000.0), ("1.0e-3", 0.001),
 ])  # fmt: skip
-def test_numbers_with_an_exponent_are_numbers(text, number):
+def test_yaml_number_with_an_exponent_is_a_number(text, number):
     value = read_yaml(f"rate: {text}")["rate"]
     assert isinstance(value, float) and value == number
 
 
 @pytest.mark.parametrize("text", ["1e", "e3", "1e3x", "1e-", "--1e3", "1.2.3e4", ".e3"])
-def test_what_is_no_number_is_a_text(text):
+def test_malformed_yaml_number_is_read_as_text(text):
     assert read_yaml(f"name: {text}") == {"name": text}
 
 
 @pytest.mark.parametrize("text", ["steps: 1\nseed: 2\nsteps: 3\n", "train: {steps: 1, seed: 2, steps: 3}"])
-def test_a_key_that_is_there_twice_is_refused_with_its_place(text):
+def test_duplicate_yaml_key_is_refused_with_its_place(text):
     with pytest.raises(yaml.YAMLError, match=r"(?s)duplicate key steps.*line [13], column"):
         read_yaml(text)
 
@@ -35,7 +35,7 @@ def test_a_key_that_is_there_twice_is_refused_with_its_place(text):
     ("010", "as octal"), ("-010", "as octal"), ("+0_17", "as octal"), ("00", "as octal"), ("1:30", "to base 60"),
     ("-1:30.5", "to base 60"), ("1" + ":59" * 300 + ".5", "to base 60"),
 ])  # fmt: skip
-def test_number_that_yaml_reads_otherwise_than_people_is_refused_with_its_place(text, read_as):
+def test_ambiguous_yaml_number_is_refused_with_its_place(text, read_as):
     with pytest.raises(
         yaml.YAMLError, match=rf"(?s)^YAML reads .{{1,40}} {read_as}: write it in decimal.*line 2, column 8"
     ):
@@ -47,24 +47,24 @@ def test_number_that_yaml_reads_otherwise_than_people_is_refused_with_its_place(
     [("0", 0), ("1_000", 1000), ("0x10", 16), ("0b11", 3), ("00.5", 0.5), ("'010'", "010"), ("'1:30'", "1:30"),
      ("0o10", "0o10"), ("08", "08"), ("1:75", "1:75")],
 )  # fmt: skip
-def test_number_that_means_what_it_looks_like_or_is_a_text_stays_what_it_is(text, value):
+def test_unambiguous_yaml_number_or_text_is_unchanged(text, value):
     read = read_yaml(f"- {text}")[0]
     assert (type(read), read) == (type(value), value)
 
 
 @pytest.mark.parametrize("steps", ["0o10", "08", "yes", "2024-01-01", "'10'"])
-def test_what_is_no_number_to_yaml_is_none_to_a_job(steps):
+def test_spec_refuses_values_that_yaml_does_not_read_as_numbers(steps):
     with pytest.raises(SpecError, match="must be an integer, not"):
         spec(train=read_yaml(f"steps: {steps}"))
 
 
-def test_a_key_of_its_own_counts_more_than_one_that_is_merged():
+def test_yaml_key_overrides_a_merged_one():
     text = "a: &a {x: 1, y: 1}\nin: {b: &b {<<: *a, x: 2}}\nc: {<<: *b, y: 3}"
     assert read_yaml(text)["c"] == {"x": 2, "y": 3}
 
 
 @pytest.mark.parametrize("off", ["off", "'off'", "false"])
-def test_what_may_be_off_may_be_so_without_quotes(off):
+def test_yaml_off_is_accepted_for_settings_that_may_be_off(off):
     sections = read_yaml(f"train: {{fp8: {off}}}\ncheckpoint: {{snapshots: {off}}}")
     job = spec(**sections)
     assert (job.train.fp8, job.checkpoint.snapshots) == ("off", "off")
@@ -83,7 +83,7 @@ def _tenfold(levels, line):
     [lambda n, ten: f"a{n}: &a{n} [{ten}]", lambda n, ten: f"a{n}: &a{n} {{<<: [{ten}], k{n}: 1}}"],
     ids=["lists", "merge keys"],
 )
-def test_aliases_stand_for_so_much_and_no_more(line):
+def test_yaml_aliases_are_limited_in_their_expansion(line):
     few = read_yaml(_tenfold(2, line))
     assert few["a2"] in ([[{"k": 1}] * 10] * 10, {"k": 1, "k1": 1, "k2": 1})
     with pytest.raises(YAMLError, match="aliases"):
@@ -91,13 +91,13 @@ def test_aliases_stand_for_so_much_and_no_more(line):
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: {c: *a}}", "&a {<<: *a}"])
-def test_document_that_contains_itself_is_none(text):
+def test_yaml_document_that_contains_itself_is_refused(text):
     with pytest.raises(YAMLError, match="contains itself"):
         read_yaml(text)
 
 
 @pytest.mark.parametrize(("text", "value"), [("", None), ("# nothing", None), ("a: &a 1\nb: *a", {"a": 1, "b": 1})])
-def test_document_may_be_empty_or_repeat_itself(text, value):
+def test_yaml_document_may_be_empty_or_repeat_itself(text, value):
     assert read_yaml(text) == value
 
 
@@ -113,10 +113,10 @@ def test_document_may_be_empty_or_repeat_itself(text, value):
     ],
     ids=lambda text: text[:20],
 )
-def test_numbers_and_documents_without_measure_are_refused_before_they_are_computed(text, why):
+def test_huge_yaml_numbers_and_documents_are_refused_before_computing_them(text, why):
     with pytest.raises(YAMLError, match=why):
         read_yaml(text)
 
 
-def test_a_number_that_is_read_can_be_written():
+def test_largest_yaml_number_read_can_be_written_as_json():
     assert len(json.dumps(read_yaml("a: 0x" + "f" * 998))) > 1000

@@ -33,7 +33,7 @@ def meetings(draw):
 
 
 @given(meetings())
-def test_the_true_offset_is_within_the_error(drawn):
+def test_clock_offset_is_within_its_stated_error(drawn):
     apart, recordings = drawn
     offsets = clock_offsets(recordings)
     for rank, ahead in enumerate(apart):
@@ -63,14 +63,14 @@ def test_ranks_of_two_machines_are_put_on_one_clock(ahead):
     assert abs(shift) <= apart.error_seconds + 1e-6
 
 
-def test_machines_without_a_meeting_are_known_to_the_length_of_a_step():
+def test_clock_offset_without_a_meeting_is_known_to_a_steps_length():
     steps = {"here": TracedStep(1, 100.0, 103.0), "there": TracedStep(1, 900.0, 902.0)}
     recordings = {rank: Recording((step,), (), clock) for rank, (clock, step) in enumerate(steps.items())}
     offset = clock_offsets(recordings)["there"]
     assert (offset.seconds, offset.error_seconds) == (800.0, 3.0)
 
 
-def test_devices_that_are_known_inexactly_add_their_error():
+def test_inexact_device_clocks_add_their_error_to_a_trace():
     recordings = {0: Recording((TracedStep(1, 0.0, 1.0),), (), "here", device=True, error_seconds=0.25)}
     trace = assembled(recordings, grid_of("1f1b", 1, 1))
     assert (trace.error_seconds, trace.device) == (0.25, True)

@@ -36,7 +36,7 @@ def collective(start, end, issued=None):
     return Slice("collective", start, end, 1, axis="world", number=1, operation="all_reduce", issued=issued or start)
 
 
-def test_a_collective_leads_to_whoever_came_last():
+def test_critical_path_follows_a_collective_to_its_last_rank():
     """Rank 1 computes for 5 s, the others for 1 s: the path is that of rank 1."""
     timeline = timeline_of("1f1b", 3, 1, 1, PassTimes(1.0, 1.0, 1.0))
     grid = trace_of("1f1b", 3, 1, timeline).grid
@@ -49,6 +49,6 @@ def test_a_collective_leads_to_whoever_came_last():
     assert critical_path(trace) == [(0, 2), (0, 1), (1, 0)]
 
 
-def test_nothing_recorded_has_no_path():
+def test_critical_path_of_an_empty_trace_is_empty():
     grid = trace_of("1f1b", 2, 1, timeline_of("1f1b", 2, 1, 1, PassTimes(1.0, 1.0, 1.0))).grid
     assert critical_path(StepTrace(grid, (TracedRank(0, (), ()),))) == []

@@ -13,7 +13,7 @@ def lane(*spans):
     return [Slice("forward", start, end, 1) for start, end in spans]
 
 
-def test_what_lies_within_belongs_to_what_is_innermost():
+def test_own_seconds_of_a_slice_exclude_its_inner_slices():
     slices = lane((0, 10), (1, 4), (2, 3), (5, 6), (10, 12))
     assert [seconds for _, _, seconds in own_seconds(slices)] == [6, 2, 1, 1, 2]
     assert [len(around) for _, around in nested(slices)] == [0, 1, 2, 1, 0]
@@ -33,7 +33,7 @@ def trees(draw, start=0.0, end=100.0, depth=3):
 
 
 @given(trees())
-def test_own_seconds_sum_to_the_outermost_and_survive_the_way(spans):
+def test_own_seconds_sum_to_the_outermost_slices_even_after_packing(spans):
     slices = lane(*spans)
     packed = Recording((TracedStep(1, 0.0, 100.0),), tuple(slices)).pack().unpack().slices
     for each in (slices, packed):

@@ -40,7 +40,7 @@ def test_every_rank_has_its_track_and_every_slice_its_place(shape, forward, back
     assert sent == received, "each message leads somewhere"
 
 
-def test_what_rounding_puts_beside_its_outer_slice_stays_in_it():
+def test_perfetto_keeps_a_slice_within_its_outer_one_despite_rounding():
     lane = (Slice("forward", 0.0, 1.0, 1, 0, 300), Slice("collective", 0.5, 1.0 + 2e-7, 1, axis="tensor", number=3))
     trace = StepTrace(grid_of("1f1b", 1, 1), (TracedRank(0, (TracedStep(1, 0.0, 1.0),), lane),))
     _, track = read_trace(perfetto(trace))
@@ -49,7 +49,7 @@ def test_what_rounding_puts_beside_its_outer_slice_stays_in_it():
     assert track.slices[1]["about"]["micro_batch"] == 300
 
 
-def test_the_reader_notices_what_is_cut_off():
+def test_perfetto_reader_of_the_tests_notices_truncation():
     trace = trace_of("1f1b", 2, 1, timeline_of("1f1b", 2, 1, 1, PassTimes(1.0, 1.0, 1.0)))
     with pytest.raises((AssertionError, IndexError)):
         list(fields(perfetto(trace)[:-1]))

@@ -23,7 +23,7 @@ def _write(file, content=CONTENT):
         assert opened.write(memoryview(content)[100:]) == len(content[100:])
 
 
-def test_what_is_written_is_read_back_whole_and_in_pieces(folder):
+def test_written_file_is_read_back_whole_and_in_pieces(folder):
     files, file = files_of(folder), folder / "a"
     _write(file)
     assert files.read(file) == CONTENT
@@ -36,13 +36,13 @@ def test_what_is_written_is_read_back_whole_and_in_pieces(folder):
         assert opened.read_into(buffer, len(CONTENT) - 4) == 4 and buffer[:4] == CONTENT[-4:]
 
 
-def test_an_empty_file_is_a_file(folder):
+def test_empty_file_exists_in_every_store(folder):
     _write(folder / "empty", b"")
     assert files_of(folder).read(folder / "empty") == b""
     assert list(files_of(folder).sizes(folder, ["empty"])) == [("empty", 0)]
 
 
-def test_names_are_those_of_files_and_folders_right_there(folder):
+def test_stored_names_are_files_and_folders_directly_inside(folder):
     files = files_of(folder)
     for name in ("b", "a"):
         _write(folder / name)
@@ -52,7 +52,7 @@ def test_names_are_those_of_files_and_folders_right_there(folder):
     assert files.bytes_in(folder) == files.bytes_in(folder.parent) == 3 * len(CONTENT)
 
 
-def test_what_is_not_there_is_not_found(folder):
+def test_missing_file_or_folder_is_not_found(folder):
     files = files_of(folder)
     for look in (files.names, files.check_folder, files.read):
         with pytest.raises(FileNotFoundError):
@@ -65,13 +65,13 @@ def test_what_is_not_there_is_not_found(folder):
     files.remove_folder(folder)
 
 
-def test_sizes_say_which_file_is_missing(folder):
+def test_sizes_of_files_name_a_missing_one(folder):
     _write(folder / "a")
     (first, size), (second, error) = files_of(folder).sizes(folder, ["a", "b"])
     assert (first, size, second) == ("a", len(CONTENT), "b") and isinstance(error, FileNotFoundError)
 
 
-def test_what_is_written_at_once_replaces_what_was_there(folder):
+def test_write_whole_replaces_an_existing_file(folder):
     files = files_of(folder)
     files.make_folder(folder)
     for content in (b"one", b"two, longer", b""):
@@ -80,7 +80,7 @@ def test_what_is_written_at_once_replaces_what_was_there(folder):
     assert files.names(folder) == ["manifest"]
 
 
-def test_removed_is_what_was_named_and_nothing_beside_it(folder):
+def test_removing_a_file_or_folder_leaves_its_neighbours(folder):
     files = files_of(folder)
     for name in ("a", "ab"):
         _write(folder / name / "file")
@@ -91,7 +91,7 @@ def test_removed_is_what_was_named_and_nothing_beside_it(folder):
     assert not files.is_there(folder)
 
 
-def test_newest_is_what_was_written_last_at_any_depth(folder):
+def test_newest_time_is_that_of_the_last_file_at_any_depth(folder):
     files, before = files_of(folder), time.time() - 60
     assert files.newest(folder) is None
     _write(folder / "below" / "a")

@@ -7,14 +7,14 @@ import pytest
 from manta.workers.storage.locations import InvalidLocation, ObjectPath, parse_location
 
 
-def test_what_is_no_url_is_a_path():
+def test_place_without_a_url_scheme_is_a_path():
     assert parse_location("a/b") == Path("a/b") and parse_location("/a:b//c") == Path("/a:b/c")
     assert parse_location(Path("/x")) == Path("/x")
     assert parse_location("file:///a/b") == Path("/a/b")
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/some/prefix", "S3://bucket/some/prefix/"])
-def test_url_of_a_store_is_taken_apart_as_a_path_is(text):
+def test_store_url_is_taken_apart_like_a_path(text):
     place = parse_location(text)
     assert place == ObjectPath("s3", "bucket/some/prefix")
     assert str(place) == "s3://bucket/some/prefix" and parse_location(str(place)) == parse_location(place) == place
@@ -29,7 +29,7 @@ def test_url_without_a_bucket_or_with_steps_upwards_names_nothing(text):
         parse_location(text)
 
 
-def test_store_that_nobody_has_tried_is_refused_by_name():
+def test_unsupported_store_is_refused_by_name():
     with pytest.raises(
         InvalidLocation, match=r"^gs://b/p is in no store that Manta knows: use a folder, or .* with s3://$"
     ):
@@ -37,6 +37,6 @@ def test_store_that_nobody_has_tried_is_refused_by_name():
 
 
 @pytest.mark.parametrize("text", ["s3:bucket/p", "s3:/bucket/p", "S3:/"])
-def test_half_a_url_is_no_folder(text):
+def test_incomplete_store_url_is_refused(text):
     with pytest.raises(InvalidLocation, match=r"is no URL: it begins with s3://, such as s3://bucket/prefix$"):
         parse_location(text)

@@ -45,7 +45,7 @@ def _once_each(said, *lines):
     return meddle
 
 
-def test_a_long_file_is_uploaded_in_parts_and_is_there_once_it_is_whole(bucket):
+def test_long_object_is_uploaded_in_parts_and_appears_only_when_whole(bucket):
     file = bucket / "long"
     with files_of(file).writer(file) as opened:
         opened.write(CONTENT)
@@ -55,7 +55,7 @@ def test_a_long_file_is_uploaded_in_parts_and_is_there_once_it_is_whole(bucket):
 
 
 @pytest.mark.parametrize("said", [answer("503 Slow Down"), answer("500 Internal Server Error", "InternalError"), "cut"])
-def test_what_breaks_off_once_is_done_again(wire, wired_bucket, said):
+def test_object_store_requests_that_fail_once_are_repeated(wire, wired_bucket, said):
     file = wired_bucket / "file"
     wire.meddle = _once_each(said, b"partNumber=1", b"partNumber=3", b"?uploads", b"?uploadId=")
     _upload(file)
@@ -68,7 +68,7 @@ def test_what_breaks_off_once_is_done_again(wire, wired_bucket, said):
     assert files_of(file).read(file) == CONTENT
 
 
-def test_a_file_of_more_bytes_than_small_parts_could_hold_is_uploaded_in_larger_ones(bucket, monkeypatch):
+def test_upload_of_a_large_file_switches_to_larger_parts(bucket, monkeypatch):
     monkeypatch.setattr(object_files, "SMALL_PARTS", 3)
     monkeypatch.setattr(object_files, "LARGE", 2)
     file, whole, sent = bucket / "file", CONTENT[: 3 * PART] * 3 + b"end", []
@@ -80,7 +80,7 @@ def test_a_file_of_more_bytes_than_small_parts_could_hold_is_uploaded_in_larger_
     assert files_of(file).read(file) == whole
 
 
-def test_a_file_is_there_though_the_answer_that_says_so_was_lost(wire, wired_bucket):
+def test_object_exists_even_if_the_answer_of_its_upload_was_lost(wire, wired_bucket):
     """The store does not know the upload any more when it is asked again."""
     file = wired_bucket / "file"
     wire.meddle = _once_each("answer lost", f"POST /{file.key}?uploadId=".encode())
@@ -89,7 +89,7 @@ def test_a_file_is_there_though_the_answer_that_says_so_was_lost(wire, wired_buc
     assert files_of(file).read(file) == CONTENT
 
 
-def test_a_file_of_before_is_not_taken_for_the_new_one(wire, wired_bucket):
+def test_failed_upload_leaves_the_former_object(wire, wired_bucket):
     file = wired_bucket / "file"
     _upload(file)
     wire.meddle = lambda head: "cut" if b"POST" in head and b"?uploadId=" in head else None
@@ -98,7 +98,7 @@ def test_a_file_of_before_is_not_taken_for_the_new_one(wire, wired_bucket):
     assert files_of(file).read(file) == CONTENT
 
 
-def test_a_part_that_never_gets_through_leaves_nothing(wire, wired_bucket):
+def test_failed_part_upload_leaves_nothing_behind(wire, wired_bucket):
     file = wired_bucket / "file"
     wire.meddle = lambda head: answer("503 Slow Down") if b"partNumber=2" in head else None
     with pytest.raises(OSError, match=r"SlowDown|reduce your request rate"):
@@ -108,7 +108,7 @@ def test_a_part_that_never_gets_through_leaves_nothing(wire, wired_bucket):
     assert _uploads_left(wired_bucket) == []
 
 
-def test_whoever_breaks_off_leaves_nothing(bucket):
+def test_aborted_upload_leaves_no_object_and_no_parts(bucket):
     file = bucket / "file"
     with pytest.raises(KeyError), files_of(file).writer(file) as opened:
         opened.write(CONTENT)
@@ -117,7 +117,7 @@ def test_whoever_breaks_off_leaves_nothing(bucket):
     assert _uploads_left(bucket) == []
 
 
-def test_a_bucket_that_is_not_there_says_nothing_about_what_was_in_it(bucket):
+def test_missing_bucket_is_an_error_other_than_file_not_found(bucket):
     files, place = files_of(bucket), ObjectPath("s3", "no-such-bucket/folder")
     for ask in (files.names, files.read, files.is_there, files.check_folder, files.bytes_in):
         with pytest.raises(OSError, match="no-such-bucket") as caught:
@@ -126,7 +126,7 @@ def test_a_bucket_that_is_not_there_says_nothing_about_what_was_in_it(bucket):
 
 
 @pytest.mark.parametrize("status", ["403 Forbidden", "503 Slow Down"])
-def test_a_store_that_refuses_or_is_overloaded_says_nothing_either(wire, wired_bucket, status):
+def test_refusing_or_overloaded_store_is_not_taken_for_a_missing_object(wire, wired_bucket, status):
     files_of(wired_bucket).write_atomically(wired_bucket / "file", b"1")
     wire.meddle = lambda head: answer(status, "AccessDenied" if "403" in status else "SlowDown")
     with pytest.raises(OSError) as caught:
@@ -134,13 +134,13 @@ def test_a_store_that_refuses_or_is_overloaded_says_nothing_either(wire, wired_b
     assert not isinstance(caught.value, FileNotFoundError)
 
 
-def test_a_store_that_does_not_answer_is_named(bucket):
+def test_unreachable_store_is_named(bucket):
     with reached_at("http://127.0.0.1:9"), pytest.raises(OSError, match=r"127\.0\.0\.1:9") as caught:
         files_of(bucket).read(bucket / "file")
     assert not isinstance(caught.value, FileNotFoundError)
 
 
-def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch):
+def test_missing_store_package_is_named_with_its_installation(monkeypatch):
     def missing(scheme, **options):
         raise ImportError
 
@@ -150,7 +150,7 @@ def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch):
         files_of(ObjectPath("s3", "bucket"))
 
 
-def test_no_more_parts_are_on_their_way_than_memory_is_meant_for(wire, wired_bucket):
+def test_upload_has_a_bounded_number_of_parts_in_flight(wire, wired_bucket):
     wire.pace, most = 1e6, []
     upload = object_files.S3Upload
     file = wired_bucket / "file"

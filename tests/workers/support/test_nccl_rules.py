@@ -56,7 +56,7 @@ def mistakes(*writers: Writer, **more: int) -> list[tuple[str, tuple[str, ...]]]
     return [(each.kind, each.lines) for each in findings([writer.program for writer in writers], **more)]
 
 
-def test_what_all_do_in_one_order_is_sound():
+def test_nccl_rules_accept_collectives_in_one_order():
     assert mistakes(Writer().sums().sums(size=4), Writer().sums().sums(size=4)) == []
 
 
@@ -66,7 +66,7 @@ def test_collectives_of_a_communicator_meet_in_order():
     ]
 
 
-def test_what_meets_comes_from_one_line():
+def test_nccl_rules_find_collectives_from_different_lines():
     assert mistakes(Writer().sums(line="a"), Writer().sums(line="b")) == [("mismatch", ("a", "b"))]
 
 
@@ -76,7 +76,7 @@ def test_a_collective_waits_for_all():
     assert kinds["deadlock"] == ("line 4", "line 2")
 
 
-def test_a_send_is_over_when_it_is_received():
+def test_send_ends_only_when_it_is_received():
     """Two that send to each other before they receive: buffers may hide it, rendezvous does not."""
     first = Writer().sends(1, UP).receives(1, DOWN)
     assert mistakes(first, Writer().sends(0, DOWN).receives(0, UP)) == [("deadlock", ("line 2", "line 2"))]
@@ -84,7 +84,7 @@ def test_a_send_is_over_when_it_is_received():
     assert mistakes(unblocked, Writer().sends(0, DOWN, wait=False).receives(0, UP).waits(1)) == []
 
 
-def test_two_that_send_to_each_other_need_two_communicators():
+def test_opposite_sends_need_two_communicators():
     """On one, the second message of each waits for the first."""
     apart = [
         Writer().receives(peer, on, wait=False).sends(peer, to).waits(1)
@@ -95,13 +95,13 @@ def test_two_that_send_to_each_other_need_two_communicators():
     assert mistakes(*shared) == [("deadlock", ("line 2", "line 2"))]
 
 
-def test_messages_meet_with_as_many_bytes_and_the_same_content():
+def test_messages_must_match_in_bytes_and_content():
     assert mistakes(Writer().sends(1, size=8), Writer().receives(0, size=4)) == [("mismatch", ("line 1", "line 1"))]
     sent, received = Writer().sends(1, label="first"), Writer().receives(0, label="second")
     assert mistakes(sent, received) == [("mismatch", ("line 1", "line 1"))]
 
 
-def test_a_batch_of_messages_has_no_order_within():
+def test_batched_messages_have_no_order():
     def batch(peer: int, *ends: bool) -> Writer:
         writer = Writer()
         writer.program += [Start(1, BOTH, tuple(Message(sends, peer, 8) for sends in ends), "batch"), Wait(1, "wait")]
@@ -111,19 +111,19 @@ def test_a_batch_of_messages_has_no_order_within():
     assert [kind for kind, _ in mistakes(batch(1, True), batch(0, True))] == ["mismatch", "mismatch", "deadlock"]
 
 
-def test_two_communicators_of_the_same_ranks_need_one_order():
+def test_communicators_of_the_same_ranks_need_one_order():
     first, second = Writer().sums(UP).sums(DOWN), Writer().sums(DOWN).sums(UP)
     assert mistakes(first, second) == [("deadlock", ("line 2", "line 2"))]
 
 
-def test_what_is_waited_for_after_both_were_started_needs_none():
+def test_nccl_rules_need_no_order_if_both_kernels_start_before_a_wait():
     programs = [Writer().sums(a, wait=False).sums(b, wait=False).waits(1).waits(2) for a, b in ((UP, DOWN), (DOWN, UP))]
     assert mistakes(*programs) == []
     assert least_kernels_at_once([each.program for each in programs]) == 2
     assert [kind for kind, _ in mistakes(*programs, kernels_at_once=1)] == ["deadlock"]
 
 
-def test_behind_what_cannot_begin_nothing_begins():
+def test_nccl_rules_block_later_operations_behind_one_that_cannot_begin():
     """Where streams share a queue of the device: the second receive waits for the first, and the send for both."""
     first = Writer().receives(1, DOWN, wait=False).receives(1, DOWN, wait=False).sends(1, UP).waits(1).waits(2)
     assert mistakes(first, Writer().sends(0, DOWN).sends(0, DOWN).receives(0, UP)) == []
@@ -131,13 +131,13 @@ def test_behind_what_cannot_begin_nothing_begins():
     assert mistakes(first, second) == [("deadlock", ("line 2", "line 2"))]
 
 
-def test_hosts_meet_in_one_order():
+def test_hosts_must_meet_in_one_order():
     first, second = Writer().meets("a", 0, 1).meets("b", 0, 1), Writer().meets("b", 0, 1).meets("a", 0, 1)
     assert mistakes(first, first) == []
     assert mistakes(first, second) == [("deadlock", ("line 1", "line 1"))]
 
 
-def test_memory_is_waited_for_before_it_is_used():
+def test_memory_of_a_collective_must_be_waited_for_before_use():
     other = Writer().sums()
     assert mistakes(Writer().sums(wait=False).uses(1).waits(1), other) == [("not waited for", ("sums", "line 2"))]
     assert mistakes(Writer().sums(wait=False), other) == [("not waited for", ("sums", "sums"))]

@@ -12,12 +12,12 @@ from rank_processes import RankFailure, meet
 from rank_programs import fail_on_rank_one, hang, initial_parameters
 
 
-def test_the_culprits_traceback_is_reported_not_that_of_those_who_lost_it(ranks):
+def test_rank_failure_shows_the_traceback_of_the_rank_that_failed(ranks):
     with pytest.raises(RankFailure, match="RuntimeError: rank one was told to fail"):
         ranks.run(layout_of(data=4), fail_on_rank_one)
 
 
-def test_a_hang_is_ended_and_says_where_everybody_stood(ranks, tmp_path, monkeypatch):
+def test_rank_processes_that_hang_are_ended_with_their_stacks(ranks, tmp_path, monkeypatch):
     def nobody(waiting, deadline):
         """Has ended when the time is over, which is once both stand."""
         while len(list(tmp_path.iterdir())) < 2:
@@ -34,7 +34,7 @@ def test_a_hang_is_ended_and_says_where_everybody_stood(ranks, tmp_path, monkeyp
     assert len(ranks.run(layout_of(pipeline=2), initial_parameters, document(parallel={"pipeline": 2}))) == 2
 
 
-def test_nobody_begins_before_all_have_connected():
+def test_rank_processes_start_only_when_all_have_connected():
     """Whoever leaves before would be a lost peer to the others."""
     store, begun = dist.HashStore(), []
     first = threading.Thread(target=lambda: begun.append(meet(store, 0, 2)))

@@ -36,7 +36,7 @@ def ends(of):
     return Connection(of.getsockname(), of.getpeername())
 
 
-def test_both_ends_of_a_connection_are_known_and_neither_listeners_nor_files(connected):
+def test_open_connections_list_established_ones_without_listeners_or_files(connected):
     before = open_connections()
     here, there = connected()
     assert open_connections() - before == {ends(here), ends(there)}
@@ -45,7 +45,7 @@ def test_both_ends_of_a_connection_are_known_and_neither_listeners_nor_files(con
     assert open_connections() == before
 
 
-def test_who_waits_is_told_at_both_ends(connected):
+def test_broken_connection_wakes_readers_at_both_ends(connected):
     here, there = connected()
     said = []
     waiting = threading.Thread(target=lambda: said.append(here.recv(1)))
@@ -56,14 +56,14 @@ def test_who_waits_is_told_at_both_ends(connected):
     assert there.recv(1) == b""
 
 
-def test_others_stay(connected):
+def test_breaking_a_connection_leaves_others_open(connected):
     (wanted, _), (here, there) = connected(), connected()
     assert break_connections({ends(wanted)}.__contains__) == 1
     here.sendall(b"x")
     assert there.recv(1) == b"x"
 
 
-def test_descriptors_are_left_as_they_were(connected):
+def test_breaking_connections_leaves_descriptors_open(connected):
     here, _ = connected()
     before = len(list(OPEN.iterdir()))
     break_connections(lambda connection: connection == ends(here))

@@ -23,27 +23,27 @@ def machine(tmp_path, monkeypatch):
     return make
 
 
-def test_a_process_that_nothing_limits_has_the_cores_that_it_is_bound_to(machine):
+def test_unlimited_process_has_the_cores_it_is_bound_to(machine):
     assert machine(64) == 64
     assert machine(3, "0::/user", **{"sys/fs/cgroup/user/cpu.max": "max 100000"}) == 3
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("800000", 8), ("250000", 2), ("50000", 1), ("max", 16), ("many", 16)])
-def test_a_limit_is_counted_in_whole_cores(machine, quota, cores):
+def test_core_limit_is_counted_in_whole_cores(machine, quota, cores):
     assert machine(16, "0::/job", **{"sys/fs/cgroup/job/cpu.max": f"{quota} 100000"}) == cores
 
 
-def test_limits_of_the_groups_around_it_go_for_it_too(machine):
+def test_core_limits_of_enclosing_groups_apply(machine):
     files = {"sys/fs/cgroup/pods/pod/cpu.max": "max 100000", "sys/fs/cgroup/pods/cpu.max": "400000 100000"}
     assert machine(16, "0::/pods/pod", **files) == 4
 
 
-def test_in_a_container_whose_path_only_the_machine_knows_the_topmost_group_counts(machine):
+def test_core_limit_in_a_container_is_read_from_the_topmost_group(machine):
     assert machine(16, "0::/kubepods/pod/container", **{"sys/fs/cgroup/cpu.max": "200000 100000"}) == 2
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 16)])
-def test_the_first_version_of_control_groups_is_read_too(machine, quota, cores):
+def test_core_limits_of_cgroups_v1_are_read(machine, quota, cores):
     group = "sys/fs/cgroup/cpu,cpuacct/docker/one"
     files = {f"{group}/cpu.cfs_quota_us": quota, f"{group}/cpu.cfs_period_us": "100000"}
     assert machine(16, "5:memory:/docker/one\n4:cpu,cpuacct:/docker/one", **files) == cores

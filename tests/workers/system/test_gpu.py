@@ -62,7 +62,7 @@ def test_sums_stay_wide_and_attention_fused(chosen):
         ((9, 0), True, "flash efficient"),
     ],
 )
-def test_attention_takes_the_best_kernel_of_the_card_and_never_the_one_that_keeps_all_weights(
+def test_attention_uses_the_best_kernel_of_the_gpu_but_never_the_math_one(
     chosen, monkeypatch, capability, same_bits, order
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -75,7 +75,7 @@ def test_attention_takes_the_best_kernel_of_the_card_and_never_the_one_that_keep
 
 
 @pytest.mark.parametrize("train", [{"deterministic_kernels": True}, {"deterministic": "elastic"}, {}])
-def test_kernels_give_the_same_bits_where_the_job_wants_that(chosen, train):
+def test_gpu_kernels_are_deterministic_if_the_job_wants_it(chosen, train):
     gpu.use_for(spec(train=train), torch.device("cuda:0"))
     assert torch.are_deterministic_algorithms_enabled() == bool(train)
     assert not torch.is_deterministic_algorithms_warn_only_enabled(), "for flash attention that is not enough"
@@ -84,17 +84,17 @@ def test_kernels_give_the_same_bits_where_the_job_wants_that(chosen, train):
     assert os.environ.get(COMPILER) == ("0" if train else None)
 
 
-def test_the_compiler_reads_what_keeps_its_sums_in_one_order():
+def test_torch_compiler_reads_the_setting_that_fixes_summation_order():
     assert COMPILER in (Path(torch.__file__).parent / "_inductor" / "config.py").read_text()
 
 
-def test_a_cpu_keeps_what_it_has(chosen):
+def test_cpu_keeps_its_kernel_settings(chosen):
     gpu.use(torch.device("cpu"))
     assert chosen == []
     assert torch.backends.cuda.math_sdp_enabled()
 
 
-def test_where_no_kernel_is_left_the_way_out_is_named(monkeypatch):
+def test_attention_without_an_available_kernel_advises_the_explicit_one(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("No available kernel. Aborting execution.")
 
@@ -106,7 +106,7 @@ def test_where_no_kernel_is_left_the_way_out_is_named(monkeypatch):
     assert cached_attention(q, q, q, visible).shape == q.shape
 
 
-def test_other_errors_stay_what_they_are():
+def test_gpu_errors_without_a_better_name_are_unchanged():
     error = RuntimeError("CUDA error: misaligned address")
     assert gpu.named(error) is error
 
@@ -143,5 +143,5 @@ def test_a_gpu_that_has_failed_is_the_machines_fault(error):
     ],
     ids=str,
 )
-def test_what_a_program_may_do_to_a_gpu_stays_what_it_is(error):
+def test_gpu_errors_that_a_program_can_cause_are_not_called_a_lost_gpu(error):
     assert gpu.as_lost(error) is error

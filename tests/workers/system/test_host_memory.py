@@ -25,16 +25,16 @@ def machine(tmp_path):
 MEMINFO = {"proc/meminfo": "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB"}
 
 
-def test_it_is_what_the_kernel_says(machine):
+def test_available_memory_is_what_the_kernel_says(machine):
     assert machine(**MEMINFO) == 40 * KIB
 
 
-def test_where_nobody_knows_that_is_no_reason_to_refuse(machine):
+def test_available_memory_is_unlimited_if_the_kernel_does_not_say(machine):
     assert machine() > 2**60
     assert machine(**{"proc/meminfo": "MemTotal: 100 kB"}) > 2**60
 
 
-def test_a_container_has_what_its_group_leaves_it_and_pages_that_can_be_dropped(machine):
+def test_container_memory_is_what_its_group_leaves_including_droppable_pages(machine):
     group = "sys/fs/cgroup"  # the path of the group is the machine's, which nobody sees here
     limits = {f"{group}/memory.max": str(30 * KIB), f"{group}/memory.current": str(20 * KIB)}
     stat = {f"{group}/memory.stat": f"anon 7\ninactive_file {4 * KIB}"}
@@ -42,7 +42,7 @@ def test_a_container_has_what_its_group_leaves_it_and_pages_that_can_be_dropped(
     assert machine("0::/pods/pod", **{f"{group}/memory.max": "max"}) == 40 * KIB
 
 
-def test_the_first_version_of_control_groups_is_read_too(machine):
+def test_memory_limits_of_cgroups_v1_are_read(machine):
     group = "sys/fs/cgroup/memory/docker/one"
     limits = {f"{group}/memory.limit_in_bytes": str(9 * KIB), f"{group}/memory.usage_in_bytes": str(8 * KIB)}
     stat = {f"{group}/memory.stat": f"total_inactive_file {2 * KIB}"}
@@ -53,7 +53,7 @@ def test_the_first_version_of_control_groups_is_read_too(machine):
     ("nr_free_pages 7\noom_kill 3\noom_kill_other 9\n", 3), ("nr_free_pages 7\n", None), ("oom_kill x\n", None),
     (None, None),
 ])  # fmt: skip
-def test_the_kernel_says_how_many_processes_it_has_killed_for_lack_of_memory(tmp_path, said, killed):
+def test_memory_kills_are_read_from_the_kernels_counter(tmp_path, said, killed):
     (tmp_path / "proc").mkdir()
     if said is not None:
         (tmp_path / "proc" / "vmstat").write_text(said)

@@ -22,7 +22,7 @@ ANY = resource.RLIM_INFINITY
     (ANY, ANY, None, 5000),
     (100, 100, None, 100),
 ])  # fmt: skip
-def test_the_limit_is_raised_as_far_as_is_needed_and_allowed(monkeypatch, soft, hard, raised, allowed):
+def test_open_file_limit_is_raised_as_far_as_needed_and_allowed(monkeypatch, soft, hard, raised, allowed):
     asked = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
@@ -37,7 +37,7 @@ def test_too_few_are_reported_with_the_number_that_would_do(monkeypatch):
         reserve_files(3071)
 
 
-def test_a_process_with_a_low_limit_can_hold_them_all():
+def test_process_with_a_low_file_limit_can_raise_it_enough():
     program = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -20,7 +20,7 @@ def clocks(monkeypatch):
     return now
 
 
-def test_others_are_all_but_this_process(clocks):
+def test_cores_busy_with_other_work_exclude_this_process(clocks):
     work = OtherCpuLoad()
     clocks.update(passed=10.0, busy=16.0, own=9.0)
     assert work.cores() == pytest.approx(0.7)
@@ -28,13 +28,13 @@ def test_others_are_all_but_this_process(clocks):
     assert work.cores() == 0.0
 
 
-def test_a_kernel_that_does_not_tell_is_no_failure(clocks):
+def test_other_work_is_unknown_if_the_kernel_does_not_tell(clocks):
     work = OtherCpuLoad()
     clocks.update(busy=None)
     assert work.cores() is None
 
 
-def test_this_kernel_tells():
+def test_busy_time_is_available_from_this_kernel():
     work, until = OtherCpuLoad(), time.process_time() + 0.05
     before = resources._busy_seconds(), resources._own_seconds()
     while time.process_time() < until:

@@ -7,16 +7,16 @@ import pytest
 from manta.workers.system.ports import address_facing, outward_address
 
 
-def test_towards_itself_it_is_the_machine_itself():
+def test_own_address_towards_loopback_is_loopback():
     assert address_facing("127.0.0.1") == "127.0.0.1"
 
 
-def test_the_outward_address_is_one_that_can_be_listened_on():
+def test_outward_address_can_be_listened_on():
     with socket.create_server((outward_address(), 0)) as listener:
         assert listener.getsockname()[0] == outward_address()
 
 
-def test_a_machine_without_a_network_reaches_itself(monkeypatch):
+def test_machine_without_a_network_uses_its_loopback_address(monkeypatch):
     def unreachable(probe, address):
         raise OSError("network is unreachable")
 

@@ -42,7 +42,7 @@ def runtime(monkeypatch):
     return of
 
 
-def test_a_refusal_is_known_and_is_not_the_next_kernels_error(runtime, capsys):
+def test_refused_pinning_does_not_become_the_next_kernels_error(runtime, capsys):
     cuda = runtime(2)
     pinned = PinnedMemory(torch.zeros(6), on_gpu=True)
     assert pinned.error == 2 and "24 bytes for copies cannot be pinned (CUDA error 2)" in capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_a_refusal_is_known_and_is_not_the_next_kernels_error(runtime, capsys):
     assert not cuda.registered
 
 
-def test_memory_is_registered_until_it_is_released(runtime):
+def test_memory_stays_pinned_until_released(runtime):
     cuda, memory = runtime(0), torch.zeros(6)
     pinned = PinnedMemory(memory, on_gpu=True)
     assert pinned.error == 0 and cuda.registered == [(memory.data_ptr(), 24)]

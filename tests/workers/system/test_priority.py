@@ -38,16 +38,16 @@ def niceness_after(before: int) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-def test_process_and_its_threads_give_way():
+def test_process_and_its_threads_lower_their_priority():
     before = os.getpriority(os.PRIO_PROCESS, 0)
     assert niceness_after(0) == [max(NICENESS, before)] * 2
 
 
-def test_one_that_is_nicer_already_stays_so():
+def test_lower_priority_keeps_a_process_that_is_nicer_already():
     assert niceness_after(19) == [19, 19]
 
 
-def test_the_whole_session_gives_way_and_no_other():
+def test_lower_priority_applies_to_its_own_session_only():
     if not AUTOGROUP.exists():
         pytest.skip("this kernel does not group processes by session")
     ours = AUTOGROUP.read_text()
@@ -60,7 +60,7 @@ def test_the_whole_session_gives_way_and_no_other():
     assert AUTOGROUP.read_text() == ours, "another session"
 
 
-def test_one_that_asks_just_after_another_asks_again(monkeypatch):
+def test_lower_priority_is_retried_while_the_kernel_is_busy(monkeypatch):
     answers = [BlockingIOError(), BlockingIOError(), None]
 
     class Autogroup:

@@ -15,7 +15,7 @@ from manta.workers.system.processes import ended, kill_group
 PARENT = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); input()"
 
 
-def test_the_group_ends_with_its_leader_also_when_it_is_stopped():
+def test_process_group_ends_with_its_leader_even_if_stopped():
     command = [sys.executable, "-c", PARENT]
     leader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     child = psutil.Process(int(leader.stdout.readline()))
@@ -48,7 +48,7 @@ def _descriptors():
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_whoever_waited_holds_nothing_of_it_any_more(given_up):
+def test_waiting_for_the_end_of_a_process_leaves_no_descriptor_open(given_up):
     process, open_files = subprocess.Popen(["sleep", "1000"]), []
 
     async def body():

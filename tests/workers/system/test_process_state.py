@@ -14,7 +14,7 @@ from manta.workers.protocol.reports import Position, ProcessUse
 from manta.workers.system.processes import ProcessState, process_state
 
 
-def test_a_process_that_computes_runs_and_its_time_is_that_of_all_of_it():
+def test_process_state_of_this_process_is_running_with_its_cpu_time():
     tick = 1 / os.sysconf("SC_CLK_TCK")
     before = os.times()
     state = process_state(os.getpid())
@@ -25,7 +25,7 @@ def test_a_process_that_computes_runs_and_its_time_is_that_of_all_of_it():
     assert state.delay_seconds >= 0.0
 
 
-def test_a_process_whose_name_holds_anything_is_read_all_the_same_until_it_is_gone(tmp_path):
+def test_process_state_handles_any_program_name_and_a_process_that_is_gone(tmp_path):
     program = tmp_path / "a) R 7"
     program.symlink_to("/bin/sleep")
     process = subprocess.Popen([program, "1000"])
@@ -40,7 +40,7 @@ def test_a_process_whose_name_holds_anything_is_read_all_the_same_until_it_is_go
     assert process_state(process.pid) is None
 
 
-def test_where_the_kernel_does_not_count_waits_there_are_none(monkeypatch):
+def test_process_state_without_schedstat_has_no_delay(monkeypatch):
     read = Path.read_text
 
     def without(path, **options):
@@ -54,7 +54,7 @@ def test_where_the_kernel_does_not_count_waits_there_are_none(monkeypatch):
     assert state.cpu_seconds > 0.0
 
 
-def test_times_that_the_kernel_counts_in_nanoseconds_are_seconds(monkeypatch):
+def test_process_times_in_nanoseconds_become_seconds(monkeypatch):
     read = Path.read_text
 
     def counted(path, **options):
@@ -65,11 +65,11 @@ def test_times_that_the_kernel_counts_in_nanoseconds_are_seconds(monkeypatch):
     assert (state.main_cpu_seconds, state.delay_seconds) == (2.5, 0.75)
 
 
-def test_what_is_known_of_a_process_is_its_time_and_what_it_waited_for_a_processor():
+def test_process_use_has_rounded_cpu_and_delay_seconds():
     assert ProcessUse.of(ProcessState("S", 1.234, 9.0, 5.678)) == ProcessUse("S", 1.23, 5.68)
 
 
-def test_where_a_trainer_stands_is_reported_with_all_that_its_record_says(tmp_path):
+def test_trainer_position_has_all_fields_of_its_progress_record(tmp_path):
     progress = Progress.shared(tmp_path, 2)
     progress.belongs_to(3)
     progress.begin_step(7)

@@ -30,7 +30,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("was", ["that from the beginning", "a regular file when it was looked at"])
-def test_what_is_no_regular_file_is_refused_at_once_by_its_kind(tmp_path, monkeypatch, kind, was):
+def test_opening_anything_but_a_regular_file_is_refused_by_its_kind(tmp_path, monkeypatch, kind, was):
     path, regular = tmp_path / "f", (tmp_path / "regular")
     regular.touch()
     OTHERS[kind](path)
@@ -44,7 +44,7 @@ def test_what_is_no_regular_file_is_refused_at_once_by_its_kind(tmp_path, monkey
         assert open_now() == before, "nothing stays open"
 
 
-def test_a_link_may_be_followed_or_refused(tmp_path):
+def test_opening_a_regular_file_follows_or_refuses_a_link_as_told(tmp_path):
     (tmp_path / "f").write_bytes(b"abc")
     (tmp_path / "link").symlink_to(tmp_path / "f")
     with open_regular(tmp_path / "link") as file:
@@ -53,7 +53,7 @@ def test_a_link_may_be_followed_or_refused(tmp_path):
         open_regular(tmp_path / "link", follow=False)
 
 
-def test_as_much_as_the_limit_is_read_and_no_more_whatever_the_file_says_of_its_size(tmp_path):
+def test_reading_stops_at_its_limit_whatever_size_the_file_reports(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(b"x" * (2**20 + 1))
     assert read_regular(path, 2**20 + 1) == path.read_bytes()

@@ -26,7 +26,7 @@ def reaches(listener):
     return False
 
 
-def test_nobody_else_reaches_a_socket_and_one_that_was_left_is_replaced(path):
+def test_unix_socket_is_private_and_replaces_a_stale_one(path):
     with UnixListener(path).socket, contextlib.closing(UnixListener(path)) as second:
         assert path.stat().st_mode & 0o777 == 0o600
         assert list(path.parent.iterdir()) == [path]
@@ -45,7 +45,7 @@ def replace_with_file(path):
 
 
 @pytest.mark.parametrize("lose", [os.unlink, replace_with_socket, replace_with_file])
-def test_a_socket_that_nobody_reaches_any_more_has_a_successor_at_its_path(path, lose):
+def test_unreachable_socket_gets_a_successor_at_its_path(path, lose):
     first = UnixListener(path)
     assert first.successor() is None and reaches(first)
     lose(path)
@@ -54,7 +54,7 @@ def test_a_socket_that_nobody_reaches_any_more_has_a_successor_at_its_path(path,
         assert reaches(second) and second.successor() is None
 
 
-def test_without_a_folder_there_is_no_successor_until_it_is_made_again(path):
+def test_unix_listener_has_no_successor_until_its_folder_exists_again(path):
     first = UnixListener(path)
     shutil.rmtree(path.parent)
     assert first.successor() is None
@@ -65,7 +65,7 @@ def test_without_a_folder_there_is_no_successor_until_it_is_made_again(path):
     first.close()
 
 
-def test_the_socket_of_another_process_that_answers_is_left_alone(path):
+def test_answering_socket_of_another_process_is_left_alone(path):
     first = UnixListener(path)
     with contextlib.closing(UnixListener(path)) as second:
         assert first.successor() is None

@@ -40,7 +40,7 @@ def spans(recording):
     return [(each.kind, each.start - 100, each.end - 100, each.micro_batch, each.stage) for each in recording.slices]
 
 
-def test_phases_lie_one_within_another(clock):
+def test_recorded_phases_are_nested(clock):
     recorder = Recorder(1, 1, clock)
     recorder.begin_step(5)
     with recorder.phase("forward", nullcontext(), 3, 1):
@@ -59,7 +59,7 @@ def test_phases_lie_one_within_another(clock):
     assert recorder.done and not recording.problem
 
 
-def test_communications_say_when_they_began_how_long_they_waited_and_where_they_belong(clock):
+def test_recorded_communications_have_start_wait_and_place(clock):
     idle = [0.0]
     recorder = Recorder(1, 1, clock, lambda: idle[0])
     recorder.begin_step(5)
@@ -111,7 +111,7 @@ def test_a_step_that_broke_off_leaves_nothing(clock):
     assert [each.kind for each in recording.slices] == ["backward"]
 
 
-def test_what_is_too_much_is_left_out_with_a_sentence(clock):
+def test_recorder_drops_steps_beyond_its_slice_limit_with_a_note(clock):
     recorder = Recorder(1, 3, clock, max_slices=3)
     for step, count in ((1, 2), (2, 4), (3, 1)):
         assert not recorder.done, "all ranks end with the same step"
@@ -127,7 +127,7 @@ def test_what_is_too_much_is_left_out_with_a_sentence(clock):
     assert recording.problem == "only the first 1 of its steps are kept, more would have over 3 slices"
 
 
-def test_work_of_the_forward_pass_within_backward_is_recomputation(clock):
+def test_recorded_forward_work_within_backward_is_recomputation(clock):
     phases = StepPhases(None, Progress())
     phases.recorder = recorder = Recorder(1, 1, clock)
     recorder.begin_step(1)

@@ -32,7 +32,7 @@ SLICES = st.builds(
 
 
 @given(st.lists(SLICES, max_size=20), st.floats(0.0, 1e6), st.booleans(), st.text(max_size=9))
-def test_it_arrives_as_it_was(slices, began, device, problem):
+def test_recording_survives_packing_and_json(slices, began, device, problem):
     steps = (TracedStep(3, began, began + 1.5), TracedStep(4, began + 1.5, began + 2.5))
     sent = Recording(steps, tuple(slices), "here", device, 0.125, problem, peak_flops=1e12)
     packed = from_json(PackedRecording, to_json(sent.pack()))
@@ -46,14 +46,14 @@ def test_it_arrives_as_it_was(slices, began, device, problem):
             assert after._asdict()[name] == close, name
 
 
-def test_a_thousand_slices_are_short():
+def test_packed_recording_of_a_thousand_slices_is_short():
     slices = tuple(Slice("forward", 0.001 * n, 0.001 * n + 0.0007, 1, 0, n) for n in range(1000))
     packed = Recording((TracedStep(1, 0.0, 1.0),), slices).pack()
     assert len(packed.packed) < 20 * 1000
 
 
 @pytest.mark.parametrize("packed", ["", "no base 85 \x7f", "c$|h"])
-def test_what_cannot_be_read_says_so(packed):
+def test_malformed_packed_recording_is_refused(packed):
     with pytest.raises(MalformedMessage, match="recording"):
         PackedRecording(packed).unpack()
 

@@ -34,7 +34,7 @@ def waiting(clock, wait):
         clock.leave()
 
 
-def test_waits_are_told_from_the_rest(hands):
+def test_step_clock_tells_waits_from_other_time(hands):
     clock = StepClock(hands)
     with waiting(clock, "data_wait"):
         hands.now += 2
@@ -43,7 +43,7 @@ def test_waits_are_told_from_the_rest(hands):
     assert clock.lap()["wall"] == 0
 
 
-def test_wait_that_goes_on_is_cut_in_two(hands):
+def test_step_clock_splits_a_wait_that_outlasts_a_lap(hands):
     clock = StepClock(hands)
     with waiting(clock, "snapshot_stall"):
         hands.now += 3
@@ -52,7 +52,7 @@ def test_wait_that_goes_on_is_cut_in_two(hands):
     assert clock.lap() == {"wall": 1, "data_wait": 0, "snapshot_stall": 1, "checkpoint_stall": 0}
 
 
-def test_wait_within_another_one_counts_as_that(hands):
+def test_step_clock_counts_a_nested_wait_as_the_inner_one(hands):
     clock = StepClock(hands)
     with waiting(clock, "checkpoint_stall"):
         hands.now += 1
@@ -63,7 +63,7 @@ def test_wait_within_another_one_counts_as_that(hands):
     assert clock.lap() == {"wall": 15, "data_wait": 0, "snapshot_stall": 0, "checkpoint_stall": 7}
 
 
-def test_wait_that_raises_is_over(hands):
+def test_step_clock_ends_a_wait_that_raises(hands):
     clock = StepClock(hands)
     with pytest.raises(ValueError, match="no data"), waiting(clock, "data_wait"):
         hands.now += 1
@@ -72,7 +72,7 @@ def test_wait_that_raises_is_over(hands):
     assert clock.lap()["data_wait"] == 1
 
 
-def test_what_was_before_a_restart_belongs_to_nobody(hands):
+def test_step_clock_discards_time_before_a_restart(hands):
     clock = StepClock(hands)
     with waiting(clock, "data_wait"):
         hands.now += 9
@@ -90,7 +90,7 @@ moves = st.one_of(st.floats(0, 10), st.just("lap"), st.sampled_from(WAITS), st.j
 
 
 @given(st.lists(moves, max_size=40))
-def test_laps_sum_to_the_time_and_no_lap_waits_longer_than_it_lasts(happened):
+def test_step_clock_laps_sum_to_the_time_and_waits_fit_their_lap(happened):
     hands = Hands()
     clock, laps, contexts = StepClock(hands), [], []
     for move in happened:

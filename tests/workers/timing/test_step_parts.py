@@ -47,7 +47,7 @@ def step(clock, parts):
     clock.now += 16
 
 
-def test_an_inner_part_stops_the_outer_one(clock, parts):
+def test_inner_part_of_a_step_pauses_the_outer_one(clock, parts):
     step(clock, parts)
     seconds = parts.end()
     assert (seconds["forward"], seconds["tensor_communication"], seconds["other"]) == (10, 4, 17)
@@ -55,7 +55,7 @@ def test_an_inner_part_stops_the_outer_one(clock, parts):
     assert sum(seconds.values()) == 31
 
 
-def test_what_is_no_part_of_its_own_counts_as_what_is_around_it(clock, parts):
+def test_unnamed_part_of_a_step_counts_to_the_part_around_it(clock, parts):
     parts.begin()
     with part(parts, "forward"), part(parts, None):
         clock.now += 3
@@ -65,7 +65,7 @@ def test_what_is_no_part_of_its_own_counts_as_what_is_around_it(clock, parts):
     assert (seconds["forward"], seconds["other"]) == (3, 4)
 
 
-def test_the_innermost_part_is_known_while_a_step_is_measured(parts):
+def test_innermost_part_is_known_while_a_step_is_measured(parts):
     assert parts.innermost is None
     parts.begin()
     assert parts.innermost == "other"
@@ -84,14 +84,14 @@ def test_idle_time_of_a_message_is_moved_to_the_bubble(clock, parts):
     assert (seconds["pipeline_communication"], seconds["bubble"]) == (2, 3)
 
 
-def test_nothing_is_moved_while_nothing_is_measured(parts):
+def test_time_is_not_moved_between_parts_while_nothing_is_measured(parts):
     parts.move("pipeline_communication", "bubble", 3)
     parts.begin()
     assert parts.end()["bubble"] == 0
     assert not parts.measuring
 
 
-def test_a_measurement_that_was_broken_off_inside_of_a_part_leaves_nothing_to_the_next(clock, parts):
+def test_interrupted_step_measurement_leaves_nothing_to_the_next(clock, parts):
     parts.begin()
     parts.enter("forward")
     clock.now += 7
@@ -120,7 +120,7 @@ class Event:
         return 1000.0 * (later.at - self.at)  # torch says milliseconds
 
 
-def test_on_a_gpu_parts_are_what_its_stream_spent_on_them_and_nobody_waits_before_the_end(clock, monkeypatch):
+def test_step_parts_on_a_gpu_are_measured_on_its_stream_and_read_at_the_end(clock, monkeypatch):
     monkeypatch.setattr(Event, "clock", clock, raising=False)
     monkeypatch.setattr(Event, "waited_for", [], raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)

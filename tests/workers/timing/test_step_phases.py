@@ -37,7 +37,7 @@ def watched(tmp_path):
     reader.close()
 
 
-def test_the_record_keeps_the_phase_that_was_entered_last(watched):
+def test_progress_record_has_the_last_entered_phase(watched):
     step, reader = watched
     step.begin(7)
     with step.phase("backward_weight", micro_batch=3):
@@ -48,7 +48,7 @@ def test_the_record_keeps_the_phase_that_was_entered_last(watched):
 
 
 @pytest.mark.parametrize("phase", ["recompute", "tensor_communication", "data_communication", "bubble", "other"])
-def test_phases_within_a_phase_leave_the_record_alone(watched, phase):
+def test_nested_phases_leave_the_progress_record_alone(watched, phase):
     step, reader = watched
     with step.phase("forward", micro_batch=2):
         before = reader.read()
@@ -103,7 +103,7 @@ def test_parts_of_a_measured_step_follow_its_phases(step, clock):
     }
 
 
-def test_forward_work_within_backward_is_recomputation(step, clock):
+def test_measured_forward_work_within_backward_is_recomputation(step, clock):
     step.begin(1, measure=True)
     with step.phase("forward"), step.forward_work():
         clock.now += 1
@@ -121,7 +121,7 @@ def test_a_step_that_is_not_measured_has_no_parts(step, clock):
     assert not step.parts.measuring
 
 
-def test_a_phase_that_raises_is_over(step, clock):
+def test_phase_that_raises_ends(step, clock):
     step.begin(1, measure=True)
     with pytest.raises(ValueError, match="bad"), step.phase("data"):
         clock.now += 1
@@ -132,7 +132,7 @@ def test_a_phase_that_raises_is_over(step, clock):
     assert (seconds["data"], seconds["other"]) == (1, 2)
 
 
-def test_whoever_asks_is_called_at_every_entry_into_a_phase_of_the_record(step):
+def test_phase_callback_is_called_at_every_recorded_phase(step):
     entered = []
     with step.phase("data"):
         pass  # nobody has asked

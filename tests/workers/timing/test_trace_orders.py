@@ -28,7 +28,7 @@ def test_orders_of_other_generations_do_not_count():
     assert orders.due(1, 5) is None, "it was forgotten"
 
 
-def test_a_rank_that_is_told_too_late_to_profile_knows_it():
+def test_trace_order_that_came_too_late_to_profile_is_known():
     orders = TraceOrders()
     orders.take(1, 4)
     orders.add(TraceOrder(4, 1, 2, profiler_ranks=(3,)))
@@ -38,7 +38,7 @@ def test_a_rank_that_is_told_too_late_to_profile_knows_it():
     assert not orders.is_late(5, 3)
 
 
-def test_what_has_begun_is_not_wanted_again():
+def test_trace_order_that_has_begun_is_not_due_again():
     """A control plane that takes over asks for all that it does not know to be recorded."""
     orders = TraceOrders()
     orders.add(TraceOrder(1, 1, 2))

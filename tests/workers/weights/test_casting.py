@@ -37,7 +37,7 @@ def name_of(dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [1, 8, COUNT])
-def test_bits_are_those_of_torch(dtype, to, columns):
+def test_cast_has_the_bits_of_torchs(dtype, to, columns):
     most = 65000.0 if torch.float16 in (dtype, to) else 3e38
     values = numbers(dtype, most).view(-1, columns)
     into = numpy.empty(values.shape, RAW[name_of(to)])
@@ -45,7 +45,7 @@ def test_bits_are_those_of_torch(dtype, to, columns):
     assert into.tobytes() == raw(values.to(to)).tobytes()
 
 
-def test_columns_of_something_wider_and_bytes_at_odd_addresses_are_cast_too():
+def test_cast_handles_columns_of_wider_arrays_and_odd_addresses():
     values = numbers(torch.float32, 3e38).view(-1, 16)
     odd = numpy.empty(values.numel() * 4 + 1, numpy.uint8)[1:].view("<f4").reshape(values.shape)
     odd[...] = values.numpy()
@@ -55,14 +55,14 @@ def test_columns_of_something_wider_and_bytes_at_odd_addresses_are_cast_too():
     assert not into[:, :20].any() and not into[:, 36:].any()
 
 
-def test_what_is_no_number_stays_none():
+def test_nan_stays_nan_when_cast_to_bf16():
     values = numpy.array([[0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F800000]], numpy.uint32).view("<f4")
     into = numpy.empty((1, 4), "<u2")
     cast(values, "float32", into, "bfloat16")
     assert torch.from_numpy(into).view(torch.bfloat16).isnan().tolist() == [[True, True, True, False]]
 
 
-def test_a_number_beyond_the_largest_of_float16_is_an_error_and_an_infinite_one_is_not():
+def test_cast_refuses_numbers_too_large_for_float16_but_not_infinity():
     into = numpy.empty((1, 3), "<f2")
     cast(numpy.array([[numpy.inf, -numpy.inf, 65504.0]], "<f4"), "float32", into, "float16")
     assert into.tolist() == [[numpy.inf, -numpy.inf, 65504.0]]

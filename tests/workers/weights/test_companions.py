@@ -23,13 +23,13 @@ def added(folder: Path, **data: str) -> dict[str, str]:
     return {path.name: path.read_text() for path in (folder / "out").iterdir()}
 
 
-def test_that_of_bytes_is_made(tmp_path):
+def test_byte_tokenizer_is_written_beside_exported_weights(tmp_path):
     made = added(tmp_path)
     assert json.loads(made["tokenizer.json"]) == byte_tokenizer()
     assert json.loads(made["tokenizer_config.json"]) == {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-def test_what_ends_documents_ends_generating(tmp_path):
+def test_exported_model_generates_until_the_end_of_document_token(tmp_path):
     transformers = pytest.importorskip("transformers")
     made = added(tmp_path, end_of_document="<|endoftext|>")
     spec = JobSpec.model_validate(document(data={"end_of_document": "<|endoftext|>"}, model={"family": "llama"}))
@@ -42,7 +42,7 @@ def test_what_ends_documents_ends_generating(tmp_path):
     assert tokenizer.encode("a<|endoftext|>") == [97, 256]
 
 
-def test_nothing_ends_generating_where_no_end_is_known_or_the_template_says_it(tmp_path):
+def test_exported_model_has_no_end_token_if_none_is_known(tmp_path):
     for data in ({}, {"end_of_document": "none"}, {"source": "chat", "template": "chatml"}):
         spec = JobSpec.model_validate(document(data=data, model={"family": "llama"}))
         beside = companion_files(spec, "float32", tmp_path / "checkpoints" / "step")
@@ -51,7 +51,7 @@ def test_nothing_ends_generating_where_no_end_is_known_or_the_template_says_it(t
 
 @pytest.mark.parametrize("folder", ["checkpoints", "."])
 @pytest.mark.parametrize("tokenizer", ["bpe", "a file that is gone"])
-def test_one_that_was_kept_beside_the_corpus_is_taken(tmp_path, folder, tokenizer):
+def test_exported_tokenizer_is_the_one_kept_beside_the_checkpoint(tmp_path, folder, tokenizer):
     (tmp_path / "checkpoints" / "step").mkdir(parents=True)
     (tmp_path / folder / "tokenizer.json").write_text("kept")
     (tmp_path / "out").mkdir()
@@ -60,7 +60,7 @@ def test_one_that_was_kept_beside_the_corpus_is_taken(tmp_path, folder, tokenize
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "kept"
 
 
-def test_files_beside_a_named_one_come_along(tmp_path):
+def test_export_copies_the_files_beside_a_named_tokenizer(tmp_path):
     source = tmp_path / "llama"
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
@@ -69,7 +69,7 @@ def test_files_beside_a_named_one_come_along(tmp_path):
     assert made == {name: name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}
 
 
-def test_one_that_is_too_large_is_named_and_not_copied(tmp_path):
+def test_exported_tokenizer_file_that_is_too_large_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "vocab.json").touch()
     os.truncate(tmp_path / "vocab.json", MAX_BYTES + 1)
@@ -80,7 +80,7 @@ def test_one_that_is_too_large_is_named_and_not_copied(tmp_path):
     assert not (tmp_path / "out" / "vocab.json").exists()
 
 
-def test_a_chat_template_that_was_kept_counts_more_than_the_one_beside_the_named_tokenizer(tmp_path):
+def test_export_prefers_the_kept_chat_template_to_the_tokenizers(tmp_path):
     source = tmp_path / "llama"
     source.mkdir()
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -90,6 +90,6 @@ def test_a_chat_template_that_was_kept_counts_more_than_the_one_beside_the_named
     assert added(tmp_path, tokenizer=str(source))["chat_template.jinja"] == "kept"
 
 
-def test_of_tokens_that_others_made_none_is_known(tmp_path):
+def test_exported_weights_without_a_known_tokenizer_have_none(tmp_path):
     assert added(tmp_path, source="megatron") == {}
     assert added(tmp_path / "other", tokenizer=str(tmp_path / "nowhere")) == {}

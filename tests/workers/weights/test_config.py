@@ -29,7 +29,7 @@ def spec_of(config: dict):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_transformers_writes_comes_back_the_same(kind, tmp_path):
+def test_config_of_transformers_survives_a_round_trip(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
     name, keys = KINDS[kind]
     theirs = getattr(transformers, f"{name}Config")(**keys)
@@ -63,14 +63,14 @@ def test_what_transformers_writes_comes_back_the_same(kind, tmp_path):
         ({"rope_theta": 5000.0, "rope_scaling": {**YARN, "attention_factor": 1.2}}, {**YARN, "attention_factor": 1.2}),
     ],
 )
-def test_rotary_positions_are_read_as_transformers_4_and_5_write_them(older, newer):
+def test_rope_is_read_from_configs_of_transformers_4_and_5(older, newer):
     rope = section({**LLAMA, **older})["rope"]
     assert rope == section({**LLAMA, "rope_parameters": newer})["rope"]
     config = huggingface_config(spec_of({**LLAMA, **older}), "float32")
     assert section(config)["rope"] == rope
 
 
-def test_of_yarn_the_factor_is_what_transformers_4_finds_too():
+def test_exported_yarn_config_has_the_positions_that_give_its_factor():
     yarn = {"type": "yarn", "factor": 4.0, "original_length": 16}
     spec = parse_job_spec(document(model={"family": "llama", "sequence_length": 32, "rope": {"scaling": yarn}}))
     assert huggingface_config(spec, "float32")["max_position_embeddings"] == 4 * 16
@@ -79,7 +79,7 @@ def test_of_yarn_the_factor_is_what_transformers_4_finds_too():
     )
 
 
-def test_what_is_left_out_is_what_transformers_classes_say():
+def test_missing_config_keys_have_the_defaults_of_transformers():
     transformers = pytest.importorskip("transformers")
     for kind, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen3", "Qwen3")):
         few = {**LLAMA, "model_type": kind, "num_attention_heads": 32, "hidden_size": 4096}
@@ -95,7 +95,7 @@ def test_what_is_left_out_is_what_transformers_classes_say():
     assert (said["activation"], said["vocabulary_size"]) == ("gelu_tanh", config.vocab_size)
 
 
-def test_windows_of_qwen_are_used_where_it_says_so_and_begin_behind_the_first_layers():
+def test_qwen_window_needs_its_switch_and_all_layers():
     qwen = {**LLAMA, "model_type": "qwen3", "sliding_window": 16}
     assert section({**qwen, "max_window_layers": 0})["sliding_window"] is None
     assert section({**qwen, "use_sliding_window": True, "max_window_layers": 4})["sliding_window"] is None
@@ -147,14 +147,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("keys", "sentence"), WRONG, ids=[sentence[:40] for _, sentence in WRONG])
-def test_what_no_family_computes_names_key_and_file(keys, sentence):
+def test_unsupported_config_value_is_reported_with_key_and_file(keys, sentence):
     with pytest.raises(WeightsError) as caught:
         section({**LLAMA, **keys})
     assert str(caught.value).startswith("config.json: ")
     assert sentence in str(caught.value)
 
 
-def test_a_key_that_has_to_be_there_is_missed():
+def test_config_without_a_required_key_is_refused():
     with pytest.raises(WeightsError, match=r"^config.json: hidden_size is missing$"):
         section({key: value for key, value in LLAMA.items() if key != "hidden_size"})
 
@@ -169,7 +169,7 @@ def test_a_key_that_has_to_be_there_is_missed():
         (json.dumps({"a": "\ud800"}).replace("\\ud800", "\udcff"), "is not valid JSON"),
     ],
 )
-def test_files_that_are_no_config_are_one_sentence(tmp_path, content, sentence):
+def test_unreadable_config_is_refused_in_one_sentence(tmp_path, content, sentence):
     if content is not None:
         (tmp_path / "config.json").write_text(content, errors="surrogateescape")
     with pytest.raises(WeightsError) as caught:
@@ -190,14 +190,14 @@ def test_files_that_are_no_config_are_one_sentence(tmp_path, content, sentence):
         ({"family": "llama", "full_attention_every": 2, "sliding_window": 4}, "full_attention_every with family llama"),
     ],
 )
-def test_models_that_transformers_has_not_are_not_exported_as_another(model, what):
+def test_model_unknown_to_transformers_is_not_exported_as_another(model, what):
     spec = parse_job_spec(document(model=model))
     with pytest.raises(WeightsError) as caught:
         huggingface_config(spec, "float32")
     assert what in str(caught.value) and "export it as dcp or safetensors" in str(caught.value)
 
 
-def test_a_folder_that_is_a_path_of_a_file_is_no_folder(tmp_path: Path):
+def test_file_in_place_of_a_weights_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError, match="there is no folder"):
         read_config(tmp_path / "file")

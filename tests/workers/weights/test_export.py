@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory, corpus) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_our_models_are_loaded_by_transformers_with_our_loss(name, corpus, tmp_path):
+def test_exported_models_have_our_loss_in_transformers(name, corpus, tmp_path):
     transformers = pytest.importorskip("transformers")
     path, loss, windows = checkpoint_of(tmp_path / "checkpoints", corpus, **MODELS[name])
     done = export(path, tmp_path / "out")
@@ -64,7 +64,7 @@ def test_our_models_are_loaded_by_transformers_with_our_loss(name, corpus, tmp_p
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_tokenizer_of_bytes_is_one_of_theirs(checkpoint, tmp_path):
+def test_exported_byte_tokenizer_encodes_and_decodes_in_transformers(checkpoint, tmp_path):
     transformers = pytest.importorskip("transformers")
     export(checkpoint, tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -74,7 +74,7 @@ def test_the_tokenizer_of_bytes_is_one_of_theirs(checkpoint, tmp_path):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_dtype_and_size_of_files_are_as_asked_for(checkpoint, tmp_path):
+def test_exported_files_have_the_requested_dtype_and_size(checkpoint, tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     export(checkpoint, whole, dtype="fp32")
     progress: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ def test_dtype_and_size_of_files_are_as_asked_for(checkpoint, tmp_path):
     assert json.loads((shards / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_our_own_names_come_with_the_spec(checkpoint, tmp_path):
+def test_export_as_safetensors_has_our_names_and_the_spec(checkpoint, tmp_path):
     export(checkpoint, tmp_path / "out", "safetensors")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         names = set(file.keys())
@@ -106,7 +106,7 @@ def test_our_own_names_come_with_the_spec(checkpoint, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "job.json"}
 
 
-def test_nothing_takes_the_place_of_what_is_there(checkpoint, tmp_path):
+def test_export_refuses_a_target_that_exists(checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
     export(checkpoint, tmp_path / "out")
     before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "out").iterdir())
@@ -115,7 +115,7 @@ def test_nothing_takes_the_place_of_what_is_there(checkpoint, tmp_path):
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "out").iterdir()) == before
 
 
-def test_numbers_that_fp16_cannot_hold_are_named_and_nothing_is_left(corpus, tmp_path):
+def test_export_names_numbers_too_large_for_fp16_and_leaves_nothing(corpus, tmp_path):
     trainer = lone(job(corpus, {}, model={"family": "llama"}), tmp_path / "checkpoints")
     trainer.restore(Resume())
     trainer.engine.flat.parameters[10] = 1e6
@@ -147,7 +147,7 @@ def test_a_killed_export_leaves_nothing_in_its_place_and_the_next_one_clears_up(
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_that_is_asked_to_end_removes_what_it_has_written_first(checkpoint, tmp_path):
+def test_terminated_export_removes_what_it_has_written(checkpoint, tmp_path):
     """Also if it is asked again meanwhile."""
     program = (
         "import os, shutil, signal, sys, time\n"
@@ -165,7 +165,7 @@ def test_an_export_that_is_asked_to_end_removes_what_it_has_written_first(checkp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_checkpoint_is_named_and_nothing_is_left(corpus, tmp_path, capsys):
+def test_export_names_a_damaged_checkpoint_and_leaves_nothing(corpus, tmp_path, capsys):
     path, _, _ = checkpoint_of(tmp_path / "checkpoints", corpus, family="llama")
     data = next(Path(path).glob("*.distcp"))
     content = bytearray(data.read_bytes())
@@ -178,9 +178,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_left(corpus, tmp_path, cap
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_exported_is_a_sentence_and_nothing_is_left(
-    corpus, tmp_path, capsys, monkeypatch
-):
+def test_checkpoint_removed_during_an_export_is_reported_and_nothing_is_left(corpus, tmp_path, capsys, monkeypatch):
     path, _, _ = checkpoint_of(tmp_path / "checkpoints", corpus, family="llama")
     read = module.read_contents
     monkeypatch.setattr(module, "read_contents", lambda *known: (read(*known), remove(Path(path)))[0])
@@ -190,7 +188,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_exported_is_a_sentence_and_noth
     assert said.count("\n") == 1 and [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_memory_is_for_a_few_rows_however_large_a_tensor_is(checkpoint, tmp_path, monkeypatch):
+def test_export_needs_memory_for_only_a_few_rows(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(stream_out, "BAND_BYTES", 1)
     bands: list[int] = []
     cast = stream_out.cast
@@ -219,7 +217,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(processors, checkpoint
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
 
 
-def test_no_torch_is_loaded(checkpoint, tmp_path):
+def test_export_does_not_load_torch(checkpoint, tmp_path):
     program = (
         "import sys; from manta.workers.weights.export import main\n"
         "assert main(sys.argv[1:]) == 0\n"
@@ -229,7 +227,7 @@ def test_no_torch_is_loaded(checkpoint, tmp_path):
     subprocess.run(command, check=True, timeout=60)
 
 
-def test_the_command_says_what_it_wrote(checkpoint, tmp_path, capsys):
+def test_export_command_reports_what_it_wrote(checkpoint, tmp_path, capsys):
     newest_of = str(Path(checkpoint).parent)
     assert main([newest_of, "--to", str(tmp_path / "out"), "--dtype", "bf16", "--json"]) == 0
     *progress, last = map(json.loads, capsys.readouterr().out.splitlines())

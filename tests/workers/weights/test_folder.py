@@ -61,13 +61,13 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object])
     return folder
 
 
-def test_good_folders_are_good(sharded, whole):
+def test_complete_weights_folder_is_accepted(sharded, whole):
     assert (sharded / INDEX).exists() and not (sharded / ONE_FILE).exists() and (whole / ONE_FILE).exists()
     assert len({tensor.file for tensor in tensors_of(spec_of(sharded)).values()}) > 1
     check_weights(spec_of(whole))
 
 
-def test_names_of_a_model_that_was_saved_without_its_output_layer_are_known(whole, copied):
+def test_weights_saved_without_an_output_layer_are_accepted(whole, copied):
     folder = copied(whole)
 
     def rename(tensors: dict[str, torch.Tensor]) -> None:
@@ -79,7 +79,7 @@ def test_names_of_a_model_that_was_saved_without_its_output_layer_are_known(whol
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 3000, -1])
-def test_a_cut_file_is_named(whole, copied, keep):
+def test_truncated_weights_file_is_named(whole, copied, keep):
     file = copied(whole) / ONE_FILE
     content = file.read_bytes()
     file.write_bytes(content[:keep])
@@ -89,13 +89,13 @@ def test_a_cut_file_is_named(whole, copied, keep):
         assert "goes beyond its end (1 bytes are missing)" in sentence
 
 
-def test_a_cut_shard_is_named_with_its_tensor(sharded, copied):
+def test_truncated_weights_shard_is_named_with_its_tensor(sharded, copied):
     file = sorted(copied(sharded).glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-1000])
     assert f"{file} is cut off: model." in sentence_about(file.parent)
 
 
-def test_a_file_that_is_gone_is_named(sharded, copied):
+def test_missing_weights_file_is_named(sharded, copied):
     file = sorted(copied(sharded).glob("*.safetensors"))[1]
     file.unlink()
     assert f"{file} cannot be read: No such file" in sentence_about(file.parent)
@@ -134,7 +134,7 @@ def test_weights_whose_mount_is_away_are_unreadable_and_refuse_no_job_in_the_que
         ),
     ],
 )
-def test_tensors_that_are_not_as_the_model_needs_them_are_named(whole, copied, change, sentence):
+def test_unsuitable_weights_tensor_is_named(whole, copied, change, sentence):
     assert sentence in sentence_about(rewritten(copied(whole), change))
 
 
@@ -149,13 +149,13 @@ def test_tensors_that_are_not_as_the_model_needs_them_are_named(whole, copied, c
         ('{"weight_map": {"a": ""}}', "names a file outside of its folder"),
     ],
 )
-def test_an_index_that_makes_no_sense_is_named(whole, copied, content, sentence):
+def test_invalid_weights_index_is_named(whole, copied, content, sentence):
     folder = copied(whole)
     (folder / INDEX).write_text(content)
     assert f"{folder / INDEX} {sentence}" in sentence_about(folder)
 
 
-def test_an_index_that_is_wrong_about_a_tensor_is_named(sharded, copied):
+def test_weights_index_that_misplaces_a_tensor_is_named(sharded, copied):
     folder = copied(sharded)
     index = json.loads((folder / INDEX).read_text())
     names = sorted(set(index["weight_map"].values()))
@@ -174,20 +174,20 @@ def test_an_index_that_is_wrong_about_a_tensor_is_named(sharded, copied):
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}',
     ],
 )  # fmt: skip
-def test_a_header_that_makes_no_sense_is_named(whole, copied, header):
+def test_invalid_weights_header_is_named(whole, copied, header):
     file = copied(whole) / ONE_FILE
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     assert sentence_about(file.parent).startswith(str(file))
 
 
-def test_a_header_beyond_all_measure_is_not_read(whole, monkeypatch):
+def test_oversized_weights_header_is_not_read(whole, monkeypatch):
     monkeypatch.setattr("manta.workers.weights.folder._MAX_HEADER_BYTES", 100)
     assert re.fullmatch(
         rf"{whole / ONE_FILE}: its header has \d+ bytes, and at most 100 are read", sentence_about(whole)
     )
 
 
-def test_what_is_no_regular_file_is_not_opened(whole, copied):
+def test_weights_folder_with_a_pipe_for_a_file_is_refused(whole, copied):
     file = copied(whole) / ONE_FILE
     file.unlink()
     os.mkfifo(file)
@@ -199,7 +199,7 @@ def test_what_is_no_regular_file_is_not_opened(whole, copied):
 
 
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
-def test_a_file_of_40_gb_where_json_is_expected_is_not_read(whole, copied, name):
+def test_oversized_json_file_is_not_read(whole, copied, name):
     folder = copied(whole)
     spec = spec_of(folder)
     (folder / name).touch()
@@ -208,7 +208,7 @@ def test_a_file_of_40_gb_where_json_is_expected_is_not_read(whole, copied, name)
         read_config(folder) if name == "config.json" else check_weights(spec)
 
 
-def test_pickles_are_never_read(whole, copied):
+def test_pickled_weights_are_never_read(whole, copied):
     folder = copied(whole)
     (folder / ONE_FILE).unlink()
     assert f"{folder} has neither model.safetensors nor" in sentence_about(folder)

@@ -3,14 +3,14 @@
 from manta.workers.weights.export import new_folder
 
 
-def test_whoever_may_read_other_new_folders_may_read_it(tmp_path):
+def test_new_folder_is_private_until_it_is_whole_and_then_has_usual_permissions(tmp_path):
     (tmp_path / "other").mkdir()
     with new_folder(tmp_path / "out") as folder:
         assert folder.stat().st_mode & 0o077 == 0, "until it is whole it is private"
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_what_other_names_with_brackets_or_stars_have_left_stays(tmp_path):
+def test_new_folder_leaves_unfinished_folders_of_other_names(tmp_path):
     left = {name: tmp_path / f".{name}.x.unfinished" for name in ("a[1]", "a1", "a*", "ab")}
     for folder in left.values():
         folder.mkdir()

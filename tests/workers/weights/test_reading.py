@@ -9,7 +9,7 @@ from manta.workers.weights.reading import Weights
 
 
 @pytest.mark.parametrize(("start", "real"), [(0, 66), (198, 65), (264, 0)])
-def test_rows_of_a_padded_vocabulary_are_zero_whatever_lay_in_memory(start, real):
+def test_padded_vocabulary_rows_are_filled_with_zero(start, real):
     """A number that is none would go through gradients of the others, which it is multiplied with zero for."""
     weights = object.__new__(Weights)
     weights._parts = {"embedding.token.weight": []}

@@ -53,7 +53,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "layout"), FAST + [case for case in ALL if case.values not in FAST], ids=str)
-def test_a_model_of_theirs_has_their_loss_and_comes_out_as_it_went_in(kind, layout, ranks, corpus, tmp_path):
+def test_transformers_model_keeps_its_loss_and_weights_through_import_and_export(kind, layout, ranks, corpus, tmp_path):
     transformers = pytest.importorskip("transformers")
     dtype = torch.bfloat16 if layout[2] == 2 else torch.float32
     source = saved(kind, tmp_path / "in", dtype)

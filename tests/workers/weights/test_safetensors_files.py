@@ -14,7 +14,7 @@ from manta.workers.weights.folder import NewFiles, NewTensor, plan_files
 TENSORS = [NewTensor("a", (3, 4)), NewTensor("b", (5,)), NewTensor("c", (2, 2))]
 
 
-def test_pieces_may_come_in_any_order_and_what_is_not_written_is_zero(tmp_path, monkeypatch):
+def test_safetensors_pieces_may_come_in_any_order_and_gaps_are_zero(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "FLUSH_BYTES", 8)
     written: list[int] = []
     values = numpy.arange(12, dtype=numpy.float32)
@@ -32,19 +32,19 @@ def test_pieces_may_come_in_any_order_and_what_is_not_written_is_zero(tmp_path, 
 
 
 @pytest.mark.parametrize(("most", "held"), [(67, "a bc"), (68, "ab c"), (84, "abc"), (1, "a b c")])
-def test_a_file_holds_as_many_bytes_as_it_may(most, held):
+def test_safetensors_file_holds_as_many_bytes_as_allowed(most, held):
     """Of 48, 20 and 16; one that is larger than that has a file of its own."""
     planned = plan_files(TENSORS, "float32", most)
     assert " ".join("".join(tensor.name for tensor in file) for file in planned.values()) == held
 
 
-def test_no_tensor_is_written_over_another_one(tmp_path):
+def test_safetensors_write_beyond_its_tensor_is_refused(tmp_path):
     planned, problem = plan_files(TENSORS, "float32", 1000), "a has 48 bytes, not 52"
     with NewFiles(tmp_path, planned, "float32") as files, pytest.raises(ValueError, match=problem):
         files.write("a", 40, bytes(12))
 
 
-def test_a_flush_that_fails_is_an_error_of_the_whole(tmp_path, monkeypatch):
+def test_failed_flush_fails_the_whole_write(tmp_path, monkeypatch):
     def fail(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
 

@@ -12,7 +12,7 @@ from manta.workers.weights.stream_out import MAX_THREADS, Source, threads_for, w
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (-1, 0), (0, 1)])
-def test_a_parameter_of_another_shape_is_named_before_anything_is_written(tmp_path, rows, columns):
+def test_export_names_a_parameter_of_another_shape_before_writing(tmp_path, rows, columns):
     theirs = huggingface_tensors(spec(model={"family": "llama", "layers": 1, "hidden_size": 16}))
     shapes: dict[str, tuple[int, int]] = {}
     for tensor in theirs:
@@ -27,7 +27,7 @@ def test_a_parameter_of_another_shape_is_named_before_anything_is_written(tmp_pa
         write_tensors(source, theirs, "float32", None, 1)  # type: ignore[arg-type]
 
 
-def test_there_are_as_many_threads_as_memory_allows():
+def test_export_uses_as_many_threads_as_memory_allows():
     def beside_each_other(files: int) -> StoredTensor:
         each = [StoredRectangle((0, n), (8, 1), f"{n}", 0, 1000) for n in range(files)]
         return StoredTensor((8, files), "float32", tuple(each))

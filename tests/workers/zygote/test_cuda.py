@@ -33,7 +33,7 @@ print(asked, torch.cuda.is_initialized())
 """
 
 
-def test_nothing_that_the_zygote_imports_asks_for_gpus():
+def test_zygote_imports_do_not_query_gpus():
     done = subprocess.run([sys.executable, "-c", WARMED_UP], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[] False\n", done.stderr
 
@@ -105,7 +105,7 @@ async def ended(process):
 
 
 @pytest.mark.soak
-def test_only_trainers_with_gpus_ask_cuda_and_each_sees_its_own(start, driver, go, corpus):
+def test_only_gpu_trainers_query_cuda_and_each_sees_its_own_devices(start, driver, go, corpus):
     zygote = start()
 
     async def body():
@@ -137,7 +137,7 @@ def test_only_trainers_with_gpus_ask_cuda_and_each_sees_its_own(start, driver, g
 
 
 @pytest.mark.soak
-def test_a_zygote_that_asked_cuda_would_be_seen(start, driver, go, corpus):
+def test_cuda_call_of_a_zygote_would_be_noticed(start, driver, go, corpus):
     zygote = start("--warm=torch", "--warm=torch.cuda:is_available")
 
     async def body():

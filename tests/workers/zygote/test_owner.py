@@ -33,7 +33,7 @@ def pipes():
     return ends
 
 
-def test_zygote_that_dies_is_started_again_with_the_same_environment(owner, tmp_path, go, gone):
+def test_dead_zygote_is_restarted_with_the_same_environment(owner, tmp_path, go, gone):
     async def seen():
         child = await fork(tmp_path / "zygote.sock", "echo", {})
         answer = json.loads(await child.control.readline())
@@ -64,7 +64,7 @@ def test_zygote_that_dies_is_started_again_with_the_same_environment(owner, tmp_
     go(body)
 
 
-def test_a_zygote_that_cannot_be_started_again_is_tried_until_it_can(owner, tmp_path, go, gone, monkeypatch):
+def test_zygote_restart_is_retried_until_it_succeeds(owner, tmp_path, go, gone, monkeypatch):
     """Who took its memory may have the rest of the machine's too, for a moment."""
     start, refused = owning.subprocess.Popen, []
 
@@ -120,7 +120,7 @@ def test_a_zygote_that_hangs_is_ended_and_started_again(owner, tmp_path, go, mon
     go(body)
 
 
-def test_a_zygote_that_starts_slowly_or_stops_for_a_moment_is_left_alone(tmp_path, go, monkeypatch):
+def test_slow_or_briefly_stopped_zygote_is_left_alone(tmp_path, go, monkeypatch):
     monkeypatch.setattr(owning, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(owning, "MAX_STOPPED_POLLS", 3)
     monkeypatch.setattr(owning, "MAX_UNANSWERED_POLLS", 1)

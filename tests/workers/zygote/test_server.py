@@ -25,7 +25,7 @@ from manta.workers.zygote.server import Connection, InvalidRequest, _answer, _pa
 ROOT = Path(__file__).parents[3]
 
 
-def test_child_gets_argument_environment_and_channels(zygote, go):
+def test_zygote_child_gets_argument_environment_and_channels(zygote, go):
     async def body():
         child = await fork(zygote.socket, "echo", {"code": 7, "text": "päivää"}, {"MANTA_TEST": "set"})
         seen = json.loads(await child.control.readline())
@@ -62,7 +62,7 @@ def test_children_compute_with_threads_of_their_own(warm_zygote, go):
     go(body)
 
 
-def test_uncaught_exception_prints_traceback_and_exits_with_one(zygote, go):
+def test_zygote_child_with_an_uncaught_exception_prints_it_and_exits_with_1(zygote, go):
     async def body():
         child = await fork(zygote.socket, "fail", {})
         assert "RuntimeError: it went wrong" in (await child.stderr.read()).decode()
@@ -216,7 +216,7 @@ def test_death_of_the_zygote_takes_its_children_along(zygote_to_end, go, gone):
         (b'{"entry": "echo", "argument": {}, "environment": {}}\n', "descriptors, not 0."),
     ],
 )
-def test_malformed_request_is_answered_and_harms_nobody(zygote, go, line, reason):
+def test_zygote_answers_a_malformed_request_and_serves_on(zygote, go, line, reason):
     async def body():
         with pytest.raises(ZygoteUnavailable, match="no entry 'absent'"):
             await fork(zygote.socket, "absent", {})
@@ -232,7 +232,7 @@ def test_malformed_request_is_answered_and_harms_nobody(zygote, go, line, reason
     go(body)
 
 
-def test_requester_of_another_release_is_told_both_numbers(zygote, go):
+def test_zygote_tells_a_requester_of_another_release_both_protocol_numbers(zygote, go):
     async def body():
         await (await fork(zygote.socket, "echo", {})).wait()  # it is there
         reader, writer = await asyncio.open_unix_connection(zygote.socket)
@@ -245,7 +245,7 @@ def test_requester_of_another_release_is_told_both_numbers(zygote, go):
     go(body)
 
 
-def test_zygote_of_another_release_is_one_clear_error(zygote, go, monkeypatch):
+def test_zygote_of_another_release_is_refused_with_one_clear_error(zygote, go, monkeypatch):
     monkeypatch.setattr(messages, "SPOKEN", (99,))
 
     async def body():
@@ -280,7 +280,7 @@ def test_request_may_be_large_and_hanging_up_early_is_no_harm(zygote, go):
     go(body)
 
 
-def test_whoever_has_its_child_has_nothing_more_to_say(zygote, go):
+def test_zygote_ignores_further_requests_on_the_connection_of_a_child(zygote, go):
     async def body():
         child = await fork(zygote.socket, "wait", {})
         await child.control.readline()
@@ -304,7 +304,7 @@ def test_absent_zygote_is_one_clear_error(tmp_path, go):
     go(body)
 
 
-def test_socket_that_a_dead_zygote_left_is_as_good_as_none(tmp_path, go):
+def test_zygote_socket_left_by_a_dead_process_counts_as_absent(tmp_path, go):
     path = tmp_path / "zygote.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
@@ -317,7 +317,7 @@ def test_socket_that_a_dead_zygote_left_is_as_good_as_none(tmp_path, go):
 
 
 @pytest.mark.parametrize(("name", "seconds"), [("zygote.sock", 60.0), ("nobody.sock", 0.1)], ids=["refused", "absent"])
-def test_whoever_gets_no_child_keeps_no_descriptor(zygote, go, name, seconds):
+def test_failed_fork_request_leaves_no_descriptor_open(zygote, go, name, seconds):
     async def body():
         gc.collect()  # what earlier tests have left goes now or stays
         before = len(list(Path("/proc/self/fd").iterdir()))
@@ -329,7 +329,7 @@ def test_whoever_gets_no_child_keeps_no_descriptor(zygote, go, name, seconds):
     go(body)
 
 
-def test_a_fork_that_was_given_up_is_not_in_the_way_of_the_next_one(zygote, go):
+def test_fork_request_that_timed_out_does_not_disturb_the_next(zygote, go):
     """Whoever handles the error of the first still has it then, and with it all that the call knew."""
 
     async def end(child):
@@ -394,7 +394,7 @@ def request(**changes):
 
 
 @pytest.mark.parametrize("environment", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0y"}])
-def test_what_cannot_be_in_an_environment_is_refused_before_there_is_a_child(environment):
+def test_zygote_refuses_impossible_environment_variables(environment):
     with pytest.raises(InvalidRequest, match="environment variables"):
         _parse_request(request(environment=environment), 3)
     assert _parse_request(request(environment={"A": "x=y", "B": ""}), 3).environment == {"A": "x=y", "B": ""}

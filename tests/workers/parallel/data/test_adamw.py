@@ -52,7 +52,7 @@ def updated(groups: dict[float, list[adamw.Piece]], seed: int, refused: bool = F
     adamw.update_in_one_pass(groups, CONFIG, RATE, factor, torch.tensor(refused))
 
 
-def test_five_steps_give_what_torchs_optimizer_gives(not_compiled):
+def test_one_pass_adamw_matches_torchs_optimizer(not_compiled):
     values = drawn(40, 1)
     theirs = [values[:20].clone().requires_grad_(), values[20:].clone().requires_grad_()]
     betas = (CONFIG.beta1, CONFIG.beta2)
@@ -69,7 +69,7 @@ def test_five_steps_give_what_torchs_optimizer_gives(not_compiled):
     torch.testing.assert_close(values, torch.cat(theirs).detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_a_refused_step_changes_nothing_whatever_the_gradients_are(not_compiled):
+def test_refused_adamw_step_changes_nothing(not_compiled):
     values = drawn(40, 1).float()
     rounded = torch.zeros(40, dtype=torch.bfloat16)
     groups = pieces(values, rounded)
@@ -84,13 +84,13 @@ def test_a_refused_step_changes_nothing_whatever_the_gradients_are(not_compiled)
     assert torch.equal(rounded, rounded_before) and rounded.float().abs().sum() > 0
 
 
-def test_values_are_rounded_where_they_are_wanted_in_16_bits(not_compiled):
+def test_one_pass_adamw_rounds_values_to_16_bits_where_wanted(not_compiled):
     values, rounded = drawn(40, 1).float(), torch.zeros(40, dtype=torch.bfloat16)
     updated(pieces(values, rounded), 1)
     assert torch.equal(rounded, values.to(torch.bfloat16))
 
 
-def test_it_is_compiled_once_for_pieces_of_all_lengths_and_all_steps():
+def test_adamw_compiles_once_for_all_lengths_and_steps():
     from torch._dynamo.testing import CompileCounterWithBackend  # seconds, for who only collects tests
 
     torch._dynamo.reset()
@@ -109,7 +109,7 @@ def test_it_is_compiled_once_for_pieces_of_all_lengths_and_all_steps():
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_whole_optimizer_takes_the_same_step_either_way(not_compiled, zero, replicas, precision):
+def test_one_pass_and_plain_optimizer_take_the_same_step(not_compiled, zero, replicas, precision):
     job = spec(parallel={"data": replicas, "zero": zero}, train={"precision": precision})
 
     def state(one_pass: bool) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ def agreement(loss: float = 6.0, tokens: float = 3.0, square: float = 36.0) -> A
     return agreed
 
 
-def test_slices_are_views_of_one_vector_and_do_not_overlap():
+def test_agreement_slices_are_separate_views_of_one_vector():
     comm = Comm(RankGrid(layout_of(tensor=2, data=3)), 4, torch.device("cpu"))
     sent = []
     comm.all_reduce = lambda axis, tensor: sent.append((axis, tensor.tolist()))  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ def test_the_first_rank_alone_says_which_trace_begins(monkeypatch, rank, begins)
 
 
 @pytest.mark.parametrize("rank", [0, 3, 6])
-def test_with_elastic_sums_a_replica_tells_of_its_micro_batches_and_only_the_first_of_its_norm(monkeypatch, rank):
+def test_agreement_with_elastic_sums_counts_losses_by_micro_batch_and_the_norm_once(monkeypatch, rank):
     """Four ranks a replica; each replica has the same squared norms, and other micro-batches."""
     job = spec(
         model={"layers": 2, "hidden_size": 16},
@@ -152,5 +152,5 @@ def test_bad_numbers_refuse_the_update_and_leave_no_gradient(agreed, limits):
     assert clipped.factor.item() == 0.0
 
 
-def test_numbers_at_their_limits_are_not_refused():
+def test_step_with_numbers_at_their_limits_is_not_refused():
     assert not clip(agreement(), 1.0, 1.0, (2.0, 2.0)).refused

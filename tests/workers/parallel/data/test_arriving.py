@@ -52,7 +52,7 @@ def rank(monkeypatch) -> tuple[Engine, ArrivingParameters, list[int], list[int]]
     return engine, engine.optimizer.arriving, begun, waited
 
 
-def test_the_tail_comes_first_and_a_layer_waits_for_what_it_has_and_nothing_else(rank):
+def test_forward_waits_for_the_tail_first_and_for_each_layers_own_buckets(rank):
     engine, arriving, begun, waited = rank
     engine.optimizer.publish_parameters()
     tail = len(engine.flat.buckets) - 1
@@ -73,7 +73,7 @@ def test_the_tail_comes_first_and_a_layer_waits_for_what_it_has_and_nothing_else
     assert set(waited) == set(begun)
 
 
-def test_a_forward_waits_for_everything_part_by_part(rank):
+def test_forward_waits_for_all_parameters_part_by_part(rank):
     engine, _, begun, waited = rank
     seen: list[tuple[str, int]] = []
     (chunk,) = engine.model.chunks
@@ -85,7 +85,7 @@ def test_a_forward_waits_for_everything_part_by_part(rank):
     assert 0 < counts["embedding"] <= counts["0"] < counts["output"] == len(begun)
 
 
-def test_what_was_on_its_way_when_the_groups_went_is_not_waited_for(rank):
+def test_arriving_gathers_of_lost_groups_are_not_waited_for(rank):
     engine, _, _, waited = rank
     engine.optimizer.publish_parameters()
     engine.optimizer.forget_arriving()
@@ -104,7 +104,7 @@ def test_what_was_on_its_way_when_the_groups_went_is_not_waited_for(rank):
     ],
     ids=["the state itself", "one replica", "nothing is gathered"],
 )
-def test_where_that_gains_nothing_the_update_waits(precision, parallel):
+def test_parameter_gather_beside_forward_is_off_where_it_gains_nothing(precision, parallel):
     job = spec(train={"precision": precision}, parallel={**parallel, "gather": "beside_forward"})
     engine = Engine(job, lone_rank(job, 0))
     assert engine.optimizer.arriving is None
@@ -128,7 +128,7 @@ QUICK = {("replicas", "links"), ("replicas", "process_groups")}
         for backend in ("links", "process_groups")
     ],
 )
-def test_the_bits_are_those_of_a_job_whose_update_waits(ranks, tmp_path, name, backend):
+def test_gathering_beside_the_forward_has_the_bits_of_a_waiting_update(ranks, tmp_path, name, backend):
     layout, parallel = LAYOUTS[name]
     corpus = tmp_path / "numbers.txt"
     corpus.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))

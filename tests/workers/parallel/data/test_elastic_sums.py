@@ -164,7 +164,7 @@ def test_the_number_of_replicas_changes_no_bit(ranks, corpus, name, sizes):
         assert same(train(ranks, job(corpus, case, replicas, zero), *until), alone), (replicas, zero)
 
 
-def test_without_it_the_number_of_replicas_does_change_bits(ranks, corpus):
+def test_layout_sums_change_bits_with_the_number_of_replicas(ranks, corpus):
     runs = [train(ranks, job(corpus, CASES["alone"], replicas, deterministic="layout")) for replicas in (1, 2, 3)]
     assert not same(runs[0], runs[1])
     assert not same(runs[1], runs[2])
@@ -196,7 +196,7 @@ def test_replicas_that_come_and_go_change_no_bit(ranks, corpus, tmp_path, name):
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.soak), 3])
-def test_a_step_after_one_that_broke_off_is_a_step_like_any(ranks, corpus, replicas):
+def test_elastic_step_after_a_broken_off_one_has_the_same_bits(ranks, corpus, replicas):
     case = CASES["p2 zb-v, tied on one rank"]
     document = job(corpus, case, replicas)
     weights = random_weights(parse_job_spec(document), spread=0.03)
@@ -211,7 +211,7 @@ def test_a_step_after_one_that_broke_off_is_a_step_like_any(ranks, corpus, repli
             assert torch.equal(a, b)
 
 
-def test_an_overflow_is_tried_again_alike(ranks, corpus):
+def test_elastic_overflow_is_retried_alike_with_any_number_of_replicas(ranks, corpus):
     outcomes = []
     for replicas in (1, 3):
         document = job(corpus, CASES["alone, fp16"], replicas)
@@ -238,7 +238,7 @@ def test_schedules_finish_the_micro_batches_of_a_chunk_in_order(kind):
 
 @pytest.mark.parametrize("size", [2, 4, 14, 16, 30])
 @pytest.mark.parametrize("parallel", [{}, {"data": 3}, {"schedule": "zb-v", "virtual_stages": 2}], ids=str)
-def test_memory_is_what_the_arithmetic_says(size, parallel):
+def test_elastic_waiting_buffers_match_the_accounting(size, parallel):
     train = {"global_batch_size": max(size, 6), "micro_batch_size": 2, "deterministic": "elastic"}
     spec = parse_job_spec(document(train=train, parallel=parallel))
     windows, used = torch.randint(256, (max(size, 6), 9)), []
@@ -253,11 +253,11 @@ def test_memory_is_what_the_arithmetic_says(size, parallel):
     assert waiting_gradient_buffers(spec) == max(used)
 
 
-def test_without_it_nothing_waits():
+def test_elastic_gradient_buffers_are_absent_without_elastic_sums():
     assert waiting_gradient_buffers(parse_job_spec(document())) == 0
 
 
-def test_sums_of_squares_depend_on_nothing_beside_them():
+def test_row_squares_do_not_depend_on_neighbouring_rows():
     values = torch.randn(100 * 64, generator=torch.Generator().manual_seed(1))
     rows = row_squares(values)
     for first, last in ((0, 1), (3, 17), (99, 100)):
@@ -266,7 +266,7 @@ def test_sums_of_squares_depend_on_nothing_beside_them():
     assert sum_of_halves(rows.double()).item() == pytest.approx(exact.item(), rel=1e-6)
 
 
-def test_squares_are_made_of_a_few_rows_at_a_time(monkeypatch):
+def test_row_squares_are_computed_a_few_rows_at_a_time(monkeypatch):
     values = torch.randn(100 * 64, generator=torch.Generator().manual_seed(1))
     whole = row_squares(values)
     monkeypatch.setattr(elastic_sums, "BLOCK_ROWS", 7)

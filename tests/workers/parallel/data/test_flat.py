@@ -36,7 +36,7 @@ def names(slots) -> list[str]:
     return [slot.entry.name for slot in slots]
 
 
-def test_parameters_are_in_the_order_of_what_happens_to_their_gradients():
+def test_flat_parameters_are_ordered_by_gradient_handling():
     flat = flat_of(norm=NORM, first=SPLIT, bias=BIAS, copied=COPIED, tied=TIED, position=WHOLE, second=SPLIT)
     assert names(flat.slots) == ["first", "second", "tied", "copied", "position", "norm", "bias"]
     assert names(flat.head()) == ["first", "second"]
@@ -62,7 +62,7 @@ def test_parameters_are_in_the_order_of_what_happens_to_their_gradients():
     ],
     ids=["matrices", "linear layers", "two of them", "norms", "all", "none"],
 )
-def test_what_is_decayed_lies_together_within_each_kind(groups, order, decayed):
+def test_decayed_parameters_lie_together_within_each_kind_in_the_flat_buffer(groups, order, decayed):
     """So that the optimizer has few ranges; what has to be reduced last stays last."""
     shards = {"first": SPLIT, "norm": NORM, "table": TABLE, "bias": BIAS, "position": WHOLE, "second": SPLIT}
     entries = [entry(name, shard) for name, shard in shards.items()]
@@ -72,7 +72,7 @@ def test_what_is_decayed_lies_together_within_each_kind(groups, order, decayed):
     assert flat.decayed == [tuple(starts[name] for name in each.split("..")) for each in decayed]
 
 
-def test_frozen_parameters_lie_behind_all_others_and_have_no_gradient():
+def test_frozen_parameters_lie_last_and_have_no_gradient():
     entries = [entry(name, shard) for name, shard in (("a", SPLIT), ("table", TABLE), ("norm", NORM), ("b", SPLIT))]
     for each in entries[1:3]:
         each.parameter.requires_grad_(False)
@@ -89,7 +89,7 @@ def test_frozen_parameters_lie_behind_all_others_and_have_no_gradient():
     assert flat.same_on_tensor_ranks() == [(flat.frozen[1].start, flat.frozen[1].start + 2 * ALIGNMENT)]
 
 
-def test_a_stage_may_have_nothing_to_train():
+def test_flat_parameters_of_a_stage_may_all_be_frozen():
     only = entry("a", SPLIT)
     only.parameter.requires_grad_(False)
     flat = FlatParameters([only], 2, CPU)
@@ -121,7 +121,7 @@ def test_each_element_is_one_replicas_and_of_one_bucket():
     assert len({end - start for start, end in (flat.parts(replica)[0] for replica in range(3))}) == 1
 
 
-def test_one_replica_needs_no_buckets_and_a_stage_without_a_head_has_one():
+def test_flat_buffer_of_one_replica_or_a_headless_stage_has_one_bucket():
     assert len(flat_of(1, 4.0, first=SPLIT, norm=NORM).buckets) == 1
     flat = flat_of(2, 4.0, norm=NORM)
     assert [end - start for start, end in flat.buckets if end > start] == [flat.size]
@@ -139,7 +139,7 @@ def test_one_replica_needs_no_buckets_and_a_stage_without_a_head_has_one():
     ],
     ids=["split", "copied", "whole", "norm", "tied", "the last stage's copy"],
 )
-def test_over_the_tensor_ranks_each_part_is_counted_once(shard, answering):
+def test_flat_buffer_counts_each_parameter_once_over_the_tensor_ranks(shard, answering):
     assert [index for index in range(4) if answers_for(entry("it", shard), index)] == answering
     flat = flat_of(1, other=SPLIT, it=shard)
     slot = next(slot for slot in flat.slots if slot.entry.name == "it")
@@ -148,7 +148,7 @@ def test_over_the_tensor_ranks_each_part_is_counted_once(shard, answering):
         assert flat.not_answered_for(index) == elsewhere, "its alignment included"
 
 
-def test_neighbouring_parameters_are_one_range():
+def test_ranges_of_neighbouring_parameters_are_merged():
     flat = flat_of(1, a=SPLIT, b=SPLIT, c=SPLIT, norm=NORM)
     a, b, _, norm = flat.slots
     assert merged([a, b]) == [(0, 256)]
@@ -164,7 +164,7 @@ def test_overlap_of_two_ranges(first, second, both):
     assert overlap(first, second) == both
 
 
-def test_in_16_bits_what_autograd_leaves_goes_into_the_wide_sum_once():
+def test_bf16_gradients_of_autograd_are_added_once_to_the_fp32_sum():
     job = spec(model={"layers": 2, "hidden_size": 16}, train={"precision": "bf16"})
     flat = Engine(job, lone_rank(job)).flat
     slot = next(slot for slot in flat.slots if slot.entry.by_autograd)

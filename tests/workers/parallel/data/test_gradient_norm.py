@@ -15,7 +15,7 @@ from manta.workers.parallel.tensor.shards import NamedShard, ParameterShard
 
 
 @pytest.mark.parametrize("length", [64, agreement._LONG_ROW, 3 * agreement._LONG_ROW + 640])
-def test_long_rows_and_what_is_left_of_them_give_every_elements_square(length: int) -> None:
+def test_squared_norm_of_a_part_includes_the_remainder_of_long_rows(length: int) -> None:
     part = torch.randn(length, generator=torch.Generator().manual_seed(1))
     square = agreement._square_by_long_rows(part)
     assert square.dtype == torch.float64 and square.shape == ()
@@ -23,7 +23,9 @@ def test_long_rows_and_what_is_left_of_them_give_every_elements_square(length: i
 
 
 @pytest.mark.parametrize(("tensor_index", "square"), [(0, 100.0 + 9 * 200.0), (1, 100.0)])
-def test_what_every_tensor_rank_has_is_counted_by_the_first(tensor_index: int, square: float) -> None:
+def test_gradient_norm_counts_replicated_parameters_on_the_first_tensor_rank_only(
+    tensor_index: int, square: float
+) -> None:
     sizes = {"split": (100, ParameterShard((8, 4), 0, std=0.02)), "whole": (200, ParameterShard((4,), std=0.02))}
     shards = [NamedShard(name, nn.Parameter(torch.zeros(size)), shard, False) for name, (size, shard) in sizes.items()]
     flat = FlatParameters(shards, 1, torch.device("cpu"))

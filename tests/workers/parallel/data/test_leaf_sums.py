@@ -67,14 +67,14 @@ def test_a_replica_adds_its_own_leaves_at_their_places_in_the_tree():
     assert torch.equal(flat, leaf(4) + leaf(5))
 
 
-def test_another_number_of_micro_batches_than_the_replicas_share_is_refused():
+def test_leaf_sums_refuse_a_wrong_number_of_micro_batches():
     job = spec(train={"deterministic": "elastic", "micro_batch_size": 2})
     engine = Engine(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")))
     with pytest.raises(ValueError, match=r"of 4 micro-batches this replica runs range\(0, 4\), not 3"):
         engine.reduction.begin(3, 8)
 
 
-def test_buffers_are_freed_without_the_garbage_collector():
+def test_leaf_sum_buffers_are_freed_without_the_garbage_collector():
     flat = torch.zeros(8)
     waiting = WaitingBuffers(flat)
     leaf_sum = LeafSum(RANGES, 1, flat, waiting)
@@ -109,7 +109,7 @@ def test_halves_of_a_step_that_broke_off_are_forgotten():
     assert torch.equal(flat, total_of(2))
 
 
-def test_a_step_after_one_that_broke_off_in_backward_has_the_same_gradients():
+def test_step_after_one_broken_off_in_backward_has_the_same_gradients():
     """Both ends of the tied model are on this rank (zb-v), so the embedding's leaves are made in two passes."""
     parallel = {"schedule": "zb-v", "virtual_stages": 2}
     job = spec(train={"deterministic": "elastic", "micro_batch_size": 2}, parallel=parallel)

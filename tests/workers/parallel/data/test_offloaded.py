@@ -69,7 +69,7 @@ def on(ranks: Any, document: dict[str, Any], program: Any, *given: Any, **more: 
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.soak) for n in JOBS])
-def test_its_bits_are_those_of_a_state_on_the_device(ranks, corpus, name):
+def test_offloaded_optimizer_gives_the_bits_of_one_on_the_device(ranks, corpus, name):
     parallel, train = JOBS[name]
     runs = [on(ranks, job(corpus, offload, parallel, **train), train_job) for offload in (False, True)]
     for there, here in zip(*runs, strict=True):
@@ -80,7 +80,7 @@ def test_its_bits_are_those_of_a_state_on_the_device(ranks, corpus, name):
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.soak)], ids=str)
-def test_an_overflow_of_fp16_leaves_it_as_it_was_and_is_tried_again(ranks, corpus, layout):
+def test_offloaded_fp16_overflow_leaves_the_state_and_is_retried(ranks, corpus, layout):
     runs = []
     for offload in (False, True):
         one = job(corpus, offload, axes(layout), precision="fp16")
@@ -95,7 +95,7 @@ def test_an_overflow_of_fp16_leaves_it_as_it_was_and_is_tried_again(ranks, corpu
         assert torch.equal(also_state, state) and not torch.equal(state, seen[0][2])
 
 
-def test_a_job_rolls_back_to_what_it_was(ranks, corpus):
+def test_offloaded_job_rolls_back_to_the_same_state(ranks, corpus):
     """And passes over the same samples with the same numbers."""
     recovery = {"nonfinite": "roll_back", "roll_back_steps": 2}
     runs = []
@@ -110,7 +110,9 @@ def test_a_job_rolls_back_to_what_it_was(ranks, corpus):
 
 @pytest.mark.parametrize("way", ["checkpoint", pytest.param("memory", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.soak)])
-def test_its_snapshots_and_checkpoints_are_those_of_any_job(ranks, corpus, tmp_path, way, precision):
+def test_offloaded_optimizer_state_is_interchangeable_in_snapshots_and_checkpoints(
+    ranks, corpus, tmp_path, way, precision
+):
     """From what one such job left, jobs of another layout that have the state here or there go on alike."""
     write, read = (train_and_save, load_and_save) if way == "checkpoint" else (train_and_snapshot, load_from_memory)
     runs = []
@@ -138,7 +140,7 @@ def test_its_snapshots_and_checkpoints_are_those_of_any_job(ranks, corpus, tmp_p
         pytest.param("links", {**SPLIT, "data": 2, "zero": 0}, marks=pytest.mark.soak),
     ],
 )
-def test_a_job_that_lost_a_peer_goes_on_as_if_nothing_had_been(ranks, corpus, tmp_path, backend, parallel):
+def test_offloaded_job_has_the_same_bits_after_losing_a_peer(ranks, corpus, tmp_path, backend, parallel):
     """A cut at a message of the last collectives of a step, in which parameters are gathered, and one before."""
     (tmp_path / "clean").mkdir(), (tmp_path / "broken").mkdir()
     one = job(corpus, True, parallel, precision="bf16")
@@ -154,7 +156,7 @@ def test_a_job_that_lost_a_peer_goes_on_as_if_nothing_had_been(ranks, corpus, tm
     assert broken[0].rows == expected[0].rows
 
 
-def test_new_processes_go_on_from_snapshots(ranks, corpus, tmp_path):
+def test_offloaded_job_has_the_same_bits_if_new_processes_resume_from_snapshots(ranks, corpus, tmp_path):
     """As after a kill: with the bits of a job that was not killed."""
     one = job(corpus, True, {"data": 2, **BUCKETS}, precision="bf16")
     expected = on(ranks, one, train_job)
@@ -189,7 +191,7 @@ def update(engine: Engine) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("parallel", [{}, {"data": 2}, {"data": 2, "zero": 0}], ids=str)
-def test_the_kernel_in_one_pass_gives_the_same_bits_a_slice_at_a_time(monkeypatch, precision, parallel):
+def test_one_pass_kernel_has_the_same_bits_slice_by_slice(monkeypatch, precision, parallel):
     monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", FEW)
     monkeypatch.setattr(adamw, "compiled_pass", adamw.one_pass)
     there, here = (one_step(offload, precision, parallel, one_pass=True) for offload in (False, True))
@@ -199,7 +201,7 @@ def test_the_kernel_in_one_pass_gives_the_same_bits_a_slice_at_a_time(monkeypatc
     assert torch.equal(*states) and states[0].abs().sum() > 0
 
 
-def test_places_on_the_device_are_there_for_the_update_alone_and_no_more_than_three(monkeypatch):
+def test_offloaded_optimizer_uses_at_most_three_device_slices_during_the_update(monkeypatch):
     made: list[weakref.ref[torch.Tensor]] = []
 
     def noted(elements: int, like: torch.Tensor) -> torch.Tensor:
@@ -215,7 +217,7 @@ def test_places_on_the_device_are_there_for_the_update_alone_and_no_more_than_th
     assert len(made) == 4, "all of it is one slice"
 
 
-def test_parameters_on_their_way_have_come_before_others_are_rounded_into_their_place(monkeypatch):
+def test_pending_parameters_arrive_before_the_next_update_begins(monkeypatch):
     """Even where no forward needed them."""
     engine, order = one_step(True, "bf16", {"data": 2, "gather": "beside_forward"}, one_pass=False), []
     arriving, queue = engine.optimizer.arriving, offloaded._Queue
@@ -226,7 +228,7 @@ def test_parameters_on_their_way_have_come_before_others_are_rounded_into_their_
     assert order[:2] == ["come", "update"]
 
 
-def test_an_update_that_breaks_off_waits_for_its_copies_and_is_not_settled(monkeypatch):
+def test_interrupted_offloaded_update_waits_for_its_copies_and_stays_unsettled(monkeypatch):
     engine, ended = one_step(True, "bf16", {}, one_pass=False), []
     engine.settle()
     monkeypatch.setattr(offloaded._Queue, "end", lambda _: ended.append(True))
@@ -236,7 +238,7 @@ def test_an_update_that_breaks_off_waits_for_its_copies_and_is_not_settled(monke
     assert ended == [True] and not engine.settled
 
 
-def test_host_memory_is_pinned_as_long_as_the_optimizer_is_there(monkeypatch):
+def test_host_memory_stays_pinned_while_its_optimizer_exists(monkeypatch):
     events: list[str] = []
 
     class Noted:

@@ -45,7 +45,7 @@ def add(engine: Engine, slots) -> None:
             engine.reduction.added(slot.entry.parameter)
 
 
-def test_a_bucket_starts_when_it_has_all_gradients_and_those_behind_it_have_started(rank):
+def test_gradient_bucket_starts_once_complete_and_after_those_behind_it(rank):
     engine, started = rank
     reduction, flat = engine.reduction, engine.flat
     head, tail = flat.head(), len(flat.buckets) - 1
@@ -68,7 +68,7 @@ def test_a_bucket_starts_when_it_has_all_gradients_and_those_behind_it_have_star
     assert all(work.waited == 1 for _, work in started)
 
 
-def test_an_early_bucket_that_is_complete_waits_for_its_turn(rank):
+def test_complete_gradient_bucket_waits_for_its_turn(rank):
     """All replicas must start them in the same order, whatever comes first."""
     engine, started = rank
     engine.reduction.begin(1, 8)
@@ -79,7 +79,7 @@ def test_an_early_bucket_that_is_complete_waits_for_its_turn(rank):
     assert [bucket for bucket, _ in started] == [*range(tail - 1, -1, -1), tail]
 
 
-def test_a_step_after_one_that_broke_off_begins_from_nothing(rank):
+def test_step_after_a_broken_off_one_begins_without_gradients(rank):
     engine, started = rank
     reduction, flat = engine.reduction, engine.flat
     reduction.begin(1, 8)

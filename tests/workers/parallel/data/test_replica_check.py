@@ -31,14 +31,14 @@ def whole(values):
 
 
 @given(st.integers(0, 1023), st.integers(0, 31))
-def test_every_flipped_bit_changes_the_hash(place, bit):
+def test_any_flipped_bit_changes_the_replica_hash(place, bit):
     values = torch.arange(1024, dtype=torch.float32)
     before = whole(values)
     values.view(torch.int32)[place] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
     assert whole(values) != before
 
 
-def test_order_counts_within_a_block_and_over_blocks():
+def test_replica_hash_depends_on_order_within_and_across_blocks():
     values = torch.randint(-(2**62), 2**62, (2 * BLOCK_WORDS + 64,)).view(torch.float64)
     words = values.view(torch.int64)
     for first, second in ((0, 1), (5, BLOCK_WORDS + 5), (BLOCK_WORDS, 2 * BLOCK_WORDS)):
@@ -48,7 +48,7 @@ def test_order_counts_within_a_block_and_over_blocks():
     assert whole(values) == whole(values.clone())
 
 
-def test_hash_is_the_sum_that_it_is_said_to_be():
+def test_replica_hash_is_the_weighted_sum_of_its_bits():
     values = torch.tensor([3, 5], dtype=torch.int64).view(torch.bfloat16)
     first, second = (int(WEIGHTS[place]) for place in (0, 1))
     assert (whole(values) - (3 * first + 5 * second)) % 2**64 == 0
@@ -65,7 +65,7 @@ def test_hash_is_the_sum_that_it_is_said_to_be():
     ({0: 7, 1: 8, 2: 9}, {}, {0, 1, 2}, False),
     ({0: 7, 1: 8}, {0: SOUND, 1: SOUND}, {0, 1}, False),
 ])  # fmt: skip
-def test_who_is_named(hashes, sound, odd, certain):
+def test_replica_check_names_odd_replicas_and_whether_that_is_certain(hashes, sound, odd, certain):
     assert outliers(hashes, sound) == (odd, certain)
 
 
@@ -82,7 +82,7 @@ def test_weights_are_compared_a_few_at_a_time(monkeypatch, place):
     assert 0 < made.most <= 64
 
 
-def test_not_a_number_has_bits_and_zero_has_a_sign():
+def test_bitwise_comparison_equates_nans_and_tells_signed_zeros_apart():
     nan = torch.tensor([float("nan")])
     assert same_bits(nan, nan.clone())
     assert not same_bits(torch.zeros(1), -torch.zeros(1))
@@ -107,7 +107,7 @@ def job(corpus, layout, every=1, **train):
 
 
 @pytest.mark.parametrize(("layout", "precision"), [((2, 2, 2), "fp32"), ((1, 2, 2), "bf16"), ((2, 1, 1), "fp32")])
-def test_nobody_is_named_while_nothing_happens(ranks, corpus, tmp_path, layout, precision):
+def test_replica_check_names_nobody_in_an_undisturbed_run(ranks, corpus, tmp_path, layout, precision):
     spec = job(corpus, layout, precision=precision)
     by_rank = ranks.run(ParallelConfig(**axes(layout)), train, spec, None, None, Resume(), (), str(tmp_path))
     assert by_rank[0].steps == [1, 2, 3, 4, 5]
@@ -129,7 +129,9 @@ FLIPS = [
 
 
 @pytest.mark.parametrize(("layout", "precision", "kept", "culprit", "named", "certain"), FLIPS)
-def test_rank_with_a_flipped_bit_is_named(ranks, corpus, tmp_path, layout, precision, kept, culprit, named, certain):
+def test_replica_check_names_the_rank_with_a_flipped_bit(
+    ranks, corpus, tmp_path, layout, precision, kept, culprit, named, certain
+):
     spec = job(corpus, layout, precision=precision, global_batch_size=12)
     snapshots = str(tmp_path) if kept else None
     by_rank = ranks.run(ParallelConfig(**axes(layout)), flip, spec, culprit, "final_norm.weight", STEP, snapshots)
@@ -152,7 +154,7 @@ FROZEN_FLIPS = [
 
 
 @pytest.mark.parametrize(("layout", "precision", "kept", "culprit", "named", "certain"), FROZEN_FLIPS)
-def test_a_flipped_bit_of_what_is_frozen_is_found_too(
+def test_replica_check_finds_a_flipped_bit_of_a_frozen_parameter(
     ranks, corpus, tmp_path, layout, precision, kept, culprit, named, certain
 ):
     spec = job(corpus, layout, precision=precision, global_batch_size=12, frozen=["final_norm"])
@@ -162,7 +164,7 @@ def test_a_flipped_bit_of_what_is_frozen_is_found_too(
     assert (event["type"], event["ranks"], event["certain"]) == ("replica_differs", named, certain)
 
 
-def test_between_comparisons_nobody_looks(ranks, corpus):
+def test_replica_check_finds_nothing_between_two_comparisons(ranks, corpus):
     spec = job(corpus, (1, 1, 2), every=2)
     by_rank = ranks.run(ParallelConfig(data=2), flip, spec, 1, "final_norm.weight", STEP, None)
     assert [(raised, step) for raised, _, step, _ in by_rank] == [(None, 5)] * 2

@@ -49,14 +49,14 @@ def added(leaves: int, ranges: list[range], values: list, add) -> object:
 
 
 @given(partitions())
-def test_every_partition_gives_the_same_expression(case):
+def test_tree_sum_has_the_same_expression_for_every_partition(case):
     leaves, ranges = case
     names = [str(leaf) for leaf in range(leaves)]
     assert added(leaves, ranges, names, lambda left, right: f"({left}+{right})") == whole(leaves)
 
 
 @given(partitions(), st.integers(0, 1000))
-def test_every_partition_gives_the_same_bits(case, seed):
+def test_tree_sum_has_the_same_bits_for_every_partition(case, seed):
     leaves, ranges = case
     generator = random.Random(seed)
     values = [generator.choice((1e16, -1e16, 1.0, 1e-3)) * generator.random() for _ in range(leaves)]
@@ -65,7 +65,7 @@ def test_every_partition_gives_the_same_bits(case, seed):
     )
 
 
-def test_the_order_matters_for_such_floats():
+def test_tree_sum_of_floats_depends_on_the_order():
     values = [1e16, 1.0, -1e16, 1.0]
     assert sum(values) != added(4, [range(4)], values, lambda a, b: a + b)
 
@@ -73,7 +73,7 @@ def test_the_order_matters_for_such_floats():
 @pytest.mark.parametrize(
     ("leaves", "expression"), [(1, "0"), (2, "(0+1)"), (3, "((0+1)+2)"), (6, "(((0+1)+(2+3))+(4+5))")]
 )
-def test_small_trees(leaves, expression):
+def test_tree_sum_expressions_of_small_trees(leaves, expression):
     assert whole(leaves) == expression
 
 
@@ -88,7 +88,7 @@ def test_a_range_is_covered_by_at_most_twice_as_many_nodes_as_the_tree_has_level
 
 
 @given(partitions())
-def test_the_buffers_are_the_most_that_any_prefix_but_the_whole_needs(case):
+def test_tree_sum_needs_as_many_buffers_as_its_largest_proper_prefix(case):
     leaves, ranges = case
     for mine in ranges:
         prefixes = [len(cover(leaves, mine.start, stop)) for stop in range(mine.start + 1, mine.stop)]
@@ -96,7 +96,7 @@ def test_the_buffers_are_the_most_that_any_prefix_but_the_whole_needs(case):
 
 
 @pytest.mark.parametrize(("alone", "expected"), [(1, 0), (2, 1), (4, 2), (8, 3), (16, 4), (128, 7)])
-def test_one_replica_needs_a_buffer_for_each_doubling(alone, expected):
+def test_tree_sum_of_one_replica_needs_log2_buffers(alone, expected):
     assert buffers(alone, 0, alone) == expected
 
 

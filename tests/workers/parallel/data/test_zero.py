@@ -21,7 +21,7 @@ def test_the_memory_of_a_step_is_that_of_the_rank_that_uses_most(rank):
     assert engine.optimizer.step(1e-3, loss, memory_bytes=12345).memory_bytes == 12345
 
 
-def test_training_that_begins_anew_in_the_same_process_has_learned_nothing():
+def test_restarted_initialisation_in_the_same_process_forgets_earlier_training():
     job = spec()
     engine = Engine(job, lone_rank(job))
     engine.initialise(1)
@@ -32,7 +32,7 @@ def test_training_that_begins_anew_in_the_same_process_has_learned_nothing():
     assert all(torch.equal(now, before) for now, before in zip(engine.state(), first, strict=True))
 
 
-def test_what_keeps_copies_is_asked_before_this_rank_agrees_to_the_update():
+def test_zero_optimizer_asks_for_copies_before_it_agrees_to_the_update():
     """Once it has agreed, another rank may have its new state already, and all must be able to get there."""
     job = spec()
     engine, happened = Engine(job, lone_rank(job)), []
@@ -83,7 +83,7 @@ def test_statistics_tell_each_ranks_own_time_whether_anything_changed_and_whethe
     assert statistics(64.0).saving
 
 
-def test_loaded_weights_are_those_that_are_computed_with_and_those_that_are_updated():
+def test_loaded_weights_reach_both_computation_and_optimizer():
     """Also with 16 bits, where they are not the same numbers."""
     for precision, rank in (("fp32", 0), ("bf16", 0), ("bf16", 1)):
         job = spec(train={"precision": precision}, parallel={"data": 2})
@@ -96,7 +96,7 @@ def test_loaded_weights_are_those_that_are_computed_with_and_those_that_are_upda
 
 
 @pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 2)])
-def test_frozen_parameters_are_kept_as_a_whole_where_the_state_is(zero, parts):
+def test_frozen_parameters_are_kept_whole_where_the_state_is(zero, parts):
     """Replicas with the same state may use each other's snapshots, which must have the same frozen parameters."""
     job = spec(train={"frozen": ["embedding"]}, parallel={"data": 2, "zero": zero})
     for rank in (0, 1):

@@ -38,7 +38,7 @@ IN_SOAK = [("gpipe", 1, 2), ("1f1b", 1, 2), ("interleaved", 2, 2), ("interleaved
     ("schedule", "virtual_stages", "stages"),
     [*CASES, *(pytest.param(*each, marks=pytest.mark.soak) for each in IN_SOAK)],
 )
-def test_gradients_equal_those_of_torch_pipelining(ranks, schedule, virtual_stages, stages):
+def test_pipeline_gradients_equal_those_of_torch_pipelining(ranks, schedule, virtual_stages, stages):
     jobs = [job(schedule, virtual_stages, stages, 2 * stages, tied) for tied in (False, True)]
     layout = parse_job_spec(jobs[0]).layout
     weights = [random_weights(parse_job_spec(each)) for each in jobs]

@@ -74,7 +74,7 @@ def device(monkeypatch, request) -> Device:
 
 
 @pytest.mark.parametrize("device", [False], indirect=True)
-def test_what_is_captured_is_replayed_at_once_since_capturing_computes_nothing(device):
+def test_captured_cuda_graph_is_replayed_at_once(device):
     recording = CudaRecording()
     recording.capture(lambda: device.asked.append(f"compute on {device.stream}"))
     recording.replay()
@@ -83,7 +83,7 @@ def test_what_is_captured_is_replayed_at_once_since_capturing_computes_nothing(d
 
 
 @pytest.mark.parametrize("device", [True], indirect=True)
-def test_after_a_capture_that_ends_badly_the_stream_and_the_allocator_are_as_before(device):
+def test_failed_cuda_capture_restores_stream_and_allocator(device):
     with pytest.raises(RuntimeError, match="capture invalidated"):
         CudaRecording().capture(lambda: None)
     assert device.stream == "own" and not device.allocates_to

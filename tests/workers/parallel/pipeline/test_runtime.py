@@ -30,7 +30,7 @@ def recorded_engine(rank: int = 0, **sections) -> tuple[Engine, list[MicroBatch]
     return engine, batch, passes
 
 
-def test_what_does_not_fit_into_the_window_is_recomputed_and_nothing_in_an_evaluation():
+def test_pipeline_recomputes_micro_batches_beyond_its_window_only_in_training():
     policy = {"recompute": "selective", "recompute_modules": ["norm"], "recompute_keep": 1}
     engine, batch, passes = recorded_engine(parallel={"schedule": "gpipe", **policy})
     engine.pipeline.train(batch, 1.0)
@@ -50,7 +50,7 @@ def test_training_drops_out_by_the_keys_of_its_samples_and_evaluation_nothing():
     assert [each.keys_b for each in passes] == [None] * 4
 
 
-def test_an_evaluation_is_one_whatever_ran_before_and_leaves_no_gradient():
+def test_evaluation_is_independent_of_earlier_passes_and_leaves_gradients_alone():
     engine, batch, _ = recorded_engine()
     phases, gradients = [], engine.flat.gradients.fill_(7.0).clone()
     engine.comm.step.on_phase = lambda step, phase: phases.append(phase)
@@ -64,7 +64,7 @@ def test_an_evaluation_is_one_whatever_ran_before_and_leaves_no_gradient():
     assert trained.tolist() == pytest.approx(alone.tolist(), rel=1e-6)
 
 
-def test_losses_are_of_each_micro_batch_and_positions_without_a_target_are_no_tokens():
+def test_evaluation_has_a_loss_per_micro_batch_and_ignores_positions_without_a_target():
     engine, batch, _ = recorded_engine()
     whole, tokens = engine.pipeline.evaluate(batch)
     assert (len(whole), tokens.item()) == (4, 64)
@@ -78,7 +78,7 @@ def test_losses_are_of_each_micro_batch_and_positions_without_a_target_are_no_to
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_the_ranks_that_know_the_loss_one_tells_it(rank):
+def test_loss_is_reported_by_one_tensor_rank_only(rank):
     engine, batch, _ = recorded_engine(rank, parallel={"tensor": 2})
     losses, tokens = engine.pipeline.evaluate(batch)
     assert tokens.item() == (64 if rank == 0 else 0)
@@ -94,7 +94,7 @@ def test_of_the_ranks_that_know_the_loss_one_tells_it(rank):
     ],
     ids=["none", "norm", "core attention"],
 )
-def test_what_is_computed_again_in_backward_is_timed_as_recomputation(parallel, again):
+def test_recomputation_in_backward_is_timed_separately(parallel, again):
     engine, batch, _ = recorded_engine(parallel=parallel)
     engine.comm.step.begin(1, measure=True)
     engine.pipeline.train(batch, 1.0)
@@ -128,7 +128,7 @@ def test_the_record_follows_each_action_with_its_micro_batch():
     ],
     ids=str,
 )
-def test_no_gradient_is_sent_to_a_stage_that_takes_none(frozen, rank, messages):
+def test_pipeline_sends_no_gradient_to_a_stage_that_needs_none(frozen, rank, messages):
     model = {"layers": 2, "hidden_size": 16, "tie_embeddings": False}
     job = spec(model=model, train={"micro_batch_size": 8, "frozen": frozen}, parallel={"pipeline": 2})
     engine, seen = Engine(job, lone_rank(job, rank)), []

@@ -15,7 +15,7 @@ from manta.workers.parallel.pipeline.stages import chunk_location, even_counts, 
 @pytest.mark.parametrize(
     ("kind", "virtual_stages"), [(kind, v) for kind in KINDS for v in range(1, 5) if kind != "zb-v" or v == 2]
 )
-def test_places_and_virtual_stages_are_one_to_one(kind, stages, virtual_stages):
+def test_virtual_stages_map_one_to_one_to_ranks_and_chunks(kind, stages, virtual_stages):
     total = stages * virtual_stages
     places = [chunk_location(kind, stages, virtual_stages, index) for index in range(total)]
     assert set(places) == {(rank, chunk) for rank in range(stages) for chunk in range(virtual_stages)}
@@ -25,7 +25,7 @@ def test_places_and_virtual_stages_are_one_to_one(kind, stages, virtual_stages):
         assert held == sorted(held), "a later chunk is later in the model"
 
 
-def test_chunks_go_round_robin_but_turn_back_under_zb_v():
+def test_chunks_are_placed_round_robin_or_turn_back_under_zb_v():
     assert [chunk_location("interleaved", 3, 2, index) for index in range(6)] == [
         (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1),
     ]  # fmt: skip
@@ -34,7 +34,7 @@ def test_chunks_go_round_robin_but_turn_back_under_zb_v():
     ]  # fmt: skip
 
 
-def test_places_outside_the_model_are_refused():
+def test_stage_outside_the_model_is_refused():
     with pytest.raises(ValueError, match=r"virtual stage 6 is outside 0\.\.5"):
         chunk_location("interleaved", 3, 2, 6)
     with pytest.raises(ValueError, match=r"rank 3 is outside 0\.\.2"):
@@ -46,7 +46,7 @@ def test_places_outside_the_model_are_refused():
 
 
 @given(st.integers(1, 64), st.integers(0, 200))
-def test_layers_are_cut_in_order_into_almost_equal_parts(total, more):
+def test_layers_are_split_evenly_in_order_over_stages(total, more):
     layers = total + more
     parts = [layers_of(layers, ParallelConfig(pipeline=total), index) for index in range(total)]
     assert [layer for part in parts for layer in part] == list(range(layers))
@@ -66,11 +66,11 @@ def test_layers_are_cut_in_order_into_almost_equal_parts(total, more):
         (9, [2, 3, 2, 2]),
     ],
 )
-def test_extra_layers_go_to_the_middle_then_to_the_first(layers, counts):
+def test_extra_layers_go_to_the_middle_stages_then_to_the_first(layers, counts):
     assert list(even_counts(layers, 4)) == counts
 
 
-def test_small_cuts():
+def test_layers_of_small_models_are_cut_evenly():
     assert layers_of(5, ParallelConfig(), 0) == range(5)
     assert [layers_of(5, ParallelConfig(pipeline=2), index) for index in range(2)] == [range(3), range(3, 5)]
 
@@ -83,7 +83,7 @@ def test_fewer_layers_than_virtual_stages_are_refused():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
-def test_layers_are_cut_as_the_list_says(counts):
+def test_layers_are_split_as_stage_layers_say(counts):
     layout = ParallelConfig(pipeline=len(counts), stage_layers=tuple(counts))
     parts = [layers_of(sum(counts), layout, index) for index in range(len(counts))]
     assert [len(part) for part in parts] == counts == list(layer_counts(sum(counts), layout))
@@ -91,6 +91,6 @@ def test_layers_are_cut_as_the_list_says(counts):
 
 
 @pytest.mark.parametrize(("layers", "stages", "index"), [(7, 3, 0), (6, 2, 0), (6, 3, 3), (6, 3, -1)])
-def test_a_list_of_another_model_or_pipeline_is_refused(layers, stages, index):
+def test_stage_layers_of_another_model_or_pipeline_are_refused(layers, stages, index):
     with pytest.raises(ValueError, match=r"stage_layers \[1, 2, 3\] are not|outside 0"):
         layers_of(layers, ParallelConfig(pipeline=stages, stage_layers=(1, 2, 3)), index)

@@ -46,7 +46,7 @@ def test_gradients_have_the_bits_of_a_forward_that_keeps_everything(comm):
     assert (plain.runs, again.runs) == (1, 2)
 
 
-def test_what_lies_between_input_and_result_is_kept_by_nobody(comm):
+def test_checkpointed_module_keeps_no_intermediate_tensors(comm):
     product = Product()
     result = checkpointed(comm, product, _input())
     assert product.middle() is None
@@ -56,7 +56,7 @@ def test_what_lies_between_input_and_result_is_kept_by_nobody(comm):
     assert kept_result.grad_fn is not None and kept.middle() is not None
 
 
-def test_forward_stops_where_backward_needs_no_more_of_it(comm):
+def test_recomputed_forward_stops_after_the_last_saved_tensor(comm):
     steps = []
 
     def function(x):
@@ -71,7 +71,7 @@ def test_forward_stops_where_backward_needs_no_more_of_it(comm):
     assert steps == ["tanh", "sum"], "tanh was the last that kept anything: nothing after it ran again"
 
 
-def test_a_graph_that_is_gone_through_twice_is_computed_twice(comm):
+def test_checkpointed_graph_is_recomputed_for_each_backward(comm):
     product, x = Product(), _input()
     result = checkpointed(comm, product, x)
     (first,) = torch.autograd.grad(result, x, retain_graph=True)
@@ -79,7 +79,7 @@ def test_a_graph_that_is_gone_through_twice_is_computed_twice(comm):
     assert torch.equal(first, second) and product.runs == 3
 
 
-def test_one_within_another_is_computed_again_with_it(comm):
+def test_nested_checkpointed_modules_give_the_same_gradients(comm):
     plain, inner = Product(), Product()
     x, y = _input(), _input()
     torch.tanh(plain(x)).backward()
@@ -87,14 +87,14 @@ def test_one_within_another_is_computed_again_with_it(comm):
     assert torch.equal(y.grad, x.grad) and torch.equal(inner.weight.grad, plain.weight.grad)
 
 
-def test_without_gradients_nothing_is_noted(comm):
+def test_checkpointed_module_runs_once_without_gradients(comm):
     product = Product()
     with torch.no_grad():
         result = checkpointed(comm, product, _input())
     assert result.grad_fn is None and product.runs == 1
 
 
-def test_a_forward_that_does_less_the_second_time_is_named(comm):
+def test_checkpointed_forward_that_keeps_less_when_rerun_is_an_error(comm):
     runs = []
 
     def function(x):
@@ -115,7 +115,7 @@ sys.exit("torch._dynamo" in sys.modules)
 """
 
 
-def test_no_compiler_is_imported_for_it():
+def test_recompute_module_imports_no_compiler():
     """It would take a second in every process that trains. The process has imported what those have."""
     process = begin_process(exec, WITHOUT_COMPILER)
     process.join()

@@ -50,7 +50,7 @@ def job(name: str, layers: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_its_bits_are_those_of_activations_that_stay(ranks, name):
+def test_offloaded_activations_give_the_bits_of_kept_ones(ranks, name):
     """With none, one or some, and all of the layers' activations on the host."""
     jobs = [job(name, layers) for layers in (0, 1 + list(JOBS).index(name) % 2, 6)]
     job_spec = parse_job_spec(jobs[0])
@@ -102,7 +102,7 @@ def forward(engine: Engine, recompute: Recompute) -> torch.Tensor:
     [{}, {"recompute": "full"}, {"recompute": "selective", "recompute_modules": ALL_MODULES}],
     ids=str,
 )
-def test_what_layers_keep_is_copied_once_and_nothing_that_stays_anyway(monkeypatch, parallel):
+def test_offload_copies_each_saved_activation_once_and_no_parameters_or_tables(monkeypatch, parallel):
     """As many bytes as arithmetic says, of no parameter and of no table; and as many leave the device."""
     monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     engine, host = one_rank(**parallel), Recorded()
@@ -121,7 +121,7 @@ def test_what_layers_keep_is_copied_once_and_nothing_that_stays_anyway(monkeypat
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
-def test_8_bit_products_take_what_comes_back_too(monkeypatch, fp8):
+def test_fp8_training_has_the_same_bits_with_offloaded_activations(monkeypatch, fp8):
     monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     results = []
     for layers in (0, 3):
@@ -142,7 +142,7 @@ def uncounted(size: int, pinned: bool) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
 
-def test_the_device_holds_so_much_less(monkeypatch):
+def test_device_memory_shrinks_by_the_offloaded_activations(monkeypatch):
     monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     monkeypatch.setattr(offload, "host_memory", uncounted)
     held = []
@@ -162,7 +162,7 @@ def test_small_tensors_stay():
     assert host.copied == []
 
 
-def test_nothing_is_copied_without_gradients(monkeypatch):
+def test_offload_copies_nothing_without_gradients(monkeypatch):
     monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     host, engine = Recorded(), one_rank()
     engine.model.chunks[0].shared.host_blocks = host
@@ -172,7 +172,7 @@ def test_nothing_is_copied_without_gradients(monkeypatch):
     assert host.copied == []
 
 
-def test_it_comes_back_one_layer_ahead(monkeypatch):
+def test_offloaded_activations_return_one_layer_ahead_of_backward(monkeypatch):
     """Beside the backward of the layer behind it, and both of those that come first at once."""
     monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     engine, order = one_rank(offload_layers=3), []
@@ -210,7 +210,7 @@ def test_host_memory_is_used_again_and_after_a_backward_that_broke_off_too(monke
     del both
 
 
-def test_what_shares_memory_is_copied_once_and_comes_back_as_it_was(monkeypatch):
+def test_offload_copies_shared_storage_once_and_restores_its_views(monkeypatch):
     monkeypatch.setattr(recompute, "OFFLOADED_BYTES", 0)
     host = Recorded()
     layer, whole = offload.OffloadedLayer(host, ()), torch.arange(24.0).view(4, 6)

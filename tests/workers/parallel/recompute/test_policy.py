@@ -12,7 +12,7 @@ def layout(**parallel):
     return spec(parallel=parallel).layout
 
 
-def test_each_policy_drops_what_its_name_says():
+def test_recompute_policy_drops_what_its_name_says():
     assert Recompute.of(layout()) == NOTHING == Recompute()
     assert Recompute.of(layout(recompute="selective")) == Recompute(core_attention=True)
     modules = ["norm", "mlp_activation"]
@@ -22,13 +22,13 @@ def test_each_policy_drops_what_its_name_says():
     assert Recompute.of(layout(recompute="full", recompute_every=3)) == Recompute(every=3)
 
 
-def test_every_kth_layer_is_recomputed_from_the_first():
+def test_recompute_every_k_counts_layers_from_the_first():
     every_third = Recompute(every=3)
     assert [index for index in range(8) if every_third.full_layer(index)] == [0, 3, 6]
     assert not any(NOTHING.full_layer(index) for index in range(8))
 
 
-def test_a_rank_recomputes_what_does_not_fit_into_its_window():
+def test_rank_recomputes_micro_batches_beyond_its_window():
     """arXiv:2205.05198, appendix C: two in flight, one of which is kept as a whole."""
     actions = [Action("forward", 0), Action("forward", 1)]
     for number in range(2, 5):

@@ -34,7 +34,9 @@ def row(layers: Layers, x: torch.Tensor, grads: dict[str, torch.Tensor]) -> None
 
 @pytest.mark.parametrize(("backward", "names"), [(column, ["gate"]), (pair, ["gate", "up"]), (row, ["output"])])
 @pytest.mark.parametrize("put_off", [False, True])
-def test_gradients_are_those_of_what_was_given(backward: Callable[..., None], names: list[str], put_off: bool) -> None:
+def test_compiled_operators_have_gradients_of_the_given_tensors(
+    backward: Callable[..., None], names: list[str], put_off: bool
+) -> None:
     engine = Engine(spec(model={"family": "llama", "layers": 1}), Comm(RankGrid(layout_of()), 0, torch.device("cpu")))
     engine.initialise(1)
     layers = {name.rpartition(".")[2]: layer for name, layer in linear_layers(engine.model)}

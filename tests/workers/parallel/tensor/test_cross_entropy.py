@@ -52,7 +52,7 @@ def test_losses_and_gradients_are_torchs(ranks, tensor, vocabulary):
 
 
 WHOLE = LossKernels(
-    cross_entropy_module._whole_sums, cross_entropy_module._whole_exponentials, cross_entropy_module._whole_scaled
+    cross_entropy_module._full_sums, cross_entropy_module._full_exponentials, cross_entropy_module._full_scaled
 )
 KERNELS = {"by blocks": lambda: BY_BLOCKS, "whole": lambda: WHOLE, "compiled": compiled_kernels}
 

@@ -57,25 +57,25 @@ def test_keys_are_the_hash_written_out():
         assert start.tolist() == keys, "keys are not changed"
 
 
-def test_keys_of_samples_are_those_that_jobs_were_started_with():
+def test_dropout_keys_of_samples_never_change_between_releases():
     """A job that is resumed by another version of this code must go on with the same masks."""
     assert sample_keys(1234, [0, 1, 2**40], CPU).tolist() == [810834308, 601016350, -1664425319]
 
 
-def test_an_element_is_kept_where_its_hash_is_not_below_the_rate():
+def test_dropout_keeps_elements_whose_hash_reaches_the_rate():
     row_key, rate = 987654321, 0.3
     expected = [signed(mixed((row_key + c * 0x9E3779B9) % 2**32)) + 2**31 >= rate * 2**32 for c in range(500)]
     assert kept(torch.tensor([row_key], dtype=torch.int32), 500, rate)[0].tolist() == expected
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9, 0.999])
-def test_as_many_elements_are_kept_as_the_rate_says(rate):
+def test_dropout_keeps_the_share_of_elements_that_its_rate_says(rate):
     mask = masks(rate=rate)
     assert near(mask.double().mean().item(), 1 - rate, mask.numel())
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1025, 512), (2050, 513), (3, 2**19)], ids=str)
-def test_a_mask_larger_than_a_block_is_made_of_its_rows(rows, columns):
+def test_dropout_mask_larger_than_a_block_consists_of_its_rows(rows, columns):
     """The hash is computed 2^19 elements at a time."""
     keys = derived_keys(sample_keys(1, range(rows), CPU), 7)
     whole = kept(keys, columns, 0.25)
@@ -84,11 +84,11 @@ def test_a_mask_larger_than_a_block_is_made_of_its_rows(rows, columns):
     assert near(whole[-1].double().mean().item(), 0.75, columns)
 
 
-def test_at_rate_zero_everything_is_kept():
+def test_dropout_at_rate_zero_keeps_everything():
     assert masks(rate=0.0).all()
 
 
-def test_every_row_and_every_column_is_dropped_at_the_rate():
+def test_dropout_drops_every_row_and_column_at_the_rate():
     mask = masks(samples=1, rows=512, columns=512)[0].double()
     for dimension in (0, 1):
         # Over 512 means of 512 the squared deviations add up to a chi-squared with 512 degrees of freedom.
@@ -96,7 +96,7 @@ def test_every_row_and_every_column_is_dropped_at_the_rate():
         assert deviations.square().sum().item() == pytest.approx(512, abs=5 * math.sqrt(2 * 512))
 
 
-def test_masks_are_independent_of_each_other():
+def test_dropout_masks_are_independent_of_each_other():
     """Of two masks the elements agree as often as independent ones do: samples, places in the model, rows, neighbours
     in a row and seeds."""
     agree = 0.8**2 + 0.2**2
@@ -121,12 +121,12 @@ def test_masks_are_independent_of_each_other():
         assert near((one == other).double().mean().item(), agree, one.numel()), name
 
 
-def test_no_two_rows_of_a_batch_have_the_same_mask():
+def test_dropout_masks_of_all_rows_in_a_batch_differ():
     places = torch.cat([masks(samples=16, place=place) for place in range(7)]).flatten(0, 1)
     assert len(places.unique(dim=0)) == len(places)
 
 
-def test_the_same_arguments_give_the_same_mask():
+def test_dropout_mask_is_the_same_for_the_same_arguments():
     assert torch.equal(masks(), masks())
     assert torch.equal(sample_keys(3, [5, 7], CPU), sample_keys(3, [5, 7], CPU))
 
@@ -137,7 +137,7 @@ def test_samples_far_apart_and_large_seeds_have_keys_of_their_own():
     assert len(set(keys)) == len(keys)
 
 
-def test_any_part_of_a_tensor_is_masked_as_it_is_in_the_whole():
+def test_dropout_of_a_slice_equals_the_slice_of_the_whole():
     keys = derived_keys(sample_keys(1, range(6), CPU), 3)
     x = torch.rand(16, 6, 24) + 1.0
     whole = dropout(x, keys, 0.2, 0)
@@ -147,7 +147,7 @@ def test_any_part_of_a_tensor_is_masked_as_it_is_in_the_whole():
         assert torch.equal(dropout(x[rows, samples], keys[samples], 0.2, rows.start), whole[rows, samples])
 
 
-def test_what_is_kept_is_scaled_up_and_gradients_pass_where_values_did():
+def test_dropout_scales_kept_elements_and_masks_gradients_alike():
     keys = sample_keys(1, range(3), CPU)
     x = (torch.rand(5, 3, 8, dtype=torch.float64) + 1.0).requires_grad_()
     y = dropout(x, keys, 0.25, 0)
@@ -157,7 +157,7 @@ def test_what_is_kept_is_scaled_up_and_gradients_pass_where_values_did():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_one_byte_an_element_is_kept_for_backward(dtype):
+def test_dropout_saves_one_byte_per_element_for_backward(dtype):
     saved: list[torch.Tensor] = []
 
     def remember(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def reference(model: int) -> tuple[list[float], list[float], dict[str, torch.Ten
     return losses, norms, {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
-def test_the_plain_model_drops_at_the_places_of_the_engine():
+def test_plain_model_uses_the_dropout_places_of_the_engine():
     assert (EMBEDDING_DROPOUT, DROPOUTS_PER_LAYER) == (0, 3)
 
 
@@ -264,7 +264,7 @@ def test_the_plain_model_drops_at_the_places_of_the_engine():
     ],
     ids=lambda value: str(value) if isinstance(value[0], int) else f"{len(value)} policies",
 )
-def test_every_layout_drops_what_a_plain_model_with_the_same_masks_drops(ranks, layout, policies):
+def test_dropout_in_every_layout_matches_a_plain_model(ranks, layout, policies):
     described = jobs_of(layout, policies)
     models, jobs = [model for model, _ in described], [each for _, each in described]
     by_rank = ranks.run(
@@ -283,7 +283,7 @@ def test_every_layout_drops_what_a_plain_model_with_the_same_masks_drops(ranks, 
             assert error <= 1e-10 * expected.norm() + 1e-13 * norms[-1], (name, jobs[number])
 
 
-def test_zb_v_drops_the_same(ranks):
+def test_dropout_under_zb_v_matches_a_plain_model(ranks):
     one = job(MODELS[1], (1, 2, 2), micro_batch_size=1, schedule="zb-v", virtual_stages=2)
     by_rank = ranks.run(parse_job_spec(one).layout, run_steps, [one], [weights(1)], [batches()], torch.float64)
     losses, norms, _ = reference(1)
@@ -301,7 +301,7 @@ def test_every_step_drops_other_elements():
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_evaluation_drops_nothing(ranks, layout):
+def test_evaluation_applies_no_dropout(ranks, layout):
     one = job({}, layout)
     plain = PlainGPT(parse_job_spec(one)).double().load(weights(0))
     expected = plain.loss(batches()[0]).item()

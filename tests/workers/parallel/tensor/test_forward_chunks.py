@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("rows", "count", "sizes"), [(12, 3, [4, 4, 4]), (7, 3, [2, 2, 3]), (2, 5, [1, 1]), (4, 1, [4])]
 )
-def test_chunks_are_as_large_as_each_other_or_larger_by_a_row(rows, count, sizes):
+def test_forward_chunks_differ_by_at_most_a_row(rows, count, sizes):
     chunks = chunks_of(rows, count)
     assert [end - first for first, end in chunks] == sizes
     assert [first for first, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
@@ -100,7 +100,7 @@ PIPELINES: tuple[dict[str, Any], ...] = (
         *("tensor 2, few chunks", "tensor 4, few chunks", "zero-bubble"),
     ],
 )
-def test_numbers_are_those_of_one_rank(ranks, size, splits, counts, more):
+def test_forward_chunks_have_the_numbers_of_one_rank(ranks, size, splits, counts, more):
     """A rank has 12, 6 or 3 rows of the sequence: some chunks are larger than others."""
     kinds = [(family, split, each) for family in FAMILIES for split in splits for each in more]
     jobs = [
@@ -203,7 +203,7 @@ def region_of(sequence_parallel: bool, chunks: int) -> tuple[Region, list[str]]:
     return Region(comm, sequence_parallel, NotedProducts(comm.notes), chunks), comm.notes
 
 
-def test_two_chunks_are_there_at_once():
+def test_forward_holds_two_gathered_chunks_at_once():
     region, _ = region_of(True, 6)
     assert isinstance(region.comm, OfTwo)
     column_forward(whole_numbers(6, 1, 4), [whole_numbers(5, 4)], [None], region)
@@ -228,7 +228,7 @@ SUMMED = ["product of 4 rows", "start communication 0", "product of 4 rows", "wa
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_chunk_is_gathered_beside_the_product_of_the_one_before(bias):
+def test_forward_gathers_a_chunk_beside_the_product_of_the_previous(bias):
     """Seven rows a rank in three chunks, of which two weights share the input."""
     weights = [whole_numbers(5, 4), whole_numbers(3, 4)]
     biases = [whole_numbers(5) if bias else None, None]
@@ -253,7 +253,7 @@ def test_a_chunk_is_summed_beside_the_product_of_the_next_one(sequence_parallel)
                      for note in SUMMED]  # fmt: skip
 
 
-def test_rows_that_lie_apart_are_multiplied_where_they_are_on_a_gpu_too(monkeypatch):
+def test_products_of_separate_row_blocks_are_right_on_gpus_too(monkeypatch):
     """By its one kernel for all blocks."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     x, weight, bias = whole_numbers(3, 8, 4), whole_numbers(5, 4), whole_numbers(5)
@@ -263,6 +263,6 @@ def test_rows_that_lie_apart_are_multiplied_where_they_are_on_a_gpu_too(monkeypa
     assert torch.equal(out, x @ weight.t() + bias)
 
 
-def test_one_tensor_rank_has_no_chunks():
+def test_forward_of_a_single_tensor_rank_is_not_chunked():
     comm = Comm(RankGrid(layout_of()), 0, torch.device("cpu"))
     assert Region(comm, False, TorchProducts(), 4).forward_chunks == 1

@@ -38,7 +38,7 @@ def stands_for(cast: Cast) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_one_scale_brings_the_largest_element_near_to_the_largest_number(dtype):
+def test_tensorwise_fp8_scale_brings_the_largest_element_into_the_upper_half(dtype):
     x = matrix(16, 48)
     both = BY_TENSOR.pair(x, dtype)
     scale = 1 / both.rows.inverse.item()
@@ -60,7 +60,7 @@ def test_each_row_has_its_own_scale_and_each_column_too(dtype):
 
 
 @pytest.mark.parametrize("casts", [BY_TENSOR, BY_ROW])
-def test_each_way_gives_what_both_do_row_by_row_in_memory(casts):
+def test_fp8_casts_of_rows_and_columns_match_the_joint_cast(casts):
     x = matrix(32, 16)
     for given in (x, x.t().contiguous().t()):
         both = casts.pair(given, E4M3)
@@ -69,7 +69,7 @@ def test_each_way_gives_what_both_do_row_by_row_in_memory(casts):
             assert cast.values.is_contiguous() and wanted.values.is_contiguous()
 
 
-def test_another_scale_gives_the_same_numbers():
+def test_fp8_values_do_not_depend_on_the_scale_unless_they_underflow():
     """Which is why ranks need not agree on one, but for elements that fall out of the format."""
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     alone = stands_for(BY_TENSOR.rows(x, E4M3))
@@ -82,7 +82,7 @@ def test_another_scale_gives_the_same_numbers():
 
 @pytest.mark.parametrize("casts", [BY_TENSOR, BY_ROW])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_nothing_stays_nothing_and_what_is_not_finite_is_not_lost(casts, dtype):
+def test_fp8_casts_keep_zeros_and_non_finite_numbers(casts, dtype):
     zeros = casts.rows(torch.zeros(16, 16, dtype=torch.bfloat16), dtype)
     assert not stands_for(zeros).any()
     for bad in (math.inf, -math.inf, math.nan):

@@ -53,7 +53,7 @@ def matrix(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_rounded_matrices(kind):
+def test_fp8_products_match_those_of_rounded_matrices(kind):
     products, gradients = Fp8Products(kind, CPU), E5M2 if kind == "tensorwise" else E4M3
     first, second = layer(48, 32, 1), layer(16, 32, 2)
     for weight in (first, second):
@@ -88,7 +88,7 @@ def test_products_are_those_of_rounded_matrices(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_weights_are_computed_as_by_torch(kind):
+def test_weights_excluded_from_fp8_are_multiplied_as_by_torch(kind):
     products, weight, x = Fp8Products(kind, CPU), layer(48, 32, 1), matrix(16, 32, seed=2)
     grads, total = matrix(16, 48, seed=3), weight.main_grad
     assert torch.equal(products.output(x, weight), F.linear(x, weight))
@@ -141,7 +141,7 @@ def test_gradients_whose_products_for_weights_are_put_off_are_not_kept_in_8_bits
     assert len(products._gradients) == 1, "those of the last product may be asked for at once"
 
 
-def test_casts_are_those_of_the_weights_as_they_are_now():
+def test_fp8_weight_casts_follow_updates_and_loads():
     """After a step, and after others were loaded, whoever has done that."""
     engine = engine_of(job())
     first = step(engine, 1)
@@ -152,7 +152,7 @@ def test_casts_are_those_of_the_weights_as_they_are_now():
     assert (step(engine, 1), step(engine, 1)) == (first, second)
 
 
-def test_embedding_and_output_layer_are_not_in_8_bits():
+def test_fp8_products_exclude_embedding_and_output_layer():
     engine = engine_of(job())
     taken = {name for name, weight in engine.model.named_parameters() if weight.data_ptr() in engine_products(engine)}
     assert taken == {
@@ -169,7 +169,7 @@ def engine_products(engine: Engine) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_state_is_what_it_is_without(kind):
+def test_fp8_leaves_the_training_state_unchanged(kind):
     shapes = [[(each.shape, each.dtype) for each in engine_of(job(fp8)).state()] for fp8 in ("off", kind)]
     assert shapes[0] == shapes[1]
 
@@ -181,6 +181,6 @@ def test_a_gpu_without_8_bits_is_refused():
         refuse_without_kernels((8, 0))
 
 
-def test_widths_that_do_not_fit_are_refused():
+def test_fp8_products_refuse_widths_that_do_not_fit():
     with pytest.raises(ModelError, match=r"layers.0.mlp.up.weight is \[24, 32\] .* multiples of 16"):
         Fp8Products("tensorwise", CPU).take("layers.0.mlp.up.weight", layer(24, 32, 1))

@@ -21,19 +21,19 @@ WHOLE = filled(ParameterShard((10, 6), std=0.5), (10, 6))
 
 
 @pytest.mark.parametrize(("dim", "start", "shape"), [(0, 0, (4, 6)), (0, 4, (4, 6)), (1, 3, (10, 3)), (0, 9, (1, 6))])
-def test_a_part_is_cut_out_of_the_whole(dim, start, shape):
+def test_initial_values_of_a_shard_are_cut_from_the_whole(dim, start, shape):
     values = filled(ParameterShard((10, 6), dim, start, std=0.5), shape)
     assert torch.equal(values, WHOLE.narrow(dim, start, shape[dim]))
 
 
 @pytest.mark.parametrize(("start", "real"), [(8, 2), (10, 0), (12, 0)])
-def test_what_reaches_past_the_vocabulary_is_zero(start, real):
+def test_initial_values_beyond_the_vocabulary_are_zero(start, real):
     values = filled(ParameterShard((10, 6), 0, start, std=0.5), (4, 6))
     assert torch.equal(values[:real], WHOLE[start : start + real])
     assert not values[real:].any()
 
 
-def test_values_depend_on_seed_and_name_and_have_the_deviation_that_is_said():
+def test_initial_values_depend_on_seed_and_name_and_have_the_given_deviation():
     shard = ParameterShard((200, 50), std=0.5)
     first = filled(shard, (200, 50))
     assert first.std().item() == pytest.approx(0.5, rel=0.05)
@@ -43,7 +43,7 @@ def test_values_depend_on_seed_and_name_and_have_the_deviation_that_is_said():
     assert not torch.equal(first, filled(shard, (200, 50), name="other"))
 
 
-def test_what_has_no_deviation_is_constant():
+def test_initial_values_without_a_deviation_are_constant():
     assert filled(ParameterShard((3,), constant=1.0), (3,)).tolist() == [1.0] * 3
     assert filled(ParameterShard((3,)), (3,)).tolist() == [0.0] * 3
 
@@ -59,7 +59,7 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (100, 48), (103, 30), (257, 6), (333,)], ids=str)
-def test_parts_of_a_large_parameter_are_those_of_the_whole(small_tiles, shape):
+def test_initial_values_of_shards_of_a_large_parameter_match_the_whole(small_tiles, shape):
     whole = filled(ParameterShard(shape, std=0.02), shape)
     assert len(torch.unique(whole)) > 0.99 * whole.numel(), "no tile is like another"
     for dim, ranks in PARTS:
@@ -75,14 +75,14 @@ def test_parts_of_a_large_parameter_are_those_of_the_whole(small_tiles, shape):
             assert torch.equal(values, expected)
 
 
-def test_several_threads_draw_the_same(small_tiles, monkeypatch):
+def test_initial_values_drawn_by_several_threads_are_the_same(small_tiles, monkeypatch):
     one = filled(ParameterShard((90, 70), std=0.02), (90, 70))
     monkeypatch.setattr(shards, "_threads", lambda: 5)
     assert torch.equal(filled(ParameterShard((90, 70), std=0.02), (90, 70)), one)
 
 
 @pytest.mark.parametrize(("dim", "start", "shape"), [(0, 100, (100, 64)), (1, 16, (1000, 16))])
-def test_a_rank_draws_what_it_holds_and_little_more(small_tiles, monkeypatch, dim, start, shape):
+def test_rank_draws_few_initial_values_beyond_its_own(small_tiles, monkeypatch, dim, start, shape):
     drawn, normal = [], torch.Tensor.normal_
 
     def noted(self, *args, **kwargs):
@@ -95,7 +95,7 @@ def test_a_rank_draws_what_it_holds_and_little_more(small_tiles, monkeypatch, di
     assert sum(drawn) <= shape[0] * shape[1] + 4 * 64
 
 
-def test_a_parameter_of_moderate_size_is_one_draw():
+def test_initial_values_of_a_moderate_parameter_are_one_draw():
     generator = torch.Generator().manual_seed(shards._name_seed(1, "it"))
     one = torch.empty(100, 48).normal_(0.0, 0.02, generator=generator)
     assert torch.equal(filled(ParameterShard((100, 48), std=0.02), (100, 48)), one)

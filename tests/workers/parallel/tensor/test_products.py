@@ -33,7 +33,7 @@ class Counted(TorchProducts):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_an_engine_computes_all_linear_layers_with_the_products_it_is_given(kv_heads):
+def test_engine_computes_all_linear_layers_with_the_given_products(kv_heads):
     job = spec(model={"layers": 3, "kv_heads": kv_heads})
     windows = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(1))
     counted, losses = Counted(), []
@@ -53,7 +53,7 @@ def test_an_engine_computes_all_linear_layers_with_the_products_it_is_given(kv_h
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep", [True, False])
-def test_gradients_are_added_or_take_the_place_of_what_is_there(keep, dtype):
+def test_products_add_or_replace_gradients_as_told(keep, dtype):
     generator = torch.Generator().manual_seed(2)
     grads, inputs = (torch.randn(6, width, generator=generator).to(dtype) for width in (3, 5))
     before, products = torch.randn(3, 5, generator=generator), TorchProducts()
@@ -81,7 +81,7 @@ class Asked(DispatchMode):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_on_a_gpu_a_16_bit_product_is_added_to_wide_gradients_as_it_is_made(keep):
+def test_bf16_weight_gradient_product_accumulates_into_fp32_in_one_gpu_kernel(keep):
     with FakeMode(), Asked() as asked:
         total = torch.empty(3, 5, device="cuda")
         grads, inputs = (torch.empty(6, width, device="cuda", dtype=torch.bfloat16) for width in (3, 5))
@@ -95,7 +95,7 @@ def test_on_a_gpu_a_16_bit_product_is_added_to_wide_gradients_as_it_is_made(keep
     assert options.get("beta", 1) == int(keep)
 
 
-def test_where_nothing_is_kept_an_older_torch_needs_no_matrix_in_between_either(monkeypatch):
+def test_first_bf16_weight_gradient_on_an_older_torch_is_written_as_fp32_directly(monkeypatch):
     monkeypatch.setattr(products_module, "ADDS_WIDER", False)
     with FakeMode(), Asked() as asked:
         total = torch.empty(3, 5, device="cuda")
@@ -108,7 +108,7 @@ def test_where_nothing_is_kept_an_older_torch_needs_no_matrix_in_between_either(
     assert (left.shape, right.shape, dtype) == ((3, 6), (6, 5), torch.float32)
 
 
-def test_a_residual_is_added_and_not_changed():
+def test_products_add_a_residual_without_changing_it():
     generator = torch.Generator().manual_seed(3)
     x, weight, bias, residual = (
         torch.randn(*size, generator=generator) for size in ((2, 4, 5), (3, 5), (3,), (2, 4, 3))

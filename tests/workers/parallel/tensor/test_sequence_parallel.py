@@ -43,19 +43,19 @@ def region(sequence_parallel: bool) -> Region:
 X = torch.arange(1.0, 9.0).view(4, 1, 2)
 
 
-def test_a_rank_holds_its_part_of_the_sequence_or_all_of_it():
+def test_sequence_parallel_rank_holds_its_part_of_the_sequence():
     assert (region(True).sequence_split, region(False).sequence_split) == (2, 1)
     assert first_position(region(True), 4) == 4
     assert first_position(region(False), 8) == 0
 
 
-def test_what_enters_is_gathered_only_where_the_sequence_is_split():
+def test_sequence_is_gathered_only_if_it_is_split():
     assert torch.equal(gather(X, region(True)), torch.cat([10 * X, X]))
     assert gather(X, region(False)) is X
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_what_leaves_is_summed_and_its_gradient_comes_back_to_all(sequence_parallel):
+def test_leaving_a_tensor_region_sums_and_its_gradient_returns_to_all_ranks(sequence_parallel):
     x = X.clone().requires_grad_()
     left = leave(x, region(sequence_parallel))
     assert torch.equal(left, 11 * (X[2:] if sequence_parallel else X))
@@ -67,13 +67,13 @@ def test_what_leaves_is_summed_and_its_gradient_comes_back_to_all(sequence_paral
     assert torch.equal(x.grad, expected)
 
 
-def test_partial_results_are_summed_in_place_where_nothing_is_split():
+def test_partial_results_are_summed_in_place_without_sequence_parallelism():
     x = X.clone()
     assert sum_partial(x, region(False)) is x
     assert torch.equal(x, 11 * X)
 
 
-def test_gradients_of_what_every_rank_holds_are_summed_in_place_and_apart():
+def test_replicated_gradients_are_summed_in_place():
     gradients = [torch.full((2,), 1.0), torch.full((3,), 2.0)]
     sum_replicated_gradients(gradients, region(True).comm)
     assert [each.tolist() for each in gradients] == [[11.0] * 2, [22.0] * 3]

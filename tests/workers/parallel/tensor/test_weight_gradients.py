@@ -31,7 +31,7 @@ def parameter(*shape: int) -> nn.Parameter:
     return made
 
 
-def test_tasks_run_at_once_unless_their_pass_is_to_come(store):
+def test_weight_gradient_tasks_run_at_once_unless_deferred_to_a_pass(store):
     done = []
     store.submit(lambda: done.append("at once"))
     with store.deferred() as tasks:
@@ -64,7 +64,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize(("shape", "add", "one"), ADDED.values(), ids=ADDED)
-def test_what_is_forgotten_is_replaced_by_the_first_gradient_and_added_to_by_the_next(store, shape, add, one):
+def test_forgotten_gradient_is_overwritten_by_the_next_and_then_accumulated(store, shape, add, one):
     weight, reported, once = parameter(*shape), [], torch.tensor(one).view(shape)
     with store.reported(reported.append):
         add(store, weight)
@@ -77,7 +77,7 @@ def test_what_is_forgotten_is_replaced_by_the_first_gradient_and_added_to_by_the
     assert len(reported) == 3 and all(each is weight for each in reported)
 
 
-def test_what_nothing_was_added_to_is_cleared_at_the_end(store):
+def test_forgotten_gradient_without_a_contribution_is_cleared(store):
     added, left = parameter(3), parameter(3)
     forget([added, left])
     store.add_sum(added, torch.ones(4, 3))
@@ -87,7 +87,7 @@ def test_what_nothing_was_added_to_is_cleared_at_the_end(store):
     assert left.main_grad.tolist() == [4.0] * 3
 
 
-def test_layers_of_an_engine_that_is_gone_are_not_found_any_more():
+def test_layers_of_a_deleted_engine_are_not_found():
     """A later engine's weights may lie at the same address."""
     job = spec(model={"layers": 1, "hidden_size": 16})
     engine = Engine(job, lone_rank(job))
@@ -101,7 +101,7 @@ def test_layers_of_an_engine_that_is_gone_are_not_found_any_more():
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_products_that_wait_do_not_keep_what_their_stage_received(recompute):
+def test_deferred_products_do_not_keep_received_activations_alive(recompute):
     layout = {"pipeline": 2, "schedule": "zb-h1", "recompute": recompute}
     job = spec(model={"layers": 2, "hidden_size": 16}, train={"global_batch_size": 3}, parallel=layout)
     engine = Engine(job, lone_rank(job, 1))

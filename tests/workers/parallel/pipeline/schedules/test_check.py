@@ -30,7 +30,7 @@ def mutants(size: Size):
 
 
 @by_size
-def test_a_missing_action_is_noticed(size):
+def test_schedule_check_notices_a_missing_action(size):
     for rank, index, action, lists in mutants(size):
         del lists[rank][index]
         with pytest.raises(ScheduleError, match=rf"rank {rank} (never does|has no reason for) \w+ of micro-batch"):
@@ -41,7 +41,7 @@ def test_a_missing_action_is_noticed(size):
 
 
 @by_size
-def test_an_action_too_many_is_noticed(size):
+def test_schedule_check_notices_a_repeated_or_extra_action(size):
     for rank, index, action, lists in mutants(size):
         lists[rank].insert(index, action)
         with pytest.raises(ScheduleError, match=rf"rank {rank} does {action.kind} .* 2 times"):
@@ -54,7 +54,7 @@ def test_an_action_too_many_is_noticed(size):
 
 
 @by_size
-def test_a_compute_before_its_receive_and_a_send_before_its_compute_are_noticed(size):
+def test_schedule_check_notices_compute_before_receive_and_send_before_compute(size):
     for rank, _, action, lists in mutants(size):
         lists[rank].remove(action)
         if action.kind.startswith("send"):
@@ -68,7 +68,7 @@ def test_a_compute_before_its_receive_and_a_send_before_its_compute_are_noticed(
 
 
 @pytest.mark.parametrize("side", ["send", "receive"])
-def test_messages_in_another_order_than_received_are_noticed(side):
+def test_schedule_check_notices_messages_received_in_another_order(side):
     size = ("gpipe", 2, 1, 3)
     lists = schedule(*size)
     actions = lists[0] if side == "send" else lists[1]
@@ -97,7 +97,7 @@ def test_activations_and_gradients_share_a_queue():
         check(lists, *size)
 
 
-def test_a_deadlock_is_noticed():
+def test_schedule_check_notices_a_deadlock():
     """Rank 0 wants a gradient before it sends micro-batch 1, rank 1 micro-batch 1 before it sends the gradient."""
     first = ["forward", "send_forward", "receive_backward", "backward"]
     lists = [
@@ -113,12 +113,12 @@ def test_a_deadlock_is_noticed():
         simulate(lists, "1f1b", 1, PassTimes(1, 1, 1))
 
 
-def test_another_number_of_ranks_is_noticed():
+def test_schedule_check_notices_a_wrong_number_of_ranks():
     with pytest.raises(ScheduleError, match="there are actions for 2 ranks, not 3"):
         check(schedule("1f1b", 2, 1, 2), "1f1b", 3, 1, 2)
 
 
-def test_an_evaluation_is_no_training_step():
+def test_schedule_check_tells_evaluation_from_training():
     with pytest.raises(ScheduleError, match="rank 0 never does backward of micro-batch 0, chunk 0"):
         check(forward_only("1f1b", 2, 1, 2), "1f1b", 2, 1, 2)
     with pytest.raises(ScheduleError, match="rank 0 has no reason for"):
@@ -127,7 +127,7 @@ def test_an_evaluation_is_no_training_step():
 
 @settings(deadline=None)
 @given(sizes(stages=4, micro_batches=8), st.data())
-def test_what_the_checker_accepts_runs_to_its_end(size, data):
+def test_schedule_check_accepts_only_schedules_that_run_to_their_end(size, data):
     """Two actions of a rank change places: the checker refuses it, or an event simulation runs it."""
     lists = schedule(*size)
     actions = data.draw(st.sampled_from(lists))

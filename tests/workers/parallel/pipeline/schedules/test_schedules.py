@@ -46,7 +46,7 @@ def test_every_number_of_stages_is_sound(kind, stages):
 
 @settings(max_examples=100)
 @given(sizes(), st.booleans())
-def test_every_size_is_sound(size, training):
+def test_schedule_of_every_size_is_valid(size, training):
     check(lists_of(size, training), *size, training=training)
 
 
@@ -59,7 +59,7 @@ def test_an_evaluation_takes_any_number_of_micro_batches(stages, virtual_stages,
 
 @settings(max_examples=50)
 @given(sizes(), st.booleans())
-def test_receives_are_posted_one_compute_ahead(size, training):
+def test_schedules_post_receives_one_compute_ahead(size, training):
     """What is posted between two computes ends, for each sender, with what the next compute or the one behind needs."""
     kind, stages, virtual_stages, _ = size
     for rank, actions in enumerate(lists_of(size, training)):
@@ -84,7 +84,7 @@ def feeds(receive: Action, user: Action) -> bool:
 
 @settings(max_examples=50)
 @given(sizes(("gpipe", "1f1b", "interleaved", "zb-h1")))
-def test_most_micro_batches_in_flight(size):
+def test_micro_batches_in_flight_are_those_each_schedule_promises(size):
     kind, stages, virtual_stages, micro_batches = size
     most = [most_in_flight(actions) for actions in schedule(*size)]
     if kind == "gpipe":
@@ -153,7 +153,7 @@ def test_interleaved_with_one_chunk_is_1f1b(size):
     assert schedule("interleaved", stages, 1, micro_batches) == schedule("1f1b", stages, 1, micro_batches)
 
 
-def test_one_stage_passes_no_messages():
+def test_schedule_of_one_stage_has_no_messages():
     for kind in KINDS:
         for virtual_stages in virtual_stages_of(kind):
             assert all(action.kind in COMPUTE for action in schedule(kind, 1, virtual_stages, 3)[0])
@@ -173,7 +173,7 @@ def test_one_stage_passes_no_messages():
         (("interleaved", 2, 0, 2), "virtual_stages must be at least 1, not 0"),
     ],
 )
-def test_impossible_sizes_are_refused(size, message):
+def test_impossible_schedule_sizes_are_refused(size, message):
     with pytest.raises(ValueError, match=message):
         schedule(*size)
     if "multiple" not in message:

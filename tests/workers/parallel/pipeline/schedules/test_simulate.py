@@ -88,7 +88,7 @@ def test_zb_v_has_no_bubble_once_the_pipeline_is_full(stages, micro_batches, uni
     assert idle_time == pytest.approx(unit * max(0, 2 * stages - 1 - micro_batches), abs=1e-6)
 
 
-def test_a_message_delays_only_who_waits_for_it():
+def test_simulated_message_delays_only_the_stage_that_waits_for_it():
     simulated = timeline("1f1b", 2, 1, 2, PassTimes(1.0, 2.0, 1.0, communication=0.5))
     assert simulated.passes[0] == [
         (Action("forward", 0), 0.0, 1.0),
@@ -128,7 +128,7 @@ def test_zb_v_turns_on_the_last_rank_without_a_message():
     assert ends[0, Action("forward", 0, 1)] == 24.0
 
 
-def test_a_message_takes_as_long_with_more_chunks():
+def test_simulated_message_takes_as_long_with_more_chunks():
     """So interleaving sends v times as much (arXiv:2104.04473, section 2.2.2)."""
     simulated = simulate(
         forward_only("interleaved", 2, 2, 1), "interleaved", 2, PassTimes(2.0, 2.0, 2.0, communication=0.5)
@@ -151,7 +151,9 @@ def test_virtual_stages_take_as_long_as_their_share():
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 24), times, times, times, st.floats(0.0, 1.0))
-def test_passes_keep_their_order_and_wait_for_their_input(stages, micro_batches, forward, backward, weight, wire):
+def test_simulated_passes_keep_their_order_and_wait_for_their_input(
+    stages, micro_batches, forward, backward, weight, wire
+):
     lists = schedule("zb-v", stages, 2, micro_batches)
     simulated = simulate(lists, "zb-v", 2, PassTimes(forward, backward, weight, wire))
     ends: dict[tuple[int, int], list[float]] = {}

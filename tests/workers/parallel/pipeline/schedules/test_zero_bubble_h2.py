@@ -21,13 +21,13 @@ def lists(stages: int, micro_batches: int) -> list[list[Action]]:
 
 @settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 40))
-def test_every_pass_is_run_once_and_nothing_waits_for_ever(stages, micro_batches):
+def test_zero_bubble_h2_runs_every_pass_once_without_deadlock(stages, micro_batches):
     check(lists(stages, micro_batches), "zb-h1", stages, 1, micro_batches)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 20), st.floats(0.1, 1.0))
-def test_no_bubble_where_all_passes_take_equally_long(stages, more, unit):
+def test_zb_h2_has_no_bubble_if_all_passes_take_equally_long(stages, more, unit):
     """(p - 1)(TF + TB - 2 TW) (arXiv:2401.10241, table 2)."""
     simulated = simulate(lists(stages, 2 * stages + more), "zb-h1", 1, PassTimes(unit, unit, unit))
     assert simulated.cost == pytest.approx(simulated.work)
@@ -50,7 +50,7 @@ def test_the_first_rank_holds_twice_the_micro_batches(stages):
 
 
 @pytest.mark.parametrize("row", range(12))
-def test_bubble_rates_are_those_of_the_paper(row):
+def test_zero_bubble_h2_bubble_rates_match_the_paper(row):
     """Table 5 of arXiv:2401.10241 from the times of its table 9."""
     profiled, published = papers.PASS_TIMES[row], papers.BUBBLE_RATES_ZB_H2[row]
     passes = PassTimes(*(profiled[name] for name in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms")))
