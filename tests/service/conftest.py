@@ -53,7 +53,9 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     """Our Ray head, connected, with a daemon on its node."""
     home = tmp_path_factory.mktemp("home")
     head = RayHead(home, slots=SLOTS)
-    head.ensure()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # for actors that tests bring
+        head.ensure()
     try:
         _have_ray_read_its_settings_anew(home)
         ray = head.connect()
