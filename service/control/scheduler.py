@@ -99,7 +99,7 @@ class Scheduler:
         self._wake.set()
 
     async def run(self) -> None:
-        """PlacementDecision at the queue whenever woken, and regularly for capacity that others have given back."""
+        """Check the queue whenever woken, and regularly for capacity that others have given back."""
         try:
             await self._check_repeatedly()
         finally:

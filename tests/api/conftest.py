@@ -216,7 +216,7 @@ def key_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def audit_is_waited_for() -> Iterator[None]:
     """An answer comes when its line of the audit is stored, however slow the disk is: many tests read it then."""
-    with mock.patch.object(auditing, "PATIENCE_SECONDS", 60.0):
+    with mock.patch.object(auditing, "WRITE_SECONDS", 60.0):
         yield
 
 

@@ -318,7 +318,7 @@ def test_end_of_the_service_ends_exports_and_does_not_wait_long(store, job, root
     (started,) = (written_by(IGNORES_SIGTERM),)
     writer = Exports(store, (root,), FileWork())
     writer.begin(job, id_of(job, 5), "mine", "hf", None)
-    asyncio.run(reached(lambda: next(iter(writer._runs.values())).said == ["ready"]))
+    asyncio.run(reached(lambda: next(iter(writer._runs.values())).output == ["ready"]))
     began = time.monotonic()
     writer.close()
     assert time.monotonic() - began < 10 and started[0].poll() is None
@@ -331,7 +331,7 @@ def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root
     (started,) = (written_by(CLEANS_UP),)
     writer = Exports(store, (root,), FileWork())
     row = writer.begin(job, id_of(job, 5), "mine", "hf", None)
-    asyncio.run(reached(lambda: next(iter(writer._runs.values())).said == ["ready"]))
+    asyncio.run(reached(lambda: next(iter(writer._runs.values())).output == ["ready"]))
     writer.close()
     assert started[0].poll() is not None
     with store.read() as session:

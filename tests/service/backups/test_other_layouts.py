@@ -21,7 +21,7 @@ def test_whole_states_have_the_newest_step_of_every_rank():
     kept = {"one": [file(0, 4, 5), file(1, 5, 6)], "two": [file(2, 5), file(3, 4, 5)]}
     (state,) = complete_states(kept, {"aaaa": alone(4)})
     assert (state.layout, state.step) == ("aaaa", 5)
-    assert [place.host for place in state.places] == ["one", "one", "two", "two"]
+    assert [place.host for place in state.locations] == ["one", "one", "two", "two"]
     assert state.paths == [f"/shm/aaaa/{rank}" for rank in range(4)]
 
 
@@ -42,7 +42,7 @@ def test_a_backup_stands_for_a_rank_whose_host_is_lost():
 
 def test_own_snapshot_is_preferred_to_a_backup_of_the_same_rank():
     (state,) = complete_states({"one": [file(0, 5, backup=True)], "two": [file(0, 5)]}, {"aaaa": alone(1)})
-    assert [place.host for place in state.places] == ["two"]
+    assert [place.host for place in state.locations] == ["two"]
 
 
 def test_one_snapshot_serves_all_ranks_with_the_same_state():

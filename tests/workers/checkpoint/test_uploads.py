@@ -68,7 +68,7 @@ def test_tensor_saved_from_shared_memory_is_uploaded_without_a_copy(uploads, buf
     class Counting(uploads_module._Pieces):
         def write(self, data):
             content = memoryview(data).cast("B")
-            if self._room.offset_of(content) is None:
+            if self._buffer.offset_of(content) is None:
                 copied.append(len(content))
             return super().write(data)
 

@@ -289,7 +289,7 @@ def test_snapshots_outside_of_shared_memory_are_the_daemons_until_their_job_has_
         await daemon.end_job("job")
         assert held_bytes(daemon._memory) == 0
         await daemon.shutdown()
-        assert not memory.keeper.exists()
+        assert not memory.server.exists()
 
     try:
         go(body)

@@ -96,7 +96,7 @@ def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int 
     batches = [MicroBatch(part, tokens[:, :-1].abs().t(), tokens[:, 1:].t()) for part, tokens in parts]
     if spec.data.source == "chat":
         length = windows.shape[1]
-        return [with_marks(each, [marks_of(n, length) for n in each.samples], apart=True) for each in batches]
+        return [with_marks(each, [marks_of(n, length) for n in each.samples], separate=True) for each in batches]
     return batches if spec.data.documents == "together" else [with_separate_documents(each, END) for each in batches]
 
 

@@ -94,10 +94,10 @@ def test_layers_of_a_deleted_engine_are_not_found():
     layer = engine.model.chunks[0].layers["0"].mlp.up
     address = layer.weight.data_ptr()
     compiled_operators.enter(layer)
-    assert compiled_operators._PLACES[address] is layer
+    assert compiled_operators._LAYERS_BY_WEIGHT[address] is layer
     del engine, layer
     gc.collect()
-    assert address not in compiled_operators._PLACES
+    assert address not in compiled_operators._LAYERS_BY_WEIGHT
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
