@@ -124,7 +124,7 @@ def test_plan_answer_includes_smaller_sizes_on_request(service):
     assert wrong.json()["errors"][0]["path"] == "sizes"
 
 
-def test_invalid_plan_request_is_a_problem_with_its_path(service):
+def test_invalid_plan_request_is_refused_with_the_path_of_the_bad_field(service):
     answer = service.http.post("/v1/plans", json=PLAN | {"cluster": {"accelerator": "abacus"}})
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
     (error,) = answer.json()["errors"]

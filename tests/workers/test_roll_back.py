@@ -192,7 +192,7 @@ def test_restart_in_the_middle_of_redone_steps(ranks, corpus, whole, tmp_path):
         assert [event["step"] for event in rest[0].events if event["type"] == "rolled_back"] == [BAD_STEP]
 
 
-def test_state_older_than_a_known_roll_back_resumes_in_its_sample_order(ranks, corpus, whole, tmp_path):
+def test_snapshot_from_before_a_known_roll_back_resumes_without_the_skipped_samples(ranks, corpus, whole, tmp_path):
     """From a checkpoint of an undone step, or of one before: the samples are skipped without being seen again."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     (event,) = whole[0].events

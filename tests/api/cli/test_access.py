@@ -48,7 +48,7 @@ def test_project_is_created_and_its_key_works_until_it_is_revoked(manta, service
     assert "manta keys list" in manta("keys", "revoke", "key_000000000000", code=2).stderr
 
 
-def test_key_for_programs(manta):
+def test_keys_create_prints_the_limits_of_the_key_as_json_and_requires_a_name(manta):
     limited = ("--installation", "--highest-priority", -1)
     made = json.loads(manta("keys", "create", "prometheus", "--scope", "read", *limited, "--json").stdout)
     assert (made["scope"], made["installation"], made["highest_priority"]) == ("read", True, -1)

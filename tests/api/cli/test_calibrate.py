@@ -58,7 +58,7 @@ def file(tmp_path):
     return path
 
 
-def test_plans_go_by_the_calibration(manta, file, tmp_path):
+def test_plan_command_uses_the_stored_calibration_of_this_machine(manta, file, tmp_path):
     before = json.loads(manta("plan", file, "--json"))
     assert "neither fitted nor measured" in before["note"]
     assert f"{node_type()}: Abacus, 4 cores; stored in {tmp_path / 'home' / 'machines'}" in manta("calibrate")
@@ -180,7 +180,7 @@ def test_unreadable_calibration_file_is_reported_with_advice(manta, file, tmp_pa
     assert result.exit_code == 2 and "calibrate again, or remove it" in result.stderr
 
 
-def test_plans_say_which_form_of_a_gpu_was_calibrated(manta, file, tmp_path):
+def test_plan_note_names_the_calibrated_form_of_a_gpu_if_it_differs(manta, file, tmp_path):
     cluster = {"accelerator": "h100", "nodes": 1, "gpus_per_node": 1}
     file.write_text(yaml.safe_dump(PLAN | {"cluster": cluster, "parallel": {}}))
     for device, note in (("NVIDIA H100 80GB HBM3", None), ("NVIDIA H100 PCIe", "those of NVIDIA H100 PCIe, which was")):

@@ -207,7 +207,7 @@ def test_checkpoint_of_a_job_in_an_object_store_is_exported_there_and_here(manta
         assert verify(target).step == 10
 
 
-def test_a_name_is_that_of_a_folder_here_or_of_a_job(manta, service, job, tmp_path, monkeypatch):
+def test_verify_takes_a_name_as_a_folder_here_or_else_as_a_job(manta, service, job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "step 20" in manta("checkpoints", "verify", "small")
     nothing = manta("checkpoints", "verify", "tall", code=2)

@@ -32,7 +32,7 @@ def manta(tmp_path, database_url):
     return run
 
 
-def test_database_is_made_and_found_sound(manta, tmp_path):
+def test_db_upgrade_makes_a_missing_database_that_check_and_backup_refuse(manta, tmp_path):
     new = {"MANTA_DATABASE_URL": f"sqlite:///{tmp_path}/new.db"}
     for command in (["check"], ["backup", tmp_path / "backup.db"]):
         assert "there is no such file (`manta up` and `manta db upgrade` make one)" in manta(*command, code=2, **new)

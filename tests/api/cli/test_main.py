@@ -83,7 +83,7 @@ def test_each_command_shows_its_data_as_text_and_json(manta, job, command, expec
     assert documents or json.loads(machine)
 
 
-def test_logs_of_one_rank(manta, job):
+def test_logs_with_a_rank_print_only_the_lines_of_that_rank(manta, job):
     assert manta("logs", job, "--rank", 1).stdout == "[1] [hello] from 1\n"
 
 
@@ -98,7 +98,7 @@ def test_logs_and_events_are_printed_to_their_last_page(manta, service, job):
     assert printed[-600:] == many
 
 
-def test_events_of_all_jobs(manta, service, job):
+def test_events_without_a_job_lists_those_of_all_jobs_and_filters_by_type(manta, service, job):
     other = service.submit()["id"]
     lines = manta("events").stdout.splitlines()
     assert {line.split()[0] for line in lines} == {job, other}
@@ -141,7 +141,7 @@ def test_invalid_names_are_refused_with_the_rule(manta, service, job):
 
 
 @pytest.mark.parametrize("command", ["logs", "events"])
-def test_following_ends_with_the_job(manta, service, job, command):
+def test_followed_job_output_ends_once_the_job_is_final(manta, service, job, command):
     service.move(job, "SUCCEEDED")
     assert manta(command, job, "-f").stdout.startswith(manta(command, job).stdout)
 
@@ -209,7 +209,7 @@ def test_delete_command_prints_json_for_programs(manta, service, job):
     assert json.loads(manta("delete", job, "--yes", "--json").stdout)["rows"]["jobs"] == 1
 
 
-def test_pause_and_resume(manta, service, job):
+def test_pause_and_resume_print_the_new_state_and_resume_refuses_an_unpaused_job(manta, service, job):
     assert "it is not paused" in manta("resume", job, code=2).stderr
     assert manta("pause", job).stdout == f"{job} is PAUSING\n"
     service.move(job, "PAUSED")
@@ -412,7 +412,7 @@ def test_changing_commands_print_a_sentence_or_json(manta, service, document):
     assert said[1]["state"] == "CANCELLING"
 
 
-def test_truncated_lists_say_so(manta, service):
+def test_truncated_job_list_says_that_there_are_more(manta, service):
     for _ in range(3):
         service.submit()
     cut = manta("ps", "--limit", 2)

@@ -63,7 +63,7 @@ def test_plan_for_an_unmeasured_machine_comes_with_a_note(plan):
     assert "Note:" not in plan(PLAN)
 
 
-def test_a_layout_that_does_not_fit_says_why(plan):
+def test_plan_command_says_why_a_given_layout_does_not_fit(plan):
     large = PLAN["model"] | {"layers": 96, "hidden_size": 12288, "heads": 96}
     output = plan(PLAN | {"model": large, "parallel": {"tensor": 4}})
     assert output.startswith("no layout fits")
@@ -82,13 +82,13 @@ def test_plan_without_a_cluster_needs_a_reachable_service(plan):
     )
 
 
-def test_a_job_is_planned_for_the_cluster_of_the_service(plan, service, monkeypatch):
+def test_plan_command_plans_a_job_for_the_cluster_of_the_service(plan, service, monkeypatch):
     monkeypatch.setenv("MANTA_API_KEY", ADMIN)
     answer = json.loads(plan(DOCUMENT | {"parallel": "auto"}, "--json", "--url", service.url))
     assert answer["plans"]
 
 
-def test_the_best_plan_is_explained_and_drawn(plan, tmp_path):
+def test_plan_command_explains_and_draws_the_best_plan(plan, tmp_path):
     shown = plan(PLAN, "--explain", "--picture", str(tmp_path / "plan.svg"))
     assert "Time of the best plan's step:" in shown
     assert "micro_batch_size: " in shown.split("Effects of single changes:")[1]

@@ -30,7 +30,7 @@ class Script:
         return self.jobs.pop(0)
 
 
-def test_the_line_shows_step_loss_throughput_mfu_and_eta():
+def test_progress_line_shows_step_loss_throughput_mfu_and_eta():
     line = progress_line(make_job(restarts=2))
     for part in ("50/200", "loss 2.3457", "12,346 tokens/s", "MFU 12.3%", "ETA 1m15s", "restarts 2"):
         assert part in line
@@ -59,7 +59,7 @@ def test_durations_are_printed_in_readable_units(seconds, text):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_following_ends_with_the_job_and_shows_its_last_state(terminal):
+def test_follow_returns_when_the_job_ends_and_shows_its_last_state(terminal):
     script = Script(make_job(state="STARTING", step=0), make_job(), make_job(step=199), make_job(state="FAILED"))
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=200)

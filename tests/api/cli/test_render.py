@@ -125,7 +125,7 @@ def test_layout_page_shows_sizes_and_the_place_of_each_rank():
     assert (said[1].split(), said[2].split()) == (["RANK", "TENSOR", "PIPELINE", "DATA"], ["9", "1", "2", "3"])
 
 
-def test_events_and_logs():
+def test_event_and_log_lines_show_the_place_and_leave_out_what_is_unknown():
     happened = {"id": "1", "time": MOMENT, "type": "rank_lost", "generation": 0, "rank": 0, "step": 0, "data": {},
                 "message": "it died"}  # fmt: skip
     when = render.moment(MOMENT)
@@ -208,7 +208,7 @@ def test_node_table_shows_state_units_and_jobs_of_a_node(alive, draining, state)
     assert list(row.values()) == ["n1", "10.0.0.1", state, "slot", "5", "8", "job_1, job_2"]
 
 
-def test_slots_beside_gpus():
+def test_node_table_shows_slots_beside_the_gpus_of_a_node():
     node = schemas.Node(id="n1", address="10.0.0.1", alive=True, accelerator="gpu", total=8.0, free=5.0,
                         slots_total=16.0, slots_free=15.0)  # fmt: skip
     (row,) = rows(render.node_table, schemas.Cluster(nodes=[node]))

@@ -84,7 +84,7 @@ def test_service_that_a_signal_ended_ends_the_first_process_of_a_container_too(t
     assert (printed.split(), process.returncode) == (["first"], 128 + signal.SIGTERM)
 
 
-def test_service_dies_with_the_command(tmp_path):
+def test_service_process_ends_when_its_parent_command_is_killed(tmp_path):
     process = started(tmp_path, "waits")
     process.stdout.readline()
     child = int(process.stdout.readline())

@@ -113,7 +113,7 @@ def test_service_waits_for_an_existing_ray_only_when_started_again_or_told_to(
     assert waits == [patient]
 
 
-def test_service_that_starts_over_is_run_as_before(manta, served, tmp_path, monkeypatch):
+def test_service_that_starts_over_keeps_its_settings(manta, served, tmp_path, monkeypatch):
     replaced = []
     monkeypatch.setattr(os, "execve", lambda *call: replaced.append(call))
     for slots, allow_faults, tls in ((3, True, ALL_TLS), (None, False, Tls())):
@@ -135,7 +135,7 @@ def test_database_url_is_passed_in_the_environment_to_hide_its_password(manta, s
     assert "secret" not in repr(served)
 
 
-def test_down_names_another_database_that_keeps_the_jobs(manta, tmp_path, monkeypatch):
+def test_down_names_the_external_database_that_keeps_the_jobs(manta, tmp_path, monkeypatch):
     local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "postgresql://me:***@there/manta")
     monkeypatch.setattr(service, "stop_service", lambda home: True)
     assert "Its jobs are in its database, postgresql://me:***@there/manta" in manta("down")

@@ -48,7 +48,7 @@ class Ranks:
         return SimpleNamespace(items=self._ranks)
 
 
-def test_kills_one_rank_once_at_its_step(process):
+def test_rank_killer_kills_one_rank_once_when_its_step_is_reached(process):
     out = io.StringIO()
     client = Ranks(*(make_rank(number, process.pid if number == 3 else -1) for number in range(4)))
     killer = RankKiller(client, "job", 5, Console(file=out))
@@ -63,13 +63,13 @@ def test_kills_one_rank_once_at_its_step(process):
     assert f"kill -9 {process.pid}: rank 3 (tensor 1, pipeline 0, data 1), after step 6" in out.getvalue()
 
 
-def test_waits_while_the_rank_has_no_process(process):
+def test_rank_killer_kills_nothing_while_the_rank_has_no_process(process):
     killer = RankKiller(Ranks(make_rank(0, None)), "job", 5, Console(file=io.StringIO()))
     killer.poll(SimpleNamespace(step=6, steps=10))
     assert killer.killed is None
 
 
-def test_time_is_counted_from_the_kill_to_the_next_committed_step():
+def test_demo_failure_cost_is_the_time_from_the_kill_to_the_end_of_its_recovery():
     at = time.time()
     killed = Killed(make_rank(3, 1), 4, 6, at)
     cost = outcome_of([make_recovery(1, at - 9, 1.0), make_recovery(3, at + 0.25, 0.5)], killed)

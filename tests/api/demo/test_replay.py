@@ -50,7 +50,7 @@ def engine(monkeypatch):
     return made
 
 
-def test_replay_with_the_same_losses_holds(tmp_path, engine):
+def test_replay_with_equal_losses_reports_the_same_bits(tmp_path, engine):
     result = replay(Job(tmp_path, ROWS), DOCUMENT, "job", 10, 20, tmp_path / "replay")
     assert result.holds
     assert str(result) == "steps 11 to 20 trained again from the checkpoint of step 10 without the kill: same bits"

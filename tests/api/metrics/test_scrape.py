@@ -117,7 +117,7 @@ def test_scrape_has_no_checkpoint_age_for_a_job_that_saves_none(service):
     ("placed_at", "began_at", "age"),
     [(100.0, None, 50.0), (100.0, 120.0, 30.0), (120.0, 100.0, 30.0), (160.0, None, 0.0), (None, 100.0, None)],
 )
-def test_scraped_checkpoint_age_counts_from_placement_at_most(placed_at, began_at, age):
+def test_checkpoint_age_counts_from_the_later_of_placement_and_last_save(placed_at, began_at, age):
     saved = None if began_at is None else Saved(began_at, began_at + 1.0)
     job = SimpleNamespace(
         placed_at=placed_at, saved=saved, row=SimpleNamespace(spec={"checkpoint": {"every_steps": 5}})

@@ -85,7 +85,7 @@ def test_no_job_is_handed_over_to_a_control_plane_that_missed_renewals():
 
 
 @given(briefs, st.sets(st.sampled_from("abc")))
-def test_leases_of_unsupervised_jobs_are_strays_and_others_are_not(jobs, others):
+def test_held_leases_are_strays_only_if_their_job_is_not_supervised(jobs, others):
     stray = strays({job.id for job in jobs} | others, others, jobs)
     assert stray == {job.id for job in jobs if job.state not in SUPERVISED}
 

@@ -86,7 +86,7 @@ def test_lease_owned_in_the_database_but_not_held_is_released_at_the_next_look(p
     story(body)
 
 
-def test_look_does_not_take_a_lease_that_is_already_being_taken(planes, job):
+def test_lease_refresh_does_not_take_a_lease_that_is_already_being_claimed(planes, job):
     one, _ = planes
 
     async def body():
@@ -220,7 +220,7 @@ def test_renewal_counts_from_when_it_was_asked_for_however_late_its_answer(plane
         assert one.leases.certain is (one.now < until)
 
 
-def test_job_that_is_not_held_may_only_be_read_and_given_faults(planes, job):
+def test_only_describe_and_arm_orders_are_allowed_without_holding_the_lease_of_a_job(planes, job):
     assert planes[0].leases.epoch(job, "describe") is planes[0].leases.epoch(job, "arm") is None
     for method in ("reports", "stop", None):
         with pytest.raises(LeaseLost):
@@ -274,7 +274,7 @@ def test_control_plane_that_leaves_frees_its_jobs_for_others_at_once(planes, job
     story(body)
 
 
-def test_epoch_rises_above_what_agents_know_from_before_a_restore(planes, job):
+def test_lease_epoch_rises_above_a_higher_known_one_and_stays_at_an_equal_one(planes, job):
     one, _ = planes
 
     async def body():
@@ -317,7 +317,7 @@ def owned(store, plane):
         return leases.owned(session, plane)
 
 
-def test_lease_is_borrowed_for_a_moment_and_given_back_whatever_happens(store, own_leases):
+def test_borrowed_lease_is_released_even_if_its_borrower_fails(store, own_leases):
     async def body():
         assert not own_leases.is_borrowed("job_1")
         with pytest.raises(ValueError):
@@ -394,7 +394,7 @@ def test_waiting_for_a_released_or_handed_over_lease_fails_at_once(own_leases):
     story(body)
 
 
-def test_leaving_gives_up_every_lease_here_and_in_the_database(store, own_leases):
+def test_control_plane_that_leaves_releases_its_leases_in_memory_and_in_the_database(store, own_leases):
     async def body():
         await own_leases.claim("job_1")
         await own_leases.leave()

@@ -194,7 +194,7 @@ def test_a_pipeline_with_too_many_passes_is_explained_without_a_timeline():
     assert "too many passes" in picture("large", document)
 
 
-def test_explanation_of_a_run_that_never_ends_says_so(monkeypatch):
+def test_explanation_of_a_run_that_never_ends_says_that_it_would_never_finish(monkeypatch):
     def never(run):
         raise NeverFinishes(f"it would never finish: {run.gpus}")
 
@@ -205,7 +205,7 @@ def test_explanation_of_a_run_that_never_ends_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(("elastic", "fewest"), [({}, 2), ({"min_data": 1}, 1)])
-def test_a_whole_training_waits_for_nodes_if_its_size_is_fixed(monkeypatch, elastic, fewest):
+def test_fewest_replicas_of_the_advised_run_follow_the_elastic_settings(monkeypatch, elastic, fewest):
     runs = []
     monkeypatch.setattr("manta.service.planner.explain.advise", lambda run: runs.append(run))
     spec = job({"data": 2}, steps=10**7).model_copy(update={"elastic": ElasticConfig(**elastic)})
@@ -284,7 +284,7 @@ def test_suggested_stage_counts_drop_stage_layers_and_zero_is_toggled():
     assert "zero: 1" in changes and "zero: 0" not in changes
 
 
-def test_stages_that_are_placed_stay_as_many():
+def test_suggested_changes_keep_the_number_of_placed_stages():
     """Which nodes others would be on is not known."""
     cluster = together([Cluster(machine_of(name), 1, 8) for name in ("a100-80gb", "l40s-48gb")])
     placed = job({"pipeline": 2, "tensor": 2, "data": 2, "stage_accelerators": ["A100", "L40S"]})
@@ -316,7 +316,7 @@ def test_plan_advice_depends_on_the_sizes_of_the_layout():
     assert "train.optimizer.offload: false" in shares({}, optimizer={"offload": True})["optimizer"].help
 
 
-def test_the_rank_with_most_to_do_is_compared_with_the_mean():
+def test_explained_bubble_names_the_busiest_rank_and_its_excess_over_the_mean():
     plan, explanation = explained({"pipeline": 4})
     work = StepModel(plan.spec, CLUSTERS["a100"]).pipeline().rank_work()
     bubble = next(each for each in explanation.shares if each.name == "bubble")

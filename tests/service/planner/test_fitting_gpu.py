@@ -63,7 +63,7 @@ def test_fit_of_a_gpu_follows_a_change_of_each_constant(name):
     assert asdict(fit_gpu(rows(changed), ASSUMED)) == pytest.approx(asdict(changed), rel=0.03)
 
 
-def test_measurements_of_a_gpu_travel_as_json():
+def test_gpu_measurements_survive_json():
     measurements = rows(GPU)
     assert Measurements.from_json(asdict(measurements)) == measurements
 
@@ -92,7 +92,7 @@ def test_fit_of_an_unknown_gpu_is_refused_by_name():
         machine_measured(Measurements("Abacus", 1, gpu_memory_bytes=1))
 
 
-def test_a_measured_machine_is_not_assumed_but_its_links_are():
+def test_machine_with_a_measured_gpu_still_has_assumed_links():
     machine = measured(ASSUMED, GPU)
     assert ASSUMED.is_assumed and not ASSUMED.links_are_assumed and ASSUMED.constants == HOPPER
     assert not machine.is_assumed and machine.links_are_assumed

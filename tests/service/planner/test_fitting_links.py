@@ -48,7 +48,7 @@ def test_fit_of_links_is_robust_to_one_delayed_row():
     assert (fitted.bandwidth, fitted.hop_seconds) == (pytest.approx(3.6e11, rel=0.1), pytest.approx(3e-6, rel=0.1))
 
 
-def test_links_that_are_not_alike_say_so_by_their_error():
+def test_fit_of_unlike_links_follows_the_larger_groups_and_reports_a_large_error():
     """Pairs with a bridge, and one switch for all: the larger groups are told as they are."""
     pairs = [row for row in rows(Links(1e11, 3e-6), (2,)) if row.kind != "message"]
     fitted = fit_links([*pairs, *rows(Links(1e10, 3e-6), (8,))], MACHINES["l40s-48gb"])

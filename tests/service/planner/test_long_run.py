@@ -134,7 +134,7 @@ def test_simulated_state_is_lost_if_both_nodes_fail_before_a_new_copy():
     assert simulate(run, replace(kept, node=0.0), often).redone == 0
 
 
-def test_nodes_that_are_lost_already_do_not_fail():
+def test_simulated_nodes_in_repair_do_not_fail_again():
     run = Run(gpus=8, gpus_per_node=8, replicas=1, step_seconds=1.0, steps=10_000, checkpoint_seconds=1000.0)
     often = Reliability(1e15, 8.0, 1e15)
     outcome = simulate(replace(run, repair_hours=10.0), replace(MANTA, lost_steps=0.0), often)

@@ -155,7 +155,7 @@ def with_offload(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": there})})
 
 
-def test_an_optimizers_state_lies_on_the_device_or_on_the_host():
+def test_offloaded_optimizer_state_moves_from_device_to_host_memory():
     here = job(tensor=2, data=4)
     there, kept = with_offload(here), rank_parameters(here)[0] / 4
     assert memory_of(here, 0).optimizer == pytest.approx(12 * kept)

@@ -60,7 +60,7 @@ def test_operations_on_a_core_cost_time_beside_their_arithmetic():
     assert Budget(products=1.0, operations=100).wait_for_host(machine).seconds == pytest.approx(1.1)
 
 
-def test_budgets_add_up():
+def test_budgets_of_operations_add_up_with_a_factor():
     total = Budget(products=1.0, operations=2).plus(Budget(products=2.0, tensor=0.5, operations=3), 2)
     assert total == Budget(products=5.0, tensor=1.0, operations=8)
 

@@ -166,7 +166,7 @@ def one(model, parallel=None, precision="fp32"):
 SPEC = one({"hidden_size": 256, "heads": 4, "sequence_length": 128})
 
 
-def test_refinement_needs_several_jobs():
+def test_refinement_changes_constants_only_after_a_minimum_number_of_jobs():
     true = slower(OF_CORES, product_fp32=0.5)
     seen = [observed(SPEC, OF_CORES, true, f"job_{i}") for i in range(MIN_JOBS)]
     assert refined(OF_CORES.machine, seen[1:]) is OF_CORES.machine
@@ -200,7 +200,7 @@ def test_refinement_of_core_memory_bandwidth_is_not_capped_at_one():
     assert moved(refined(OF_CORES.machine, seen))["memory"] == pytest.approx(2.0, rel=0.1)
 
 
-def test_steps_that_were_disturbed_say_nothing():
+def test_refinement_ignores_steps_with_a_wide_spread_or_without_parts():
     plan = planned(SPEC, OF_CORES)
     assert observation("job_1", 0.0, plan, took(SPEC, OF_CORES)) is not None
     assert observation("job_1", 0.0, plan, took(SPEC, OF_CORES, spread=0.4)) is None
@@ -208,7 +208,7 @@ def test_steps_that_were_disturbed_say_nothing():
     assert observation("job_1", 0.0, plan, replace(took(SPEC, OF_CORES), parts=None)) is None
 
 
-def test_a_small_part_of_a_step_says_nothing():
+def test_refinement_ignores_a_small_part_of_a_step():
     """The update is one part in a hundred."""
     rows = observed(SPEC, OF_CORES, OF_CORES).rows
     assert [row.planned == pytest.approx(row.measured) for row in rows] == [True]
@@ -236,7 +236,7 @@ def test_refinement_ignores_jobs_planned_before_a_calibration():
     assert refined(OF_MEASURED.machine, seen) is OF_MEASURED.machine
 
 
-def test_jobs_move_no_bandwidth_that_was_measured():
+def test_refinement_leaves_measured_link_bandwidth_unchanged():
     linked = replace(OF_MEASURED, machine=measured(MACHINES["h100-80gb"], GPU, Links(3.6e11, 3e-6)))
     assert set(movable(linked.machine)) == {*BETWEEN_GPUS} - {"inside"}
     draw, true = random.Random(2), slower(linked, skew_seconds=2.0)

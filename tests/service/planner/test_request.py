@@ -58,7 +58,7 @@ def broken(**changes: Any) -> dict[str, str]:
     return {problem.path: problem.rule for problem in caught.value.problems}
 
 
-def test_plans_have_the_keys_of_the_contract():
+def test_plan_answer_has_all_keys_that_clients_rely_on():
     wanted = read()
     answer = to_json(wanted, wanted.answer())
     best = answer["plans"][0]
@@ -89,7 +89,7 @@ def test_plan_of_a_given_layout_evaluates_exactly_that_layout():
     assert (layout.tensor, layout.pipeline, layout.data, plan.spec.train.micro_batch_size) == (2, 2, 2, 1)
 
 
-def test_a_jobs_own_file_can_be_planned():
+def test_plan_request_accepts_the_keys_of_a_complete_job_file():
     jobs_own = {"name": "mine", "data": {"source": "python-stdlib"}, "checkpoint": {"keep": 2}, "priority": 3}
     assert read(**jobs_own).answer().plans
 
@@ -202,14 +202,14 @@ def test_plan_for_a_gpu_cluster_ignores_nodes_without_gpus():
         cluster_of_nodes([node("cpu", 16)], "h100", NODE)
 
 
-def test_slots_beside_gpus_are_a_cluster_of_their_own():
+def test_cpu_plan_uses_only_the_slots_of_gpu_and_cpu_nodes():
     nodes = [node("gpu", 8) | {"slots_total": 4}, node("gpu", 8) | {"slots_total": 0}, node("cpu", 4)]
     cluster = cluster_of_nodes(nodes, "cpu", NODE)
     assert not cluster.machine.has_gpus and (cluster.nodes, cluster.gpus_per_node) == (2, 4)
 
 
 @pytest.mark.parametrize("left", [{"draining": True}, {"problem": "its disk is full"}])
-def test_nodes_on_which_nothing_is_placed_do_not_count(left):
+def test_plan_request_leaves_out_nodes_on_which_nothing_is_placed(left):
     h100 = node("gpu", 8) | {"gpu_type": "H100", "draining": False, "problem": None}
     assert cluster_of_nodes([h100, h100 | left], None, NODE).nodes == 1
     with pytest.raises(SpecError, match="no node"):
@@ -236,7 +236,7 @@ def test_plan_request_for_gpus_of_unknown_type_needs_a_name():
         ("L40S", 48_318_382_080, "l40s-48gb"),
     ],
 )
-def test_gpus_that_ray_has_recognised_need_no_name(gpu_type, memory, name):
+def test_plan_request_takes_the_accelerator_from_the_gpu_type_unless_it_is_given(gpu_type, memory, name):
     nodes = [node("gpu", 8) | {"gpu_type": gpu_type, "gpu_memory_bytes": memory}] * 2 + [node("cpu", 4)]
     cluster = cluster_of_nodes(nodes, None, NODE)
     assert cluster.machine is machine_of(name)

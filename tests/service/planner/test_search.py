@@ -255,7 +255,7 @@ def test_search_on_fewer_nodes_reuses_the_bounds_of_a_larger_one(draw):
         assert fastest(left, bounds, 5).plans() == search(spec, nodes, engine).plans
 
 
-def test_search_is_deterministic():
+def test_search_gives_equal_results_for_equal_jobs_and_clusters():
     spec, cluster = drawn(11)
     assert search(spec, cluster) == search(spec, cluster)
 
@@ -288,12 +288,12 @@ def test_search_without_room_says_how_much_is_missing_and_what_cluster_would_do(
     assert "nodes of 8" in (smallest_cluster(spec, cluster) or "")
 
 
-def test_a_micro_batch_size_that_is_given_stays():
+def test_search_keeps_a_given_micro_batch_size():
     spec = job(train={"micro_batch_size": 3})
     assert {plan.spec.train.micro_batch_size for plan in search(spec, a100s()).plans} == {3}
 
 
-def test_a_layout_that_is_given_is_judged_alone():
+def test_evaluation_of_a_given_layout_plans_it_or_says_why_it_is_rejected():
     spec = paper(32, 20480, 128, 128)
     given = spec.model_copy(update={"parallel": job(tensor=8, pipeline=8, recompute="full").layout})
     (plan,) = evaluate(given, a100s(8)).plans

@@ -106,7 +106,7 @@ def test_shared_out_layers_give_remainders_to_the_first_of_equal_ranks():
     assert held == (2, 3, 2, 1), "the logits are on rank 0, and what it has fewer is of that chunk"
 
 
-def test_a_move_is_of_one_layer_and_leaves_no_stage_empty():
+def test_layer_moves_shift_one_layer_and_leave_no_stage_empty():
     assert sorted(moves((1, 2, 2))) == [(1, 1, 3), (1, 3, 1), (2, 1, 2), (2, 2, 1)]
     long = (3,) * 10 + (2,) * 30
     others = list(moves(long))

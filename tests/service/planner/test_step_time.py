@@ -149,7 +149,7 @@ def test_planned_activation_offload_is_waited_for_if_layers_are_faster():
     assert sum(shares.values()) == pytest.approx(most)
 
 
-def test_a_state_on_the_host_comes_and_goes_over_the_link():
+def test_planned_update_of_an_offloaded_state_takes_the_host_copy_time():
     """Both ways at once, and the last slice once more; with more replicas each has less of it."""
 
     def update(offload: bool, **layout: int) -> float:
@@ -224,7 +224,7 @@ def test_planned_forward_chunks_help_large_products_and_hurt_small_ones(sequence
     assert in_chunks(64, 512).forward().seconds > in_chunks(1, 512).forward().seconds
 
 
-def test_chunks_on_one_tensor_rank_change_nothing():
+def test_forward_chunks_on_one_tensor_rank_leave_the_planned_time_unchanged():
     assert layer(job(forward_chunks=4)).forward() == layer(job()).forward()
 
 
@@ -240,7 +240,7 @@ def test_planned_small_layer_waits_for_its_host():
     assert passes[0].forward >= operations * model.cluster.machine.constants.host_seconds
 
 
-def test_stages_with_the_ends_of_the_model_take_longer():
+def test_planned_first_and_last_stage_take_longer_than_those_between():
     times = StepModel(job(pipeline=4), a100s()).pipeline().times
     assert times[1] == times[2]
     assert times[0].forward > times[1].forward and times[3].forward > times[1].forward

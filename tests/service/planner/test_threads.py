@@ -38,7 +38,7 @@ def test_threads_make_a_step_faster_and_never_by_more_than_their_number():
     assert one / 8 < eight < two
 
 
-def test_small_tensors_are_not_cut():
+def test_planned_step_on_tiny_tensors_is_slower_with_8_threads_than_with_one():
     tiny = job(1, 32, 2, model={"sequence_length": 8, "vocabulary_size": 64}, train={"global_batch_size": 1})
     one, eight = (
         seconds(tiny.model_copy(update={"resources": ResourcesConfig(threads=count)}), cores(8)) for count in (1, 8)
@@ -50,7 +50,7 @@ def test_threads_beyond_the_cores_do_not_speed_up_a_step():
     assert seconds(small(threads=4), cores(2)) > 0.99 * seconds(small(threads=2), cores(2))
 
 
-def test_the_search_counts_with_the_threads_of_each_layout():
+def test_search_times_each_layout_with_its_own_number_of_threads():
     spec = small().model_copy(update={"parallel": "auto"})
     for plan in search(spec, cores(4), engine_on(cores(4).machine), limit=3).plans:
         assert plan.time.seconds == pytest.approx(seconds(plan.spec, cores(4)))

@@ -100,7 +100,7 @@ def test_backup_has_every_row_and_is_private(store, jobs_of_all_kinds, tmp_path)
     assert not list(tmp_path.glob(".backup*"))
 
 
-def test_backup_is_one_file_that_can_be_read_where_nothing_can_be_written(store, jobs_of_all_kinds, tmp_path):
+def test_database_backup_is_a_single_file_without_a_write_ahead_log(store, jobs_of_all_kinds, tmp_path):
     """A log beside it would be forgotten by whoever carries it away."""
     (tmp_path / "kept").mkdir()
     back_up(store, tmp_path / "kept" / "backup.db")
@@ -113,7 +113,7 @@ def journal_of(file):
         return connection.execute("PRAGMA journal_mode").fetchone()[0]
 
 
-def test_backup_that_fails_leaves_no_file(store, tmp_path, monkeypatch):
+def test_failed_database_backup_leaves_no_file(store, tmp_path, monkeypatch):
     def full(*arguments):
         raise sqlite3.OperationalError("database or disk is full")
 

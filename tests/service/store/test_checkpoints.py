@@ -45,7 +45,7 @@ def test_job_resumes_from_the_checkpoint_made_last_even_if_others_have_later_ste
         assert checkpoints.kept_because(session, started)[last].startswith("it is the newest")
 
 
-def test_a_failed_save_can_be_tried_again(store, started):
+def test_failed_save_of_a_step_becomes_complete_when_repeated(store, started):
     first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/x"))
     store.write(lambda session: checkpoints.fail(session, first.id))
     assert save(store, started, 50) == first.id
@@ -65,7 +65,7 @@ def test_complete_checkpoint_cannot_fail_and_a_deleted_one_cannot_be_completed(s
         assert not store.write(lambda session, change=change: change(session, "ckpt_nowhere"))
 
 
-def test_pages_show_the_highest_step_first(store, started):
+def test_checkpoint_pages_list_the_highest_step_first(store, started):
     for step in (50, 150, 100):
         save(store, started, step)
     save(store, started, 100, generation=2)

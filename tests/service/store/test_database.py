@@ -43,7 +43,7 @@ def test_the_newest_revision_is_the_one_that_migrations_end_at(store):
         assert MigrationContext.configure(connection).get_current_revision() == newest_revision()
 
 
-def test_migrating_twice_keeps_the_jobs(store, submit):
+def test_second_migration_of_a_database_keeps_its_jobs(store, submit):
     job = submit()
     store.migrate()
     with store.read() as session:
@@ -72,7 +72,7 @@ def namespace(store, ray_is_new=False):
     return store.write(lambda session: installation_tables.ray_namespace(session, ray_is_new))
 
 
-def test_each_database_has_its_own_lasting_namespace(store, tmp_path):
+def test_each_database_has_a_namespace_of_its_own_that_survives_a_migration(store, tmp_path):
     first_name = namespace(store)
     store.migrate()
     assert namespace(store) == namespace(store, ray_is_new=True) == first_name
@@ -87,7 +87,7 @@ def test_home_of_jobs_stays_that_of_the_first_control_plane(store):
         assert store.write(lambda session, home=home: installation_tables.home_of_jobs(session, home)) == "/first"
 
 
-def test_a_failed_operation_leaves_nothing_behind(store, submit):
+def test_failed_write_operation_is_rolled_back(store, submit):
     job = submit()
 
     def half(session):
@@ -100,7 +100,7 @@ def test_a_failed_operation_leaves_nothing_behind(store, submit):
         assert jobs.get(session, job.id).state == "QUEUED"
 
 
-def test_all_writing_happens_in_one_thread(store):
+def test_all_database_writes_run_in_one_background_thread(store):
     names = {store.write(lambda session: threading.current_thread().name) for _ in range(3)}
 
     async def ask():
@@ -116,7 +116,7 @@ def test_a_write_inside_a_write_is_an_error_instead_of_a_deadlock(store):
         store.write(lambda session: store.write(lambda inner: None))
 
 
-def test_write_async_leaves_the_event_loop_free(store):
+def test_write_async_does_not_block_the_event_loop(store):
     release = threading.Event()
 
     async def main():
@@ -129,7 +129,7 @@ def test_write_async_leaves_the_event_loop_free(store):
     assert asyncio.run(main()) is True
 
 
-def test_a_reader_sees_one_state_while_others_write(store, submit):
+def test_database_read_session_does_not_see_later_writes(store, submit):
     submit()
     with store.read() as session:
         before = len(job_rows.page(session).items)
@@ -137,7 +137,7 @@ def test_a_reader_sees_one_state_while_others_write(store, submit):
         assert len(job_rows.page(session).items) == before == 1
 
 
-def test_rows_stay_usable_after_their_session(store, submit):
+def test_database_rows_stay_readable_after_their_session(store, submit):
     job = submit()
     assert job.spec["train"]["steps"] == job.steps == 10
     with store.read() as session:

@@ -85,7 +85,7 @@ def test_deletion_removes_every_row_of_the_job_and_no_other(store, two):
             jobs.get(session, gone)
 
 
-def test_deletion_that_has_begun_is_marked_and_lets_the_snapshots_go(store, two):
+def test_begun_job_deletion_is_recorded_and_releases_the_jobs_snapshots(store, two):
     job_id, _ = two
     store.write(lambda session: deletion.begin(session, job_id))
     with store.read() as session:
@@ -142,7 +142,7 @@ def test_metrics_of_the_deleted_job_alone_are_removed_in_parts(store, two, monke
     assert rows_of(store, other)["metrics"] == 3
 
 
-def test_id_of_an_event_is_never_given_twice(store, two, submit):
+def test_event_ids_of_a_deleted_job_are_not_reused(store, two, submit):
     """Whoever reads the events of all jobs goes on after the last id that it saw."""
     job_id, other = two
     newest = store.write(lambda session: events.append(session, job_id, "told", "the newest of all"))

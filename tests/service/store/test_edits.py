@@ -60,7 +60,7 @@ def test_edit_of_a_job_that_was_edited_meanwhile_is_refused(store, submit):
         assert jobs.get(session, job.id).priority == 1
 
 
-def test_job_that_is_not_there_is_not_changed(store):
+def test_edit_of_an_unknown_job_raises_job_not_found(store):
     with pytest.raises(JobNotFound):
         store.write(lambda session: edits.edit(session, "job_000000000000", priority=1))
 

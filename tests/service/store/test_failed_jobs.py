@@ -63,7 +63,7 @@ def test_retry_of_a_job_that_has_not_failed_is_refused(store, submit):
         store.write(lambda s: pauses_and_retries.request_retry(s, waiting.id))
 
 
-def test_memory_is_held_by_jobs_that_are_not_final_and_those_that_may_be_tried_again(store, failed, submit):
+def test_snapshots_are_held_by_unfinished_jobs_and_failed_ones_that_may_be_retried(store, failed, submit):
     waiting, over = submit(), submit()
     store.write(lambda s: jobs.request_cancel(s, over.id))
     with store.read() as session:
@@ -72,7 +72,7 @@ def test_memory_is_held_by_jobs_that_are_not_final_and_those_that_may_be_tried_a
         assert pauses_and_retries.holding_memory(session, [over.id, waiting.id]) == {waiting.id}
 
 
-def test_memory_goes_when_its_time_is_over(store, failed):
+def test_snapshots_of_a_failed_job_are_released_once_after_their_time(store, failed):
     with store.read() as session:
         assert pauses_and_retries.memory_expired(session, 999.0) == []
         assert pauses_and_retries.memory_expired(session, 1001.0) == [failed.id]
@@ -86,18 +86,18 @@ def test_memory_goes_when_its_time_is_over(store, failed):
         assert pauses_and_retries.holding_memory(session, [failed.id]) == set()
 
 
-def test_memory_of_a_retried_job_is_kept_past_its_time(store, failed):
+def test_snapshots_of_a_retried_job_are_kept_past_their_time(store, failed):
     store.write(lambda s: pauses_and_retries.request_retry(s, failed.id))
     assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1001.0))
 
 
-def test_memory_of_an_unfinished_job_is_kept_past_its_time(store, started):
+def test_snapshots_of_an_unfinished_job_are_kept_past_their_time(store, started):
     store.write(lambda s: setattr(jobs.get(s, started.id), "memory_kept_until", 1000.0))
     assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, started.id, 1001.0))
     assert row(store, started).memory_kept_until == 1000.0
 
 
-def test_memory_is_kept_up_to_its_very_last_moment(store, failed):
+def test_snapshots_of_a_failed_job_are_still_kept_at_the_very_end_of_their_time(store, failed):
     with store.read() as session:
         assert pauses_and_retries.memory_expired(session, 1000.0) == []
     assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1000.0))

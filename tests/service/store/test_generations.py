@@ -43,7 +43,7 @@ def test_a_generation_begins_in_the_same_transaction_as_a_transition(store, star
         assert generations.of_job(session, started.id)[0].resume_step == 7
 
 
-def test_the_first_step_and_the_end_are_noted_once(store, started):
+def test_generation_keeps_its_first_reported_first_step_and_end(store, started):
     number = begin(store, started)
     for at in (5.0, 6.0):
         store.write(lambda session, at=at: generations.mark_first_step(session, started.id, number, at))
@@ -101,7 +101,7 @@ def test_ranks_are_replaced_as_a_whole(store, started):
         assert {(row.state, row.pid) for row in ranks.of_job(session, started.id)} == {("exited", None)}
 
 
-def test_a_generation_of_no_job_is_refused(store):
+def test_generation_of_an_unknown_job_is_refused(store):
     with pytest.raises(JobNotFound):
         store.write(lambda session: generations.begin(session, "job_000000000000", "test", False))
 

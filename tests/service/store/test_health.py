@@ -32,7 +32,7 @@ def test_older_revision_is_reported_with_the_upgrade_command(store):
     assert health.problems(store) == [said]
 
 
-def test_missing_row_of_the_installation_is_reported(store):
+def test_health_check_reports_a_missing_installation_row(store):
     run(store, "DELETE FROM installation")
     assert health.problems(store) == ["installation has 0 rows, and must have one"]
 
@@ -53,13 +53,13 @@ def test_file_that_is_not_a_job_database_is_reported(tmp_path, content, said):
     assert (tmp_path / "new.db").exists() == (content is not None)
 
 
-def test_server_that_cannot_be_reached_is_reported_with_what_would_help():
+def test_health_check_of_an_unreachable_database_server_asks_whether_it_is_running():
     url = "postgresql://me@127.0.0.1:1/manta"
     with contextlib.closing(Store(url)) as store, pytest.raises(StoreUnusable, match="is the server running"):
         health.problems(store)
 
 
-def test_rows_without_their_job_are_reported_where_the_database_has_let_them_in(tmp_path, empty_database):
+def test_health_check_reports_rows_of_a_job_that_does_not_exist(tmp_path, empty_database):
     file = tmp_path / "manta.db"
     file.write_bytes(empty_database.read_bytes())
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:

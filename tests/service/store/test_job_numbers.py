@@ -55,12 +55,12 @@ def queries_of(store: Store) -> int:
     return len([statement for statement in seen if "SELECT" in statement])
 
 
-def test_empty_database_has_numbers(store):
+def test_job_numbers_of_an_empty_database_are_zero_or_none(store):
     nothing = numbers(store)
     assert (nothing.queued_since, nothing.without_owner, nothing.recent_failures, nothing.listed) == (None, 0, {}, [])
 
 
-def test_queries_do_not_grow_with_the_jobs(store):
+def test_number_of_queries_for_job_numbers_does_not_grow_with_the_jobs(store):
     made(store, JobState.STARTING, JobState.RUNNING)
     for_one = queries_of(store)
     for _ in range(5):
@@ -68,7 +68,7 @@ def test_queries_do_not_grow_with_the_jobs(store):
     assert queries_of(store) == for_one <= 20
 
 
-def test_numbers_list_started_jobs_first_up_to_a_limit(store, monkeypatch):
+def test_job_numbers_list_started_jobs_first_up_to_a_limit(store, monkeypatch):
     monkeypatch.setattr(job_numbers, "MAX_JOBS", 2)
     made(store)
     running = {made(store, JobState.STARTING, JobState.RUNNING), made(store, JobState.STARTING)}

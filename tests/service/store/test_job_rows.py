@@ -24,7 +24,7 @@ def test_pages_are_newest_first_and_complete_while_jobs_arrive(store, submit):
     assert seen == ids[::-1]
 
 
-def test_a_page_that_holds_the_rest_has_no_successor(store, submit):
+def test_last_page_of_jobs_has_no_next_cursor(store, submit):
     submit(), submit()
     with store.read_rows() as connection:
         assert job_rows.page(connection, limit=2).next_cursor is None
@@ -40,7 +40,7 @@ def test_pages_filter_by_state_and_name(store, submit):
         assert job_rows.page(connection, JobFilter(states=("PAUSED",))).items == []
 
 
-def test_only_jobs_asked_for_are_listed_newest_first(store, submit):
+def test_jobs_asked_for_by_id_are_listed_newest_first(store, submit):
     first, _, third = submit(), submit(), submit()
     with store.read_rows() as connection:
         rows = job_rows.understood(connection, [first.id, "job_000000000000", third.id])
@@ -48,7 +48,7 @@ def test_only_jobs_asked_for_are_listed_newest_first(store, submit):
 
 
 @pytest.mark.parametrize("cursor", ["?", "AAAA", "é", "am9iXw", "a"])
-def test_a_foreign_cursor_is_refused(store, cursor):
+def test_invalid_cursor_of_job_pages_is_refused(store, cursor):
     with store.read_rows() as connection, pytest.raises(InvalidCursor):
         job_rows.page(connection, cursor=cursor)
 
@@ -89,7 +89,7 @@ def _another(kind):
     return "CHANGED" if isinstance(kind, String | ShortText | AnyText) else 7
 
 
-def test_a_row_of_no_job_is_not_found(store):
+def test_reading_the_row_of_an_unknown_job_raises_job_not_found(store):
     with store.read_rows() as connection:
         for job_id in ("job_000000000000", "../../etc/passwd", ""):
             with pytest.raises(JobNotFound):

@@ -53,7 +53,7 @@ def test_repeated_request_with_the_same_key_creates_one_job(store, make_spec):
     assert store.write(request)[0].id == first.id
 
 
-def test_the_same_key_with_another_body_is_refused(store, make_spec):
+def test_idempotency_key_reused_with_another_body_is_refused(store, make_spec):
     job, _ = store.write(lambda session: jobs.create(session, make_spec(), "key-1", "digest-a"))
     with pytest.raises(IdempotencyConflict, match=job.id):
         store.write(lambda session: jobs.create(session, make_spec(), "key-1", "digest-b"))
@@ -114,7 +114,7 @@ def test_requested_size_is_stored_and_reported_as_an_event(store, submit):
     )  # fmt: skip
 
 
-def test_an_illegal_transition_names_the_state_and_changes_nothing(store, submit):
+def test_illegal_state_transition_is_refused_and_leaves_the_job_unchanged(store, submit):
     job = submit()
     with pytest.raises(IllegalTransition, match="QUEUED"):
         store.write(lambda session: jobs.transition(session, job.id, JobState.RUNNING))
@@ -122,7 +122,7 @@ def test_an_illegal_transition_names_the_state_and_changes_nothing(store, submit
         assert jobs.get(session, job.id).state == "QUEUED"
 
 
-def test_going_back_to_the_queue_keeps_the_first_start(store, started):
+def test_requeued_job_keeps_the_time_of_its_first_start(store, started):
     store.write(lambda session: jobs.transition(session, started.id, JobState.QUEUED))
     again = store.write(lambda session: jobs.transition(session, started.id, JobState.STARTING))
     assert again.started_at == started.started_at
@@ -136,7 +136,7 @@ def test_cancel_ends_a_queued_job_at_once_and_asks_a_started_one(store, submit, 
         store.write(lambda session: jobs.request_cancel(session, queued.id))
 
 
-def test_the_queue_goes_by_priority_then_by_age(store, submit, started):
+def test_job_queue_is_ordered_by_priority_then_by_age(store, submit, started):
     low, first, second = submit(priority=-1), submit(), submit()
     with store.read() as session:
         assert jobs.queue_positions(session, [low, first, second]) == {low.id: 3, first.id: 1, second.id: 2}

@@ -48,7 +48,7 @@ def test_idempotency_key_of_a_project_cannot_be_one_of_the_default_project():
     assert jobs.bound_key("theirs", "a") != jobs.bound_key("ours", "a")
 
 
-def test_project_is_made_once(store):
+def test_second_project_of_the_same_name_is_refused(store):
     store.write(lambda session: projects.create(session, "theirs"))
     with pytest.raises(ProjectExists, match="choose another name"):
         store.write(lambda session: projects.create(session, "theirs"))
@@ -121,7 +121,7 @@ def test_forged_cursor_of_keys_or_projects_is_refused(store, held):
             projects.page(session, None, cursor=Cursors("projects").encode("" if held == "key" else held))
 
 
-def test_link_begins_one_session_that_lasts_no_longer_than_its_key(store):
+def test_dashboard_link_opens_one_session_that_expires_with_its_key(store):
     key = make(store, expires_at=time.time() + 60)
     store.write(lambda session: keys.add_link(session, key.id, "link"))
     opened, begun = store.write(lambda session: keys.open_link(session, "link", "session"))
@@ -144,7 +144,7 @@ def test_expired_links_are_removed_when_the_next_link_is_made(store, monkeypatch
         assert session.execute(text("SELECT digest FROM browser_tokens")).scalars().all() == ["new"]
 
 
-def test_audit_outlives_the_job_that_it_is_about(store):
+def test_audit_entries_are_kept_per_project_and_name_the_key_or_local_user(store):
     who = keys.identity_of(make(store))
     store.write(lambda session: audit.append(session, who, RECORD))
     store.write(lambda session: audit.append_local(session, "root", "default", RECORD))

@@ -26,7 +26,7 @@ def book(store, job, now=None):
         return ledgers.of_job(session, job.id, now or time.time())
 
 
-def test_every_state_is_noted_when_it_is_entered(store, started):
+def test_job_state_changes_are_recorded_with_their_times(store, started):
     move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
     with store.read() as session:
         changes = jobs.states_over_time(session, started.id)
@@ -149,7 +149,7 @@ def test_recovery_is_stored_with_the_ranks_that_were_replaced(store, recovering)
     assert (row.forked, row.kept) == ([3, 5], 6)
 
 
-def test_a_phase_ends_when_the_last_rank_has_ended_it(store, recovering):
+def test_recovery_phase_ends_when_the_last_rank_ends_it(store, recovering):
     for connected, restored in ((103.0, 105.0), (104.0, 104.5), (None, 104.7)):
         store.write(
             lambda session, c=connected, r=restored: recoveries.record_latest(
@@ -160,7 +160,7 @@ def test_a_phase_ends_when_the_last_rank_has_ended_it(store, recovering):
     assert recoveries.timeline(ended).phases() == {"detect": 1, "rest": 1, "re_form": 2, "restore": 1, "redo": 1}
 
 
-def test_a_recovery_ends_once_and_then_stays_as_it_is(store, recovering):
+def test_ended_recovery_is_not_changed_by_later_reports(store, recovering):
     assert store.write(lambda session: recoveries.end(session, recovering.id, 2, 106.0, 1)) is not None
     assert store.write(lambda session: recoveries.end(session, recovering.id, 2, 109.0, 5)) is None
     store.write(lambda session: recoveries.record_latest(session, recovering.id, 2, restored_at=120.0))
@@ -168,7 +168,7 @@ def test_a_recovery_ends_once_and_then_stays_as_it_is(store, recovering):
     assert (row.first_step_at, row.steps_redone, row.restored_at) == (106.0, 1, None)
 
 
-def test_generations_that_no_failure_began_have_no_recovery(store, started):
+def test_generation_without_a_failure_has_no_recovery(store, started):
     begin(store, started, False)
     store.write(lambda session: recoveries.record_latest(session, started.id, 1, restored_at=1.0))
     assert store.write(lambda session: recoveries.end(session, started.id, 1, 2.0, 0)) is None
@@ -176,7 +176,7 @@ def test_generations_that_no_failure_began_have_no_recovery(store, started):
         assert recoveries.page(session, started.id).items == []
 
 
-def test_recoveries_come_in_pages(store, recovering):
+def test_recoveries_of_a_job_are_paged_in_the_order_of_generations(store, recovering):
     for _ in range(3):
         number = begin(store, recovering, True)
         known = RecoveryStart("killed", 0, "again", RecoveryTimeline(1.0))

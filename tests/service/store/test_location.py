@@ -10,7 +10,7 @@ from manta.service.store.location import InvalidDatabaseUrl, file_of, parse_url,
 @pytest.mark.parametrize(
     "text", ["postgresql://me:secret@there/manta", "postgres://me@there/manta", "postgresql+psycopg://there/manta"]
 )
-def test_postgresql_is_spoken_to_by_psycopg(text):
+def test_postgresql_url_selects_the_psycopg_driver(text):
     url = parse_url(text)
     assert (url.drivername, url.database, file_of(url)) == ("postgresql+psycopg", "manta", None)
 

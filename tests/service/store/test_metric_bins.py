@@ -135,7 +135,7 @@ def test_segments_hold_each_step_once_and_only_complete_bins(begin, steps, compl
     assert all(each.level == 0 or each.end * width(each.level) <= binned_until for each in parts)
 
 
-def test_a_long_range_is_few_segments_of_few_bins():
+def test_range_of_a_million_steps_is_read_from_fewer_than_2000_bins():
     parts = segments(2, 1_000_000, 1_000_000, metric_bins.widest(1001))
     assert Segment(4, 1, 1953) in parts
     assert sum(each.end - each.begin for each in parts) < 2000

@@ -33,7 +33,7 @@ def read(store, job, *arguments, **options):
         return metrics.series(session, job.id, *arguments, **options)
 
 
-def test_rows_become_series_and_the_jobs_step(store, running, record):
+def test_metric_rows_become_series_and_update_step_and_metrics_of_the_job(store, running, record):
     assert record(1, [{"step": 1, "loss": 3.0, "tokens": 10}, {"step": 2, "loss": 2.0, "tokens": 20}]) == 2
     drawn = read(store, running, ["loss", "tokens", "grad_norm"])
     assert drawn.steps == [1, 2]
@@ -43,7 +43,7 @@ def test_rows_become_series_and_the_jobs_step(store, running, record):
     assert (job.step, job.metrics, job.report_cursor) == (2, {"step": 2, "loss": 2.0, "tokens": 20}, {"0": 1})
 
 
-def test_a_repeated_report_changes_nothing(store, running, record):
+def test_repeated_metric_report_of_a_rank_changes_nothing(store, running, record):
     assert record(1, [{"step": 1, "loss": 3.0}]) == 1
     assert record(1, [{"step": 1, "loss": 9.0}]) == 0
     assert record(2, [{"step": 2, "loss": 2.0}], rank=1) == 1  # another rank counts by itself
@@ -59,7 +59,7 @@ def test_a_report_and_its_cursor_are_stored_together_or_not_at_all(store, runnin
     assert record(1, [{"step": 1, "loss": 3.0}]) == 1
 
 
-def test_a_later_row_of_the_same_generation_adds_to_the_step(store, running, record):
+def test_later_metric_row_of_the_same_step_and_generation_adds_to_the_first(store, running, record):
     record(1, [{"step": 1, "loss": 3.0}])
     record(2, [{"step": 1, "validation_loss": 4.0}])
     assert read(store, running, ["loss", "validation_loss"]).series == {"loss": [3.0], "validation_loss": [4.0]}
@@ -72,7 +72,7 @@ def test_metric_missing_from_later_rows_keeps_its_last_value(store, running, rec
         assert jobs.get(session, running.id).metrics == {"step": 3, "loss": 1.0, "validation_loss": 4.0}
 
 
-def test_a_redone_step_replaces_the_row(store, running, record):
+def test_repeated_step_of_a_new_generation_replaces_its_metric_row(store, running, record):
     record(1, [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5, "x": 1}])
     store.write(lambda session: generations.begin(session, running.id, "rank_died", True, "snapshot", 1))
     record(1, [{"step": 2, "loss": 2.0}], generation=2)
@@ -164,7 +164,7 @@ def test_going_back_to_an_older_checkpoint_does_not_take_steps_back(store, runni
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan", "inf", "-inf"])
-def test_non_finite_numbers_survive(store, running, record, value):
+def test_non_finite_metrics_read_back_as_the_same_floats(store, running, record, value):
     record(1, [{"step": 1, "loss": value, "mine": value}])
     drawn = read(store, running, ["loss", "mine"]).series
     with store.read() as session:
@@ -174,7 +174,7 @@ def test_non_finite_numbers_survive(store, running, record, value):
         assert math.isnan(number) if math.isnan(float(value)) else number == float(value)
 
 
-def test_text_among_the_metrics_is_left_out(store, running, record):
+def test_text_time_and_rank_are_left_out_of_the_stored_metrics(store, running, record):
     record(1, [{"step": 1, "loss": 1.0, "note": "hello", "time": 5.0, "rank": 3}])
     with store.read() as session:
         assert jobs.get(session, running.id).metrics == {"step": 1, "loss": 1.0}
@@ -204,7 +204,7 @@ def test_downsampling_keeps_both_ends_and_never_more_than_asked(store, running, 
 
 
 @pytest.mark.parametrize("spike", [7.0, math.nan, math.inf])
-def test_downsampling_keeps_a_spike(store, running, record, spike):
+def test_downsampled_loss_keeps_the_step_of_a_spike(store, running, record, spike):
     record(1, [{"step": step, "loss": spike if step == 137 else 2.0} for step in range(1, 201)])
     assert 137 in read(store, running, ["loss"], max_points=10).steps
 

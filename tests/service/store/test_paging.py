@@ -61,7 +61,7 @@ def test_cursor_that_holds_no_valid_number_is_refused(text):
     assert cursors.decode_number(cursors.encode(str(2**63 - 1))) == 2**63 - 1
 
 
-def test_page_leads_on_where_there_is_more():
+def test_page_has_a_next_cursor_only_if_more_items_follow():
     cursors = Cursors("numbers")
     page = Page.of([1, 2, 3], 2, cursors, str)
     assert (page.items, cursors.decode(page.next_cursor)) == ([1, 2], "2")

@@ -20,7 +20,7 @@ def test_a_job_in_the_queue_is_paused_at_once_and_goes_back_there(store, submit)
 
 
 @pytest.mark.parametrize("state", ["STARTING", "RUNNING", "RECOVERING", "RESIZING"])
-def test_a_job_that_may_hold_places_is_pausing_and_says_so_once(store, started, state):
+def test_pause_of_a_placed_job_makes_it_pausing_with_one_event(store, started, state):
     move(store, started, *{"STARTING": [], "RESIZING": ["RUNNING", "RESIZING"]}.get(state, [state]))
     saves = f"its state is being saved, for which `manta cancel {started.id}` does not wait"
     for _ in range(2):
@@ -31,7 +31,7 @@ def test_a_job_that_may_hold_places_is_pausing_and_says_so_once(store, started, 
     assert said.count("PAUSING") == 1
 
 
-def test_a_second_pause_changes_nothing(store, submit):
+def test_second_pause_of_a_paused_job_changes_nothing(store, submit):
     job = submit()
     first = store.write(lambda s: pauses_and_retries.request_pause(s, job.id)).updated_at
     second = store.write(lambda s: pauses_and_retries.request_pause(s, job.id))

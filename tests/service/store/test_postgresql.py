@@ -195,7 +195,7 @@ def commit_and_lose_the_answer(monkeypatch, committed=True):
     monkeypatch.setattr(psycopg.Connection, "commit", commit)
 
 
-def test_a_commit_that_is_not_answered_but_made_is_made_once(open_store, job, monkeypatch):
+def test_commit_whose_answer_is_lost_after_it_was_made_is_not_repeated(open_store, job, monkeypatch):
     store = open_store()
     commit_and_lose_the_answer(monkeypatch)
     assert store.write(lambda session: say(session, job)) > 0
@@ -230,7 +230,7 @@ def test_commit_whose_outcome_cannot_be_asked_for_raises_outcome_unknown(open_st
     assert may_pass(caught.value)
 
 
-def test_connections_that_the_server_has_closed_cost_no_request(open_store, job, postgres, url):
+def test_connections_closed_by_the_server_fail_no_request(open_store, job, postgres, url):
     store = open_store()
     store.ping()
     store.write(lambda session: say(session, job))
@@ -283,7 +283,7 @@ def test_ids_of_jobs_are_in_the_order_of_their_characters_in_every_language(post
     assert postgres.execute(query, name) == [("C",)]
 
 
-def test_texts_that_sqlite_takes_are_taken(open_store, job):
+def test_texts_with_nul_or_surrogates_are_stored_escaped_in_postgresql(open_store, job):
     store = open_store()
     odd = "a\0b\ud800c"
     store.write(lambda s: events.append(s, job.id, "told" + "x" * 100, odd, data={odd: [float("nan"), odd]}))

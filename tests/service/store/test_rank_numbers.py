@@ -45,7 +45,7 @@ def test_newest_rank_numbers_are_those_of_the_running_generation(store, job):
     assert newest(store, job).step == 4
 
 
-def test_history_is_oldest_first_and_bounded(store, job):
+def test_rank_history_is_oldest_first_and_limited_by_first_step_and_count(store, job):
     keep(store, job, *((number, number, [0.5, number]) for number in range(1, 11)))
     numbers = history(store, job)
     assert numbers.steps == list(range(1, 11))
@@ -56,12 +56,12 @@ def test_history_is_oldest_first_and_bounded(store, job):
     assert history(store, job, 10).steps == []
 
 
-def test_history_keeps_a_limited_number_of_steps(store, job):
+def test_rank_history_keeps_a_limited_number_of_the_newest_steps(store, job):
     keep(store, job, *((number, number + 1, [1.0]) for number in range(2 * SLOTS)))
     assert history(store, job).steps == list(range(SLOTS + 1, 2 * SLOTS + 1))
 
 
-def test_numbers_of_many_ranks_are_bounded_together(store, job, monkeypatch):
+def test_rank_history_of_many_ranks_is_shortened_to_a_total_of_numbers(store, job, monkeypatch):
     monkeypatch.setattr(ranks, "MAX_NUMBERS", 10)
     keep(store, job, *((number, number, [1.0] * 4) for number in range(1, 6)))
     assert history(store, job).steps == [4, 5]

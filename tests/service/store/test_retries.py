@@ -75,6 +75,6 @@ def test_lasting_error_is_raised_without_a_retry(error):
     assert in_virtual_seconds(operation) == ([0.0], error)
 
 
-def test_pauses_grow_to_the_longest():
+def test_retry_pauses_double_up_to_the_maximum():
     pauses = backoff(1.0, 3.0)
     assert [next(pauses) for _ in range(4)] == [1.0, 2.0, 3.0, 3.0]

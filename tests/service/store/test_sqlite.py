@@ -136,7 +136,7 @@ def test_file_that_is_not_a_database_is_refused_in_one_sentence(tmp_path, conten
     store.close()
 
 
-def test_a_damaged_database_does_not_answer_and_has_refused_nothing(store, submit, tmp_path):
+def test_error_of_a_damaged_database_counts_as_one_that_may_pass(store, submit, tmp_path):
     submit()
     store.close()
     os.truncate(tmp_path / "manta.db", 3 * 4096)
@@ -238,7 +238,7 @@ def test_write_during_which_the_database_is_lost_does_not_report_success(store, 
         store.write(lambda session: jobs.get(session, job.id))
 
 
-def test_log_that_is_removed_is_written_into_the_database_at_the_end(store, submit, tmp_path):
+def test_jobs_in_a_removed_write_ahead_log_are_in_the_database_after_it_is_closed(store, submit, tmp_path):
     job = submit()
     (tmp_path / "manta.db-wal").unlink()
     store.close()

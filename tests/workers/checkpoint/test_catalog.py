@@ -179,7 +179,7 @@ def test_checkpoints_are_unknown_if_a_file_stands_in_place_of_their_folder(tmp_p
     assert list_checkpoints(tmp_path / "none") == Listing(tmp_path / "none", exists=False)
 
 
-def test_a_manifest_knows_the_size_of_all_files_and_the_sums_of_each(tmp_path):
+def test_manifest_gives_the_total_size_and_the_sums_of_each_of_its_files(tmp_path):
     manifest = Manifest("j", 1, 10, {"a": 5, "b": 7}, {}, blocks={"a": [1, 2], "b": [3]}, block_bytes=4)
     assert manifest.bytes == 12
     assert manifest.sums(tmp_path / "a") == FileSums(5, (1, 2), 4)
@@ -203,7 +203,7 @@ def test_missing_checkpoint_is_gone_if_its_folder_has_an_unrecorded_whole_one(tm
     assert list_checkpoints(tmp_path).condition_of(gone, [gone])[0] is INCOMPLETE
 
 
-def test_a_folder_that_is_gone_is_told_from_one_that_is_empty(tmp_path):
+def test_missing_checkpoint_folder_is_reported_differently_from_an_empty_one(tmp_path):
     path = str(checkpoint_path(tmp_path / "c", 10, 1))
     assert list_checkpoints(tmp_path / "c").condition_of(path, [path])[1] == f"the folder {tmp_path / 'c'} is not there"
     (tmp_path / "c").mkdir()
@@ -219,7 +219,7 @@ def test_next_generation_is_above_all_that_names_of_checkpoints_mention(tmp_path
     assert next_generation(tmp_path) == 8, "also of one that was interrupted"
 
 
-def test_names_are_ordered_by_their_numbers_not_by_their_letters(tmp_path):
+def test_checkpoints_are_ordered_by_generation_and_step_numerically(tmp_path):
     made = [saved(tmp_path, *each) for each in ((100_000_000, 9), (99_999_999, 10), (100_000_000, 10), (5, 11))]
     assert [path for path, _ in complete_checkpoints(tmp_path)] == made
     assert newest_usable(tmp_path) == (made[-1], [])

@@ -169,7 +169,7 @@ def test_state_is_copied_during_the_next_step_which_waits_before_changing_it(tra
     assert is_still(trainer, before)
 
 
-def test_a_step_that_waits_for_no_copy_is_in_no_phase_of_saving(trainer):
+def test_step_without_a_copy_to_wait_for_has_no_checkpoint_phase(trainer):
     """Its limit of time is that of a step, and a fault that is to strike while it is saved does not strike there."""
     trainer.train_step()
     checkpoints, seen = trainer.state.checkpoints, list[str]()
@@ -223,7 +223,7 @@ def events_of_saves(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[t
     return noted
 
 
-def test_save_now_saves_a_step_that_is_not_due_and_only_once(trainer, monkeypatch):
+def test_save_now_saves_a_step_that_is_not_due_once_if_asked_twice(trainer, monkeypatch):
     noted = events_of_saves(trainer, monkeypatch)
     monkeypatch.setattr(trainer.state.checkpoints, "due", lambda step: False)
     for _ in range(2):
@@ -287,7 +287,7 @@ def begun(trainer: Trainer, steps: Sequence[int]) -> list[int]:
     return saved
 
 
-def test_checkpoints_missing_at_due_steps_are_saved_but_none_of_the_start(trainer):
+def test_checkpoint_missing_at_a_due_step_is_saved_except_at_step_0(trainer):
     save(trainer, 2)
     assert begun(trainer, range(trainer.spec.train.steps + 1)) == [1, 3, 4], "the start is saved by nobody"
 
@@ -432,7 +432,7 @@ def test_manifest_has_job_generation_step_and_spec_and_restores_saved_numbers(tr
     assert checkpoints.restore(str(path)) == numbers
 
 
-def test_a_save_that_succeeds_at_last_is_waited_for_no_longer(trainer, monkeypatch):
+def test_save_now_stops_retrying_once_a_save_succeeds(trainer, monkeypatch):
     waited, refused, real = [], [], SummingFile.write
 
     def full_at_first(file, data):

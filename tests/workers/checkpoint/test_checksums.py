@@ -49,7 +49,7 @@ def written(content: bytes, sizes: list[int]) -> Iterator[tuple[Path, FileSums]]
 
 @settings(deadline=None)
 @given(contents, cuts)
-def test_sums_are_of_the_content_however_it_was_written(content, sizes):
+def test_checksums_of_a_file_do_not_depend_on_the_sizes_of_its_writes(content, sizes):
     with written(content, sizes) as (path, sums):
         assert path.read_bytes() == content
         blocks = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
@@ -77,7 +77,7 @@ def test_sums_cover_only_the_bytes_that_a_short_write_took(tmp_path, monkeypatch
 
 @settings(deadline=None)
 @given(contents, st.lists(st.tuples(st.integers(0, 6 * BLOCK), st.integers(0, 3 * BLOCK)), max_size=12), st.booleans())
-def test_reading_anywhere_gives_the_content(content, reads, with_sums):
+def test_checked_file_reads_the_right_bytes_at_any_position(content, reads, with_sums):
     with written(content, []) as (path, sums):
         known = sums if with_sums else FileSums(sums.size, None, BLOCK)
         with checked(path, known) as file:
@@ -95,7 +95,7 @@ def test_reading_anywhere_gives_the_content(content, reads, with_sums):
 
 @settings(deadline=None)
 @given(contents.filter(len), st.data())
-def test_a_changed_byte_is_located_and_its_block_never_given_out(content, data):
+def test_block_with_a_changed_byte_is_reported_as_damaged_and_never_read(content, data):
     at, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
     first = at // BLOCK * BLOCK
     length = min(BLOCK, len(content) - first)

@@ -49,7 +49,7 @@ def test_rectangles_of_a_tensor_are_joined_in_the_order_of_their_ranks():
         ("[[0,0,7,3,5,6]]", "lies outside of its shape"),
     ],
 )
-def test_a_text_that_makes_no_sense_is_named_when_its_tensor_is_read(rows, problem):
+def test_malformed_rows_of_a_tensor_are_reported_when_that_tensor_is_read(rows, problem):
     document = json.loads(of_two_ranks())
     document["tensors"]["bad"] = {"shape": [6, 3], "dtype": "float32", "rows": {"a": rows}}
     contents = Contents.from_bytes(json.dumps(document).encode())

@@ -155,7 +155,7 @@ def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
 
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
-def test_a_save_interrupted_at_any_byte_leaves_the_one_before_it(saved, reader, lengths, data):
+def test_save_interrupted_at_any_byte_leaves_the_previous_checkpoint_as_the_newest_usable(saved, reader, lengths, data):
     """The real writes, in their order, of the data, of what lies where and of `.metadata`, cut at any byte."""
     size, total = lengths
     last_bytes = st.sampled_from([0, 1, size - 1, size, size + 1, total - 1])
@@ -191,7 +191,7 @@ def test_checkpoint_with_an_unfinished_manifest_is_not_used(saved, moment):
 
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_a_file_cut_off_at_any_byte_is_named_and_the_one_before_is_used(saved, data):
+def test_checkpoint_with_a_truncated_file_is_damaged_and_the_one_before_is_used(saved, data):
     with copied(saved[0]) as (folder, newest, before):
         name, at = data.draw(places(saved[0]))
         size = (newest / name).stat().st_size
@@ -205,7 +205,7 @@ def test_a_file_cut_off_at_any_byte_is_named_and_the_one_before_is_used(saved, d
 
 
 @pytest.mark.parametrize("name", [*READ, METADATA])
-def test_a_file_that_is_gone_is_named_and_the_one_before_is_used(saved, name):
+def test_checkpoint_with_a_missing_file_is_damaged_and_the_one_before_is_used(saved, name):
     with copied(saved[0]) as (folder, newest, before):
         (newest / name).unlink()
         tail = ", so its save was interrupted" if name == MANIFEST else ""
@@ -215,7 +215,7 @@ def test_a_file_that_is_gone_is_named_and_the_one_before_is_used(saved, name):
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_one_changed_byte_anywhere_is_located_and_nothing_of_it_is_used(saved, reader, data):
+def test_restore_locates_a_changed_byte_and_leaves_the_state_unchanged(saved, reader, data):
     with copied(saved[0]) as (folder, newest, before):
         (name, at), change = data.draw(places(saved[0], READ)), data.draw(st.integers(1, 255))
         flip(newest / name, at, change)
@@ -345,7 +345,7 @@ def without_sums(path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps(document))
 
 
-def test_a_checkpoint_of_before_there_were_sums_is_read(saved, reader):
+def test_checkpoint_without_checksums_is_restored(saved, reader):
     with copied(saved[0]) as (folder, newest, _):
         without_sums(newest)
         state = bits(reader)

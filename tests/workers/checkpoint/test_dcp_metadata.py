@@ -69,6 +69,6 @@ def test_metadata_file_can_be_read_without_torch():
     assert dict(read.tensors) == dict(CONTENTS.tensors)
 
 
-def test_a_type_that_no_checkpoint_holds_is_named():
+def test_metadata_of_a_tensor_of_unsupported_dtype_is_refused():
     with pytest.raises(MalformedMessage, match=r"model\.x is of 'int8', which no checkpoint holds"):
         metadata_file(Contents({"model.x": StoredTensor((1,), "int8", ())}))

@@ -83,7 +83,7 @@ def test_delayed_save_is_dropped_when_a_new_generation_is_entered(trainer, store
     assert not checkpoints.is_needed(5) and checkpoints.is_needed(6)
 
 
-def test_the_last_step_is_saved_whatever_is_under_way(trainer, store):
+def test_save_of_the_last_step_waits_for_the_one_under_way(trainer, store):
     train(trainer, STEPS - 1)
     last = threading.Thread(target=train, args=(trainer, 1))
     last.start()
@@ -131,7 +131,7 @@ def test_delayed_save_is_dropped_when_a_state_is_restored(trainer, store):
     assert not trainer.state.checkpoints.is_needed(5)
 
 
-def test_a_save_whose_ranks_leave_each_other_is_broken_off(ranks, corpus, tmp_path):
+def test_save_of_ranks_that_leave_their_generation_fails_and_seals_no_checkpoint(ranks, corpus, tmp_path):
     """Whoever takes too long to come to rest is killed."""
     document = job(corpus, axes((1, 1, 2)), model={"layers": 1}, checkpoint={"every_steps": 0})
     for writes, failure in ranks.run(ParallelConfig(data=2), leave_while_saving, document, str(tmp_path)):

@@ -75,7 +75,7 @@ def together(trained: list) -> dict[str, torch.Tensor]:
     return whole
 
 
-def test_torchs_own_reader_reads_the_same(written, tmp_path):
+def test_torchs_own_reader_reads_the_saved_state_from_a_checkpoint(written, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     folder, state = written
@@ -133,7 +133,9 @@ def test_resuming_from_the_snapshot_before_the_newest_gives_the_same_bits(ranks,
         assert torch.equal(second.parameters, full.parameters)
 
 
-def test_a_checkpoint_of_another_model_is_named(ranks, corpus, written, tmp_path):
+def test_restore_from_a_checkpoint_of_another_model_fails_with_the_tensor_that_differs(
+    ranks, corpus, written, tmp_path
+):
     other = job(corpus, (1, 1, 1))
     other["model"]["ffn_hidden_size"] = 64
     with pytest.raises(
@@ -255,7 +257,7 @@ def test_pruning_keeps_the_newest_and_what_this_generation_still_writes(tmp_path
     assert [path for path, _ in complete_checkpoints(tmp_path)] == kept, "oldest first"
 
 
-def test_pruning_keeps_one_that_no_roll_back_can_undo(tmp_path):
+def test_pruning_keeps_a_checkpoint_that_no_roll_back_can_undo(tmp_path):
     for step in range(10, 500, 10):
         listed(tmp_path, step, 1)
         prune(tmp_path, 2, generation=1, undoes=60)

@@ -109,7 +109,7 @@ def test_slot_being_written_out_is_kept_and_new_snapshots_use_the_other(make, st
     trainer.state.checkpoints.restore(str(complete_checkpoints(trainer.state.checkpoints.folder)[0][0]))
 
 
-def test_a_step_that_is_saved_has_a_snapshot_though_none_was_due(make):
+def test_step_with_a_due_checkpoint_also_gets_a_snapshot(make):
     trainer = make("job", snapshot_every_steps=5)
     train(trainer, 2)
     assert kept(trainer) == [0, 2] and saved(trainer) == [2]
@@ -117,7 +117,7 @@ def test_a_step_that_is_saved_has_a_snapshot_though_none_was_due(make):
     assert kept(trainer) == [0, 2]
 
 
-def test_a_slot_that_is_changed_while_it_is_written_is_a_failed_save(make, store, monkeypatch):
+def test_save_from_a_snapshot_slot_that_changes_meanwhile_fails(make, store, monkeypatch):
     """Others may open its memory by its name. What was written has sums that fit, and would be believed for ever."""
     trainer, events = make("job"), []
     monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: events.append(event[:3]))

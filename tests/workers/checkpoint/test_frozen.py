@@ -84,7 +84,9 @@ def going_on(ranks, corpus, saved, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.soak), *list(READERS)[1:]])
-def test_any_layout_goes_on_from_a_checkpoint(ranks, corpus, saved, going_on, tmp_path, layout):
+def test_training_with_frozen_parameters_resumes_from_a_checkpoint_in_any_layout(
+    ranks, corpus, saved, going_on, tmp_path, layout
+):
     folder, written = saved
     path = complete_checkpoints(folder)[0][0]
     made, sizes = document(corpus, READERS[layout]), ParallelConfig(**READERS[layout])
@@ -97,7 +99,7 @@ def test_any_layout_goes_on_from_a_checkpoint(ranks, corpus, saved, going_on, tm
 
 
 @pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.soak), "t4 p2"])
-def test_any_layout_goes_on_from_the_snapshots_of_another(ranks, corpus, tmp_path, layout):
+def test_frozen_parameters_and_moments_load_from_snapshots_of_another_layout(ranks, corpus, tmp_path, layout):
     made = document(corpus, WRITER)
     written = ranks.run(parse_job_spec(made).layout, train_and_snapshot, made, str(tmp_path), 2)
     paths = tuple(str(each.path) for each in snapshot_files(tmp_path))
@@ -133,7 +135,7 @@ def test_new_process_restores_frozen_parameters_too_from_its_snapshot(ranks, cor
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameters_may_be_frozen_or_unfrozen_from_a_checkpoint_on(corpus, tmp_path, precision):
+def test_training_resumes_from_a_checkpoint_with_other_parameters_frozen(corpus, tmp_path, precision):
     """Moments begin at zero where there are none."""
     frozen = lone(document(corpus, {}, precision=precision), tmp_path)
     frozen.restore(Resume())

@@ -133,7 +133,7 @@ def test_state_loaded_and_saved_by_every_layout_is_bit_equal(first, resaved, lay
 @pytest.mark.parametrize(
     "distances", [pytest.param((5,), id="each from another"), pytest.param(range(13), id="all", marks=pytest.mark.soak)]
 )
-def test_any_layout_reads_what_any_other_wrote_to_the_bit(first, resaved, corpus, distances):
+def test_checkpoint_of_any_layout_is_read_bit_for_bit_by_any_other(first, resaved, corpus, distances):
     """Each layout reads what those so far behind it in the list wrote; `all` are 169 pairs. The writers are those of
     the test above, where each wrote in its own processes what it had loaded; here each rank of each reader loads all
     that it would need, by itself, as it does in a restore."""
@@ -180,7 +180,7 @@ def readers_of(document: dict[str, Any]) -> list[tuple[tuple[Rectangle, ...], in
     return readers
 
 
-def test_the_writers_cut_the_state_differently(resaved):
+def test_layouts_of_these_tests_divide_the_saved_state_in_at_least_7_ways(resaved):
     """Else the tests above prove less than they say."""
     cuts = set()
     for each in resaved.values():
@@ -189,7 +189,7 @@ def test_the_writers_cut_the_state_differently(resaved):
     assert len(cuts) >= 7, "tensor 1, 2, 4 and their combinations with data 2, 3 and small buckets"
 
 
-def test_all_layouts_train_alike_from_one_checkpoint(resaved):
+def test_training_from_one_checkpoint_continues_alike_in_every_layout(resaved):
     steps = {layout: [rank.statistics for rank in resaved[layout].by_rank] for layout in GOING_ON}
     ((expected,),) = steps["1"]
     for ranks in steps.values():

@@ -79,7 +79,7 @@ def test_a_pickle_beside_the_contents_is_not_read(written, reader, path, trap):
     assert not trap.exists()
 
 
-def test_an_older_checkpoint_gives_the_same_bits(written, reader, path):
+def test_checkpoint_in_the_older_format_restores_the_same_bits(written, reader, path):
     make_older(path)
     restore(reader, path)
     assert is_still(reader, written[1])
@@ -110,7 +110,7 @@ def test_older_checkpoint_whose_metadata_names_a_call_is_refused(reader, path, t
     assert not trap.exists()
 
 
-def test_a_pickle_among_the_tensors_does_not_run(reader, path, trap):
+def test_pickle_in_place_of_tensor_data_is_not_executed(reader, path, trap):
     contents = spelled_out(path)
     torch.save(Calls(os.system, f"touch '{trap}'"), path / DATA)
     (stored,) = contents["tensors"][NAME]["rectangles"]

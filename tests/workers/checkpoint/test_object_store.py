@@ -71,7 +71,7 @@ def test_a_job_goes_on_from_a_bucket_with_the_same_bits(bucket, tmp_path):
     assert torch.equal(kept, local) and torch.equal(again, local)
 
 
-def test_torchs_own_reader_finds_every_tensor(bucket):
+def test_torchs_own_reader_loads_a_tensor_from_a_checkpoint_in_a_bucket(bucket):
     from torch.distributed.checkpoint import load  # both take seconds, also for who collects tests
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -84,7 +84,7 @@ def test_torchs_own_reader_finds_every_tensor(bucket):
     assert state["model.final_norm.weight"].abs().sum() > 0
 
 
-def test_damage_is_found_and_the_checkpoint_before_is_used(bucket):
+def test_damaged_checkpoint_in_a_bucket_is_found_and_the_one_before_is_used(bucket):
     _trained(StatePaths(job="job-1", checkpoints=str(_folder(bucket))))
     older, newer = (each.path for each in list_checkpoints(_folder(bucket)).checkpoints)
     files, file = files_of(newer), newer / "__0_0.distcp"
@@ -136,7 +136,7 @@ def test_rank_that_leaves_a_generation_does_not_wait_for_a_silent_store(wired_bu
     trainer.close()
 
 
-def test_checkpoints_in_a_store_that_is_away_are_unknown(bucket, wire):
+def test_checkpoints_in_an_unreachable_object_store_are_of_unknown_condition(bucket, wire):
     from s3_server import reached_at
 
     _trained(StatePaths(job="job-1", checkpoints=str(_folder(bucket))))

@@ -78,7 +78,7 @@ def save(seed, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_save_ends_whole_or_not_at_all(seed, save):
+def test_save_reported_as_done_despite_store_faults_is_whole_and_a_failed_one_can_be_repeated(seed, save):
     server = S3Server()
     server.make_bucket("bucket")
     wire, target = Wire(server), ObjectPath("s3", "bucket/job/step-00000010-generation-1")

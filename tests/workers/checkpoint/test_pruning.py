@@ -78,7 +78,7 @@ def test_newest_checkpoints_and_saves_under_way_are_not_pruned(listed, keep, gen
 
 
 @given(listed, keep, generation)
-def test_pruning_leaves_no_more_than_asked_for_if_all_are_readable(listed, keep, generation):
+def test_pruning_keeps_exactly_the_number_asked_for_if_all_checkpoints_are_readable(listed, keep, generation):
     listed = [each for each in listed if each.condition is not Condition.UNKNOWN]
     left = [each for each in listed if each not in to_prune(listed, keep, generation)]
     assert len(whole_ones(left)) == min(keep, len(whole_ones(listed)))

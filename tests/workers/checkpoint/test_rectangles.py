@@ -71,7 +71,9 @@ def state_of(flat: FlatParameters, held: list[Range], values: torch.Tensor) -> t
 
 @settings(deadline=None)
 @given(tensors(), st.integers(1, 4), st.integers(1, 5), st.booleans())
-def test_every_element_is_owned_exactly_once_and_holds_its_value(described, tensor_size, replicas, everything_held):
+def test_owned_rectangles_hold_every_element_of_the_state_exactly_once(
+    described, tensor_size, replicas, everything_held
+):
     seen = {f"p{n}": torch.zeros(case[0]) for n, case in enumerate(described) if not case[3]}
     for index in range(tensor_size):
         flat = flat_of(model_of(described, tensor_size, index), replicas)

@@ -64,13 +64,13 @@ def test_tensors_come_in_the_order_of_their_files(written):
     assert in_file_order(written[2].tensors.items()) == ["matrix", "vector"]
 
 
-def test_most_memory_counts_the_files_that_one_row_lies_in(written, monkeypatch):
+def test_peak_memory_of_stored_rows_grows_with_the_files_that_hold_one_row(written, monkeypatch):
     monkeypatch.setattr(stored_rows, "MAX_OPEN", 1)
     tensors = written[2].tensors
     assert peak_memory([tensors["matrix"]], 1) > peak_memory([tensors["vector"]], 1)
 
 
-def test_rows_that_are_not_all_there_are_an_error(written):
+def test_reading_stored_rows_that_the_checkpoint_lacks_is_an_error(written):
     path, manifest, contents = written
     matrix = contents.tensors["matrix"]
     lacking = Contents({"matrix": StoredTensor(matrix.shape, matrix.dtype, matrix.rectangles[:-2])})
@@ -80,7 +80,7 @@ def test_rows_that_are_not_all_there_are_an_error(written):
             list(rows.read("matrix", 5, 7))
 
 
-def test_archive_of_another_type_than_the_contents_say_is_named(written):
+def test_archive_whose_dtype_differs_from_the_contents_file_is_refused(written):
     path, manifest, contents = written
     said = json.loads(contents.to_bytes())
     said["tensors"]["vector"]["dtype"] = "float16"

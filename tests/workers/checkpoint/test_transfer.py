@@ -14,7 +14,7 @@ from manta.workers.storage.files import files_of
 
 
 @pytest.mark.parametrize("way", ["from here to here", "up", "down"])
-def test_a_copy_has_every_byte(way, tmp_path, request):
+def test_copied_checkpoint_has_every_file_and_byte_of_its_source(way, tmp_path, request):
     source = made(tmp_path / "a") if way != "down" else made(request.getfixturevalue("bucket") / "a")
     target = tmp_path / "b" if way != "up" else request.getfixturevalue("bucket") / "b"
     progress = []
@@ -27,13 +27,13 @@ def test_a_copy_has_every_byte(way, tmp_path, request):
 
 
 @pytest.mark.parametrize("block_bytes", [1_000_000, 5_000_000, 8_000_000])
-def test_a_copy_has_blocks_of_the_size_that_its_manifest_gives(tmp_path, block_bytes):
+def test_copied_checkpoint_keeps_the_checksum_block_size_of_its_source(tmp_path, block_bytes):
     manifest = copy(made(tmp_path / "a", block_bytes=block_bytes), tmp_path / "b")
     assert manifest.block_bytes == block_bytes and verify(tmp_path / "b") == manifest
 
 
 @pytest.mark.parametrize("blocks", [None, {}])
-def test_a_checkpoint_without_sums_is_copied_without(tmp_path, blocks):
+def test_copy_of_a_checkpoint_without_checksums_has_none_either(tmp_path, blocks):
     source = made(tmp_path / "a")
     document = {**asdict(verify(source)), "blocks": blocks}
     files_of(source).write_atomically(source / MANIFEST, json.dumps(document).encode())
@@ -82,7 +82,7 @@ def test_manifest_that_names_files_outside_its_folder_is_refused(tmp_path, name)
     assert not (tmp_path / "b").exists()
 
 
-def test_damage_is_not_copied(tmp_path):
+def test_copy_of_a_damaged_checkpoint_is_refused_and_leaves_no_target(tmp_path):
     source, target = made(tmp_path / "a"), tmp_path / "b"
     with (source / "data").open("r+b") as file:
         file.seek(5_000_000)

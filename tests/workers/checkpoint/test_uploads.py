@@ -105,7 +105,7 @@ def test_killed_upload_process_fails_its_file_and_a_new_one_uploads_the_next(upl
     assert uploads._process is not first
 
 
-def test_a_file_that_its_writer_gives_up_never_appears(uploads, bucket):
+def test_upload_whose_writer_fails_leaves_no_file_and_can_be_repeated(uploads, bucket):
     with pytest.raises(KeyError), uploads.create(bucket / "file", lambda: None, {}) as stream:
         stream.write(b"half of it")
         raise KeyError

@@ -81,7 +81,7 @@ def test_every_collective_delivers_the_expected_values_in_each_layout(ranks, lay
             assert got == expected, name
 
 
-def test_copies_in_host_memory_carry_the_same(ranks):
+def test_collectives_through_host_memory_deliver_the_expected_values(ranks):
     for pairs in ranks.run(ParallelConfig(**axes((2, 2, 2))), every_collective, True):
         for name, (got, expected) in pairs.items():
             assert got == expected, name
@@ -112,7 +112,7 @@ def test_collective_before_joining_a_generation_is_refused():
         comm.all_reduce("tensor", torch.ones(1))
 
 
-def test_finished_generation_is_not_joined():
+def test_rank_cannot_connect_in_a_generation_that_has_ended():
     comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU)
     comm.end(3)
     with pytest.raises(PeerLost, match="generation 3 is over"):
@@ -344,7 +344,7 @@ def test_progress_record_says_which_generation_connects_and_that_a_rank_rests(tm
     reader.close()
 
 
-def test_a_generation_that_was_left_or_has_ended_stays_so():
+def test_late_end_of_an_older_generation_does_not_reopen_a_closed_one():
     comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
     comm.connect(dist.HashStore(), 3, HOST, SECRET)
     comm.end(1)

@@ -62,7 +62,7 @@ def test_embedding_group_is_the_first_and_last_stage(grid):
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
-def test_rank_outside_the_grid_is_named(rank):
+def test_coordinates_of_a_rank_outside_the_grid_are_an_index_error(rank):
     with pytest.raises(IndexError, match=f"rank {rank} is outside a grid of 8 ranks"):
         RankGrid(ParallelConfig(tensor=2, pipeline=2, data=2)).coordinates(rank)
 

@@ -104,7 +104,7 @@ def test_pending_receive_proceeds_while_its_rank_waits_for_another(small_buffers
     assert connected(3, body) == [2.0, 1.0, 1.0]
 
 
-def test_a_dead_peer_ends_a_receive():
+def test_link_receive_fails_with_peer_lost_if_the_peer_died_before_the_wait():
     first, second = pair()
     operation = first.receive(1, 0, torch.zeros(1))
     second.close()
@@ -113,7 +113,7 @@ def test_a_dead_peer_ends_a_receive():
     first.close()
 
 
-def test_dead_peer_ends_a_receive_in_progress():
+def test_link_receive_fails_with_peer_lost_if_the_peer_dies_during_the_wait():
     first, second = pair()
     waits = threading.Event()
 
@@ -185,7 +185,7 @@ def test_death_of_a_rank_frees_a_chain_of_waiting_ranks():
 
 
 @pytest.mark.parametrize("sent", [3, 4, 5], ids=["shorter", "of another channel", "longer"])
-def test_unexpected_link_message_is_an_error(sent):
+def test_unexpected_link_message_is_reported_with_what_was_due(sent):
     first, second = pair()
     first.send(1, 7, torch.zeros(sent)).wait()
     (error,) = run_threads(1, lambda _: second.receive(0, 2, torch.zeros(4)).wait())
@@ -195,7 +195,7 @@ def test_unexpected_link_message_is_an_error(sent):
     second.close()
 
 
-def test_links_that_were_closed_say_so():
+def test_receive_on_closed_links_fails_with_peer_lost():
     first, second = pair()
     operation = first.receive(1, 0, torch.zeros(1))
     first.close()

@@ -97,7 +97,7 @@ def test_errors_of_the_ranks_own_making_keep_their_type(what):
     assert caught.value is OWN[what]
 
 
-def test_every_error_is_peer_lost_after_the_rank_broke_off_itself():
+def test_runtime_error_after_the_ranks_communication_was_aborted_is_peer_lost():
     with pytest.raises(PeerLost, match="Invalid scalar type"), naming_lost_peers(lambda: True):
         raise OWN["types"]
 

@@ -216,7 +216,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_forged_address_is_waited_out(monkeypatch, stranger, forge):
+def test_forged_peer_address_is_replaced_when_the_rank_publishes_its_own_again(monkeypatch, stranger, forge):
     """The rank goes on saying where it is."""
     monkeypatch.setattr(meeting, "_REPUBLISH_SECONDS", 0.2)
     store = dist.HashStore()
@@ -277,7 +277,7 @@ def test_stranger_at_the_port_of_a_dead_rank_is_not_taken_for_it(stranger):
     assert f"what answers at {at(stranger)} is not rank 0" in str(lost)
 
 
-def test_unreachable_peer_is_named():
+def test_rank_meeting_a_peer_that_refuses_reports_both_addresses():
     store = dist.HashStore()
     with socket.create_server((HOST, 0)) as closed:
         address = at(closed)
@@ -339,7 +339,7 @@ def test_meeting_of_a_finished_generation_is_not_waited_for():
         rank_links(0, dist.HashStore(), is_over=lambda: True)
 
 
-def test_silent_port_is_named_with_both_ends(monkeypatch):
+def test_rank_meeting_a_peer_that_does_not_answer_reports_both_addresses(monkeypatch):
     """As behind a firewall that says nothing: here a listener whose queue is full."""
     monkeypatch.setattr(meeting, "REACH_SECONDS", 0.2)
     store = dist.HashStore()

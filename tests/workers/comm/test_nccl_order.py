@@ -46,7 +46,7 @@ def test_jobs_of_all_kinds_keep_to_the_rules_of_nccl(corpus, tmp_path):
         assert_sound(recorded_job(job, 1, tmp_path / str(number)))
 
 
-def test_the_jobs_have_every_schedule_in_every_layout_with_a_pipeline(corpus):
+def test_jobs_checked_for_nccl_order_cover_every_schedule_layout_and_option(corpus):
     together = {(row["schedule"], row["layout"]) for row, _ in cover(corpus)}
     assert {(schedule, layout) for schedule in SCHEDULES for layout in LAYOUTS if layout[1] > 1} <= together
     for name, values in FACTORS.items():
@@ -74,7 +74,7 @@ def test_recorded_nccl_operations_without_a_pipeline_have_no_messages(corpus):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_steps_with_bad_numbers_keep_to_the_rules(corpus, tmp_path, precision):
+def test_steps_repeated_after_bad_numbers_obey_the_nccl_order_rules(corpus, tmp_path, precision):
     """In fp16 a step is tried again with a smaller scale; else the job rolls back."""
     kind = row("1f1b", (2, 2, 2), precision=precision, rolls_back=True)
     job = job_of(kind, corpus, model={"layers": 2}, train={"steps": STEPS})

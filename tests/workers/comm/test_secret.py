@@ -10,7 +10,7 @@ from rank_threads import SECRET, secret
 from manta.workers.comm.secret import PROOF_BYTES, Secret
 
 
-def test_proof_holds_only_for_its_statement():
+def test_secret_proof_holds_only_for_its_statement():
     proof = secret(3).proof("address", 1, "host:80")
     assert len(proof) == PROOF_BYTES
     assert secret(3).proves(proof, "address", 1, "host:80")

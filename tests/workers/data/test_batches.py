@@ -41,7 +41,7 @@ def test_batches_do_not_depend_on_the_layout(corpus, data, micro, step):
     assert torch.equal(whole(corpus, data, micro, 0, True), whole(corpus, 1, 1, 0, True))
 
 
-def test_a_step_continues_where_the_one_before_ended(corpus):
+def test_batches_of_a_step_begin_where_the_step_before_ended(corpus):
     job = spec(data=corpus)
     order = Batches(job, 0, CPU).order
     for step in (1, 2, 13):
@@ -75,7 +75,7 @@ def test_a_step_passes_over_skipped_samples_and_its_dropout_stays_that_of_its_pl
     assert [part.samples for part in batches.training(2)] == [range(8, 12), range(12, 16)]
 
 
-def test_stages_between_the_ends_read_no_text(corpus):
+def test_pipeline_stages_between_first_and_last_get_batches_without_tokens(corpus):
     job = spec(data=corpus, train={"micro_batch_size": 4}, parallel={"data": 2})
     (part,) = Batches(job, 1, CPU, reads_tokens=False).training(2)
     assert (part.samples, part.inputs_sb, part.targets_sb) == (range(12, 16), None, None)

@@ -33,7 +33,7 @@ def test_date_in_a_template_is_the_same_on_every_day():
     assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
 
 
-def test_generation_blocks_are_found_wherever_they_stand():
+def test_generation_blocks_are_found_inside_macros_and_set_blocks():
     source = (
         "{% macro said(text) %}({% generation %}{{ text }}{% endgeneration %}){% endmacro %}"
         "é{{ said('one') }}{% set kept %}{% generation %}two{% endgeneration %}{% endset %} {{ kept }}"
@@ -77,14 +77,14 @@ def test_invalid_template_is_refused_with_its_name_and_problem(source, problem):
     assert problem in str(error.value)
 
 
-def test_a_template_that_fails_says_why():
+def test_failing_chat_template_reports_the_error_of_its_expression():
     with pytest.raises(TemplateFailed, match="'dict object' has no attribute 'name'"):
         render("{{ messages[0].name.first }}")
     with pytest.raises(TemplateFailed, match="division by zero"):
         render("{{ 1 / 0 }}")
 
 
-def test_a_template_that_loops_for_ever_is_ended(monkeypatch):
+def test_chat_template_that_loops_for_ever_is_ended_after_its_time_limit(monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     for_ever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(TemplateFailed, match=r"it is not done after 0 seconds of computing"):

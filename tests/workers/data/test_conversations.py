@@ -37,7 +37,7 @@ def learned(path: Path, **data) -> list[str]:
 @pytest.mark.parametrize("marked", [True, False], ids=["generation blocks", "beginnings compared"])
 @pytest.mark.parametrize("in_settings", [True, False], ids=["in settings", "a file"])
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_tokens_and_marks_are_those_of_transformers(tmp_path, kind, in_settings, marked):
+def test_conversation_texts_tokens_and_answer_marks_equal_those_of_transformers(tmp_path, kind, in_settings, marked):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path / "theirs", kind))
     template = TEMPLATES[kind] if marked else plain(TEMPLATES[kind])
@@ -170,7 +170,7 @@ def test_template_that_rewrites_earlier_messages_when_more_follow_is_refused(tmp
 
 
 @pytest.mark.parametrize("own", ["answer", "think", "x", ">", "im_end", " padded \n", ""])
-def test_answers_are_found_whatever_they_say(own):
+def test_answers_are_marked_in_a_rendered_conversation_whatever_text_they_contain(own):
     template = ChatTemplate(plain(TEMPLATES["qwen"]))
     conversation = conversation_in({"messages": said("q", own, "q", own)}, "messages", "here")
     text, spans = as_text(conversation, template, True)

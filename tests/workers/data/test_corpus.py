@@ -40,7 +40,7 @@ def test_corpus_length_is_the_sum_of_its_files(corpus):
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 1000), (len(b"".join(PARTS)), 1)])
-def test_reading_outside_is_an_error(corpus, start, length):
+def test_read_outside_the_corpus_is_an_index_error(corpus, start, length):
     with pytest.raises(IndexError, match="of a corpus of"):
         corpus.read(start, length)
 
@@ -51,7 +51,7 @@ def one_file(path: Path) -> ByteCorpus:
     return ByteCorpus([CorpusFile(str(path), 100)])
 
 
-def test_a_file_that_shrinks_is_named(tmp_path):
+def test_corpus_file_that_shrinks_after_opening_is_named_in_the_error(tmp_path):
     corpus = one_file(tmp_path / "shrinks.txt")
     corpus.read(0, 100)
     (tmp_path / "shrinks.txt").write_bytes(b"x" * 50)
@@ -59,7 +59,7 @@ def test_a_file_that_shrinks_is_named(tmp_path):
         corpus.read(0, 50)
 
 
-def test_corpus_file_that_disappears_is_named(tmp_path):
+def test_corpus_file_deleted_before_its_first_read_is_named_in_the_error(tmp_path):
     corpus = one_file(tmp_path / "gone.txt")
     (tmp_path / "gone.txt").unlink()
     with pytest.raises(DataError, match=f"cannot be read: {tmp_path}/gone.txt"):

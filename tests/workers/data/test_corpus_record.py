@@ -77,7 +77,7 @@ def test_changed_corpus_file_is_named_at_the_next_start(folder, record, name, co
     assert f"{folder}/{sentence}" in refused(folder, record)
 
 
-def test_file_that_is_gone_is_named(folder, record):
+def test_corpus_file_deleted_after_the_job_began_is_named_in_the_refusal(folder, record):
     opened(folder, record, write=True)
     (folder / "c.txt").unlink()
     assert f"{folder}/c.txt is gone" in refused(folder, record)
@@ -128,7 +128,7 @@ def test_short_file_that_grows_during_the_job_is_read_up_to_its_first_length(fol
     assert "a.txt has 9 bytes, and had 5" in refused(folder, record)
 
 
-def test_record_that_was_written_in_part_is_made_at_the_next_start(folder, record, monkeypatch):
+def test_partly_written_corpus_record_is_replaced_at_the_next_start(folder, record, monkeypatch):
     write = Path.write_text
 
     def fill_the_disk(path, text):

@@ -81,7 +81,7 @@ WRONG_LINES = [
 
 
 @pytest.mark.parametrize(("line", "said"), WRONG_LINES, ids=[str(n) for n in range(len(WRONG_LINES))])
-def test_a_broken_line_is_named(tmp_path, line, said):
+def test_invalid_jsonl_line_is_reported_with_file_line_and_byte(tmp_path, line, said):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(["one", "two"]) + line + b"\n" + lines(["three"]))
     with pytest.raises(DataError) as error:
@@ -102,7 +102,7 @@ def test_lines_are_counted_from_the_files_first_in_every_section(tmp_path):
 
 @pytest.mark.parametrize("kind", [".gz", ".zst"])
 @pytest.mark.parametrize("keep", [0.3, 0.97])
-def test_a_compressed_file_that_is_cut_short_is_named(tmp_path, kind, keep):
+def test_truncated_compressed_file_is_refused_with_the_line_after_which_it_breaks_off(tmp_path, kind, keep):
     path = write_compressed(tmp_path, lines([f"{n} {n * n:b}" for n in range(3000)]), kind)
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
@@ -111,7 +111,7 @@ def test_a_compressed_file_that_is_cut_short_is_named(tmp_path, kind, keep):
 
 
 @pytest.mark.parametrize("kind", [".gz", ".zst"])
-def test_a_file_that_is_not_compressed_is_named(tmp_path, kind):
+def test_uncompressed_file_with_a_compressed_suffix_is_refused_by_name(tmp_path, kind):
     path = tmp_path / f"a.jsonl{kind}"
     path.write_bytes(lines(["a"]))
     with pytest.raises(

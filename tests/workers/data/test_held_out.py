@@ -46,7 +46,7 @@ def test_validation_set_may_have_its_own_number_of_batches(tmp_path):
     assert [each.max_batches for each in validation_sets(job, None, False)] == [job.train.validation_batches, 3]
 
 
-def test_validation_set_that_is_too_short_is_named(tmp_path):
+def test_too_short_or_missing_validation_set_is_refused_with_its_path(tmp_path):
     (tmp_path / "short.txt").write_bytes(b"12345678")
     named = {"name": "tiny", "paths": [str(tmp_path / "short.txt")]}
     job = spec(data={"validation": [named]}, train={"validate_every": 1})

@@ -40,7 +40,7 @@ def test_written_index_is_byte_for_byte_that_of_megatron(tmp_path):
     assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "theirs.idx").read_bytes()
 
 
-def test_files_that_are_deleted_stay_readable(tmp_path):
+def test_open_dataset_stays_readable_after_its_files_are_deleted(tmp_path):
     row = IndexedTokens(megatron_dataset(tmp_path / "a", DOCUMENTS))
     for file in tmp_path.iterdir():
         file.unlink()
@@ -81,7 +81,7 @@ def test_sequences_of_negative_length_are_refused(tmp_path):
         tokens_in(tmp_path / "a")
 
 
-def test_a_dataset_may_be_empty(tmp_path):
+def test_dataset_without_documents_has_length_0(tmp_path):
     assert len(IndexedTokens(megatron_dataset(tmp_path / "a", []))) == 0
 
 

@@ -48,7 +48,7 @@ def test_sample_order_differs_between_seeds_and_repeats_for_one():
     assert beginning(1) == beginning(1) != beginning(2)
 
 
-def test_the_order_looks_shuffled():
+def test_about_half_of_successive_samples_in_the_order_rise_in_position():
     order = SampleOrder(10_001, 10, seed=1)
     starts = [order.start(i) for i in range(order.windows)]
     rises = sum(a < b for a, b in itertools.pairwise(starts))

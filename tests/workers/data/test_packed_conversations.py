@@ -96,7 +96,7 @@ def test_an_epoch_has_each_conversation_once_whole_and_with_its_answers(tmp_path
     assert sum(lengths) > 0.8 * part.windows * LENGTH, "with little room lost"
 
 
-def test_nothing_predicts_the_first_token_of_a_conversation(tmp_path, folder):
+def test_first_token_of_each_packed_conversation_is_not_learned(tmp_path, folder):
     """Also where all of them is learned, and attention looks across them."""
     data = {"loss": "all", "documents": "together"}
     (row,) = open_corpus(job([chat_file(tmp_path / "a.jsonl", CHATS)], folder, data=data), tmp_path / "cache").parts
@@ -127,7 +127,7 @@ def test_conversation_longer_than_a_sample_is_cut_or_left_out_if_no_answer_remai
     assert (data["documents"], data["left_out"], data["cut"]) == (3, 1, 2)
 
 
-def test_attention_looks_across_conversations_where_that_is_asked_for(tmp_path, folder):
+def test_packed_conversations_attend_to_each_other_only_if_documents_is_together(tmp_path, folder):
     path = chat_file(tmp_path / "a.jsonl", CHATS)
     together, apart = (
         batches_of(job([path], folder, data={"documents": each}), tmp_path).training(1)
@@ -224,7 +224,7 @@ def test_conversations_cannot_be_written_as_a_megatron_dataset(tmp_path, folder)
         )
 
 
-def test_a_template_that_wants_gigabytes_is_named_with_the_file_and_the_line(tmp_path, folder):
+def test_chat_template_that_exhausts_memory_is_reported_with_corpus_file_and_line(tmp_path, folder):
     (tmp_path / "t.jinja").write_text(
         "{{ messages[0].content * (10 ** 10 if messages[0].content == 'unanswered' else 1) }}"
     )

@@ -69,7 +69,7 @@ def test_next_step_is_prefetched_except_after_the_last_step(batches):
     assert batches.read == [(1, False), (2, True), (3, True)]
 
 
-def test_a_step_that_was_not_expected_is_read_at_once(batches):
+def test_prefetch_returns_the_right_batches_for_steps_asked_out_of_order(batches):
     prefetch = Prefetch(batches, 100)
     for step in (1, 7, 7, 2, 3):
         assert asked_for(prefetch, step) == of_its_own(batches, step)

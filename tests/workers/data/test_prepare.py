@@ -112,7 +112,7 @@ def test_blends_of_bytes_need_no_cache(tmp_path):
     assert (letters.count(ord("a")), letters.count(ord("b"))) == (8, 24)
 
 
-def test_a_part_that_is_too_short_is_named(texts, file, tmp_path):
+def test_too_short_part_of_a_blend_is_refused_with_its_path(texts, file, tmp_path):
     short = tmp_path / "short.jsonl"
     short.write_text('{"text": "a"}\n')
     job_ = job([texts, short], file, weights=[1, 1])
@@ -139,7 +139,7 @@ def test_tokenizer_of_a_megatron_dataset_is_kept_with_the_job(tmp_path, file):
     assert (tmp_path / "job" / "tokenizer.json").read_bytes() == file.read_bytes()
 
 
-def test_ids_that_the_model_does_not_know_are_named(tmp_path):
+def test_dataset_with_token_ids_outside_the_vocabulary_is_refused(tmp_path):
     prefix = megatron_dataset(tmp_path / "a", [[list(range(600))]])
     with pytest.raises(DataError, match=rf"{prefix}.bin has token ids up to 599, but the model knows those below 512"):
         open_corpus(job([prefix], "bytes", source="megatron"), tmp_path / "cache")
@@ -149,7 +149,7 @@ def test_ids_that_the_model_does_not_know_are_named(tmp_path):
         open_corpus(job([negative], "bytes", source="megatron"), tmp_path / "cache")
 
 
-def test_only_datasets_that_are_read_stay_open(tmp_path, monkeypatch):
+def test_empty_or_refused_datasets_are_closed_and_only_used_ones_stay_open(tmp_path, monkeypatch):
     opened = []
 
     class Opened(prepare.IndexedTokens):
@@ -207,12 +207,12 @@ def begun(texts, file, tmp_path):
     return again
 
 
-def test_the_record_holds_a_jobs_tokens_and_its_tokenizer(begun, tmp_path, file):
+def test_job_folder_keeps_the_tokenizer_and_other_caches_give_the_same_tokens(begun, tmp_path, file):
     assert (tmp_path / "job" / "tokenizer.json").read_bytes() == file.read_bytes()
     assert begun().digest == begun(cache="another node's").digest
 
 
-def test_another_tokenizer_under_the_same_name_is_refused(begun, tmp_path):
+def test_tokenizer_file_replaced_after_the_job_began_is_refused(begun, tmp_path):
     byte_level(tmp_path / "own.json", 350)
     with pytest.raises(DataError, match=r"the tokenizer .*own.json is not what it was when the job began: put it back"):
         begun()

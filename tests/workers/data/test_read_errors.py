@@ -109,7 +109,7 @@ def test_every_reader_of_a_corpus_finds_it_unreadable_while_its_mount_is_away(fi
 
 
 @pytest.mark.parametrize("what", READINGS)
-def test_a_file_that_is_gone_is_bad_data_as_before(file, what):
+def test_deleted_corpus_file_is_bad_data_and_not_unreadable_data(file, what):
     file.unlink()
     file.parent.rmdir()
     with pytest.raises(DataError) as caught:

@@ -31,7 +31,7 @@ def test_skipping_a_step_puts_the_next_samples_in_its_place_and_keeps_those_befo
 
 
 @given(RANGES)
-def test_ranges_are_merged_whatever_their_order(ranges):
+def test_skipped_sample_ranges_merge_into_the_same_disjoint_ranges_in_any_order(ranges):
     merged = SkippedSamples.of(ranges)
     assert SkippedSamples.of(reversed(ranges)) == merged
     assert all(a.stop < b.start for a, b in zip(merged.ranges, merged.ranges[1:], strict=False))

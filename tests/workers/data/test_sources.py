@@ -78,7 +78,7 @@ def test_order_of_corpus_files_does_not_depend_on_the_file_system(tmp_path, monk
     assert [str(Path(file.path).relative_to(tmp_path)) for file in corpus_files(text(tmp_path))] == names
 
 
-def test_files_keep_the_order_of_the_spec_and_any_name(folder):
+def test_corpus_files_named_in_the_spec_keep_their_order_and_may_have_any_suffix(folder):
     files = corpus_files(text(folder / "picture.png", folder / "a.md"))
     assert [(Path(file.path).name, file.size) for file in files] == [("picture.png", 4), ("a.md", 12)]
 
@@ -109,7 +109,7 @@ def test_unreadable_corpus_file_or_folder_is_named(folder):
     (folder / "sub").chmod(0o700)
 
 
-def test_a_folder_that_cannot_be_looked_into_is_named_and_not_left_out(folder, monkeypatch):
+def test_unlistable_corpus_subfolder_is_refused_by_name_and_not_left_out(folder, monkeypatch):
     look = os.scandir
 
     def scandir(path):
@@ -132,7 +132,7 @@ def test_corpus_of_one_empty_file_is_refused(folder):
         corpus_files(text(folder / "empty.txt"))
 
 
-def test_a_directory_without_text_is_named(tmp_path):
+def test_corpus_directory_without_text_files_is_refused_by_name(tmp_path):
     with pytest.raises(DataError, match=f"no text file below {tmp_path}"):
         corpus_files(text(tmp_path))
 
@@ -143,12 +143,12 @@ def test_pipe_as_a_corpus_path_is_refused(tmp_path):
         corpus_files(text(tmp_path / "pipe"))
 
 
-def test_the_last_part_is_held_out():
+def test_validation_fraction_holds_out_the_last_tokens_of_the_corpus():
     job = spec(data={"validation_fraction": 0.1})
     assert split_tokens(job, job.data, 1000) == (900, 100)
 
 
-def test_a_corpus_that_is_too_short_for_a_sequence_says_how_long_it_must_be(tmp_path):
+def test_corpus_too_short_for_a_sequence_is_refused_with_the_length_it_needs(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("12345678")
     job = spec(data={"paths": [str(short)], "validation_fraction": 0.0})
@@ -161,7 +161,7 @@ def test_a_corpus_that_is_too_short_for_a_sequence_says_how_long_it_must_be(tmp_
         check_data(spec(data={"paths": [str(short)], "validation_fraction": 0.2}))
 
 
-def test_a_held_out_part_that_is_too_short_matters_only_with_validation(tmp_path):
+def test_too_short_held_out_part_is_refused_only_if_the_job_validates(tmp_path):
     file = tmp_path / "some.txt"
     file.write_text("x" * 100)
     data = {"paths": [str(file)], "validation_fraction": 0.05}

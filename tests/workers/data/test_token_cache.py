@@ -98,7 +98,7 @@ def test_shards_of_several_processes_are_the_librarys_tokens_of_all_documents(tm
     ]  # fmt: skip
 
 
-def test_token_cache_of_the_same_files_is_made_once(tmp_path, file):
+def test_second_preparation_of_the_same_files_reuses_the_token_cache(tmp_path, file):
     first = make(tmp_path / "cache", [jsonl(tmp_path)], file)
     watcher = RecordingWatcher()
     second = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file, watcher=watcher)
@@ -106,7 +106,7 @@ def test_token_cache_of_the_same_files_is_made_once(tmp_path, file):
     assert first[1] == second[1]
 
 
-def test_all_kinds_of_files_give_the_same_tokens(tmp_path, file, many_shards):
+def test_jsonl_parquet_and_text_files_of_the_same_documents_give_the_same_tokens(tmp_path, file, many_shards):
     expected = plain_tokens(file, DOCUMENTS)
     jsonl(tmp_path)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
@@ -122,7 +122,7 @@ def test_all_kinds_of_files_give_the_same_tokens(tmp_path, file, many_shards):
         assert info.documents == len(DOCUMENTS)
 
 
-def test_a_text_that_is_cut_into_shards_is_one_document(tmp_path, file, many_shards):
+def test_text_file_cut_into_shards_stays_one_document(tmp_path, file, many_shards):
     (tmp_path / "a.txt").write_text("".join(TEXT))
     row, info, _ = make(tmp_path / "cache", [tmp_path / "a.txt"], file, "text")
     assert row.read(0, len(row)).tolist() == plain_tokens(file, ["".join(TEXT)])
@@ -164,7 +164,7 @@ def test_changed_tokenizer_end_token_or_file_makes_another_token_cache(tmp_path,
     assert changed[1].digest != first[1].digest
 
 
-def test_a_large_vocabulary_takes_four_bytes(tmp_path, file):
+def test_tokens_of_a_large_vocabulary_are_stored_as_int32(tmp_path, file):
     document = json.loads(file.read_text())
     document["model"]["vocab"]["never"] = 70_000
     (tmp_path / "large.json").write_text(json.dumps(document))
@@ -183,7 +183,7 @@ def test_bad_document_ends_tokenizing_and_is_named_by_file_and_line(tmp_path, fi
     assert not [each for each in children if "token_process" in each]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, file):
+def test_token_cache_folder_that_cannot_be_made_is_named_in_the_error(tmp_path, file):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DataNotStored, match=rf"the tokens cannot be kept in {tmp_path / 'cache'}"):
         make(tmp_path / "cache", [jsonl(tmp_path)], file)
@@ -202,7 +202,7 @@ def test_token_cache_can_be_locked_on_a_full_disk_but_not_without_file_locks(tmp
         pass
 
 
-def test_tokens_that_a_full_disk_does_not_take_may_be_stored_later(tmp_path, file, monkeypatch):
+def test_tokens_that_did_not_fit_on_a_full_disk_can_be_stored_later(tmp_path, file, monkeypatch):
     cannot = r"the tokens cannot be kept in .* \(No space left on device\)"
     with monkeypatch.context() as patch, pytest.raises(DataNotStored, match=cannot):
         patch.setattr(token_cache, "write_index", full)
@@ -210,7 +210,7 @@ def test_tokens_that_a_full_disk_does_not_take_may_be_stored_later(tmp_path, fil
     assert make(tmp_path / "cache", [tmp_path / "a.jsonl"], file)[2]
 
 
-def test_a_process_that_cannot_write_its_shard_says_so(tmp_path, file):
+def test_tokenizing_process_that_cannot_write_its_shard_reports_the_path(tmp_path, file):
     config = DataConfig(source="jsonl", paths=[str(jsonl(tmp_path))], tokenizer=str(file))
     order = token_process.Order(
         config.model_dump(mode="json"), None, open_tokenizer(config).digest, "uint16", str(tmp_path / "none"), None
@@ -220,7 +220,7 @@ def test_a_process_that_cannot_write_its_shard_says_so(tmp_path, file):
         token_processes.tokenize_shards(order, {0: shard}, lambda: None, lambda counts: None, 1)
 
 
-def test_a_process_that_is_killed_is_replaced(tmp_path, file, many_shards, monkeypatch):
+def test_killed_tokenizing_process_is_replaced_by_another(tmp_path, file, many_shards, monkeypatch):
     killed = []
     give_next = token_processes._Work._assign_next
 
@@ -342,7 +342,7 @@ def test_program_that_waits_for_the_cache_names_its_holder_and_shows_life(tmp_pa
     assert read_info(folder) is not None
 
 
-def test_a_cache_whose_tokens_were_cut_is_made_again(tmp_path, file):
+def test_token_cache_with_truncated_tokens_is_made_again(tmp_path, file):
     row, info, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file)
     os.truncate(f"{row.prefix}.bin", 10)
     row.close()
@@ -352,7 +352,7 @@ def test_a_cache_whose_tokens_were_cut_is_made_again(tmp_path, file):
     assert again.read(0, len(again)).tolist() == plain_tokens(file, DOCUMENTS)
 
 
-def test_cache_whose_tokens_are_overwritten_is_made_again(tmp_path, file):
+def test_token_cache_with_overwritten_tokens_is_made_again(tmp_path, file):
     first, _, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file)
     expected = first.read(0, len(first)).tolist()
     with Path(f"{first.prefix}.bin").open("r+b") as stored:

@@ -59,7 +59,7 @@ def test_the_end_of_a_document_is_found_among_the_special_tokens(tmp_path, end):
     assert FileTokenizer(path, "none").end_of_document is None
 
 
-def test_the_end_of_a_document_must_be_known(tmp_path):
+def test_tokenizer_without_a_known_or_the_named_end_token_is_refused(tmp_path):
     path = byte_level(tmp_path / "tokenizer.json", special=["<pad>"])
     with pytest.raises(DataError, match=r"no special token that is known to end a document .its special tokens: <pad>"):
         FileTokenizer(path)
@@ -67,7 +67,7 @@ def test_the_end_of_a_document_must_be_known(tmp_path):
         FileTokenizer(path, "<end>")
 
 
-def test_the_vocabulary_reaches_to_the_highest_id(file, tmp_path):
+def test_tokenizer_vocabulary_reaches_to_the_highest_token_id(file, tmp_path):
     assert FileTokenizer(file).vocabulary == 400
     other = Tokenizer.from_file(str(file))
     other.add_special_tokens([AddedToken("<more>", special=True)])
@@ -113,12 +113,12 @@ def test_missing_tokenizer_file_is_named(tmp_path):
         FileTokenizer(tmp_path / "gone.json")
 
 
-def test_two_files_that_differ_have_two_digests(file, tmp_path):
+def test_different_tokenizer_files_have_different_digests(file, tmp_path):
     other = byte_level(tmp_path / "other.json", 300)
     assert FileTokenizer(file).digest != FileTokenizer(other).digest
 
 
-def test_a_folder_stands_for_its_tokenizer(file):
+def test_tokenizer_folder_opens_the_same_tokenizer_as_its_file(file):
     data = DataConfig(source="text", paths=["a"], tokenizer=str(file.parent))
     assert open_tokenizer(data).digest == FileTokenizer(file).digest
 

@@ -41,7 +41,7 @@ def test_rank_that_prepares_data_shows_progress_and_reports_events(tmp_path):
     assert hang_timeout("preparing", (), False, False, False) == 300.0
 
 
-def test_a_trainer_makes_its_tokens_before_its_first_step_and_says_so(tmp_path):
+def test_trainer_trains_its_tokenizer_and_prepares_data_with_an_event_for_each_stage(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("".join(TEXT))
     data = {"paths": [str(path)], "tokenizer": "bpe", "tokenizer_vocabulary": 300}
@@ -83,7 +83,7 @@ class SaidTogether:
 
 
 @pytest.mark.parametrize(("last", "same"), [("a1", True), ("a2", False)])
-def test_ranks_compare_their_tokens(last, same):
+def test_all_ranks_report_an_error_if_one_has_different_tokens(last, same):
     comm, errors = SaidTogether(3), []
     digests = ["a1" * 32, "a1" * 32, "a1" * 31 + last]
 

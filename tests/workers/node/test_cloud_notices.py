@@ -49,7 +49,7 @@ def test_cloud_without_planned_events_gives_no_notice(service, ask, cloud):
     assert ask(cloud) is None
 
 
-def test_aws_takes_a_spot_instance_back(service, ask):
+def test_aws_spot_interruption_gives_a_notice_with_its_deadline(service, ask):
     service.required = {"X-aws-ec2-metadata-token": "token"}
     service.answers = {"/latest/api/token": "token", SPOT: {"action": "terminate", "time": "2026-11-24T12:02:00Z"}}
     assert ask("aws") == Notice(
@@ -58,7 +58,7 @@ def test_aws_takes_a_spot_instance_back(service, ask):
     assert service.asked[0] == "PUT /latest/api/token"
 
 
-def test_aws_without_tokens_is_asked_without(service, ask):
+def test_aws_metadata_service_without_tokens_is_asked_without_one(service, ask):
     service.answers = {SPOT: {"action": "stop", "time": "2026-11-24T11:59:00Z"}}
     assert ask("aws").seconds == 0.0
 
@@ -78,7 +78,7 @@ def test_aws_announces_work_days_ahead_which_is_heeded_when_it_is_near(service, 
     assert getattr(ask("aws"), "seconds", None) == seconds
 
 
-def test_google_cloud_preempts_or_maintains(service, ask):
+def test_google_cloud_preemption_and_maintenance_give_notices_but_live_migration_none(service, ask):
     service.required = {"Metadata-Flavor": "Google"}
     service.answers = {PREEMPTED: "FALSE\n", MAINTENANCE: "TERMINATE_ON_HOST_MAINTENANCE\n"}
     assert ask("gcp").seconds == GCP_MAINTENANCE_SECONDS
@@ -99,7 +99,7 @@ def test_google_cloud_preempts_or_maintains(service, ask):
     ([event("Preempt", "Tue, 24 Nov 2026 12:00:30 GMT", resources=["vm-2"])], None),
     ([event("Reboot", "Tue, 24 Nov 2026 13:00:00 GMT")], None),
 ])  # fmt: skip
-def test_azure_announces_events_of_several_machines(service, ask, events, expected):
+def test_azure_gives_a_notice_of_the_nearest_event_that_ends_this_machine(service, ask, events, expected):
     service.required = {"Metadata": "true"}
     service.answers = {EVENTS: {"DocumentIncarnation": 1, "Events": events}, NAME: "vm-1"}
     notice = ask("azure")
@@ -113,12 +113,12 @@ def test_azure_announces_events_of_several_machines(service, ask, events, expect
     ("azure", {EVENTS: {"Events": None}, NAME: "vm-1"}), ("azure", {EVENTS: [], NAME: "vm-1"}),
     ("azure", {EVENTS: 429, NAME: "vm-1"}),
 ])  # fmt: skip
-def test_an_answer_that_makes_no_sense_is_unknown(service, ask, cloud, answers):
+def test_unusable_cloud_metadata_makes_the_notice_source_unavailable(service, ask, cloud, answers):
     service.answers = answers
     with pytest.raises(MetadataUnavailable):
         ask(cloud)
 
 
-def test_a_service_that_is_not_there_is_unknown_and_named():
+def test_unreachable_cloud_metadata_service_is_unavailable_with_its_address():
     with pytest.raises(MetadataUnavailable, match=r"^the metadata service at 127\.0\.0\.1:9 does not answer: "):
         MetadataSource("gcp", "http://127.0.0.1:9").notice(NOW)

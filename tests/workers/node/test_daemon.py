@@ -89,7 +89,7 @@ def test_node_daemon_shares_a_store_per_job_and_refuses_earlier_generations(go, 
     go(body)
 
 
-def test_a_store_listens_where_all_ranks_reach_it_and_no_further(go, daemon, stores, monkeypatch):
+def test_rendezvous_store_listens_on_loopback_only_if_all_ranks_are_on_one_machine(go, daemon, stores, monkeypatch):
     monkeypatch.setattr("manta.workers.node.daemon.this_host", lambda: Host("machine", "192.0.2.7", None, ()))
 
     async def body():
@@ -102,7 +102,7 @@ def test_a_store_listens_where_all_ranks_reach_it_and_no_further(go, daemon, sto
     go(body)
 
 
-def test_a_store_that_has_ended_is_replaced_and_still_only_for_the_newest(go, daemon, stores):
+def test_ended_rendezvous_store_is_replaced_only_for_the_newest_generation(go, daemon, stores):
     async def body():
         await daemon.start_store("job", 2)
         stores[0].ended = True
@@ -114,7 +114,9 @@ def test_a_store_that_has_ended_is_replaced_and_still_only_for_the_newest(go, da
     go(body)
 
 
-def test_a_store_that_does_not_start_says_why_and_is_tried_again(go, daemon, stores, monkeypatch):
+def test_rendezvous_store_that_fails_to_start_reports_its_error_and_can_be_started_again(
+    go, daemon, stores, monkeypatch
+):
     async def body():
         async def fail(socket_path, entry, argument):
             return Store(b"", b"Traceback\nOSError: no port is free\n")
@@ -155,7 +157,7 @@ def test_node_daemon_removes_leftovers_of_a_job_but_keeps_wanted_snapshots(go, d
     go(body)
 
 
-def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monkeypatch):
+def test_node_drain_keeps_the_earliest_deadline_of_signal_user_and_machine(go, daemon, home, monkeypatch):
     asked = []
 
     async def nothing(*arguments):
@@ -234,7 +236,7 @@ def test_node_daemon_hears_notices_of_a_leaving_machine_and_their_withdrawal(go,
     assert all(watch._stopped.is_set() for watch in daemon._notices)
 
 
-def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, home, monkeypatch):
+def test_node_daemon_describes_its_address_memory_and_measured_peak(go, daemon, home, monkeypatch):
     async def started(owner):
         return None
 
@@ -415,7 +417,7 @@ def test_file_systems_that_do_not_answer_take_no_thread_that_the_end_of_a_job_ne
     go(body)
 
 
-def test_daemon_says_what_it_does_not_share_and_keeps_its_own_elsewhere(go, home, tmp_path, monkeypatch):
+def test_node_daemon_reports_unshared_folders_and_uses_a_home_of_its_own(go, home, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "own"))
 
     async def body():

@@ -19,7 +19,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
-def test_marked_folder_is_shared_and_everything_lies_there(home):
+def test_home_marked_by_the_service_counts_as_shared_and_is_used(home):
     mark(home, ID)
     assert shares(home, ID) and unshared([str(home)], ID) == ()
     assert paths_on_node(str(home), ID) == Paths.of(home)

@@ -37,7 +37,7 @@ def refuse(*_):
     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
-def test_reading_is_in_base_units(readings):
+def test_gpu_readings_are_in_base_units(readings):
     first, second = readings(pynvml).get(timeout=20)
     assert first == GpuReading(0, True, 0.9, 2**30, 80 * 2**30, 60, 350.5, 7, 0, {}, 1980)
     assert (second.index, second.ecc_corrected, second.ecc_uncorrected) == (1, None, None)
@@ -61,7 +61,7 @@ def test_gpu_that_is_lost_is_told_from_one_that_has_no_memory_of_its_own(reading
     assert (first.answers, second.answers, second.memory_total_bytes) == (True, answers, None)
 
 
-def test_driver_that_tells_no_errors_still_tells_the_rest(readings):
+def test_gpu_driver_without_error_events_still_gives_readings(readings):
     assert len(readings(library(nvmlDeviceRegisterEvents=refuse)).get(timeout=20)) == 2
 
 
@@ -74,11 +74,11 @@ def test_gpu_watch_without_a_driver_ends_without_readings(function):
     assert queued.empty() and not watch._thread.is_alive()
 
 
-def test_a_watch_that_was_never_started_can_be_stopped():
+def test_gpu_watch_that_was_never_started_can_be_stopped():
     GpuWatch(lambda _: None, pynvml).stop()
 
 
-def test_the_fake_has_no_name_that_the_library_lacks():
+def test_fake_nvml_has_only_names_and_constants_of_the_real_library():
     theirs = importlib.import_module("pynvml")
     names = [name for name in vars(pynvml) if name.startswith(("nvml", "NVML"))]
     assert [name for name in names if not hasattr(theirs, name)] == []

@@ -80,7 +80,7 @@ def wait_until_read(connection):
 
 
 @pytest.mark.parametrize("words", [b"\n", b"GET / HTTP/1.1\r\n\r\n", b"0" * 64 + b"\n", b"0" * 1000])
-def test_stranger_who_says_something_else_hears_nothing(heartbeat, words):
+def test_heartbeat_caller_without_a_valid_ping_gets_no_answer(heartbeat, words):
     connection = socket.create_connection(heartbeat.address, SECONDS)
     with contextlib.suppress(ConnectionError):
         connection.sendall(words)
@@ -96,7 +96,7 @@ def test_stranger_who_hangs_up_without_a_word_is_forgotten(heartbeat):
     assert heartbeat._unauthenticated == {}
 
 
-def test_stranger_who_waits_does_not_hear_when_the_node_is_to_be_left(heartbeat):
+def test_unauthenticated_heartbeat_caller_does_not_hear_of_a_drain(heartbeat):
     silent = socket.create_connection(heartbeat.address, SECONDS)
     _, lines = connected(heartbeat)
     lines.readline()
@@ -106,7 +106,7 @@ def test_stranger_who_waits_does_not_hear_when_the_node_is_to_be_left(heartbeat)
     assert silent.recv(1) == b""
 
 
-def test_unauthenticated_take_no_place_from_who_pings(heartbeat):
+def test_too_many_unauthenticated_heartbeat_callers_do_not_displace_one_that_pings(heartbeat):
     known, lines = connected(heartbeat)
     lines.readline()
     strangers = [socket.create_connection(heartbeat.address, SECONDS) for _ in range(MAX_UNAUTHENTICATED + 10)]
@@ -127,7 +127,7 @@ def test_heartbeat_tells_all_connections_at_once_that_the_node_drains(heartbeat)
     assert json.loads(late.readline())["drain_seconds"] is not None
 
 
-def test_the_last_word_about_when_the_node_is_to_be_left_counts(heartbeat):
+def test_newest_drain_request_sets_the_deadline_in_the_heartbeat(heartbeat):
     for seconds, least in ((600, 300), (60, 0), (300, 60)):
         heartbeat.drain(seconds)
         _, lines = connected(heartbeat)
@@ -146,7 +146,7 @@ def test_heartbeat_reports_the_earliest_of_several_drain_deadlines(heartbeat):
     assert heartbeat.state == Heartbeat("n1", True, None, "says the cordon")
 
 
-def test_node_that_stays_after_all_says_so_at_once_and_from_then_on(heartbeat):
+def test_heartbeat_says_that_a_node_stays_once_its_drain_is_withdrawn(heartbeat):
     _, lines = connected(heartbeat)
     assert json.loads(lines.readline())["stays"] is False
     heartbeat.drain(60.0, "it is sold", "cloud")
@@ -193,7 +193,7 @@ def test_heartbeat_close_ends_all_connections_and_descriptors():
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def test_process_that_is_asked_to_end_hears_of_it_and_lives_on():
+def test_termination_signal_calls_its_handler_and_does_not_end_the_process():
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "ready\n"

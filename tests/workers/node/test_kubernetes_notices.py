@@ -36,7 +36,7 @@ def taint(key, effect="NoSchedule"):
     return {"key": key, "effect": effect}
 
 
-def test_the_api_is_asked_for_the_own_node_alone(api, ask):
+def test_kubernetes_source_requests_only_its_own_node(api, ask):
     assert ask() is None
     assert api.asked == ["/api/v1/nodes/n1?resourceVersion=0"]
 
@@ -55,7 +55,7 @@ def test_the_api_is_asked_for_the_own_node_alone(api, ask):
      ("aws-node-termination-handler/rebalance-recommendation", None)),
     (["remediator.kubernetes.azure.com/unschedulable"], ("remediator.kubernetes.azure.com/unschedulable", SOON)),
 ])  # fmt: skip
-def test_taints_end_a_node_or_do_not(api, ask, taints, expected):
+def test_only_kubernetes_taints_that_end_a_node_give_a_notice(api, ask, taints, expected):
     api.taints = [taint(key) for key in taints]
     notice = ask()
     if expected is None:
@@ -65,7 +65,7 @@ def test_taints_end_a_node_or_do_not(api, ask, taints, expected):
         assert notice == Notice(f"taint {key}", seconds, f"Kubernetes has tainted the node with {key}")
 
 
-def test_further_taints_may_be_named(api, ask):
+def test_custom_kubernetes_taints_give_a_notice_with_their_configured_deadline(api, ask):
     api.taints = [taint("example.com/sold", "NoExecute"), taint("example.com/rented")]
     assert ask() is None
     assert ask(**{"example.com/rented": None}).id == "taint example.com/rented"
@@ -77,13 +77,13 @@ def test_further_taints_may_be_named(api, ask):
     ("TerminateScheduled", "True", True), ("FreezeScheduled", "True", False), ("VMEventScheduled", "True", False),
     ("Ready", "True", False),
 ])  # fmt: skip
-def test_conditions_end_a_node_or_do_not(api, ask, kind, status, heeded):
+def test_only_kubernetes_conditions_that_end_a_node_give_a_notice(api, ask, kind, status, heeded):
     api.conditions = [{"type": "Ready", "status": "True"}, {"type": kind, "status": status}]
     expected = Notice(f"condition {kind}", SOON, f"Kubernetes says {kind} of the node") if heeded else None
     assert ask() == expected
 
 
-def test_node_that_is_being_deleted_ends(api, ask):
+def test_node_with_a_deletion_timestamp_gets_a_deletion_notice(api, ask):
     api.metadata["deletionTimestamp"] = "2026-11-24T12:00:00Z"
     assert ask() == Notice("deletion", SOON, "the node is being deleted from Kubernetes")
 
@@ -107,7 +107,7 @@ def test_account_that_may_not_read_nodes_is_one_clear_sentence(api, ask, status)
     )
 
 
-def test_token_is_read_anew_each_time(api, ask):
+def test_kubernetes_token_is_read_again_for_each_request(api, ask):
     """Kubernetes renews it."""
     api.token = "another token"
     with pytest.raises(SourceUnavailable, match="does not let the pod read node n1"):
@@ -116,7 +116,7 @@ def test_token_is_read_anew_each_time(api, ask):
     assert ask() is None
 
 
-def test_server_that_another_authority_vouches_for_is_told_nothing(api, ask):
+def test_kubernetes_api_with_an_untrusted_certificate_receives_no_request(api, ask):
     make_certificate(api.folder)
     with pytest.raises(SourceUnavailable, match=r"does not answer: .*certificate verify failed"):
         ask()
@@ -130,26 +130,28 @@ def test_server_that_another_authority_vouches_for_is_told_nothing(api, ask):
     (200, b"[]", r"gave an unknown answer about node n1$"),
     (200, b'{"metadata": {}, "spec": {"taints": [{}]}}', r"gave an unknown answer about node n1$"),
 ])  # fmt: skip
-def test_an_answer_that_makes_no_sense_is_unknown(api, ask, status, content, sentence):
+def test_unusable_kubernetes_answer_makes_the_notice_source_unavailable(api, ask, status, content, sentence):
     api.status, api.content = status, content
     with pytest.raises(SourceUnavailable, match=sentence):
         ask()
 
 
-def test_api_that_is_not_there_is_unknown(api, ask):
+def test_unreachable_kubernetes_api_makes_the_notice_source_unavailable(api, ask):
     api.close()
     with pytest.raises(SourceUnavailable, match=r"^the Kubernetes API at 127\.0\.0\.1:\d+ does not answer: "):
         ask()
 
 
 @pytest.mark.parametrize("missing", ["KUBERNETES_SERVICE_HOST", "MANTA_NODE_NAME"])
-def test_process_that_does_not_know_where_it_is_says_what_it_lacks(api, ask, monkeypatch, missing):
+def test_kubernetes_source_without_its_environment_variables_names_the_node_name_variable(
+    api, ask, monkeypatch, missing
+):
     monkeypatch.delenv(missing)
     with pytest.raises(SourceUnavailable, match=r"MANTA_NODE_NAME must be its spec\.nodeName"):
         ask()
 
 
-def test_pod_without_an_account_says_so(api, ask):
+def test_missing_service_account_token_makes_the_kubernetes_source_unavailable(api, ask):
     (api.folder / "token").unlink()
     with pytest.raises(SourceUnavailable, match=r"does not answer: .*token"):
         ask()

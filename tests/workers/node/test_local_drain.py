@@ -40,7 +40,7 @@ def with_daemon(folder, use, node="ab" * 28):
     return asyncio.run(run())
 
 
-def test_the_daemons_of_this_machine_are_told(folder):
+def test_local_drain_tells_the_daemon_of_this_machine_its_deadline(folder):
     assert with_daemon(folder, lambda: drain_nodes_here(110.0)) == ([110.0], ["ab" * 28])
 
 
@@ -81,7 +81,7 @@ def test_local_drain_ignores_folders_of_other_users(folder, monkeypatch):
     assert with_daemon(folder, use) == ([], [])
 
 
-def test_the_answer_is_the_nodes_id(folder):
+def test_local_drain_socket_answers_with_the_id_of_its_node(folder):
     def use():
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(drain_socket(folder, "n1")))

@@ -7,7 +7,7 @@ from manta.workers.node.kubernetes_notices import KubernetesSource
 from manta.workers.node.notice_sources import SlurmSource, UnknownSource, notice_sources
 
 
-def test_each_has_its_usual_address_and_may_have_another():
+def test_notice_sources_have_default_settings_that_can_be_overridden():
     assert notice_sources("aws") == [MetadataSource("aws", "http://169.254.169.254")]
     assert notice_sources("gcp=http://there:80") == [MetadataSource("gcp", "http://there:80")]
     assert notice_sources("slurm") == [SlurmSource(600.0)]

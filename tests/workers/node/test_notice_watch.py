@@ -31,7 +31,7 @@ def watch(service):
     made.stop()
 
 
-def test_the_same_notice_is_passed_on_once_and_another_one_too(service, watch):
+def test_notice_watch_passes_on_each_different_notice_once(service, watch):
     for _ in range(3):
         watch.poll()
     assert watch.noticed == []
@@ -51,7 +51,7 @@ def test_notice_that_no_longer_holds_is_withdrawn_once_and_can_return(service, w
     assert [notice and notice.seconds for notice in watch.noticed] == [30.0, None, 30.0]
 
 
-def test_silence_withdraws_nothing(service, watch):
+def test_notice_is_not_withdrawn_while_its_source_does_not_answer(service, watch):
     for answer in ("TRUE", 503, "TRUE"):
         service.answers = {PREEMPTED: answer}
         watch.poll()

@@ -18,7 +18,7 @@ def mark():
     return module.own_code.__wrapped__()
 
 
-def test_same_sources_have_the_same_mark_and_others_another(package):
+def test_code_mark_changes_exactly_with_the_source_files(package):
     before = mark()
     assert len(before) == 16
     (package / "inner" / "notes.txt").write_text("no code")
@@ -31,5 +31,5 @@ def test_same_sources_have_the_same_mark_and_others_another(package):
     assert mark() != before
 
 
-def test_real_code_has_a_mark():
+def test_code_mark_of_the_installed_package_is_hexadecimal():
     assert int(module.own_code(), 16) >= 0

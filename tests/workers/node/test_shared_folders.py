@@ -51,7 +51,7 @@ def test_mount_that_does_not_answer_is_waited_for_once_and_what_was_known_holds(
     go(body)
 
 
-def test_callers_at_the_same_time_wait_for_the_same_look(go, mount, monkeypatch):
+def test_concurrent_callers_share_one_check_of_the_shared_folders(go, mount, monkeypatch):
     monkeypatch.setattr(module, "POLL_SECONDS", 20.0)
 
     async def body():
@@ -63,7 +63,7 @@ def test_callers_at_the_same_time_wait_for_the_same_look(go, mount, monkeypatch)
     assert len(mount.asked) == 1
 
 
-def test_folders_are_looked_at_anew_each_time(go, mount, monkeypatch):
+def test_shared_folders_are_checked_again_on_each_call(go, mount, monkeypatch):
     mount.set()
     monkeypatch.setattr(module, "POLL_SECONDS", 20.0)
 
@@ -76,7 +76,7 @@ def test_folders_are_looked_at_anew_each_time(go, mount, monkeypatch):
     assert len(mount.asked) == 3
 
 
-def test_error_of_a_look_is_its_callers_alone(go, monkeypatch):
+def test_failed_check_of_shared_folders_does_not_affect_the_next_call(go, monkeypatch):
     async def body():
         folders = SharedFolders(FOLDERS, "manta-1")
         with monkeypatch.context() as patch, pytest.raises(MemoryError):

@@ -22,7 +22,7 @@ def in_a_slurm_job(monkeypatch):
 @pytest.mark.parametrize(("before", "seconds"), [
     (3600.0, None), (LEAD_SECONDS + 1, None), (LEAD_SECONDS, LEAD_SECONDS), (30.0, 30.0), (-5.0, 0.0)
 ])  # fmt: skip
-def test_the_end_is_heeded_when_it_is_near(before, seconds):
+def test_slurm_gives_a_notice_only_when_the_end_of_the_allocation_is_near(before, seconds):
     notice = SlurmSource().notice(at(before))
     assert (notice and notice.seconds) == seconds
 

@@ -154,7 +154,7 @@ def test_a_batch_without_any_target_has_no_loss_and_no_gradient(ranks):
     [((1, 1, 4), (2, 2, 2)), pytest.param(((1, 1, 4), (1, 2, 2), (2, 2, 2)), marks=pytest.mark.soak)],
     ids=["some", "all"],
 )
-def test_steps_of_varying_batch_sizes_follow_the_same_curve_in_every_layout(ranks, layouts):
+def test_steps_of_varying_batch_sizes_follow_the_same_curve_with_and_without_parallelism(ranks, layouts):
     """With momentum, clipping and decay, as a job with a batch ramp has it."""
     sizes = (10, 4, 7, 10)
     batches = [batch(padded_ends).roll(number, 0)[:size] for number, size in enumerate(sizes)]

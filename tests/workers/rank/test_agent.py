@@ -58,7 +58,7 @@ def log_of(tmp_path):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_reports_are_numbered_kept_and_acknowledged(make_agent, go):
+def test_agent_numbers_trainer_reports_and_keeps_them_until_acknowledged(make_agent, go):
     async def body():
         agent = make_agent()
         described = await agent.describe()
@@ -112,7 +112,7 @@ def test_long_poll_wakes_with_the_next_report(make_agent, go):
     go(body)
 
 
-def test_stale_generations_are_refused_and_a_newer_one_replaces(make_agent, go, gone):
+def test_agent_refuses_launches_of_stale_generations_and_replaces_its_trainer_for_a_newer_one(make_agent, go, gone):
     async def body():
         agent = make_agent()
         first = await agent.launch(order(2, reports=1, wait=True, stop=True))
@@ -134,7 +134,7 @@ def test_stale_generations_are_refused_and_a_newer_one_replaces(make_agent, go, 
     go(body)
 
 
-def test_reports_that_make_no_sense_or_are_stale_are_dropped(make_agent, go, tmp_path):
+def test_agent_drops_unreadable_and_stale_trainer_reports(make_agent, go, tmp_path):
     async def body():
         agent = make_agent()
         stale = json.dumps({"kind": "event", "generation": 4, "rank": 3, "time": 1.0, "data": {}})
@@ -179,7 +179,7 @@ def test_agent_reports_the_failure_of_a_trainer_with_its_exit(make_agent, go):
     go(body)
 
 
-def test_signal_is_reported_with_the_last_output(make_agent, go):
+def test_agent_reports_the_signal_that_ended_a_trainer_with_its_last_output(make_agent, go):
     async def body():
         agent = make_agent()
         await agent.launch(order(1, print=[f"line {n}" for n in range(50)], signal=int(signal.SIGSEGV)))
@@ -191,7 +191,7 @@ def test_signal_is_reported_with_the_last_output(make_agent, go):
     go(body)
 
 
-def test_output_becomes_a_log_of_json_lines(make_agent, go, tmp_path):
+def test_agent_logs_trainer_output_as_json_lines(make_agent, go, tmp_path):
     async def body():
         agent = make_agent()
         await agent.launch(order(1, print=["ä", "x" * 20_000], bytes=[*b"a\xff\x00b\n", *b"no newline"]))

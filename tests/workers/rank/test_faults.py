@@ -51,7 +51,7 @@ def test_fault_watch_is_off_until_a_fault_is_armed():
     assert faults.armed
 
 
-def test_a_process_that_was_slowed_down_stays_watched():
+def test_faults_stay_armed_after_a_slow_down():
     faults = Faults(lambda fault, number: faults.slow_down(0.0001))
     faults.arm([Fault("a", "slow", 0)])
     faults.reached(1, "data")
@@ -112,7 +112,7 @@ def test_memory_runs_out_for_this_process_only_and_for_a_moment():
     assert len(bytearray(100_000_000)) == 100_000_000
 
 
-def test_the_store_is_found_by_its_port_among_the_siblings():
+def test_kill_store_finds_the_sibling_process_that_listens_on_the_port():
     """A parent with two children: one listens, the other kills whoever listens on that port, and nobody else."""
     script = (
         "import os, socket, sys, time\n"

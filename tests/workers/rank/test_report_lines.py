@@ -42,7 +42,7 @@ def test_merged_metric_rows_keep_the_newest_sample_of_all_ranks():
     assert [Report.from_json(json.loads(line)) for line in report_lines([report]).splitlines()] == [report]
 
 
-def test_each_report_is_a_line():
+def test_reports_are_written_as_one_json_line_each():
     reports = [Report(Event("told", "two\nlines"), 2, 3, 12.0), Report(Finished(3), 2, 3, 15.0)]
     lines = report_lines(reports)
     assert lines.endswith(b"\n")

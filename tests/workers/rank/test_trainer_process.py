@@ -184,7 +184,7 @@ def test_order_for_another_rank_or_layout_rebuilds_the_trainer(rig, change, keep
     assert (after.comm.progress is before.comm.progress) == keeps_record, "the agent watches the record of one rank"
 
 
-def test_a_prepared_process_is_built_and_waits_for_its_order(rig):
+def test_prepared_trainer_process_builds_its_trainer_and_waits_for_an_order(rig):
     run = rig(finish)
     run.start(order(5), prepare=True)
     ready = run.hear()
@@ -232,7 +232,7 @@ def test_trainer_asked_to_rest_does_so_without_in_place_repair_too(rig):
     assert len(run.built) == 1, "its model is that of before"
 
 
-def test_a_late_word_about_an_older_generation_takes_nothing_back(rig):
+def test_trainer_is_not_reopened_by_late_commands_of_older_generations(rig):
     run = rig(lose_peer, finish)
     run.start(order(1, in_place=True))
     run.hear()
@@ -321,7 +321,7 @@ def test_an_order_for_several_ranks_without_a_store_or_a_secret_is_an_error(rig,
     assert run.ended() == EXIT_FAILED
 
 
-def test_rows_and_events_arrive_in_order_as_reports(rig):
+def test_trainer_metrics_and_events_are_reported_in_order(rig):
     def train(trainer):
         for step in (1, 2):
             trainer.reporter.metrics({"step": step})

@@ -119,7 +119,7 @@ def test_backup_sender_started_before_its_trainer_waits_for_the_snapshot_file(tm
     until(lambda: sender.state.problem is None)
 
 
-def test_a_trainer_that_makes_a_new_file_is_followed(tmp_path, send):
+def test_backup_sender_follows_a_trainer_to_its_new_snapshot_file(tmp_path, send):
     first = Rank(tmp_path / "here")
     send()
     first.commit(4)
@@ -314,7 +314,7 @@ def test_noise_on_a_connection_does_not_disturb_backups(tmp_path, server, send, 
     until(lambda: there(tmp_path) == [1])
 
 
-def test_an_older_generation_is_refused_and_a_newer_one_takes_over(tmp_path, server, send):
+def test_backup_server_drops_the_sender_of_an_older_generation_for_a_newer_one(tmp_path, server, send):
     rank, old = Rank(tmp_path / "here"), send()
     rank.commit(1)
     until(lambda: old.state.step == 1)
@@ -360,7 +360,7 @@ def test_backup_for_a_former_partner_is_removed_once_no_rank_may_resume_from_it(
     mine.snapshots.close()
 
 
-def test_sender_is_told_if_its_partner_has_no_room_for_the_backup(tmp_path, server, send, monkeypatch):
+def test_backup_sender_reports_that_its_partner_has_no_room(tmp_path, server, send, monkeypatch):
     Rank(tmp_path / "here").commit(1)
 
     def full(path, form, memory):

@@ -16,7 +16,7 @@ def connected():
         yield ours, theirs
 
 
-def test_message_arrives_as_it_was_sent(connected):
+def test_received_backup_messages_equal_the_sent_ones_in_order(connected):
     ours, theirs = connected
     messages = [{}, {"step": 3, "name": "é", "nested": {"list": [1, None, "x"]}}]
     for message in messages:

@@ -40,7 +40,7 @@ def test_committed_steps_needs_no_torch(tmp_path):
     assert process.stdout.split("\n")[0] == "[5] False", process.stderr
 
 
-def test_files_of_several_layouts_lie_side_by_side_until_the_others_go(tmp_path):
+def test_snapshot_files_of_several_layouts_coexist_until_other_layouts_are_removed(tmp_path):
     for rank, layout in ((0, "0000aaaa"), (1, "0000aaaa"), (0, "0000bbbb")):
         Snapshots(tmp_path, rank, state_at(0), IDENTITY, layout).save(7 + rank)
     backup_path(tmp_path, 2, "0000aaaa").write_bytes(b"")
@@ -112,7 +112,7 @@ def test_identity_of_snapshots_differs_between_states_that_do_not_fit():
     "changes",
     ['parallel.gather="beside_forward"', 'parallel.stage_accelerators=["A100"]', "train.steps=99", "parallel.data=1"],
 )
-def test_identity_of_snapshots_ignores_defaults_and_what_is_no_state(changes):
+def test_identity_of_snapshots_ignores_default_values_and_options_without_state(changes):
     spec, other = spec_of(""), spec_of(changes)
     assert (layout_tag(other.layout), fingerprint(other, 0)) == (layout_tag(spec.layout), fingerprint(spec, 0))
 

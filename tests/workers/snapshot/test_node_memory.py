@@ -76,7 +76,7 @@ def test_memory_keeper_whose_socket_is_removed_keeps_its_files_and_takes_more(fo
     assert held_bytes(server) == 3 * FORM.size and len(snapshot_files(folder)) == 3
 
 
-def test_memory_is_given_back_once_no_link_leads_to_it(folder, memory, server):
+def test_snapshot_memory_is_freed_once_no_file_links_to_it(folder, memory, server):
     for rank in (0, 1):
         memory.create(snapshot_path(folder, rank), FORM).close()
     assert held_bytes(server) == 2 * FORM.size

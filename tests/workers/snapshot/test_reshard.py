@@ -150,7 +150,7 @@ def test_masters_and_loss_scale_are_the_same_in_another_layout(ranks, corpus, tm
     assert source.by_rank[0].loss_scale[1] == STEPS
 
 
-def test_a_missing_file_is_no_loss_where_another_replica_holds_the_same(written, ranks, corpus, tmp_path):
+def test_missing_snapshot_file_is_replaced_by_that_of_another_replica(written, ranks, corpus, tmp_path):
     source = written["d2 zero 0"].copied(tmp_path / "shared")
     Path(source.paths[0]).unlink()
     assert_equal(elements(resharded("1", source, ranks, corpus)), elements(source.by_rank))
@@ -175,14 +175,14 @@ def test_state_that_no_snapshot_file_holds_is_reported_missing(written, ranks, c
     assert message.endswith("which are of ranks [0, 2]")
 
 
-def test_a_step_that_a_file_does_not_hold_is_named(written, ranks, corpus, tmp_path):
+def test_resharding_to_a_step_that_a_snapshot_file_lacks_names_file_and_step(written, ranks, corpus, tmp_path):
     source = written["t4"].copied(tmp_path / "shared")
     path = source.paths[0]
     assert failed(source, ranks, corpus, step=7) == f"{path} holds no snapshot of step 7"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut off"])
-def test_damage_is_named_and_nothing_is_half_used(written, ranks, corpus, tmp_path, damage):
+def test_resharding_from_a_damaged_snapshot_file_fails_with_the_damaged_byte(written, ranks, corpus, tmp_path, damage):
     source = written["t2 p2 zb-v d2"].copied(tmp_path / "shared")
     path = Path(source.paths[-1])
     file = SnapshotFile.open(path)
@@ -277,7 +277,7 @@ def test_a_larger_model_s_parameters_are_not_taken_in_part(tmp_path, shape):
     "table",
     [{}, {"rank": 0, "parts": {}}, {"rank": 0, "parts": {}, "pieces": [1]}, {"rank": 0, "parts": {}, "pieces": [[1]]}],
 )
-def test_a_file_that_does_not_say_what_it_holds_is_named(tmp_path, table):
+def test_snapshot_file_without_a_valid_table_is_refused_by_name(tmp_path, table):
     snapshots = Snapshots(tmp_path, 0, [torch.ones(6), torch.ones(12), torch.ones(2)], b"0" * 16, table=table)
     snapshots.save(7)
     snapshots.wait_for_sums()
@@ -286,7 +286,7 @@ def test_a_file_that_does_not_say_what_it_holds_is_named(tmp_path, table):
 
 
 @pytest.mark.parametrize(("layout", "named"), [("d2", [0, 1]), ("d2 zero 0", [0, 0]), ("t4", [0, 1, 2, 3])])
-def test_a_file_is_named_by_the_first_rank_that_holds_the_same(written, layout, named):
+def test_snapshot_file_table_names_the_first_rank_with_the_same_state(written, layout, named):
     """Where the node of rank 0 is lost its replica stands in for it, with the note that only rank 0's file has."""
     tables = []
     for path in written[layout].paths:

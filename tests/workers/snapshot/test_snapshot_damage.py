@@ -215,7 +215,7 @@ def load_or_complain(folder: Path, step: int) -> str | None:
     return None
 
 
-def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path):
+def test_flipped_bit_anywhere_in_a_snapshot_file_is_found_or_harmless(tmp_path):
     snapshots, draw = opened(tmp_path), random.Random(3)
     for step in (5, 6):
         save(snapshots, step)
@@ -286,7 +286,7 @@ def test_a_file_that_is_cut_off_under_a_running_rank_is_reported_and_does_not_ki
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.soak)])
-def test_rank_killed_at_any_moment_leaves_whole_steps(tmp_path, times):
+def test_rank_killed_at_any_moment_leaves_only_whole_snapshots(tmp_path, times):
     """A real process, which fills its state with the number of the step, again and again."""
     draw, path = random.Random(5), snapshot_path(tmp_path, 0)
     for _ in range(times):

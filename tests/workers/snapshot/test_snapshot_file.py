@@ -33,7 +33,7 @@ def test_parts_of_a_snapshot_file_do_not_overlap(payload, table):
     assert form.payload_at(0) % 4096 == form.payload_at(1) % 4096 == 0, "the state is mapped by pages"
 
 
-def test_a_file_of_another_format_is_named_and_not_guessed_at(tmp_path):
+def test_snapshot_file_of_another_format_is_refused_with_its_format_number(tmp_path):
     path, form = tmp_path / "file", Form(IDENTITY, 100)
     SnapshotFile.create(path, form).close()
     assert SnapshotFile.open(path).form == form

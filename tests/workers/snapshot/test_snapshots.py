@@ -56,7 +56,7 @@ def test_constant_state_is_copied_into_each_slot_once_and_restored(tmp_path):
     assert (constant == 5.0).all()
 
 
-def test_the_last_two_steps_are_kept(tmp_path):
+def test_snapshots_keep_the_last_two_steps(tmp_path):
     snapshots = opened(tmp_path)
     path = snapshot_path(tmp_path, 3)
     assert committed_steps(path) == []
@@ -107,7 +107,7 @@ def test_error_during_the_copy_is_raised_by_finish(tmp_path):
     assert holds(tmp_path, 6)
 
 
-def test_finish_without_a_start_says_so(tmp_path):
+def test_finish_of_a_snapshot_that_was_not_started_returns_false(tmp_path):
     snapshots = opened(tmp_path)
     assert snapshots.finish() is False
     snapshots.start(1)
@@ -170,14 +170,14 @@ def test_loading_forgets_a_newer_step_that_not_all_committed(tmp_path):
     assert committed_steps(snapshots.path) == [5, 6], "the older one is not overwritten while the newer is invalid"
 
 
-def test_a_step_that_is_not_there_is_named(tmp_path):
+def test_load_of_a_step_without_a_snapshot_is_refused_with_file_and_step(tmp_path):
     snapshots = opened(tmp_path)
     save(snapshots, 5)
     with pytest.raises(CheckpointError, match=f"{snapshots.path} holds no snapshot of step 4"):
         snapshots.load(4)
 
 
-def test_clear_forgets_all(tmp_path):
+def test_cleared_snapshots_have_no_committed_steps(tmp_path):
     snapshots = opened(tmp_path)
     save(snapshots, 5)
     snapshots.clear()
@@ -225,7 +225,7 @@ def test_snapshots_are_accessible_to_their_user_only(tmp_path):
     assert snapshots.path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_note_may_be_as_long_as_there_is_room_for(tmp_path):
+def test_note_of_the_maximum_length_reads_back_from_its_snapshot(tmp_path):
     snapshots = opened(tmp_path)
     note = b"x" * NOTE_BYTES
     snapshots.save(1, note)
@@ -255,7 +255,7 @@ def test_seconds_of_a_copy_and_its_sums_are_measured(tmp_path, monkeypatch):
     assert 0.0 < snapshots.sum_seconds < 10.0
 
 
-def test_kept_returns_the_state_of_exactly_the_step_asked_for(tmp_path):
+def test_slot_tensors_are_those_of_the_step_asked_for_or_none(tmp_path):
     snapshots = opened(tmp_path)
     for step in (5, 6):
         save(snapshots, step)
@@ -268,7 +268,7 @@ def test_kept_returns_the_state_of_exactly_the_step_asked_for(tmp_path):
     snapshots.close()
 
 
-def test_a_backup_that_came_is_used_though_a_copy_was_being_summed(tmp_path):
+def test_fetched_backup_is_loaded_and_the_earlier_snapshot_file_is_closed(tmp_path):
     """And the file of before is let go of."""
     snapshots = opened(tmp_path)
     save(snapshots, 5)

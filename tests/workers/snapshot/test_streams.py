@@ -114,7 +114,7 @@ def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(tmp_path, ca
     assert "cannot be pinned (CUDA error 2)" in capsys.readouterr().out
 
 
-def test_a_copy_that_does_not_wait_for_the_state_is_found(tmp_path, monkeypatch):
+def test_snapshot_copy_that_does_not_wait_for_the_state_is_found_as_a_race(tmp_path, monkeypatch):
     with pretended_streams() as cuda:
         monkeypatch.setattr(cuda.Stream, "wait_event", lambda *_: None)
         snapshots = opened(tmp_path)
@@ -124,7 +124,7 @@ def test_a_copy_that_does_not_wait_for_the_state_is_found(tmp_path, monkeypatch)
     assert any(race.startswith(f"{COMPUTE} writes") and "stream 1 reads" in race for race in cuda.order.races)
 
 
-def test_an_update_that_does_not_wait_for_the_copy_is_found(tmp_path):
+def test_update_that_does_not_wait_for_the_snapshot_copy_is_found_as_a_race(tmp_path):
     with pretended_streams() as cuda:
         snapshots = opened(tmp_path)
         snapshots.start(1)
@@ -134,7 +134,7 @@ def test_an_update_that_does_not_wait_for_the_copy_is_found(tmp_path):
     assert any(race.startswith("stream 1 reads") and f"{COMPUTE} writes" in race for race in cuda.order.races)
 
 
-def test_a_marker_that_does_not_wait_for_the_copy_is_found(tmp_path, monkeypatch):
+def test_commit_marker_that_does_not_wait_for_the_snapshot_copy_is_found_as_a_race(tmp_path, monkeypatch):
     with pretended_streams() as cuda:
         monkeypatch.setattr(cuda.Event, "synchronize", lambda _: None)
         snapshots = opened(tmp_path)
@@ -326,7 +326,9 @@ def test_each_missing_wait_for_a_slice_of_offloaded_state_is_found(corpus, tmp_p
 
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_chunks_of_a_forward_product_are_waited_for(corpus, tmp_path, monkeypatch, sequence_parallel, forgets):
+def test_missing_wait_for_chunks_of_a_forward_product_is_found_as_a_race(
+    corpus, tmp_path, monkeypatch, sequence_parallel, forgets
+):
     chunks = {"layout": (2, 2, 2), "sequence_parallel": sequence_parallel}
     job = job_of(PLAIN | chunks, corpus, train={"steps": 1}, parallel={"forward_chunks": 3})
     if forgets:
