@@ -63,6 +63,14 @@ def test_modules_that_code_texts_and_manifests_name_exist():
     assert {name: str(path) for name, path in named.items() if not resolves(name)} == {}
 
 
+def test_names_that_texts_and_manifests_import_exist():
+    texts = [path.read_text() for path in files() if path.suffix != ".py"]
+    found = {each for text in texts for each in re.findall(r"from (manta[\w.]*) import (\w+)", text)}
+    found = {(module, name) for module, name in found if "lm_evaluation" not in module}  # its library is not installed
+    assert found
+    assert {each for each in found if not hasattr(importlib.import_module(each[0]), each[1])} == set()
+
+
 def test_nothing_imports_or_starts_a_module_outside_of_manta():
     found = {f"{path}: {match}" for path in files() for match in WITHOUT_MANTA.findall(path.read_text())}
     assert found == set()

@@ -108,7 +108,7 @@ def test_chart_tells_control_planes_the_node_shapes_of_the_autoscaler(manifests)
     if not cluster["spec"].get("enableInTreeAutoscaling"):
         assert said is None
         return
-    assert {(shape.type, shape.most, shape.unit, shape.units) for shape in shapes_in(said)} == {
+    assert {(shape.type, shape.max_nodes, shape.unit, shape.units) for shape in shapes_in(said)} == {
         (group["groupName"], group["maxReplicas"], *places_of(group)) for group in cluster["spec"]["workerGroupSpecs"]
     }
 

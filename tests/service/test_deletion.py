@@ -241,7 +241,7 @@ def test_job_deletion_that_could_not_begin_says_so(store, paths, job, monkeypatc
     monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
     with pytest.raises(StillRunning):
         work.run("another", 0.01, lambda: answers.wait(20))
-    with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing was started: see "):
+    with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing was started: check "):
         delete_job(store, paths, job, lambda: None, work)
     answers.set()
     work.close()

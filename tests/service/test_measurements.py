@@ -26,7 +26,7 @@ def cluster(known=(), **sets):
     async def capacity(unit, all_living):
         return Capacity(unit, 8, 3, {})
 
-    noted = {"lost": set(), "draining": set(), "silent": set(), "problems": {}, "gpus": {}, **sets}
+    noted = {"lost": set(), "draining": set(), "unresponsive": set(), "problems": {}, "gpus": {}, **sets}
     return SimpleNamespace(nodes=SimpleNamespace(known=all_known, capacity=capacity, **noted))
 
 
@@ -39,7 +39,7 @@ def of(cluster):
     [
         ({}, "ready"),
         ({"draining": {"n1"}}, "draining"),
-        ({"silent": {"n1"}}, "silent"),
+        ({"unresponsive": {"n1"}}, "silent"),
         ({"problems": {"n1": "its port is closed"}}, "problem"),
         ({"lost": {"n1"}, "draining": {"n1"}}, "lost"),
     ],

@@ -131,7 +131,7 @@ def test_node_watch_reports_a_node_that_ray_gives_up_once(cluster, frequent_look
 
     async def story(news):
         await until(lambda: cluster.asked)
-        for some in (cluster.draining, cluster.silent, cluster.unswept, cluster.at_rest):
+        for some in (cluster.draining, cluster.unresponsive, cluster.unswept, cluster.at_rest):
             some.add("n1")
         cluster.problems["n1"] = "its daemon runs another Manta"
         if silent:

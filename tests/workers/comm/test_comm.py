@@ -197,7 +197,7 @@ def test_a_rank_whose_network_was_cut_gets_through_again_when_the_time_is_up_and
 @pytest.mark.parametrize("what", ["end", "rest"])
 def test_comm_request_to_end_or_rest_holds_for_its_generation_only(what):
     comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
-    ask, asked = getattr(comm, f"ask_to_{what}"), lambda: getattr(comm, f"asked_to_{what}")
+    ask, asked = getattr(comm, f"request_{what}"), lambda: getattr(comm, f"{what}_requested")
     assert not asked()
     comm.generation = 3
     ask(2)

@@ -30,7 +30,7 @@ def test_held_out_windows_lie_end_to_end_and_wrap_around_at_the_end():
 
 def test_held_out_parts_of_a_blend_each_wrap_around_at_their_own_end():
     class InTurn:
-        def place(self, sample: int) -> tuple[int, int]:
+        def locate(self, sample: int) -> tuple[int, int]:
             return sample % 2, sample // 2
 
     blended = BlendedHeldOut(None, ByteCorpus([]), 900, 50, 1, ((900, 33), (2000, 24)), InTurn())

@@ -90,7 +90,7 @@ class FakeWatch:
     def enter_generation(self, ranks):
         self.ranks = ranks
 
-    def look(self):
+    def poll(self):
         return self.sees
 
     def describe(self):

@@ -140,7 +140,7 @@ def test_missing_daemon_is_reported_with_what_shared_memory_lacks(tmp_path, fold
     monkeypatch.setattr(node_memory, "ABSENT_SECONDS", 0.0)
     with pytest.raises(SharedMemoryError, match="no node's daemon here"):
         SnapshotMemory("node_memory").create(snapshot_path(folder, 0), FORM)
-    with pytest.raises(SharedMemoryError, match=r"no room in shared memory .*; the node's daemon does not take"):
+    with pytest.raises(SharedMemoryError, match=r"no room in shared memory .*; the node's daemon does not accept"):
         SnapshotMemory("auto", tmp_path / "nobody.sock").create(snapshot_path(folder, 0), FORM)
 
 

@@ -16,7 +16,7 @@ from manta.workers.model.initial import INIT_STD, residual_std
 from manta.workers.model.layer import Embedding
 from manta.workers.model.shared import Shared
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
-from manta.workers.parallel.recompute.modules import again
+from manta.workers.parallel.recompute.modules import recomputation
 from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.rms_norm import RMSNorm
@@ -48,8 +48,8 @@ class ParallelLayer(nn.Module):
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""
         normed = self.norm(x)
-        norm_again = again(self.norm, x) if run.recompute.norm else None
-        return self.mlp(normed, self.attention(normed, run, norm_again, x))
+        recomputed_norm = recomputation(self.norm, x) if run.recompute.norm else None
+        return self.mlp(normed, self.attention(normed, run, recomputed_norm, x))
 
 
 def norm(model: ModelConfig) -> RMSNorm:
