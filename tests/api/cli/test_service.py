@@ -197,7 +197,7 @@ def test_up_that_lost_a_race_says_that_the_service_runs(manta, tmp_path, monkeyp
 
 @pytest.mark.parametrize(("words", "said"), [
     ("echo starting; echo the disk is full; exit 2", "the disk is full"),
-    ("echo '.../python(_start+0x21) [0x5555d58d2081] _start'; kill -ABRT $$", "its process ended by signal 6, and the"),
+    ("echo '.../python(_start+0x21) [0x5555d58d2081] _start'; kill -ABRT $$", "its process ended by signal 6; the end"),
     ("echo 'r local development, use x'; exit 1", "its process ended with status 1; the end of its log"),
     ("exit 2", "its process ended with status 2 and printed nothing"),
 ])  # fmt: skip

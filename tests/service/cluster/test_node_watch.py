@@ -143,7 +143,7 @@ def test_node_watch_reports_a_node_that_ray_gives_up_once(cluster, frequent_look
 
     why = "neither its daemon nor its Ray can be reached" if silent else "Ray says that it is gone"
     assert watched(cluster, story) == [("n1", why)]
-    assert not (cluster.lost | cluster.draining | cluster.silent | cluster.unswept | cluster.at_rest)
+    assert not (cluster.lost | cluster.draining | cluster.unresponsive | cluster.unswept | cluster.at_rest)
     assert (cluster.problems, cluster.failed) == ({}, ["n1"])
 
 
