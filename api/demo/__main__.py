@@ -93,10 +93,6 @@ def _cancel_leftovers(client: Client) -> None:
             client.cancel(job.id)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def slots_where_gpus_are_scarce(
     document: dict[str, Any], spec: JobSpec, cluster: Cluster
 ) -> tuple[dict[str, Any], str | None]:
@@ -113,3 +109,7 @@ def slots_where_gpus_are_scarce(
         f"This machine has {has} and the job has {ranks} ranks, so it runs on CPU slots (resources.accelerator: cpu)."
     )
     return {**document, "resources": resources}, note
+
+
+if __name__ == "__main__":
+    sys.exit(main())
