@@ -39,7 +39,7 @@ def test_logs_of_a_job_that_has_printed_nothing_have_a_version_too(tmp_path):
     assert LogsInHome(tmp_path).version("job_000000000001") == {("0.log", 3)}
 
 
-def test_change_watch_serves_all_streams_with_one_look_and_wakes_only_those_with_news(versions):
+def test_change_watch_polls_once_for_all_streams_and_wakes_only_those_with_news(versions):
     async def main():
         changes = Changes(versions)
         with changes.of(ONE) as first, changes.of(ONE) as second, changes.of(OTHER) as third:

@@ -47,7 +47,7 @@ def test_stored_spec_that_is_understood_is_read_unchanged(stored):
     assert stored_spec(job).left_out == ()
 
 
-def test_stored_spec_with_a_key_that_is_gone_and_never_had_an_effect_is_read_in_silence(stored):
+def test_stored_spec_with_a_removed_key_at_its_default_is_read_without_a_warning(stored):
     """0.2.0 stored it in every spec, and not which keys the user wrote."""
     job = stored(spec={"model": {"experts": None}})
     assert "experts" in job.spec["model"]

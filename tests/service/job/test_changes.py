@@ -442,7 +442,7 @@ async def avoided():
     return {"three"}
 
 
-def test_gang_placed_anew_avoids_failing_nodes_and_fetches_state_from_its_old_agents(change):
+def test_relocated_gang_avoids_failing_nodes_and_fetches_state_from_its_old_agents(change):
     async def body(job):
         job.record.avoided_nodes = avoided
         before = list(job.gang.agents)

@@ -220,7 +220,7 @@ def test_renewal_counts_from_when_it_was_asked_for_however_late_its_answer(plane
         assert one.leases.certain is (one.now < until)
 
 
-def test_only_describe_and_arm_orders_are_allowed_without_holding_the_lease_of_a_job(planes, job):
+def test_calls_other_than_describe_and_arm_are_refused_without_the_lease_of_the_job(planes, job):
     assert planes[0].leases.epoch(job, "describe") is planes[0].leases.epoch(job, "arm") is None
     for method in ("reports", "stop", None):
         with pytest.raises(LeaseLost):
@@ -394,7 +394,7 @@ def test_waiting_for_a_released_or_handed_over_lease_fails_at_once(own_leases):
     story(body)
 
 
-def test_control_plane_that_leaves_releases_its_leases_in_memory_and_in_the_database(store, own_leases):
+def test_control_plane_that_shuts_down_releases_its_leases_in_memory_and_database(store, own_leases):
     async def body():
         await own_leases.claim("job_1")
         await own_leases.leave()
