@@ -17,7 +17,7 @@ from manta.workers.protocol.reports import Event, Exited, Failure, KillReason, P
 from manta.workers.rank.control_socket import Arm, Command, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
 from manta.workers.rank.rank_log import LineSink, LineSplitter
 from manta.workers.rank.report_buffer import ReportBuffer
-from manta.workers.system.resources import killed_for_memory
+from manta.workers.system.host_memory import killed_for_memory
 from manta.workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0

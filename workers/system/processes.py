@@ -1,5 +1,4 @@
-"""Processes of this machine: their priority, what the kernel says about them, and their end, also with the process that
-forked them."""
+"""Processes of this machine: what the kernel says about them, and their end, also with the process that forked them."""
 
 from __future__ import annotations
 
@@ -7,56 +6,14 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import random
 import signal
-import threading
-import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-NICENESS = 5
-"""About a third of the weight of a normal process (1.25 times less for each step, sched(7))."""
-AUTOGROUP = Path("/proc/self/autogroup")
-"""Linux's file for the niceness of a whole session, which counts if sessions share the cores (sched(7))."""
-TRIES = 100
-"""How often Linux is asked."""
-PAUSE_SECONDS = (0.1, 1.0)
-"""Linux takes one request within 0.1 seconds from all processes of a node that are not privileged."""
-_own_random = random.SystemRandom()
-"""A model's code may draw from the common generator, which depends on nothing but its seed."""
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 PR_SET_PDEATHSIG = 1
-
-
-def lower_priority() -> None:
-    """Let processes that only watch, decide and repair run before this one, which computes all the time.
-
-    Otherwise, on a CPU node, they would wait for their turn among the trainers just when they are needed.
-    """
-    os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
-    if not _ask():  # another rank, which has just started too, asked before
-        threading.Thread(target=_ask_again, name="priority", daemon=True).start()
-
-
-def _ask() -> bool:
-    """Whether Linux took the request, or takes none because it has no such groups."""
-    try:
-        AUTOGROUP.write_text(str(NICENESS))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _ask_again() -> None:
-    for _ in range(TRIES - 1):
-        time.sleep(_own_random.uniform(*PAUSE_SECONDS))
-        if _ask():
-            return
 
 
 @dataclass(frozen=True)
