@@ -19,7 +19,12 @@ from manta.service.planner.operations import Budget, Passes, host_wait
 from manta.service.planner.pipeline import StageTimes
 from manta.service.planner.stage_shares import Counts, chunks_of
 from manta.workers.accounting.activation_bytes import saved_terms
-from manta.workers.accounting.flops import frozen_of_layers, rank_parameters, trained_parameters
+from manta.workers.accounting.flops import (
+    frozen_of_layers,
+    parameters_before,
+    rank_parameters,
+    trained_parameters,
+)
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.parallel.pipeline.stages import even_counts
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names
@@ -132,27 +137,26 @@ class FrozenSizes:
     def _parameters(self, tensor: int) -> tuple[_Parameters, _Parameters]:
         """All parameters, and those with gradients."""
         if tensor not in self._known:
-            frozen = frozen_of_layers(self._with(tensor, 1))
-            layer = rank_parameters(self._with(tensor, 1, layers=2))[0] - rank_parameters(self._with(tensor, 1, 1))[0]
-            held = self._split(tensor, [layer] * len(frozen), rank_parameters)
-            self._known[tensor] = held, self._split(tensor, [layer - each for each in frozen], trained_parameters)
+            held, frozen = parameters_before(self._job.model, tensor), frozen_of_layers(self._with(tensor, 1))
+            trained = tuple(a - b for a, b in zip(held, accumulate(frozen, initial=0), strict=True))
+            self._known[tensor] = (
+                self._with_ends(tensor, held, rank_parameters),
+                self._with_ends(tensor, trained, trained_parameters),
+            )
         return self._known[tensor]
 
-    def _split(self, tensor: int, layers: list[int], of: Callable[[JobSpec], tuple[int, ...]]) -> _Parameters:
-        before = tuple(accumulate(layers, initial=0))
+    def _with_ends(self, tensor: int, before: Sums, of: Callable[[JobSpec], tuple[int, ...]]) -> _Parameters:
+        """Layers, and what the ranks have besides layers of all parameters `of` a job."""
 
         def ends(pipeline: int) -> list[int]:
-            behind = [before[end] for end in accumulate(even_counts(len(layers), pipeline), initial=0)]
+            behind = [before[end] for end in accumulate(even_counts(len(before) - 1, pipeline), initial=0)]
             ranks = of(self._with(tensor, pipeline))
             return [rank - (b - a) for rank, (a, b) in zip(ranks, pairwise(behind), strict=True)]
 
-        return _Parameters(before, *(ends(2) if len(layers) > 1 else (0, 0)), *ends(1))
+        return _Parameters(before, *(ends(2) if len(before) > 2 else (0, 0)), *ends(1))
 
-    def _with(self, tensor: int, pipeline: int, layers: int | None = None) -> JobSpec:
-        model, layout = self._job.model, ParallelConfig(tensor=tensor, pipeline=pipeline)
-        if layers is not None:
-            model = model.model_copy(update={"layers": layers})
-        return self._job.model_copy(update={"model": model, "parallel": layout})
+    def _with(self, tensor: int, pipeline: int) -> JobSpec:
+        return self._job.model_copy(update={"parallel": ParallelConfig(tensor=tensor, pipeline=pipeline)})
 
     def _kept_before(self, candidate: Candidate) -> Sums:
         """Prefix sums of the bytes that layers keep of one full micro-batch."""

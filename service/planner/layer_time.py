@@ -24,8 +24,9 @@ from manta.service.planner.operations import (
 )
 from manta.service.planner.software import Software
 from manta.workers.accounting.activation_bytes import offloaded, saved_terms
-from manta.workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes
+from manta.workers.accounting.flops import padded_vocabulary, recomputed_layer_passes
 from manta.workers.config import JobSpec
+from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
 
 MASK = 1
@@ -68,8 +69,7 @@ class LayerTime:
         self.hidden, self.inner = model.hidden_size, model.ffn_size // t
         self.heads = max(1, model.heads // t)
         self.attention_width = self.heads * model.head_size
-        copies = key_value_copies(model, t)
-        self.key_values = 2 * model.key_value_heads * model.head_size * copies // t
+        self.key_values = 2 * layer_table(model, t).attention.keys
         self.up_matrices = 2 if model.parts.gated_mlp else 1
         self.has_dropout = model.dropout > 0
 

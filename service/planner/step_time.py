@@ -21,10 +21,11 @@ from manta.service.planner.layer_time import CAST_BOTH
 from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
 from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import layer_matrices, padded_vocabulary, trained_parameters
+from manta.workers.accounting.flops import padded_vocabulary, trained_parameters
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, STATE_BYTES
 from manta.workers.config import JobSpec
 from manta.workers.parallel.pipeline.stages import chunk_location, ends_share_rank, layer_counts, layers_of
+from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 from manta.workers.system.threads import decided_threads
 
@@ -204,7 +205,7 @@ class StepModel:
         model, layout = self.spec.model, self.spec.layout
         if self.spec.train.fp8 == "off":
             return 0.0
-        elements = model.layers * sum(layer_matrices(model, layout.tensor).values())
+        elements = model.layers * sum(layer_table(model, layout.tensor).matrices.values())
         return memory_seconds(self.cluster.machine, CAST_BOTH * elements)
 
     def full_model(self) -> tuple[Budget, Budget, Budget] | None:

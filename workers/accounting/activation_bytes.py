@@ -21,6 +21,7 @@ from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from manta.workers.parallel.pipeline.schedules.action import Action
 from manta.workers.parallel.pipeline.stages import layers_of
 from manta.workers.parallel.recompute import is_offloaded, recomputed
+from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import (
     TOKEN_EMBEDDING,
     first_trained_layer,
@@ -28,7 +29,6 @@ from manta.workers.spec.parameters import (
     frozen_names,
     needs_gradient,
     parameter_names,
-    trained_in_layer,
 )
 
 WIDE = 4
@@ -106,7 +106,7 @@ def unsaved_terms(spec: JobSpec, layer: int) -> set[str]:
     """Names of `layer_terms` that are not kept, since only the gradients of frozen weights would need them."""
     if not spec.train.frozen:
         return set()
-    trained = trained_in_layer(spec, layer)
+    trained = layer_table(spec.model, 1, layer).parameters.keys() - frozen_by_layer(spec)[layer]
 
     def all_frozen(*names: str) -> bool:
         return trained.isdisjoint(f"{name}.weight" for name in names)

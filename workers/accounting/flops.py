@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from manta.workers.config import JobSpec, ModelConfig, ParallelConfig
 from manta.workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
@@ -33,6 +34,7 @@ from manta.workers.parallel.data.tree_sum import buffers
 from manta.workers.parallel.pipeline.schedules import schedule
 from manta.workers.parallel.pipeline.stages import layer_counts, layers_of, stages_of_rank
 from manta.workers.parallel.recompute import recomputed
+from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import (
     TOKEN_EMBEDDING,
     first_trained_layer,
@@ -64,7 +66,7 @@ def parameter_count(spec: JobSpec) -> int:
     2 h."""
     model, h = spec.model, spec.model.hidden_size
     tables = spec.vocabulary_size * (1 if model.tie_embeddings else 2) + _learned_positions(model)
-    return model.layers * _layer_parameters(model, 1) + tables * h + _norm_parameters(model)
+    return parameters_before(model, 1)[-1] + tables * h + _norm_parameters(model)
 
 
 def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
@@ -85,9 +87,11 @@ def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
 
 def frozen_of_layers(spec: JobSpec) -> tuple[int, ...]:
     """Parameters of each layer that are not trained, on one tensor rank."""
-    sizes, by_layer = _layer_sizes(spec.model, spec.layout.tensor), frozen_by_layer(spec)
-    of_kind = {names: sum(sizes[name] for name in names) for names in set(by_layer)}
-    return tuple(of_kind[names] for names in by_layer)
+    model, t = spec.model, spec.layout.tensor
+    return tuple(
+        sum(layer_table(model, t, layer).parameters[name] for name in names)
+        for layer, names in enumerate(frozen_by_layer(spec))
+    )
 
 
 def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
@@ -115,24 +119,11 @@ def stages_on_rank(spec: JobSpec, rank: int) -> tuple[int, ...]:
     return stages_of_rank(layout.schedule, layout.pipeline, layout.virtual_stages, rank)
 
 
-def _layer_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
-    """Elements of each parameter that a layer may have, on one of `tensor` ranks, by its name within the layer."""
-    h, width = model.hidden_size, model.attention_width
-    kv_width = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
-    columns = {"qkv": width + kv_width, "q": width, "kv": kv_width}
-    sizes = {f"attention.{name}.weight": wide // tensor * h for name, wide in columns.items()}
-    sizes |= {f"attention.{name}.bias": wide // tensor for name, wide in columns.items()}
-    sizes |= {f"mlp.{name}.weight": model.ffn_size // tensor * h for name in ("up", "gate", "down")}
-    sizes |= {f"mlp.{name}.bias": model.ffn_size // tensor for name in ("up", "gate")}
-    sizes |= {"attention.output.weight": width // tensor * h, "attention.output.bias": h, "mlp.down.bias": h}
-    sizes |= {f"attention.{name}_norm.weight": model.head_size for name in "qk"}
-    return sizes | {f"{block}_norm.{part}": h for block in ("attention", "mlp") for part in ("weight", "bias")}
-
-
-def layer_matrices(model: ModelConfig, tensor: int) -> dict[str, int]:
-    """Elements of the weights of a layer's linear layers on one of `tensor` ranks, by their names in the layer."""
-    sizes = _layer_sizes(model, tensor)
-    return {name: sizes[name] for name in _products(model, 1)}
+@lru_cache(maxsize=64)
+def parameters_before(model: ModelConfig, tensor: int) -> tuple[int, ...]:
+    """Parameters of all layers before each layer, and at the end those of all layers, on one of `tensor` ranks."""
+    sizes = (sum(layer_table(model, tensor, layer).parameters.values()) for layer in range(model.layers))
+    return tuple(accumulate(sizes, initial=0))
 
 
 def layers_of_rank(spec: JobSpec, rank: int) -> int:
@@ -144,11 +135,13 @@ def layers_of_rank(spec: JobSpec, rank: int) -> int:
 def parameters_of_rank(spec: JobSpec, rank: int) -> int:
     """Parameters of pipeline rank `rank`, on one tensor rank."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
-    count = layout.pipeline * layout.virtual_stages
-    indices, layers = stages_on_rank(spec, rank), layers_of_rank(spec, rank)
+    count, before = layout.pipeline * layout.virtual_stages, parameters_before(model, layout.tensor)
+    indices = stages_on_rank(spec, rank)
     first, last = 0 in indices, count - 1 in indices
     rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
-    total = layers * _layer_parameters(model, layout.tensor) + rows * padded_vocabulary(spec) // layout.tensor * h
+    layers = (layers_of(model.layers, layout, index) for index in indices)
+    total = sum(before[each.stop] - before[each.start] for each in layers)
+    total += rows * padded_vocabulary(spec) // layout.tensor * h
     return total + first * _learned_positions(model) * h + last * _norm_parameters(model)
 
 
@@ -166,27 +159,12 @@ def waiting_gradient_buffers(spec: JobSpec) -> int:
     return most
 
 
-def _layer_parameters(model: ModelConfig, tensor: int) -> int:
-    """Parameters of one layer on one of `tensor` ranks."""
-    h, f, width, bias = model.hidden_size, model.ffn_size, model.attention_width, int(model.bias)
-    key_values = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
-    mlp_inputs = 2 if model.parts.gated_mlp else 1  # matrices of the MLP that read the residual stream
-    rows, columns = (width + key_values + mlp_inputs * f) // tensor, (width + f) // tensor
-    head_norms = 2 * model.head_size if model.parts.query_key_norm else 0
-    return rows * (h + bias) + columns * h + 2 * bias * h + 2 * _norm_parameters(model) + head_norms
-
-
 def _norm_parameters(model: ModelConfig) -> int:
     return (1 if model.parts.rms_norm else 1 + int(model.bias)) * model.hidden_size
 
 
 def _learned_positions(model: ModelConfig) -> int:
     return 0 if model.parts.rotary else model.sequence_length
-
-
-def key_value_copies(model: ModelConfig, tensor: int) -> int:
-    """Tensor ranks that hold, and compute, the same key-value head."""
-    return max(1, tensor // model.key_value_heads)
 
 
 def padded_vocabulary(spec: JobSpec) -> int:
@@ -209,37 +187,35 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
     (arXiv:2205.05198, eq. 7) with GPT's MLP.
     """
     model = spec.model
-    dense = model.layers * _layer_products(model, 1) + _logits(model, spec.vocabulary_size)
+    dense = _layers_products(model, 1, range(model.layers)) + _logits(model, spec.vocabulary_size)
     return dense, sum(core_attention_forward(model, model.window(layer)) for layer in range(model.layers))
 
 
-def _layer_products(model: ModelConfig, copies: int) -> int:
-    """Forward FLOPs of one sequence in one layer without core attention; every key-value head counts `copies` times."""
-    return sum(_products(model, copies).values())
+def _products(model: ModelConfig, tensor: int, layer: int) -> dict[str, int]:
+    """Forward FLOPs of one sequence in a layer without core attention, by the name of the weight in the layer, on all
+    of `tensor` ranks, which may compute copies of key-value heads."""
+    matrices = layer_table(model, tensor, layer).matrices
+    return {name: 2 * model.sequence_length * tensor * elements for name, elements in matrices.items()}
 
 
-def _products(model: ModelConfig, copies: int) -> dict[str, int]:
-    """Forward FLOPs of one sequence in one layer without core attention, by the name of the weight in the layer; every
-    key-value head is computed `copies` times."""
-    width, key_values = model.attention_width, 2 * model.key_value_heads * model.head_size * copies
-    columns = {"q": width, "kv": key_values} if model.key_value_heads != model.heads else {"qkv": width + key_values}
-    by_name = {f"attention.{name}.weight": wide for name, wide in (columns | {"output": width}).items()}
-    inner = ("gate", "up", "down") if model.parts.gated_mlp else ("up", "down")
-    by_name |= {f"mlp.{name}.weight": model.ffn_size for name in inner}
-    return {name: 2 * model.sequence_length * model.hidden_size * wide for name, wide in by_name.items()}
+def _layers_products(model: ModelConfig, tensor: int, layers: range) -> int:
+    """Forward FLOPs of one sequence in several layers, as in `_products`."""
+    return sum(sum(_products(model, tensor, layer).values()) for layer in layers)
 
 
-def _backward(spec: JobSpec, copies: int, vocabulary: int) -> int:
+def _backward(spec: JobSpec, tensor: int, vocabulary: int) -> int:
     """Backward FLOPs of one sequence without core attention: the gradients of inputs, from the first layer that they
     reach, and of trained weights."""
-    model, frozen = spec.model, frozen_names(spec)
-    products, reached = _products(model, copies), _reached_layers(spec)
-    inputs = len(reached) * sum(products.values()) + _logits(model, vocabulary)
-    output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
+    model, frozen, reached = spec.model, frozen_names(spec), _reached_layers(spec)
+    inputs = _layers_products(model, tensor, reached) + _logits(model, vocabulary)
     if not frozen:
         return 2 * inputs
-    weights = [size for layer in reached for name, size in products.items() if f"layers.{layer}.{name}" not in frozen]
-    return inputs + sum(weights) + (0 if output in frozen else _logits(model, vocabulary))
+    output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
+    products = (
+        (f"layers.{layer}.{name}", size) for layer in reached for name, size in _products(model, tensor, layer).items()
+    )
+    weights = sum(size for name, size in products if name not in frozen)
+    return inputs + weights + (0 if output in frozen else _logits(model, vocabulary))
 
 
 def _reached_layers(spec: JobSpec) -> range:
@@ -253,21 +229,20 @@ def _logits(model: ModelConfig, vocabulary: int) -> int:
 
 def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     """FLOPs of one step over `sequences` (default: the global batch)."""
-    model, layout = spec.model, spec.layout
+    model, layout, t = spec.model, spec.layout, spec.layout.tensor
     batch = spec.train.global_batch_size if sequences is None else sequences
     dense, attention = forward_flops(spec)
-    copied = _layer_products(model, key_value_copies(model, layout.tensor))
-    computed = model.layers * copied + _logits(model, padded_vocabulary(spec))
+    computed = _layers_products(model, t, range(model.layers)) + _logits(model, padded_vocabulary(spec))
     passes, reached = recomputed_layer_passes(spec, batch), _reached_layers(spec)
     core = core_attention_forward(model)
     computed_attention = (model.layers + 2 * len(reached)) * core
     attention += 2 * sum(core_attention_forward(model, model.window(layer)) for layer in reached)
     dense += _backward(spec, 1, spec.vocabulary_size)
-    computed += _backward(spec, key_value_copies(model, layout.tensor), padded_vocabulary(spec))
+    computed += _backward(spec, t, padded_vocabulary(spec))
     again_dense = again_attention = again_paper = 0
     if layout.recompute == "full":
-        again_dense, again_attention = passes * copied, passes * core
-        again_paper = passes * (_layer_products(model, 1) + core)
+        again_dense, again_attention = passes * _layers_products(model, t, range(1)), passes * core
+        again_paper = passes * (_layers_products(model, 1, range(1)) + core)
     elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules:
         again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
         again_paper = passes * 3 * core

@@ -20,10 +20,11 @@ from manta.workers.accounting.activation_bytes import (
     value_heads_of,
     width_of,
 )
-from manta.workers.accounting.flops import layer_matrices, layers_of_rank
+from manta.workers.accounting.flops import layers_of_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
 from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from manta.workers.spec.layer_table import layer_table
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
 """Elements of a dropout mask that are hashed at once."""
@@ -328,7 +329,8 @@ def weight_bytes(spec: JobSpec, rank: int) -> int:
     """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step."""
     if spec.train.fp8 == "off":
         return 0
-    return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(layer_matrices(spec.model, spec.layout.tensor).values())
+    matrices = layer_table(spec.model, spec.layout.tensor).matrices
+    return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(matrices.values())
 
 
 @dataclass(frozen=True)
@@ -346,7 +348,7 @@ class EightBits:
     @classmethod
     def of(cls, spec: JobSpec) -> EightBits:
         """Memory of the 8-bit products of the job `spec`."""
-        train, matrices = spec.train, layer_matrices(spec.model, spec.layout.tensor)
+        train, matrices = spec.train, layer_table(spec.model, spec.layout.tensor).matrices
         return cls(train.fp8 != "off", train.fp8 == "rowwise", train.compile, matrices)
 
     def product(self, tape: Tape, x: int, *beside: int) -> None:

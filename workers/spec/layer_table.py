@@ -1,0 +1,272 @@
+"""What a transformer layer of the built-in families consists of: one table of its operations. Pure Python.
+
+Everything that is known of a layer without running it is computed from this table: names and sizes of parameters
+(`parameters.py`), FLOPs, bytes saved for backward and peak memory (`workers/accounting/`), estimates of time
+(`service/planner/layer_time.py`, `engine_passes.py`), rows of weights in files (`workers/weights/mapping.py`).
+`tests/workers/spec/test_layer_table.py` compares the table with the modules of `workers/model/`.
+
+Sizes are those of one of t tensor ranks. Shapes: h hidden, a heads, g key-value heads, d head size, f inner width of
+the MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from manta.workers.config import ModelConfig
+
+
+class Tensor(NamedTuple):
+    """An activation: the input or the result of an operation."""
+
+    name: str
+    columns: int
+    """Elements per token."""
+    own: bool = False
+    """Whether a rank has only its own tokens of it: with sequence parallelism a t-th of the sequence."""
+    recomputed_by: str = ""
+    """The module of `parallel.recompute_modules` under which backward recomputes it; empty: none."""
+    part_of: str = ""
+    """Name of the larger tensor whose memory it is a part of."""
+
+
+class Rows(NamedTuple):
+    """A logical matrix within a weight: `count` blocks of consecutive rows."""
+
+    name: str
+    first: int
+    """First row of the first block."""
+    length: int
+    """Rows of a block."""
+    stride: int
+    """Rows from the beginning of one block to the beginning of the next."""
+    count: int
+
+
+class Weight(NamedTuple):
+    """The weight of a linear layer, [rows, columns]."""
+
+    name: str
+    """Name within the layer, without `.weight`."""
+    rows: int
+    columns: int
+    bias: int
+    """Elements of the bias; 0 if there is none."""
+    copies: int
+    """Tensor ranks that hold the same rows."""
+    parts: tuple[Rows, ...]
+    """The logical matrices that its rows are made of."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weight, without its bias."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over groups of `size` elements; backward needs its input and statistics of each group."""
+
+    name: str
+    x: Tensor
+    """What holds the input: the result may be of a part of it."""
+    y: Tensor
+    size: int
+    rms: bool
+    """An RMS norm, which only scales, instead of a layer norm."""
+    bias: bool
+
+    @property
+    def groups(self) -> int:
+        """Groups per token."""
+        return self.y.columns // self.size
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of what backward needs of each group, one fp32 number each."""
+        return (f"{self.name}_inverse_root",) if self.rms else (f"{self.name}_mean", f"{self.name}_inverse_deviation")
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of one input with weights. Backward needs the input for the gradients of those that are trained."""
+
+    x: Tensor
+    ys: tuple[Tensor, ...]
+    """The result of each weight."""
+    weights: tuple[Weight, ...]
+    sums: bool
+    """Weights are split over tensor ranks by columns, and results are summed over ranks; otherwise weights are split by
+    rows, and with sequence parallelism the input is gathered."""
+    projects: bool = False
+    """Makes queries, keys and values."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotation of queries and keys by their positions, in place as far as backward is concerned, which needs nothing of
+    it."""
+
+    turned: tuple[tuple[int, int], ...]
+    """For each tensor its columns, and how many of these are rotated; the first has most."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Core attention. Backward needs its inputs, and what the kernel or the written-out softmax saves."""
+
+    queries: Tensor
+    """If nothing else has them, with the keys and values of the same product."""
+    keys_values: tuple[Tensor, ...]
+    """Tensors of keys and of values beside `queries`."""
+    y: Tensor
+    heads: int
+    key_value_heads: int
+    head_size: int
+    window: int | None
+    """Number of tokens that a token attends to; None: all preceding tokens."""
+
+    @property
+    def keys(self) -> int:
+        """Columns of the keys, and of the values."""
+        return self.key_value_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation function of an MLP, with two inputs of the product of one with the other. Backward needs them."""
+
+    xs: tuple[Tensor, ...]
+    y: Tensor
+
+
+Operation = Norm | Products | Rotary | Attention | Activation
+
+
+@dataclass(frozen=True)
+class Block:
+    """x + dropout(operations(x)), where x is the residual stream."""
+
+    name: str
+    operations: tuple[Operation, ...]
+    dropout: bool
+    """Whether there is dropout before the sum; backward needs its mask, one byte per element."""
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """One layer."""
+
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """All operations, in order."""
+        return tuple(operation for block in self.blocks for operation in block.operations)
+
+    @cached_property
+    def products(self) -> tuple[Products, ...]:
+        """The linear layers, in order, those with a common input together."""
+        return tuple(each for each in self.operations if isinstance(each, Products))
+
+    @cached_property
+    def attention(self) -> Attention:
+        """Core attention."""
+        return next(each for each in self.operations if isinstance(each, Attention))
+
+    @cached_property
+    def matrices(self) -> dict[str, int]:
+        """Elements of the weight of each linear layer, by its parameter's name within the layer."""
+        return {f"{weight.name}.weight": weight.elements for each in self.products for weight in each.weights}
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Elements of each parameter by its name within the layer, those of linear layers first."""
+        sizes: dict[str, int] = {}
+        for weight in (weight for each in self.products for weight in each.weights):
+            sizes |= {f"{weight.name}.weight": weight.elements} | _bias(weight.name, weight.bias)
+        for norm in (each for each in self.operations if isinstance(each, Norm)):
+            sizes |= {f"{norm.name}.weight": norm.size} | _bias(norm.name, norm.size if norm.bias else 0)
+        return sizes
+
+
+def _bias(name: str, elements: int) -> dict[str, int]:
+    return {f"{name}.bias": elements} if elements else {}
+
+
+def layer_table(model: ModelConfig, tensor: int = 1, layer: int = 0) -> LayerTable:
+    """Layer `layer` of a model, on one of `tensor` tensor ranks."""
+    return _layer_table(model, tensor, model.window(layer))
+
+
+@lru_cache(maxsize=256)
+def _layer_table(model: ModelConfig, tensor: int, window: int | None) -> LayerTable:
+    return LayerTable((_attention(model, tensor, window), _mlp(model, tensor)))
+
+
+def _norm(model: ModelConfig, block: str) -> Norm:
+    """The norm at the beginning of a block."""
+    x, y = (Tensor(f"{block}_norm_{end}", model.hidden_size, own=True) for end in ("input", "output"))
+    rms = model.parts.rms_norm
+    return Norm(f"{block}_norm", x, y._replace(recomputed_by="norm"), model.hidden_size, rms, model.bias and not rms)
+
+
+def _split_rows(model: ModelConfig, name: str, rows: int, copies: int = 1, parts: tuple[Rows, ...] = ()) -> Weight:
+    parts = parts or (Rows(name.rpartition(".")[2], 0, rows, rows, 1),)
+    return Weight(name, rows, model.hidden_size, rows if model.bias else 0, copies, parts)
+
+
+def _sum(model: ModelConfig, block: str, name: str, x: Tensor) -> Products:
+    """The product at the end of a block."""
+    h, y = model.hidden_size, Tensor(f"{block}_output", model.hidden_size, own=True)
+    weight = Weight(name, h, x.columns, h if model.bias else 0, 1, (Rows(name.rpartition(".")[2], 0, h, h, 1),))
+    return Products(x, (y,), (weight,), sums=True)
+
+
+def _attention(model: ModelConfig, tensor: int, window: int | None) -> Block:
+    d, heads, groups = model.head_size, model.heads // tensor, max(1, model.key_value_heads // tensor)
+    queries, keys, copies = heads * d, groups * d, max(1, tensor // model.key_value_heads)
+    norm = _norm(model, "attention")
+    if model.key_value_heads == model.heads:
+        parts = tuple(Rows(name, place * d, d, 3 * d, heads) for place, name in enumerate("qkv"))
+        weights: tuple[Weight, ...] = (_split_rows(model, "attention.qkv", queries + 2 * keys, copies, parts),)
+        ys: tuple[Tensor, ...] = (Tensor("queries_keys_values", queries + 2 * keys),)
+        turned: tuple[tuple[int, int], ...] = ((queries + 2 * keys, queries + keys),)
+    else:
+        parts = tuple(Rows(name, place * d, d, 2 * d, groups) for place, name in enumerate("kv"))
+        weights = (
+            _split_rows(model, "attention.q", queries),
+            _split_rows(model, "attention.kv", 2 * keys, copies, parts),
+        )
+        ys, turned = (
+            (Tensor("queries", queries), Tensor("keys_values", 2 * keys)),
+            ((queries, queries), (2 * keys, keys)),
+        )
+    operations: list[Operation] = [norm, Products(norm.y, ys, weights, sums=False, projects=True)]
+    sources, inputs = ys[0], ys[1:]
+    if model.parts.query_key_norm:
+        memory = "queries_keys_values" if len(ys) == 1 else ""
+        values = Tensor("keys_values", 2 * keys, part_of=memory)
+        sources, normed_keys = Tensor("normed_queries", queries), Tensor("normed_keys", keys)
+        inputs = normed_keys, values
+        of_queries = Norm("attention.q_norm", Tensor("queries", queries, part_of=memory), sources, d, True, False)
+        of_keys = Norm("attention.k_norm", values, normed_keys, d, True, False)
+        operations += [of_queries, Rotary(((queries, queries),)), of_keys, Rotary(((keys, keys),))]
+    elif model.parts.rotary:
+        operations.append(Rotary(turned))
+    context = Tensor("context", queries)
+    operations.append(Attention(sources, inputs, context, heads, groups, d, window))
+    operations.append(_sum(model, "attention", "attention.output", context))
+    return Block("attention", tuple(operations), model.dropout > 0)
+
+
+def _mlp(model: ModelConfig, tensor: int) -> Block:
+    inner, norm = model.ffn_size // tensor, _norm(model, "mlp")
+    names = ("gate", "up") if model.parts.gated_mlp else ("up",)
+    inputs = tuple(Tensor(f"mlp_{name}", inner) for name in names)
+    active = Tensor("mlp_activation", inner, recomputed_by="mlp_activation")
+    into = Products(norm.y, inputs, tuple(_split_rows(model, f"mlp.{name}", inner) for name in names), sums=False)
+    operations = norm, into, Activation(inputs, active), _sum(model, "mlp", "mlp.down", active)
+    return Block("mlp", operations, model.dropout > 0)
