@@ -28,12 +28,12 @@ class Tensor(NamedTuple):
     """Whether a rank has only its own tokens of it: with sequence parallelism a t-th of the sequence."""
     recomputed_by: str = ""
     """The module of `parallel.recompute_modules` under which backward recomputes it; empty: none."""
-    part_of: str = ""
-    """Name of the larger tensor whose memory it is a part of."""
+    part_of: Tensor | None = None
+    """The larger tensor whose memory it is a part of."""
 
 
 class Rows(NamedTuple):
-    """A logical matrix within a weight: `count` blocks of consecutive rows."""
+    """A logical matrix within a weight: `blocks` of consecutive rows."""
 
     name: str
     first: int
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     """Rows of a block."""
     stride: int
     """Rows from the beginning of one block to the beginning of the next."""
-    count: int
+    blocks: int
 
 
 class Weight(NamedTuple):
@@ -118,15 +118,17 @@ class Attention:
     """Core attention. Backward needs its inputs, and what the kernel or the written-out softmax saves."""
 
     queries: Tensor
-    """If nothing else has them, with the keys and values of the same product."""
+    """Queries, with the keys and values that the same product makes."""
     keys_values: tuple[Tensor, ...]
-    """Tensors of keys and of values beside `queries`."""
+    """Keys and values that are not in `queries`, nor in what a norm of keys needs."""
     y: Tensor
     heads: int
     key_value_heads: int
     head_size: int
     window: int | None
     """Number of tokens that a token attends to; None: all preceding tokens."""
+    normed: bool
+    """Whether queries and keys are normed before, so that values are a part of what the norm of keys needs."""
 
     @property
     def keys(self) -> int:
@@ -153,6 +155,11 @@ class Block:
     operations: tuple[Operation, ...]
     dropout: bool
     """Whether there is dropout before the sum; backward needs its mask, one byte per element."""
+
+    @property
+    def mask(self) -> str:
+        """Name of the dropout's mask."""
+        return f"{self.name}_dropout_mask"
 
 
 @dataclass(frozen=True)
@@ -247,17 +254,17 @@ def _attention(model: ModelConfig, tensor: int, window: int | None) -> Block:
     operations: list[Operation] = [norm, Products(norm.y, ys, weights, sums=False, projects=True)]
     sources, inputs = ys[0], ys[1:]
     if model.parts.query_key_norm:
-        memory = "queries_keys_values" if len(ys) == 1 else ""
+        memory = ys[0] if len(ys) == 1 else None
         values = Tensor("keys_values", 2 * keys, part_of=memory)
         sources, normed_keys = Tensor("normed_queries", queries), Tensor("normed_keys", keys)
-        inputs = normed_keys, values
+        inputs = (normed_keys,)
         of_queries = Norm("attention.q_norm", Tensor("queries", queries, part_of=memory), sources, d, True, False)
         of_keys = Norm("attention.k_norm", values, normed_keys, d, True, False)
         operations += [of_queries, Rotary(((queries, queries),)), of_keys, Rotary(((keys, keys),))]
     elif model.parts.rotary:
         operations.append(Rotary(turned))
     context = Tensor("context", queries)
-    operations.append(Attention(sources, inputs, context, heads, groups, d, window))
+    operations.append(Attention(sources, inputs, context, heads, groups, d, window, model.parts.query_key_norm))
     operations.append(_sum(model, "attention", "attention.output", context))
     return Block("attention", tuple(operations), model.dropout > 0)
 
