@@ -50,19 +50,20 @@ def block_terms(
 ) -> dict[str, int]:
     """The part of `layer_terms` that one block saves."""
     terms: dict[str, int] = {}
+    width, tokens = width_of(spec), tokens_of(spec)
     frozen = frozen_by_layer(spec)[layer] if spec.train.frozen else frozenset[str]()
 
     def save(*tensors: Tensor) -> None:
         for each in tensors:
             if each.recomputed_by not in modules:
                 saved = each.part_of or each
-                terms[saved.name] = bytes_of(spec, saved)
+                terms[saved.name] = width * tokens[saved.own] * saved.columns
 
     for operation in block.operations:
         match operation:
             case Norm(x=x, groups=groups, statistics=statistics):
                 save(x)
-                terms |= dict.fromkeys(statistics, WIDE * groups * tokens_of(spec)[x.own])
+                terms |= dict.fromkeys(statistics, WIDE * groups * tokens[x.own])
             case Products(x=x, weights=weights):
                 if any(f"{each.name}.weight" not in frozen for each in weights):
                     save(x)
@@ -74,12 +75,12 @@ def block_terms(
                     save(operation.y)
                     if spec.data.documents == "apart" and operation.normed:
                         # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
-                        terms["values_by_document"] = width_of(spec) * tokens_of(spec)[False] * operation.keys
+                        terms["values_by_document"] = width * tokens[False] * operation.keys
                 terms |= attention_terms(spec, operation, "core_attention" in modules)
             case Activation(xs=xs):
                 save(*xs)
     if block.dropout:
-        terms[block.mask] = tokens_of(spec)[True] * spec.model.hidden_size
+        terms[block.mask] = tokens[True] * spec.model.hidden_size
     return terms
 
 

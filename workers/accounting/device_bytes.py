@@ -153,5 +153,5 @@ def _tail(spec: JobSpec, stage: int) -> int:
     elements = padded_vocabulary(spec) // layout.tensor * h if is_shared else 0
     if 0 in stages and not model.parts.rotary:
         elements += model.sequence_length * h
-    weights = (weight for each in layer_table(model, layout.tensor).products for weight in each.weights)
-    return elements + layers_of_rank(spec, stage) * sum(each.elements for each in weights if each.copies > 1)
+    copied = (each.elements for each in layer_table(model, layout.tensor).weights if each.copies > 1)
+    return elements + layers_of_rank(spec, stage) * sum(copied)

@@ -46,18 +46,20 @@ class Rows(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """The weight of a linear layer, [rows, columns]."""
+    """The weight of a linear layer, [rows, columns], or of a norm, [rows]."""
 
     name: str
     """Name within the layer, without `.weight`."""
     rows: int
     columns: int
-    bias: int
-    """Elements of the bias; 0 if there is none."""
-    copies: int
-    """Tensor ranks that hold the same rows."""
+    has_bias: bool
+    """Whether there is a bias of as many elements as there are rows."""
     parts: tuple[Rows, ...]
     """The logical matrices that its rows are made of."""
+    copies: int = 1
+    """Tensor ranks that hold the same rows."""
+    is_vector: bool = False
+    """Whether it has no second dimension; `columns` is 1 then."""
 
     @property
     def elements(self) -> int:
@@ -76,7 +78,12 @@ class Norm:
     size: int
     rms: bool
     """An RMS norm, which only scales, instead of a layer norm."""
-    bias: bool
+    has_bias: bool = False
+
+    @property
+    def weight(self) -> Weight:
+        """The weight, which every group is multiplied by."""
+        return Weight(self.name, self.size, 1, self.has_bias, (_all_rows(self.name, self.size),), is_vector=True)
 
     @property
     def groups(self) -> int:
@@ -184,23 +191,34 @@ class LayerTable:
         return next(each for each in self.operations if isinstance(each, Attention))
 
     @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All weights, those of linear layers first."""
+        norms = tuple(each.weight for each in self.operations if isinstance(each, Norm))
+        return (*(weight for each in self.products for weight in each.weights), *norms)
+
+    @cached_property
     def matrices(self) -> dict[str, int]:
         """Elements of the weight of each linear layer, by its parameter's name within the layer."""
-        return {f"{weight.name}.weight": weight.elements for each in self.products for weight in each.weights}
+        return {f"{each.name}.weight": each.elements for each in self.weights if not each.is_vector}
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Elements of each parameter by its name within the layer, those of linear layers first."""
+        """Elements of each parameter by its name within the layer."""
         sizes: dict[str, int] = {}
-        for weight in (weight for each in self.products for weight in each.weights):
-            sizes |= {f"{weight.name}.weight": weight.elements} | _bias(weight.name, weight.bias)
-        for norm in (each for each in self.operations if isinstance(each, Norm)):
-            sizes |= {f"{norm.name}.weight": norm.size} | _bias(norm.name, norm.size if norm.bias else 0)
+        for each in self.weights:
+            sizes[f"{each.name}.weight"] = each.elements
+            if each.has_bias:
+                sizes[f"{each.name}.bias"] = each.rows
         return sizes
 
+    @cached_property
+    def logical_matrices(self) -> dict[str, tuple[Weight, Rows]]:
+        """The logical matrices and vectors of all weights by their names, each with the weight that it is a part of."""
+        return {rows.name: (weight, rows) for weight in self.weights for rows in weight.parts}
 
-def _bias(name: str, elements: int) -> dict[str, int]:
-    return {f"{name}.bias": elements} if elements else {}
+
+def _all_rows(name: str, rows: int) -> Rows:
+    return Rows(name, 0, rows, rows, 1)
 
 
 def layer_table(model: ModelConfig, tensor: int = 1, layer: int = 0) -> LayerTable:
@@ -220,60 +238,58 @@ def _norm(model: ModelConfig, block: str) -> Norm:
     return Norm(f"{block}_norm", x, y._replace(recomputed_by="norm"), model.hidden_size, rms, model.bias and not rms)
 
 
-def _split_rows(model: ModelConfig, name: str, rows: int, copies: int = 1, parts: tuple[Rows, ...] = ()) -> Weight:
-    parts = parts or (Rows(name.rpartition(".")[2], 0, rows, rows, 1),)
-    return Weight(name, rows, model.hidden_size, rows if model.bias else 0, copies, parts)
+def _input_weight(model: ModelConfig, name: str, rows: int, parts: tuple[Rows, ...] = (), copies: int = 1) -> Weight:
+    """The weight of a product at the beginning of a block."""
+    return Weight(name, rows, model.hidden_size, model.bias, parts or (_all_rows(name, rows),), copies)
 
 
-def _sum(model: ModelConfig, block: str, name: str, x: Tensor) -> Products:
+def _output(model: ModelConfig, block: str, name: str, x: Tensor) -> Products:
     """The product at the end of a block."""
-    h, y = model.hidden_size, Tensor(f"{block}_output", model.hidden_size, own=True)
-    weight = Weight(name, h, x.columns, h if model.bias else 0, 1, (Rows(name.rpartition(".")[2], 0, h, h, 1),))
-    return Products(x, (y,), (weight,), sums=True)
+    h = model.hidden_size
+    weight = Weight(name, h, x.columns, model.bias, (_all_rows(name, h),))
+    return Products(x, (Tensor(f"{block}_output", h, own=True),), (weight,), sums=True)
 
 
 def _attention(model: ModelConfig, tensor: int, window: int | None) -> Block:
     d, heads, groups = model.head_size, model.heads // tensor, max(1, model.key_value_heads // tensor)
     queries, keys, copies = heads * d, groups * d, max(1, tensor // model.key_value_heads)
-    norm = _norm(model, "attention")
+    is_normed, norm = model.parts.query_key_norm, _norm(model, "attention")
+    together = Tensor("queries_keys_values", queries + 2 * keys)
+    apart = Tensor("queries", queries), Tensor("keys_values", 2 * keys)
     if model.key_value_heads == model.heads:
-        parts = tuple(Rows(name, place * d, d, 3 * d, heads) for place, name in enumerate("qkv"))
-        weights: tuple[Weight, ...] = (_split_rows(model, "attention.qkv", queries + 2 * keys, copies, parts),)
-        ys: tuple[Tensor, ...] = (Tensor("queries_keys_values", queries + 2 * keys),)
-        turned: tuple[tuple[int, int], ...] = ((queries + 2 * keys, queries + keys),)
+        parts = tuple(Rows(f"attention.{name}", place * d, d, 3 * d, heads) for place, name in enumerate("qkv"))
+        weights: tuple[Weight, ...] = (_input_weight(model, "attention.qkv", together.columns, parts, copies),)
+        ys: tuple[Tensor, ...] = (together,)
+        apart = apart[0]._replace(part_of=together), apart[1]._replace(part_of=together)
+        rotary = Rotary(((together.columns, queries + keys),))
     else:
-        parts = tuple(Rows(name, place * d, d, 2 * d, groups) for place, name in enumerate("kv"))
-        weights = (
-            _split_rows(model, "attention.q", queries),
-            _split_rows(model, "attention.kv", 2 * keys, copies, parts),
+        parts = tuple(Rows(f"attention.{name}", place * d, d, 2 * d, groups) for place, name in enumerate("kv"))
+        of_keys_values = _input_weight(model, "attention.kv", 2 * keys, parts, copies)
+        weights, ys = (_input_weight(model, "attention.q", queries), of_keys_values), apart
+        rotary = Rotary(((queries, queries), (2 * keys, keys)))
+    taken: tuple[Tensor, ...] = ys
+    between: tuple[Operation, ...] = (rotary,) if model.parts.rotary else ()
+    if is_normed:
+        taken = Tensor("normed_queries", queries), Tensor("normed_keys", keys)
+        between = tuple(
+            operation
+            for name, x, y in zip("qk", apart, taken, strict=True)
+            for operation in (Norm(f"attention.{name}_norm", x, y, d, rms=True), Rotary(((y.columns, y.columns),)))
         )
-        ys, turned = (
-            (Tensor("queries", queries), Tensor("keys_values", 2 * keys)),
-            ((queries, queries), (2 * keys, keys)),
-        )
-    operations: list[Operation] = [norm, Products(norm.y, ys, weights, sums=False, projects=True)]
-    sources, inputs = ys[0], ys[1:]
-    if model.parts.query_key_norm:
-        memory = ys[0] if len(ys) == 1 else None
-        values = Tensor("keys_values", 2 * keys, part_of=memory)
-        sources, normed_keys = Tensor("normed_queries", queries), Tensor("normed_keys", keys)
-        inputs = (normed_keys,)
-        of_queries = Norm("attention.q_norm", Tensor("queries", queries, part_of=memory), sources, d, True, False)
-        of_keys = Norm("attention.k_norm", values, normed_keys, d, True, False)
-        operations += [of_queries, Rotary(((queries, queries),)), of_keys, Rotary(((keys, keys),))]
-    elif model.parts.rotary:
-        operations.append(Rotary(turned))
     context = Tensor("context", queries)
-    operations.append(Attention(sources, inputs, context, heads, groups, d, window, model.parts.query_key_norm))
-    operations.append(_sum(model, "attention", "attention.output", context))
-    return Block("attention", tuple(operations), model.dropout > 0)
+    core = Attention(taken[0], taken[1:], context, heads, groups, d, window, is_normed)
+    products = Products(norm.y, ys, weights, sums=False, projects=True)
+    output = _output(model, "attention", "attention.output", context)
+    return Block("attention", (norm, products, *between, core, output), model.dropout > 0)
 
 
 def _mlp(model: ModelConfig, tensor: int) -> Block:
-    inner, norm = model.ffn_size // tensor, _norm(model, "mlp")
-    names = ("gate", "up") if model.parts.gated_mlp else ("up",)
-    inputs = tuple(Tensor(f"mlp_{name}", inner) for name in names)
+    inner, norm, names = model.ffn_size // tensor, _norm(model, "mlp"), ("gate", "up")[not model.parts.gated_mlp :]
+    ys, weights = (
+        [Tensor(f"mlp_{name}", inner) for name in names],
+        [_input_weight(model, f"mlp.{name}", inner) for name in names],
+    )
     active = Tensor("mlp_activation", inner, recomputed_by="mlp_activation")
-    into = Products(norm.y, inputs, tuple(_split_rows(model, f"mlp.{name}", inner) for name in names), sums=False)
-    operations = norm, into, Activation(inputs, active), _sum(model, "mlp", "mlp.down", active)
-    return Block("mlp", operations, model.dropout > 0)
+    products = Products(norm.y, tuple(ys), tuple(weights), sums=False)
+    output = _output(model, "mlp", "mlp.down", active)
+    return Block("mlp", (norm, products, Activation(tuple(ys), active), output), model.dropout > 0)
