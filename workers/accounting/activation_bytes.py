@@ -67,16 +67,17 @@ def block_terms(
             case Products(x=x, weights=weights):
                 if any(f"{each.name}.weight" not in frozen for each in weights):
                     save(x)
-            case Attention(queries=queries, keys_values=keys_values):
+            case Attention(queries=queries, keys_values=keys_values, y=y, normed=normed):
+                apart, recompute = spec.data.documents == "apart", "core_attention" in modules
                 save(queries, *(() if repeats else keys_values))
                 if repeats:
-                    terms |= dict.fromkeys(("repeated_keys", "repeated_values"), bytes_of(spec, operation.y))
-                if not spec.attention_is_explicit:
-                    save(operation.y)
-                    if spec.data.documents == "apart" and operation.normed:
-                        # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
-                        terms["values_by_document"] = width * tokens[False] * operation.keys
-                terms |= attention_terms(spec, operation, "core_attention" in modules)
+                    terms |= dict.fromkeys(("repeated_keys", "repeated_values"), bytes_of(spec, y))
+                if not (spec.attention_is_explicit or recompute or apart):
+                    save(y)  # in any case, which is what the next product saves for its trained weight
+                if not spec.attention_is_explicit and apart and normed:
+                    # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
+                    terms["values_by_document"] = width * tokens[False] * operation.keys
+                terms |= attention_terms(spec, operation, recompute)
             case Activation(xs=xs):
                 save(*xs)
     if block.dropout:
