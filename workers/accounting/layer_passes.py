@@ -23,7 +23,7 @@ from manta.workers.accounting.activation_bytes import (
 from manta.workers.accounting.flops import layer_matrices, layers_of_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from manta.workers.schedules import SCHEDULES
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
 """Elements of a dropout mask that are hashed at once."""
@@ -85,7 +85,7 @@ class LayerPasses:
         """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated."""
         self.spec, self.model, self.modules, self.sizes = spec, spec.model, modules, Sizes.of(spec)
         layout, sizes, self.gpu = spec.layout, self.sizes, gpu
-        self.split, self.eight = layout.schedule in SPLIT_BACKWARD, EightBits.of(spec)
+        self.split, self.eight = SCHEDULES[layout.schedule].splits_backward, EightBits.of(spec)
         self.gates = 2 if self.model.parts.gated_mlp else 1
         self.grouped = self.model.key_value_heads != self.model.heads
         self.repeated = 0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.config.model import Family
-from manta.workers.parallel.pipeline.stages import layers_of
+from manta.workers.schedules.stages import layers_of
 
 TOKEN_EMBEDDING = "embedding.token.weight"
 """Layout-independent name of the weight that the output layer may share."""
