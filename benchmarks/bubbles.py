@@ -17,16 +17,15 @@ from torch import nn
 
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import Report, deliver, parser
+from benchmarks.support.timeline import PassTimes, Timeline
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.data.batches import MicroBatch
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.pipeline.runtime import Pipeline
-from manta.workers.parallel.pipeline.schedules import schedule
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from manta.workers.parallel.pipeline.stages import virtual_stage
 from manta.workers.parallel.tensor.products import TorchProducts
 from manta.workers.parallel.tensor.weight_gradients import WeightGradients
+from manta.workers.schedules.stages import virtual_stage
 
 STAGES = 4
 MICRO_BATCHES = (4, 8, 16)
@@ -51,7 +50,7 @@ def measure(options: argparse.Namespace) -> Report:
         for m in MICRO_BATCHES:
             seconds = ranks.run(timed_steps, job(kind, virtual_stages, m), options.repetitions, wait)
             measured = statistics.median(max(step) for step in zip(*seconds, strict=True))
-            expected = simulate(schedule(kind, STAGES, virtual_stages, m), kind, virtual_stages, times).makespan
+            expected = Timeline.of(times.pipeline(kind, STAGES, virtual_stages), m).makespan
             name = f"{kind}_m{m}".replace("-", "")
             bubbles[kind, m] = measured - 3 * wait * m
             report.add(f"{name}_step", round(1e3 * measured, 2), "ms")

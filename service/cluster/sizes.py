@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from manta.service.cluster.placement import Capacity, stage_types
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.errors import MantaError
+from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import find_problems
 
@@ -67,7 +68,7 @@ def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int) -> ParallelCon
     if pipeline != layout.pipeline:
         changed |= {"stage_layers": None, "stage_accelerators": None}
     if pipeline == 1 < layout.pipeline:  # nothing is left to schedule
-        changed |= {"schedule": "1f1b", "virtual_stages": 1}
+        changed |= {"schedule": ONE_FORWARD_ONE_BACKWARD.name, "virtual_stages": 1}
     if tensor == 1 < layout.tensor:
         changed |= {"sequence_parallel": None}
     return layout.model_copy(update=changed)

@@ -21,8 +21,8 @@ from manta.workers.accounting.activation_bytes import layer_bytes, layer_input_b
 from manta.workers.accounting.flops import rank_parameters
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, ParallelConfig
-from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from manta.workers.parallel.pipeline.stages import even_counts
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import even_counts
 
 SLACK = 1 - 1e-9
 """Tolerance for rounding: bounds are summed in another order than the quantities they bound."""
@@ -93,8 +93,7 @@ class Bounds:
 
     def _alone(self, candidate: Candidate, data: int = 1) -> JobSpec:
         """A job whose layers are those of `candidate`, on one stage."""
-        alone = candidate._replace(pipeline=1, data=data, virtual_stages=1, schedule="1f1b", stage_layers=())
-        return alone.spec(self.job)
+        return candidate.on_one_stage(data).spec(self.job)
 
     def _sizes_of(self, tensor: int) -> _Sizes:
         if tensor not in self._sizes:
@@ -125,7 +124,7 @@ class Bounds:
         if p == 1:
             return self.job.model.layers * sizes.layer + sizes.both
         ranks = self._totals(candidate)
-        if candidate.schedule == "zb-v":
+        if SCHEDULES[candidate.schedule].turns_back:
             return max(ranks[0] * sizes.layer + sizes.both, max(ranks) * sizes.layer)
         ends = ranks[0] * sizes.layer + sizes.first, ranks[-1] * sizes.layer + sizes.last
         return max(*ends, max(ranks) * sizes.layer)
@@ -152,8 +151,9 @@ class Bounds:
             return self._frozen.min_bytes(candidate, self.counts(candidate), self._width, more)
         if candidate.stage_layers:
             return self._min_bytes_of_list(candidate)
-        # Under zb-v with few micro-batches, the last chunk's may be released before all of the first chunk's have come.
-        layers = self.job.model.layers // (p * v) * (1 if candidate.schedule == "zb-v" else v)
+        # If chunks turn back and there are few micro-batches, the last chunk's may be released before all of the first
+        # chunk's have come.
+        layers = self.job.model.layers // (p * v) * (1 if SCHEDULES[candidate.schedule].turns_back else v)
         held = min(candidate.micro_batches(self.job), p) * layers
         return self._state(candidate, self.parameters(candidate)) + held * self._bytes_of_layer(candidate)
 
@@ -161,8 +161,9 @@ class Bounds:
         """`min_bytes` for unequal stages: the larger of what the first rank needs, which holds most micro-batches,
         and the state of the rank with the most parameters."""
         counts, sizes = candidate.stage_layers, self._sizes_of(candidate.tensor)
-        ends = sizes.both if candidate.schedule == "zb-v" else sizes.first
-        layers = counts[0] if candidate.schedule == "zb-v" else sum(counts[:: candidate.pipeline])
+        turns_back = SCHEDULES[candidate.schedule].turns_back
+        ends = sizes.both if turns_back else sizes.first
+        layers = counts[0] if turns_back else sum(counts[:: candidate.pipeline])
         held = min(candidate.micro_batches(self.job), candidate.pipeline) * layers
         first = self._state(candidate, self._totals(candidate)[0] * sizes.layer + ends)
         most = self._state(candidate, self.parameters(candidate))
@@ -210,7 +211,8 @@ class Bounds:
 
     def _peak_like(self, candidate: Candidate, spec: JobSpec) -> StepPeak:
         """Of the first candidate whose layers allocate and free the same."""
-        key = candidate.tensor, candidate.micro_batch, candidate.recompute, candidate.schedule in SPLIT_BACKWARD
+        splits_backward = SCHEDULES[candidate.schedule].splits_backward
+        key = candidate.tensor, candidate.micro_batch, candidate.recompute, splits_backward
         if key not in self._peaks:
             self._peaks[key] = step_peak_on(spec, self.cluster.machine)
         return self._peaks[key]
@@ -303,7 +305,7 @@ class Bounds:
         if p == 1:
             only = parts.stage(counts[0], True, True)
             return m * only.seconds, only.backward
-        shape, zb_v = shape_of(counts, p, candidate.schedule), candidate.schedule == "zb-v"
+        shape, schedule = shape_of(counts, p, candidate.schedule), SCHEDULES[candidate.schedule]
         first, last = parts.stage(counts[0], first=True), parts.stage(counts[-1], last=True)
         between = [(parts.stage(layers), times) for layers, times in shape.between]
         backward = min(first.backward, last.backward)
@@ -313,14 +315,14 @@ class Bounds:
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
         late = 0.0
-        if zb_v:
+        if schedule.turns_back:
             turn = [parts.stage(layers) for layers in counts[p - 1 : p + 1]]
             busy_first, busy_last = m * (first.seconds + last.seconds), m * sum(each.seconds for each in turn)
             late = min(m, p) * sum(each.backward_weight for each in turn)
         else:
             busy_first = m * (first.seconds + parts.seconds(shape.with_first))
             busy_last = m * (last.seconds + parts.seconds(shape.with_last))
-            if candidate.schedule == "zb-h1":
+            if schedule.splits_backward:
                 late = min(m, p) * last.backward_weight
             else:
                 back += first.backward_weight + sum(times * each.backward_weight for each, times in between)
@@ -381,7 +383,7 @@ class Bounds:
         if p == 1:
             return False
         totals, (layer, first, last) = self._totals(candidate), self.parts(candidate)
-        ends = [first + last, 0.0] if candidate.schedule == "zb-v" else [first, last]
+        ends = [first + last, 0.0] if SCHEDULES[candidate.schedule].turns_back else [first, last]
         most = SLACK * max(max(totals) * layer, totals[0] * layer + ends[0], totals[-1] * layer + ends[1])
         room = [max(0, int((most - more) / layer)) for more in (*ends, 0.0)]
         return room[0] + room[1] + (p - 2) * room[2] >= self.job.model.layers

@@ -13,6 +13,8 @@ from manta.service.planner.pipeline import ROUNDING
 from manta.service.planner.step_time import StepModel, StepTime
 from manta.workers.accounting.flops import step_flops
 from manta.workers.config import JobSpec
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.interleaved import INTERLEAVED
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import broken_keys
 
@@ -150,8 +152,8 @@ def _bubble(model: StepModel, ways: str) -> tuple[str, str]:
     layout, work = model.spec.layout, model.pipeline().rank_work()
     what = f"ranks wait for other stages ({layout.schedule}, pipeline {layout.pipeline}"
     helps = f"more micro-batches: {ways}"
-    if not layout.schedule.startswith("zb"):
-        more = {"schedule": "interleaved", "virtual_stages": layout.virtual_stages + 1, "stage_layers": None}
+    if not SCHEDULES[layout.schedule].splits_backward:
+        more = {"schedule": INTERLEAVED.name, "virtual_stages": layout.virtual_stages + 1, "stage_layers": None}
         chunks = "more virtual stages" if _breaks_nothing(model.spec, "parallel", **more) else ""
         helps += f"; {_either('a zero-bubble schedule', chunks)}"
     most = max(work) * len(work) / sum(work) - 1

@@ -1,10 +1,11 @@
 """The layouts that the search looks at. Pure Python.
 
-A layout is left out if another one of the same search is never worse: gpipe (1f1b takes as long and holds less); `zero:
-0`; layouts without sequence parallelism where it is possible. With many GPUs or layers (above `COMPLETE`) layouts that
-are hardly ever best are left out too: more stages than the layers of the fullest one need, except for up to two more,
-which make the ends of the model lighter; chunks whose rounding gives a rank more layers, or of too many stages to be
-simulated quickly; fewer replicas than there is room for, unless the batch divides evenly.
+A layout is left out if another one of the same search is never worse: schedules that keep all micro-batches in flight
+(1f1b takes as long and keeps less); `zero: 0`; layouts without sequence parallelism where it is possible. With many
+GPUs or layers (above `COMPLETE`) layouts that are hardly ever best are left out too: more stages than the layers of the
+fullest one need, except for up to two more, which make the ends of the model lighter; chunks whose rounding gives a
+rank more layers, or of too many stages to be simulated quickly; fewer replicas than there is room for, unless the batch
+divides evenly.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import NamedTuple
 
 from manta.service.planner.hardware import Cluster
 from manta.workers.config import JobSpec, ParallelConfig
-from manta.workers.parallel.pipeline.stages import even_counts
+from manta.workers.schedules import RUN_BY_ENGINE, SCHEDULES
+from manta.workers.schedules.interleaved import INTERLEAVED
+from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
+from manta.workers.schedules.stages import even_counts, stages_of_rank
 from manta.workers.spec.batch_rules import smallest_batch
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import broken_keys
@@ -28,6 +32,12 @@ COMPLETE = 2048
 MAX_SIMULATED = 2**15
 """Most stages times stages times chunks of each, which is how the number of passes grows. Beyond it chunks are left
 out, since one simulation of them takes seconds; zero-bubble schedules of so many stages have little waiting anyway."""
+SIMPLEST = ONE_FORWARD_ONE_BACKWARD.name
+_PROPOSED = sorted(
+    ((name, SCHEDULES[name]) for name in RUN_BY_ENGINE if not SCHEDULES[name].all_in_flight),
+    key=lambda entry: entry[1].virtual_stages or MAX_SIMULATED,
+)
+"""Schedules, the simplest first."""
 MAX_MICRO_BATCH, MAX_TOKENS = 64, 65_536
 """Most sequences of a micro-batch, or more of short ones up to so many tokens; beyond them products gain nothing."""
 
@@ -70,6 +80,10 @@ class Candidate(NamedTuple):
     def even(self) -> Candidate:
         """This candidate with layers shared out evenly."""
         return self._replace(stage_layers=())
+
+    def on_one_stage(self, data: int = 1) -> Candidate:
+        """This candidate with `data` replicas and without a pipeline."""
+        return self._replace(pipeline=1, data=data, virtual_stages=1, schedule=SIMPLEST, stage_layers=())
 
     @property
     def recomputing_nothing(self) -> tuple[Candidate, bool]:
@@ -131,7 +145,7 @@ def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
 
 def _tensor_sizes(job: JobSpec, most: int) -> list[int]:
     """Tensor sizes up to `most` that divide what they split."""
-    broken = {size: broken_keys(Candidate(1, size, 1, 1, "1f1b", 1, "none").spec(job)) for size in range(1, most + 1)}
+    broken = {size: broken_keys(Candidate(1, size, 1, 1, SIMPLEST, 1, "none").spec(job)) for size in range(1, most + 1)}
     return [size for size, keys in broken.items() if keys <= broken[1]]
 
 
@@ -172,15 +186,18 @@ def _data_sizes(fewest: int, most: int, batch: int, pipeline: int) -> list[int]:
 def schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[tuple[str, int]]:
     """Schedules and virtual stages per rank. `whole`: whether micro-batches come in groups as interleaving needs them;
     `every`: also those that give stages unequal numbers of layers."""
-    yield "1f1b", 1
     if pipeline == 1:
+        yield SIMPLEST, 1
         return
-    yield "zb-h1", 1
-    if layers >= 2 * pipeline and (every or 2 * pipeline**2 <= MAX_SIMULATED):
-        yield "zb-v", 2
-    if whole:
-        for virtual_stages in range(2, layers // pipeline + 1) if every else _chunk_numbers(layers, pipeline):
-            yield "interleaved", virtual_stages
+    for name, schedule in _PROPOSED:
+        fixed = schedule.virtual_stages
+        if schedule.in_groups and not whole:
+            continue
+        if fixed is None:
+            numbers = range(2, layers // pipeline + 1) if every else _chunk_numbers(layers, pipeline)
+            yield from ((name, virtual_stages) for virtual_stages in numbers)
+        elif fixed == 1 or (layers >= fixed * pipeline and (every or fixed * pipeline**2 <= MAX_SIMULATED)):
+            yield name, fixed
 
 
 @lru_cache(maxsize=4096)
@@ -190,7 +207,7 @@ def _chunk_numbers(layers: int, pipeline: int) -> tuple[int, ...]:
     return tuple(
         virtual_stages
         for virtual_stages in range(2, min(layers // pipeline, MAX_SIMULATED // pipeline**2) + 1)
-        if max(rank_totals(even_counts(layers, pipeline * virtual_stages), pipeline, "interleaved"))
+        if max(rank_totals(even_counts(layers, pipeline * virtual_stages), pipeline, INTERLEAVED.name))
         == -(-layers // pipeline)
     )
 
@@ -198,6 +215,5 @@ def _chunk_numbers(layers: int, pipeline: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def rank_totals(counts: tuple[int, ...], pipeline: int, schedule: str) -> tuple[int, ...]:
     """Layers of each rank."""
-    if schedule == "zb-v":
-        return tuple(counts[rank] + counts[2 * pipeline - 1 - rank] for rank in range(pipeline))
-    return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
+    chunks = len(counts) // pipeline
+    return tuple(sum(counts[i] for i in stages_of_rank(schedule, pipeline, chunks, rank)) for rank in range(pipeline))

@@ -17,8 +17,8 @@ from manta.service.planner.pipeline import PASS_NAMES, Bar
 from manta.service.planner.search import Plan, placement_problem
 from manta.service.planner.step_time import step_model
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.schedules import KINDS
-from manta.workers.parallel.pipeline.stages import even_counts, layer_counts
+from manta.workers.schedules import RUN_BY_ENGINE, SCHEDULES
+from manta.workers.schedules.stages import even_counts, layer_counts
 from manta.workers.spec.rules import find_problems
 
 MAX_PASSES = 20_000
@@ -54,7 +54,7 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
     """Explain `plan`, which a search on `cluster` returned."""
     spec, layout, memory = plan.spec, plan.spec.layout, by_stage(plan.spec, cluster)
     model = step_model(spec, cluster)
-    passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
+    passes = (3 if SCHEDULES[layout.schedule].splits_backward else 2) * layout.pipeline * layout.virtual_stages
     beside = beside_steps(model, plan.time)
     few = passes * spec.micro_batches <= MAX_PASSES
     return Explanation(
@@ -205,7 +205,7 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _chunks(parallel: dict[str, Any]) -> tuple[int, int, bool]:
     """A key that is equal for layouts with the same virtual stages on the same ranks."""
-    return parallel["pipeline"], parallel["virtual_stages"], parallel["schedule"] == "zb-v"
+    return parallel["pipeline"], parallel["virtual_stages"], SCHEDULES[parallel["schedule"]].turns_back
 
 
 def _lists(spec: JobSpec) -> Iterator[list[int] | None]:
@@ -233,6 +233,7 @@ def _schedules(parallel: dict[str, Any]) -> Iterator[tuple[str, int]]:
     if parallel["pipeline"] == 1:
         return
     now = parallel["schedule"], parallel["virtual_stages"]
-    for schedule in KINDS:
-        counts = {"interleaved": (2, 4, 8), "zb-v": (2,)}.get(schedule, (1,))
-        yield from ((schedule, count) for count in counts if (schedule, count) != now)
+    for name in RUN_BY_ENGINE:
+        fixed = SCHEDULES[name].virtual_stages
+        counts = (2, 4, 8) if fixed is None else (fixed,)
+        yield from ((name, count) for count in counts if (name, count) != now)

@@ -26,7 +26,8 @@ from manta.workers.accounting.flops import (
     trained_parameters,
 )
 from manta.workers.config import JobSpec, ParallelConfig
-from manta.workers.parallel.pipeline.stages import even_counts
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import even_counts
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names
 
 Budgets = tuple[Budget, Budget, Budget]
@@ -119,11 +120,11 @@ class FrozenSizes:
         """Lower bound for the bytes of the rank that needs most, with `frozen` and `trained` bytes per parameter: its
         state, and activations of the fewest micro-batches in flight. The first rank has as many micro-batches in flight
         as there are ranks, each later one has one less. For schedules with several chunks only the first rank is looked
-        at, and under zb-v only its first chunk, since the last chunk's may be released before all of the first chunk's
-        have come."""
+        at, and if chunks turn back only its first one, since the last chunk's may be released before all of the first
+        chunk's have come."""
         held, with_gradients = self._parameters(candidate.tensor)
         kept = _of_ranks(candidate, counts, _Parameters(self._kept_before(candidate), 0, 0, 0))
-        if candidate.schedule == "zb-v":
+        if SCHEDULES[candidate.schedule].turns_back:
             kept[0] = self._kept_before(candidate)[counts[0]]
         if candidate.virtual_stages > 1:
             kept[1:] = [0] * (candidate.pipeline - 1)
@@ -162,8 +163,7 @@ class FrozenSizes:
         """Prefix sums of the bytes that layers keep of one full micro-batch."""
         key = candidate.tensor, candidate.micro_batch, candidate.recompute
         if key not in self._kept:
-            alone = candidate._replace(pipeline=1, data=1, virtual_stages=1, schedule="1f1b", stage_layers=())
-            spec = alone.spec(self._job)
+            spec = candidate.on_one_stage().spec(self._job)
             first = first_trained_layer(spec.model, spec.train.frozen)
             modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()
             layers = (
@@ -179,7 +179,7 @@ def _of_ranks(candidate: Candidate, counts: Counts, of: _Parameters) -> list[int
     stages = [b - a for a, b in pairwise(of.before[end] for end in accumulate(counts, initial=0))]
     chunks = chunks_of(candidate.schedule, candidate.pipeline, candidate.virtual_stages)
     ranks = [sum(stages[index] for index in own) for own in chunks]
-    if candidate.pipeline == 1 or candidate.schedule == "zb-v":
+    if candidate.pipeline == 1 or SCHEDULES[candidate.schedule].turns_back:
         ranks[0] += of.both
     else:
         ranks[0], ranks[-1] = ranks[0] + of.first, ranks[-1] + of.last

@@ -18,7 +18,8 @@ from manta.workers.accounting.flops import stages_on_rank
 from manta.workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.stages import layer_counts, layers_of, virtual_stage
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import layer_counts, layers_of, virtual_stage
 from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer
 from manta.workers.spec.rules import broken_keys
 
@@ -113,15 +114,15 @@ def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[RankMemory, f
 
 def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> list[int]:
     """Ranks of which one needs most: both ends, the second one, and of ranks that are alike (also in the `types` of
-    their nodes) the first, which holds most micro-batches. Under zb-v that may be the last instead, and with a frozen
-    part the second, since backward may end in the first."""
+    their nodes) the first, which holds most micro-batches. If chunks turn back that may be the last instead, and with a
+    frozen part the second, since backward may end in the first."""
     last, alike = spec.layout.pipeline - 1, dict[object, list[int]]()
     for rank in range(last + 1):
         kind = _kind_of(spec, rank), None if types is None else types[rank]
         alike.setdefault(kind, []).append(rank)
     few = 2 if spec.train.frozen else 1
     ranks = {last}.union(*(each[:few] for each in alike.values()))
-    if spec.layout.schedule == "zb-v":
+    if SCHEDULES[spec.layout.schedule].turns_back:
         ranks.update(each[-1] for each in alike.values())
     return sorted(ranks) + ([1] if last > 1 and 1 not in ranks else [])
 
@@ -159,9 +160,9 @@ def _memory(passes: StepPeak, rank: int) -> RankMemory:
 
 
 def _enough(spec: JobSpec) -> int:
-    """Enough micro-batches for the most that can be in flight; for gpipe that is all of them."""
+    """Enough micro-batches for the most that can be in flight, which under some schedules are all of them."""
     layout, m = spec.layout, spec.micro_batches
-    if layout.schedule == "gpipe":
+    if SCHEDULES[layout.schedule].all_in_flight:
         return m
     most = 3 * layout.pipeline
     return min(m, most if m % layout.pipeline == 0 else most + m % layout.pipeline)
@@ -327,5 +328,6 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
     for times in (2, 4, 8, 16, 32, 64):
         tensor, pipeline = layout.tensor * times, layout.pipeline * times
         yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)
-        if pipeline * layout.virtual_stages <= spec.model.layers and layout.schedule != "interleaved" and not is_placed:
+        fits = pipeline * layout.virtual_stages <= spec.model.layers
+        if fits and not SCHEDULES[layout.schedule].in_groups and not is_placed:
             yield f"parallel.pipeline: {pipeline}", with_layout(pipeline=pipeline, stage_layers=None)

@@ -18,6 +18,7 @@ from manta.service.planner.bounds import SLACK, Bounds
 from manta.service.planner.candidates import (
     COMPLETE,
     RECOMPUTE,
+    SIMPLEST,
     Candidate,
     max_stages,
     micro_batch_sizes,
@@ -229,7 +230,7 @@ def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
 def _shapes(job: JobSpec, frame: _Frame) -> Iterator[Candidate]:
     """The simplest layout for each micro-batch size."""
     for micro_batch in micro_batch_sizes(job, -(-job.train.global_batch_size // frame.data)):
-        yield Candidate(sum(frame.stages), frame.tensor, frame.data, 1, "1f1b", micro_batch, RECOMPUTE[0])
+        yield Candidate(sum(frame.stages), frame.tensor, frame.data, 1, SIMPLEST, micro_batch, RECOMPUTE[0])
 
 
 def _layouts(job: JobSpec, frame: _Frame, complete: bool) -> Iterator[_Mixed]:

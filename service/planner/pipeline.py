@@ -1,8 +1,7 @@
 """Event simulation of a pipeline whose stages differ, over the schedules that the engine runs, and a lower bound of its
 time without simulating it. Pure Python.
 
-`workers/parallel/pipeline/schedules/simulate.py` times equal stages with messages that never block; here every virtual
-stage has times of its own, and messages may take time at both ends. Where both apply they agree.
+Every virtual stage has times of its own. A message delays only the pass that waits for it, or takes time at both ends.
 
 Ranks may share the cores of a node, and there may be more ranks than cores: ranks that compute get equal parts of them.
 A step then takes at least the work of all ranks divided by the cores, and at least its longest chain of passes; a
@@ -18,13 +17,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from manta.service.planner.candidates import rank_totals
-from manta.workers.parallel.pipeline.schedules import compute_of_rank, forward_only
-from manta.workers.parallel.pipeline.schedules.action import Action
-from manta.workers.parallel.pipeline.stages import chunk_location, virtual_stage
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.action import Action, Kind
+from manta.workers.schedules.action_lists import evaluation_actions, passes_of_rank
+from manta.workers.schedules.stages import chunk_location, virtual_stage
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
 """Kinds of passes in the simulation."""
-_PASSES: dict[str, int] = {
+_PASSES: dict[Kind, int] = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "backward_input": INPUT,
@@ -268,7 +268,7 @@ class Pipeline:
         shape, chunks = (self.kind, self.stages, self.virtual_stages), range(self.virtual_stages)
         return [[virtual_stage(*shape, rank, chunk) for chunk in chunks] for rank in range(self.stages)]
 
-    def _orders(self, micro_batches: int) -> tuple[list[Action], ...]:
+    def _orders(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
         return _orders(self.kind, self.stages, self.virtual_stages, micro_batches, self.trains)
 
     def _occupied(self) -> tuple[list[list[float]], list[list[float]]]:
@@ -315,12 +315,14 @@ def _alike(kind: str, stages: int, virtual_stages: int, fewer: int, more: int, t
 
 
 @lru_cache(maxsize=64)
-def _orders(kind: str, stages: int, virtual_stages: int, micro_batches: int, trains: bool) -> tuple[list[Action], ...]:
+def _orders(
+    kind: str, stages: int, virtual_stages: int, micro_batches: int, trains: bool
+) -> tuple[tuple[Action, ...], ...]:
     """The passes of each rank in order."""
     if trains:
-        return tuple(compute_of_rank(kind, rank, stages, virtual_stages, micro_batches) for rank in range(stages))
-    evaluated = forward_only(kind, stages, virtual_stages, micro_batches)
-    return tuple([action for action in actions if action.kind in _PASSES] for actions in evaluated)
+        return tuple(passes_of_rank(kind, rank, stages, virtual_stages, micro_batches) for rank in range(stages))
+    evaluated = evaluation_actions(kind, stages, virtual_stages, micro_batches)
+    return tuple(tuple(action for action in actions if action.kind in _PASSES) for actions in evaluated)
 
 
 def min_pipeline_seconds(
@@ -335,7 +337,7 @@ def min_pipeline_seconds(
     schedule separates the weights' half of backward, that half of up to as many micro-batches as there are ranks may
     come later. `chunks`: virtual stages of each rank; `messages`: seconds of a message between each rank and the
     next."""
-    apart = schedule.startswith("zb")
+    apart = SCHEDULES[schedule].splits_backward
     came, back, least = 0.0, 0.0, 0.0
     for rank, (own, message) in enumerate(zip(chunks, [*messages, 0.0], strict=True)):
         busy = came + micro_batches * sum(times[index].seconds for index in own)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from manta.service.planner.bounds import SLACK, Bounds
-from manta.service.planner.candidates import RECOMPUTE, Candidate, axes, candidates, micro_batch_sizes
+from manta.service.planner.candidates import RECOMPUTE, SIMPLEST, Candidate, axes, candidates, micro_batch_sizes
 from manta.service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
 from manta.service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
 from manta.service.planner.software import MANTA, Software, engine_on
@@ -186,7 +186,7 @@ def search(
 def _without_layout(job: JobSpec, cluster: Cluster) -> tuple[Rejected, ...]:
     """Why the rules leave no layout: what the smallest one breaks."""
     least = min(micro_batch_sizes(job, 1))
-    spec = Candidate(1, 1, job.elastic.min_data or 1, 1, "1f1b", least, "full").spec(job)
+    spec = Candidate(1, 1, job.elastic.min_data or 1, 1, SIMPLEST, least, "full").spec(job)
     broken = [f"{problem.path}: {problem.rule}" for problem in find_problems(spec) if problem.path != "data"]
     problem = placement_problem(spec, cluster) or next(iter(broken), None)
     return () if problem is None else (Rejected(spec, problem),)
@@ -362,7 +362,7 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
         bounds, usable = Bounds(job, larger, engine_on(larger.machine)), usable_bytes(larger)
         for tensor, pipeline, data in axes(job, larger):
             least = min(micro_batch_sizes(job, 1))
-            candidate = Candidate(pipeline, tensor, data, 1, "1f1b", least, "full")
+            candidate = Candidate(pipeline, tensor, data, 1, SIMPLEST, least, "full")
             if bounds.min_bytes(candidate) > usable or find_problems(spec := candidate.spec(job)):
                 continue
             if worst_rank(spec, larger.machine).total <= usable:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 
-from manta.workers.parallel.pipeline.stages import virtual_stage
+from manta.workers.schedules.stages import virtual_stage
 
 Cost = tuple[float, float]
 """Seconds of a virtual stage, for all passes of one micro-batch: of each layer (positive), and of everything else.

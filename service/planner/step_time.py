@@ -24,7 +24,7 @@ from manta.service.planner.software import MANTA, Software, engine_on
 from manta.workers.accounting.flops import padded_vocabulary, trained_parameters
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, STATE_BYTES
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.stages import chunk_location, ends_share_rank, layer_counts, layers_of
+from manta.workers.schedules.stages import chunk_location, end_ranks, layer_counts, layers_of
 from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 from manta.workers.system.threads import decided_threads
@@ -287,7 +287,7 @@ class StepModel:
     def tied_seconds(self) -> float:
         """Summing the gradients of an embedding that two stages hold."""
         layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings or ends_share_rank(layout) or TOKEN_EMBEDDING in frozen_names(self.spec):
+        if not model.tie_embeddings or len(end_ranks(layout)) == 1 or TOKEN_EMBEDDING in frozen_names(self.spec):
             return 0.0
         size = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size * self.software.gradient_bytes
         together = self.groups.stages_share_node(0, layout.pipeline - 1)
@@ -353,7 +353,7 @@ class MixedStepModel(StepModel):
     def tied_seconds(self) -> float:
         """Summing the gradients of an embedding that two stages on different nodes share."""
         layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings or ends_share_rank(layout) or TOKEN_EMBEDDING in frozen_names(self.spec):
+        if not model.tie_embeddings or len(end_ranks(layout)) == 1 or TOKEN_EMBEDDING in frozen_names(self.spec):
             return 0.0
         elements = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size
         ends = self._stages[0], self._stages[-1]

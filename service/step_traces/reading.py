@@ -28,6 +28,7 @@ from manta.workers.comm.grid import Coordinates, RankGrid
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import MalformedMessage
+from manta.workers.schedules import SCHEDULES
 from manta.workers.step_traces.assembly import StepTrace, assembled
 from manta.workers.step_traces.document import analysis_document, rank_documents, slice_document
 from manta.workers.step_traces.perfetto import perfetto
@@ -268,7 +269,7 @@ def planned_step(spec: JobSpec, cluster: Cluster) -> PlannedStep | None:
 
 def _ranks(spec: JobSpec, model: StepModel, time: StepTime) -> list[dict[str, Any]] | None:
     layout = spec.layout
-    passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
+    passes = (3 if SCHEDULES[layout.schedule].splits_backward else 2) * layout.pipeline * layout.virtual_stages
     if passes * spec.micro_batches > MAX_PASSES:
         return None
     bars: dict[int, list[Bar]] = {stage: [] for stage in range(layout.pipeline)}

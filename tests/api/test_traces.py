@@ -8,12 +8,12 @@ from perfetto_reader import read_trace
 from simulated_traces import STEP, recordings_of, timeline_of
 from typer.testing import CliRunner
 
+from benchmarks.support.timeline import PassTimes
 from manta.api.cli.main import command_line
 from manta.api.client import Client
 from manta.api.routes.traces import planner_cluster
 from manta.service.store import generations, jobs, metrics, ranks, trace_requests
 from manta.workers.config import ParallelConfig
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
 from manta.workers.spec.reading import parse_job_spec
 from tests.api.conftest import DOCUMENT
 

@@ -18,7 +18,7 @@ from manta.workers.system.threads import decided_threads, stored_threads, thread
         ([], 1),  # all ranks are on GPUs
     ],
 )
-def test_each_rank_has_cores_of_its_own(nodes, threads):
+def test_automatic_threads_are_the_fewest_cores_per_rank_of_any_node_and_at_least_one(nodes, threads):
     assert decided_threads(spec(), nodes) == threads
 
 

@@ -13,10 +13,10 @@ from engine_specs import axes, document
 from trace_programs import train_traced
 
 from manta.workers.comm.grid import RankGrid
-from manta.workers.parallel.pipeline.schedules import schedule
-from manta.workers.parallel.pipeline.schedules.action import COMPUTE
 from manta.workers.protocol.messages import TraceOrder
 from manta.workers.protocol.reports import Profiled, TraceBegan, Traced
+from manta.workers.schedules.action import COMPUTE
+from manta.workers.schedules.action_lists import training_actions
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.step_traces.analysis import bubble, critical_path
 from manta.workers.step_traces.assembly import assembled
@@ -95,7 +95,7 @@ def test_unwritable_profile_is_left_out_with_a_sentence():
 def look_at(trace, spec, backend):
     """The trace has all that the schedule says, and what ranks do together is the same on all of them."""
     layout = spec.layout
-    actions = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, spec.micro_batches)
+    actions = training_actions(layout.schedule, layout.pipeline, layout.virtual_stages, spec.micro_batches)
     together = {}
     for rank in trace.ranks:
         at = trace.grid.coordinates(rank.rank)

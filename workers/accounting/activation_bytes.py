@@ -17,10 +17,10 @@ from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
 from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, total_of_passes
 from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.parallel import recompute as recompute_policy
-from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from manta.workers.parallel.pipeline.schedules.action import Action
-from manta.workers.parallel.pipeline.stages import layers_of
 from manta.workers.parallel.recompute import is_offloaded, recomputed
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.action import Action
+from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Products, Tensor, layer_table
 from manta.workers.spec.parameters import (
     TOKEN_EMBEDDING,
@@ -224,7 +224,7 @@ def output_weight(model: ModelConfig) -> str:
 
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     """Most bytes of activations of one pipeline rank, in a step of `micro_batches` micro-batches."""
-    stages, splits = stages_on_rank(spec, rank), spec.layout.schedule in SPLIT_BACKWARD
+    stages, splits = stages_on_rank(spec, rank), SCHEDULES[spec.layout.schedule].splits_backward
     deferred = [deferred_bytes(spec, index) if splits else 0 for index in stages]
     sizes: dict[tuple[object, ...], int] = {}
     keys = [_kind_of_stage(spec, index) for index in stages]

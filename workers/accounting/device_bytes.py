@@ -28,7 +28,8 @@ from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import BatchPlan, leaf_share
 from manta.workers.parallel.data.tree_sum import cover
-from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD, schedule
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.action_lists import training_actions
 from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
@@ -117,14 +118,14 @@ def halves_bytes(spec: JobSpec, stage: int, micro_batches: int) -> int:
         return 0
     if TOKEN_EMBEDDING in frozen_names(spec):
         return 0
-    split = layout.schedule in SPLIT_BACKWARD
+    split = SCHEDULES[layout.schedule].splits_backward
     of_table = ("backward_weight" if split else "backward", stages.index(0))
     of_output = ("backward_input" if split and spec.train.head_tokens else of_table[0], stages.index(last))
     if of_table == of_output:
         return 0
     made: set[int] = set()
     most = 0
-    for action in schedule(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[stage]:
+    for action in training_actions(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[stage]:
         if (action.kind, action.chunk) in (of_table, of_output):
             made ^= {action.micro_batch}
             most = max(most, len(made))

@@ -31,9 +31,9 @@ from itertools import accumulate
 from manta.workers.config import JobSpec, ModelConfig, ParallelConfig
 from manta.workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
 from manta.workers.parallel.data.tree_sum import buffers
-from manta.workers.parallel.pipeline.schedules import schedule
-from manta.workers.parallel.pipeline.stages import layer_counts, layers_of, stages_of_rank
 from manta.workers.parallel.recompute import recomputed
+from manta.workers.schedules.action_lists import training_actions
+from manta.workers.schedules.stages import layer_counts, layers_of, stages_of_rank
 from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import (
     TOKEN_EMBEDDING,
@@ -277,7 +277,7 @@ def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: t
     what its pipeline ranks recompute; backward ends in layer `first`."""
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
     passes = 0
-    for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):
+    for rank, actions in enumerate(training_actions(kind, stages, virtual_stages, len(sizes))):
         indices = stages_of_rank(kind, stages, virtual_stages, rank)
         for micro_batch, chunk in recomputed(actions, layout):
             stage_layers = layers_of(layers, layout, indices[chunk])

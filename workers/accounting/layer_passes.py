@@ -22,7 +22,7 @@ from manta.workers.accounting.activation_bytes import (
 from manta.workers.accounting.flops import layers_of_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from manta.workers.schedules import SCHEDULES
 from manta.workers.spec.layer_table import (
     Activation,
     Attention,
@@ -74,7 +74,7 @@ class LayerPasses:
     def __init__(self, spec: JobSpec, layer: int, modules: Collection[str] = (), gpu: bool = True):
         """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated."""
         self.spec, self.model, self.modules, self.sizes, self.gpu = spec, spec.model, modules, Sizes.of(spec), gpu
-        self.split, self.eight = spec.layout.schedule in SPLIT_BACKWARD, EightBits.of(spec)
+        self.split, self.eight = SCHEDULES[spec.layout.schedule].splits_backward, EightBits.of(spec)
         self.table = layer_table(spec.model, spec.layout.tensor, layer)
         self._blocks, attention = self.table.blocks, self.table.attention
         self.repeated = 0

@@ -9,10 +9,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from manta.workers.config import ParallelConfig
-from manta.workers.parallel.pipeline.schedules import compute_of_rank
-from manta.workers.parallel.pipeline.schedules.action import Action
-from manta.workers.parallel.pipeline.stages import neighbours
 from manta.workers.parallel.recompute import recomputed_pairs
+from manta.workers.schedules.action_lists import passes_of_rank
+from manta.workers.schedules.stages import neighbours
 
 
 class Pass(NamedTuple):
@@ -78,12 +77,6 @@ class Kind(NamedTuple):
 
 Blocks = tuple[tuple[tuple[Kind, ...], int], ...]
 """Passes in order, as blocks with their number of repetitions."""
-
-
-@lru_cache(maxsize=256)
-def passes_of_rank(kind: str, rank: int, stages: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    """`compute_of_rank`, cached since a search calls it often. The result must not be changed."""
-    return compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
 
 
 def blocks_of_rank(layout: ParallelConfig, rank: int, micro_batches: int, has_backward: Sequence[bool]) -> Blocks:

@@ -29,9 +29,9 @@ from manta.workers.accounting.rank_passes import (
     total_of_passes,
 )
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from manta.workers.parallel.pipeline.stages import layers_of
 from manta.workers.parallel.recompute import is_offloaded
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import chunk_location, layers_of
 from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, needs_gradient
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
@@ -51,7 +51,7 @@ class StepPeak:
         self.spec, self.gpu, self.sizes = spec, gpu, Sizes.of(spec)
         layout = spec.layout
         self.kind, self.stages, self.chunks = layout.schedule, layout.pipeline, layout.virtual_stages
-        self.split = self.kind in SPLIT_BACKWARD
+        self.split = SCHEDULES[self.kind].splits_backward
         self.needs_gradient, self.first = needs_gradient(spec), first_trained_layer(spec.model, spec.train.frozen)
         self.output_trained = output_weight(spec.model) not in frozen_names(spec)
         self.head_tokens = min(spec.train.head_tokens, tokens_of(spec)[0])
@@ -144,7 +144,10 @@ class StepPeak:
 
     def _next_stage_is_local(self, index: int) -> bool:
         """Whether the same rank holds the next virtual stage."""
-        return self.kind == "zb-v" and index == self.stages - 1
+        if index < 0 or self._is_last(index):
+            return False
+        shape = self.kind, self.stages, self.chunks
+        return chunk_location(*shape, index)[0] == chunk_location(*shape, index + 1)[0]
 
     def _layer(self, layer: int, recomputed: bool) -> tuple[LayerPasses, bool]:
         """The layer, and whether it is recomputed as a whole."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from manta.workers.config import ParallelConfig
+from manta.workers.schedules.stages import end_ranks
 
 Axis = Literal["tensor", "pipeline", "data", "context", "embedding", "world"]
 AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")
@@ -29,8 +30,7 @@ class RankGrid:
         self.tensor, self.pipeline = layout.tensor, layout.pipeline
         self.data, self.context = layout.data, layout.context
         self.world_size = layout.world_size
-        # Ranks of the first and the last virtual stage: under zb-v both are the first rank, see pipeline/stages.py.
-        self._ends = sorted({0, 0 if layout.schedule == "zb-v" else layout.pipeline - 1})
+        self._ends = end_ranks(layout)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`. Raises IndexError for a rank outside the grid."""

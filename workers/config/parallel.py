@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -20,6 +20,12 @@ from manta.workers.config.fields import (
     StrictBool,
     Threads,
 )
+from manta.workers.schedules import RUN_BY_ENGINE, SCHEDULES
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[RUN_BY_ENGINE]
 
 
 class ParallelConfig(Section):
@@ -44,7 +50,7 @@ class ParallelConfig(Section):
     stage_accelerators: tuple[AcceleratorType, ...] | None = None
     """GPU type required for the nodes of each stage, by the names that Ray uses and `manta nodes` shows, such as [A100,
     A100, V100]; for clusters of unequal nodes (docs/planner.md). null: nodes of any type."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Pipeline schedule: the order of forward and backward passes (docs/parallelism.md)."""
     sequence_parallel: StrictBool | None = None
     """Whether norms and residuals are split along the sequence over the tensor group (arXiv:2205.05198, section 4.2.2);
@@ -93,7 +99,7 @@ class ParallelConfig(Section):
     def micro_batch_unit(self) -> int:
         """The number of a replica's micro-batches is a multiple of this: interleaving takes one micro-batch per stage
         at a time."""
-        return self.pipeline if self.schedule == "interleaved" else 1
+        return self.pipeline if SCHEDULES[self.schedule].in_groups else 1
 
     def bucket_bytes(self, on_gpu: bool) -> float:
         """Size of the gradient buckets, in bytes."""

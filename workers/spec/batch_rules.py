@@ -74,7 +74,7 @@ def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
 def _interleaving_unit(spec: JobSpec) -> int:
     """Batches must be multiples of this: interleaving takes one micro-batch per stage at a time."""
     layout = spec.layout
-    if layout.schedule != "interleaved" or layout.pipeline == 1:
+    if layout.micro_batch_unit == 1:
         return 1
     # With elastic sums replicas may have different numbers of micro-batches.
     replicas = layout.data if spec.train.deterministic == "layout" else 1

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 
 from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from manta.workers.spec.divisors import nearest_multiple
 from manta.workers.spec.problems import Problem
 
@@ -74,7 +76,7 @@ def _reasons(spec: JobSpec) -> Iterator[str]:
         size = getattr(layout, axis)
         if size > 1:
             yield f"parallel.{axis} {size}: ranks would communicate within a micro-batch"
-    if layout.schedule != "1f1b":
+    if SCHEDULES[layout.schedule] is not ONE_FORWARD_ONE_BACKWARD:
         yield f"parallel.schedule {layout.schedule}: a micro-batch's backward must follow its forward, as with 1f1b"
     if layout.offload_layers:
         yield "parallel.offload_layers: copies of activations do not begin and end within a micro-batch"

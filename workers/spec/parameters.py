@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 
 from manta.workers.config import JobSpec, ModelConfig
-from manta.workers.parallel.pipeline.stages import layers_of
+from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import layer_table
 
 TOKEN_EMBEDDING = "embedding.token.weight"

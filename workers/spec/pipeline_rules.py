@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.stages import even_counts
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import even_counts
 from manta.workers.spec.problems import Problem
 
 
 def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
-    layout = spec.layout
-    if layout.schedule == "zb-v" and layout.virtual_stages != 2:
-        yield Problem("parallel.virtual_stages", f"zb-v has 2 virtual stages, not {layout.virtual_stages}", "2")
-    elif layout.schedule in ("gpipe", "1f1b", "zb-h1") and layout.virtual_stages != 1:
-        yield Problem(
-            "parallel.schedule",
-            f"{layout.schedule} has one virtual stage, not {layout.virtual_stages}; interleaved takes any number",
-            "interleaved",
-        )
+    name, count = spec.layout.schedule, spec.layout.virtual_stages
+    expected = SCHEDULES[name].virtual_stages
+    if expected is None or count == expected:
+        return
+    if expected > 1:
+        yield Problem("parallel.virtual_stages", f"{name} has {expected} virtual stages, not {count}", str(expected))
+    else:
+        flexible = next(other for other, schedule in SCHEDULES.items() if schedule.virtual_stages is None)
+        rule = f"{name} has one virtual stage, not {count}; {flexible} takes any number"
+        yield Problem("parallel.schedule", rule, flexible)
 
 
 def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
     layout, layers = spec.layout, spec.model.layers
-    virtual_stages = 2 if layout.schedule == "zb-v" else layout.virtual_stages
+    turns_back = SCHEDULES[layout.schedule].turns_back
+    virtual_stages = 2 if turns_back else layout.virtual_stages
     if layers < layout.pipeline * virtual_stages:
-        if virtual_stages > layers or layout.schedule == "zb-v" or layout.pipeline == 1:
+        if virtual_stages > layers or turns_back or layout.pipeline == 1:
             yield Problem(
                 "model.layers",
                 f"layers ({layers}) must be at least parallel.pipeline x virtual_stages "

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 
 from benchmarks.support.published.rows import Row
 from benchmarks.support.published.tables import Tables
-from manta.workers.parallel.pipeline.schedules import schedule, with_messages
-from manta.workers.parallel.pipeline.schedules.action import Action
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from manta.workers.parallel.pipeline.schedules.zero_bubble_h2 import zero_bubble_h2
+from benchmarks.support.timeline import PassTimes, Timeline
 
 COLUMNS = {"1F1B": "1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "1F1B-I": "interleaved"}
 STAGES = 8
@@ -35,24 +32,12 @@ def _zero_bubble(tables: Tables) -> Iterator[Row]:
         model, p, m = row["model"], row["p"], row["m"]
         for column, kind in COLUMNS.items():
             v = layers[model] // p if kind == "interleaved" else 1
-            rate = simulate(actions(kind, p, v, m), _placed_as(kind), v, profiled[model, m]).bubble_ratio
+            rate = Timeline.of(profiled[model, m].pipeline(kind, p, v), m).bubble_ratio
             case = f"{model}, {m} micro-batches, {column}"
             if kind == "interleaved":
                 yield Row(name, case, row[column], rate, "ratio", "absolute", 0.004)
             else:
                 yield Row(name, case, row[column], round(rate, 4), "ratio", "absolute", 0.0)
-
-
-def actions(kind: str, stages: int, virtual_stages: int, micro_batches: int) -> list[list[Action]]:
-    """Actions of a schedule, of ZB-H2 too, which no engine's layout can name."""
-    if kind != "zb-h2":
-        return schedule(kind, stages, virtual_stages, micro_batches)
-    passes = [list(zero_bubble_h2(rank, stages, virtual_stages, micro_batches)) for rank in range(stages)]
-    return with_messages(passes, _placed_as(kind), virtual_stages)
-
-
-def _placed_as(kind: str) -> str:
-    return "zb-h1" if kind == "zb-h2" else kind
 
 
 def _micro_batches(tables: Tables) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The simulation of unequal stages is the engine's own where they are equal, and goes on by steps where it need not."""
+"""The simulation of unequal stages, which extrapolates where it can."""
 
 from __future__ import annotations
 
@@ -6,38 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.support.timeline import PassTimes
 from manta.service.planner.pipeline import FORWARD, Pipeline, StageTimes
-from manta.workers.parallel.pipeline.schedules import schedule
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from manta.workers.parallel.pipeline.stages import even_counts
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import even_counts
 
-KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 times = st.floats(0.1, 5.0)
 
 
-def even(kind: str, stages: int, virtual_stages: int, passes: PassTimes, blocking: bool = False) -> Pipeline:
-    """Stages of `passes` each, cut into chunks."""
-    count = stages * virtual_stages
-    each = (passes.forward, passes.backward_input, passes.backward_weight)
-    chunk = StageTimes(*(seconds / virtual_stages for seconds in each))
-    return Pipeline(kind, stages, virtual_stages, (chunk,) * count, (passes.communication,) * (count - 1), blocking)
-
-
 def chunks_of(kind: str) -> int:
-    return {"interleaved": 3, "zb-v": 2}.get(kind, 1)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 4), times, times, times, st.floats(0, 1))
-def test_pipeline_of_even_stages_matches_the_engines_simulation(kind, stages, rounds, f, b, w, message):
-    v, m, passes = chunks_of(kind), stages * rounds, PassTimes(f, b, w, message)
-    expected = simulate(schedule(kind, stages, v, m), kind, v, passes).makespan
-    assert even(kind, stages, v, passes).simulated_seconds(m) == pytest.approx(expected)
+    return SCHEDULES[kind].virtual_stages or 3
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from(KINDS),
+    st.sampled_from(list(SCHEDULES)),
     st.integers(1, 5),
     st.integers(1, 40),
     st.integers(0, 20),
@@ -81,7 +64,7 @@ def test_slightly_busier_rank_limits_a_long_pipeline():
 def test_blocking_messages_take_the_time_of_both_ends(m):
     """Each micro-batch takes a stage in the middle a forward, a backward and four messages."""
     passes = PassTimes(1.0, 1.0, 1.0, communication=0.25)
-    free, blocking = even("1f1b", 4, 1, passes), even("1f1b", 4, 1, passes, True)
+    free, blocking = passes.pipeline("1f1b", 4, 1), passes.pipeline("1f1b", 4, 1, blocking=True)
     assert blocking.seconds(m) >= free.seconds(m)
     assert blocking.seconds(101) - blocking.seconds(100) == pytest.approx(4.0)
     assert free.seconds(101) - free.seconds(100) < 4.0
@@ -98,9 +81,9 @@ def test_pipeline_of_one_stage_takes_the_sum_of_its_passes():
     assert Pipeline("1f1b", 1, 1, (StageTimes(1.0, 2.0, 3.0),), (), False).seconds(1000) == pytest.approx(6000)
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
-def test_evaluation_in_a_pipeline_is_consecutive_forwards(kind, rounds):
-    stages, m = 4, 8
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_evaluation_in_a_pipeline_is_consecutive_forwards(kind):
+    stages, m, rounds = 4, 8, SCHEDULES[kind].virtual_stages or 2
     times = (StageTimes(1.0, 50.0, 70.0),) * (stages * rounds)
     evaluated = Pipeline(kind, stages, rounds, times, (0.0,) * (len(times) - 1), blocking=False, trains=False)
     bars = evaluated.bars(m)

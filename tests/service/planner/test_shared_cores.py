@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manta.service.planner.pipeline import Pass, Pipeline, SharedCores, StageTimes, simulate_sharing
+from manta.workers.schedules import SCHEDULES
 
-KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+KINDS = tuple(SCHEDULES)
 times = st.floats(0.1, 5.0)
 
 
@@ -54,7 +55,7 @@ def test_a_group_takes_a_core_for_each_of_its_ranks():
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 3), times, times, times)
 def test_pipeline_with_a_core_per_rank_takes_its_time_on_devices(kind, stages, rounds, f, b, w):
-    v = {"interleaved": 3, "zb-v": 2}.get(kind, 1)
+    v = SCHEDULES[kind].virtual_stages or 3
     stage, count = StageTimes(f, b, w), stages * v
     devices = Pipeline(kind, stages, v, (stage,) * count, (0.0,) * (count - 1), blocking=True)
     shared = replace(devices, cores=cores(stages))
@@ -70,7 +71,7 @@ def test_message_on_shared_cores_takes_time_at_both_ends():
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 3), times, times, st.integers(1, 4), st.floats(0.5, 1))
 def test_step_on_shared_cores_lies_between_its_work_and_that_of_one_core(kind, stages, rounds, f, b, ranks, all_busy):
-    v, m = {"interleaved": 2, "zb-v": 2}.get(kind, 1), stages * rounds
+    v, m = SCHEDULES[kind].virtual_stages or 2, stages * rounds
     pipeline = Pipeline(kind, stages, v, (StageTimes(f, b, b),) * (stages * v), (0.0,) * (stages * v - 1), True)
     work = sum(pipeline.rank_work()) * m * ranks
     shared = replace(pipeline, cores=cores(2, ranks, all_busy))

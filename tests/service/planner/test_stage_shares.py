@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manta.service.planner.stage_shares import chunks_of, format_counts, moves, shared_out
-from manta.workers.parallel.pipeline.stages import chunk_location, even_counts
+from manta.workers.schedules.stages import chunk_location, even_counts
 
 KINDS = {"1f1b": 1, "interleaved": 2, "zb-v": 2}
 

@@ -18,7 +18,7 @@ from manta.service.planner.software import MANTA
 from manta.service.planner.step_time import StepModel
 from manta.service.planner.uneven import fitted, refined
 from manta.workers.config import JobSpec
-from manta.workers.parallel.pipeline.stages import layer_counts
+from manta.workers.schedules.stages import layer_counts
 from tests.service.support.planned import a100s, job
 
 LARGE_VOCABULARY = {"vocabulary_size": 128256, "sequence_length": 2048, "family": "llama"}

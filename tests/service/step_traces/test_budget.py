@@ -6,10 +6,10 @@ from engine_specs import spec
 from hypothesis import given
 from simulated_traces import grid_of, timeline_of, trace_of
 
+from benchmarks.support.timeline import PassTimes
 from manta.service.planner.budget import Share
 from manta.service.step_traces import budget
 from manta.workers.accounting.flops import step_flops
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
 from manta.workers.step_traces.assembly import StepTrace, TracedRank
 from manta.workers.timing.recording import Slice, TracedStep
 

@@ -18,7 +18,7 @@ from manta.workers.accounting.activation_bytes import (
     layer_terms,
 )
 from manta.workers.config import JobSpec, ModelConfig
-from manta.workers.parallel.pipeline.schedules import schedule
+from manta.workers.schedules.action_lists import training_actions
 
 TABLE_2 = {
     "no parallelism": {},
@@ -189,7 +189,7 @@ def test_rank_keeps_all_activations_of_the_given_number_of_micro_batches(kind, k
         train={"global_batch_size": 6},
         parallel={"pipeline": 2, "schedule": kind, "recompute": "full", "recompute_keep": keep},
     )
-    for rank, actions in enumerate(schedule(kind, 2, 1, 6)):
+    for rank, actions in enumerate(training_actions(kind, 2, 1, 6)):
         most = most_in_flight(actions)
         whole, part = (chunk_bytes(job_spec, rank, recompute) for recompute in (False, True))
         assert bytes_of_rank(job_spec, rank, 6) == min(most, keep) * whole + max(0, most - keep) * part

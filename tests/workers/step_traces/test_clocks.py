@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_traces import grid_of, recordings_of, timeline_of
 
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from benchmarks.support.timeline import PassTimes
 from manta.workers.step_traces.assembly import assembled, clock_offsets
 from manta.workers.timing.recording import Recording, Slice, TracedStep
 

@@ -5,7 +5,7 @@ from drawn_schedules import SECONDS, SHAPES
 from hypothesis import given
 from simulated_traces import timeline_of, trace_of
 
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from benchmarks.support.timeline import PassTimes
 from manta.workers.step_traces.analysis import bubble
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from perfetto_reader import fields, read_trace
 from simulated_traces import grid_of, timeline_of, trace_of
 
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes
+from benchmarks.support.timeline import PassTimes
 from manta.workers.step_traces.assembly import StepTrace, TracedRank
 from manta.workers.step_traces.document import name_of
 from manta.workers.step_traces.perfetto import perfetto

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
-from manta.workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
-from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.action import Action
+from manta.workers.schedules.action_lists import evaluation_actions, training_actions
 
 Size = tuple[str, int, int, int]
 """Schedule, pipeline stages, virtual stages, micro-batches."""
 
 
 def virtual_stages_of(kind: str) -> range:
-    return {"interleaved": range(1, 5), "zb-v": range(2, 3)}.get(kind, range(1, 2))
+    fixed = SCHEDULES[kind].virtual_stages
+    return range(1, 5) if fixed is None else range(fixed, fixed + 1)
 
 
 @st.composite
-def sizes(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, stages: int = 16, micro_batches: int = 64) -> Size:
+def sizes(draw: st.DrawFn, kinds: Sequence[str] = tuple(SCHEDULES), stages: int = 16, micro_batches: int = 64) -> Size:
     kind = draw(st.sampled_from(kinds))
     p = draw(st.integers(1, stages))
     v = draw(st.sampled_from(virtual_stages_of(kind)))
-    m = p * draw(st.integers(1, micro_batches // p)) if kind == "interleaved" else draw(st.integers(1, micro_batches))
-    return kind, p, v, m
+    unit = p if SCHEDULES[kind].in_groups else 1
+    return kind, p, v, unit * draw(st.integers(1, micro_batches // unit))
 
 
 def lists_of(size: Size, training: bool) -> list[list[Action]]:
-    return schedule(*size) if training else forward_only(*size)
+    return training_actions(*size) if training else evaluation_actions(*size)
 
 
 def most_in_flight(actions: list[Action]) -> int:

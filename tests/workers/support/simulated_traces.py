@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from benchmarks.support.timeline import PassTimes, Timeline
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import ParallelConfig
-from manta.workers.parallel.pipeline.schedules import schedule
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, Timeline, simulate
-from manta.workers.parallel.pipeline.stages import neighbours, virtual_stage
+from manta.workers.schedules.stages import neighbours, virtual_stage
 from manta.workers.step_traces.assembly import StepTrace, assembled
 from manta.workers.timing.recording import Recording, Slice, TracedStep
 
@@ -17,7 +16,7 @@ CLOCK = 5000.0
 
 def timeline_of(kind: str, stages: int, virtual_stages: int, micro_batches: int, times: PassTimes) -> Timeline:
     """The passes of one step."""
-    return simulate(schedule(kind, stages, virtual_stages, micro_batches), kind, virtual_stages, times)
+    return Timeline.of(times.pipeline(kind, stages, virtual_stages), micro_batches)
 
 
 def recordings_of(kind: str, virtual_stages: int, timeline: Timeline) -> dict[int, Recording]:

@@ -52,7 +52,7 @@ def test_step_clock_splits_a_wait_that_outlasts_a_lap(hands):
     assert clock.lap() == {"wall": 1, "data_wait": 0, "snapshot_stall": 1, "checkpoint_stall": 0}
 
 
-def test_step_clock_counts_a_nested_wait_as_the_inner_one(hands):
+def test_step_clock_counts_a_nested_wait_as_the_outer_one(hands):
     clock = StepClock(hands)
     with waiting(clock, "checkpoint_stall"):
         hands.now += 1

@@ -24,9 +24,9 @@ from manta.workers.parallel.data.agreement import Agreement, Loss, StepSums
 from manta.workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range, Slot, merged
 from manta.workers.parallel.data.reduction import GradientReduction, SharedGradients
 from manta.workers.parallel.data.tree_sum import Node, TreeSum, cover
-from manta.workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from manta.workers.parallel.pipeline.schedules.action import Action
 from manta.workers.parallel.tensor.shards import ShardedModule
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.action import Action
 
 BLOCK_ROWS = 2**16
 """Rows of ALIGNMENT elements that are squared at once: this takes 24 MB, instead of half the gradients' memory."""
@@ -42,7 +42,7 @@ class ElasticReduction(GradientReduction):
         self.spec = spec
         self.waiting = WaitingBuffers(flat.gradients)
         """Where sums of micro-batches wait for others, in addition to the flat buffer."""
-        self._by_pass = leaf_sums(flat, chunks, spec.layout.schedule in SPLIT_BACKWARD, self.waiting)
+        self._by_pass = leaf_sums(flat, chunks, SCHEDULES[spec.layout.schedule].splits_backward, self.waiting)
         self._leaf_sums = list(dict.fromkeys(block_sum for sums in self._by_pass.values() for block_sum in sums))
         self.leaves, self.own_leaves = 0, range(0)
         """Micro-batches of the step's global batch, and those of this replica."""

@@ -22,9 +22,6 @@ from manta.workers.config import JobSpec
 from manta.workers.data.batches import NO_TARGET, MicroBatch
 from manta.workers.parallel.data.agreement import Loss
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
-from manta.workers.parallel.pipeline.schedules import forward_only, schedule
-from manta.workers.parallel.pipeline.schedules.action import Action
-from manta.workers.parallel.pipeline.stages import ChunkLocation, neighbours, stages_of_rank
 from manta.workers.parallel.recompute import NOTHING, Recompute, recomputed
 from manta.workers.parallel.tensor.cross_entropy import (
     BY_BLOCKS,
@@ -38,6 +35,9 @@ from manta.workers.parallel.tensor.cross_entropy import (
 from manta.workers.parallel.tensor.dropout import sample_keys
 from manta.workers.parallel.tensor.layers import VocabularyParallelOutput
 from manta.workers.parallel.tensor.weight_gradients import Task, WeightGradients
+from manta.workers.schedules.action import Action
+from manta.workers.schedules.action_lists import evaluation_actions, training_actions
+from manta.workers.schedules.stages import ChunkLocation, neighbours, stages_of_rank
 from manta.workers.spec.parameters import needs_gradient
 
 Key = tuple[int, int]
@@ -150,7 +150,7 @@ class Pipeline:
         key = (training, micro_batches)
         if key not in self._known:
             layout = self.spec.layout
-            make = schedule if training else forward_only
+            make = training_actions if training else evaluation_actions
             actions = make(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[self.rank]
             self._known[key] = (actions, recomputed(actions, layout) if training else frozenset())
         return self._known[key]

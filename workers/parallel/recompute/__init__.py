@@ -19,10 +19,11 @@ Either applies to the micro-batches that do not fit into the window of `recomput
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manta.workers.config import ParallelConfig
-from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.schedules.action import Action
 
 OFFLOADED_BYTES = 2**20
 """Smallest tensor in bytes that is offloaded: for smaller ones a copy costs too much."""
@@ -66,7 +67,7 @@ class Recompute:
 NOTHING = Recompute()
 
 
-def recomputed(actions: list[Action], layout: ParallelConfig) -> frozenset[tuple[int, int]]:
+def recomputed(actions: Sequence[Action], layout: ParallelConfig) -> frozenset[tuple[int, int]]:
     """(micro-batch, chunk) pairs of one rank's `actions` to which the policy of `layout` applies (arXiv:2205.05198,
     appendix C).
 
@@ -79,7 +80,7 @@ def recomputed(actions: list[Action], layout: ParallelConfig) -> frozenset[tuple
     return recomputed_pairs(actions, layout.recompute_keep * layout.virtual_stages)
 
 
-def recomputed_pairs(actions: list[Action], max_kept: int) -> frozenset[tuple[int, int]]:
+def recomputed_pairs(actions: Sequence[Action], max_kept: int) -> frozenset[tuple[int, int]]:
     """(micro-batch, chunk) pairs of a rank's `actions` that are recomputed if at most `max_kept` are kept at any
     time."""
     kept: set[tuple[int, int]] = set()

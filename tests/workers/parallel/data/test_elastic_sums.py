@@ -23,8 +23,9 @@ from manta.workers.config import ParallelConfig
 from manta.workers.engine import Engine
 from manta.workers.parallel.data import elastic_sums
 from manta.workers.parallel.data.elastic_sums import ElasticReduction, row_squares, sum_of_halves
-from manta.workers.parallel.pipeline.schedules import KINDS, schedule
 from manta.workers.protocol.messages import Resume
+from manta.workers.schedules import RUN_BY_ENGINE
+from manta.workers.schedules.action_lists import training_actions
 from manta.workers.spec.reading import parse_job_spec
 
 STEPS = 3
@@ -224,12 +225,12 @@ def test_elastic_overflow_is_retried_alike_with_any_number_of_replicas(ranks, co
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RUN_BY_ENGINE)
 def test_schedules_finish_the_micro_batches_of_a_chunk_in_order(kind):
     virtual_stages = {"interleaved": 3, "zb-v": 2}.get(kind, 1)
     for stages in (1, 2, 3, 5):
         for count in range(stages, 6 * stages, stages):
-            for actions in schedule(kind, stages, virtual_stages, count):
+            for actions in training_actions(kind, stages, virtual_stages, count):
                 for half in ("backward", "backward_input", "backward_weight"):
                     for chunk in range(virtual_stages):
                         order = [a.micro_batch for a in actions if (a.kind, a.chunk) == (half, chunk)]

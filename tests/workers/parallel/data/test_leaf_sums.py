@@ -16,7 +16,7 @@ from manta.workers.engine import Engine
 from manta.workers.errors import PeerLost
 from manta.workers.parallel.data.elastic_sums import LeafSum, WaitingBuffers
 from manta.workers.parallel.data.tree_sum import Node, TreeSum, buffers
-from manta.workers.parallel.pipeline.schedules import schedule
+from manta.workers.schedules.action_lists import training_actions
 
 RANGES = [(0, 3), (5, 8)]
 
@@ -127,7 +127,7 @@ def test_step_after_one_broken_off_in_backward_has_the_same_gradients():
         return made
 
     expected = gradients(engine())
-    actions = schedule("zb-v", 1, 2, 4)[0]
+    actions = training_actions("zb-v", 1, 2, 4)[0]
     for broken in (index for index, action in enumerate(actions) if action.kind == "backward_weight"):
         interrupted = engine()
         left = iter(range(broken))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine_specs import spec
 
-from manta.workers.parallel.pipeline.schedules.action import Action
 from manta.workers.parallel.recompute import NOTHING, Recompute, recomputed
+from manta.workers.schedules.action import Action
 
 
 def layout(**parallel):

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from manta.workers.data.batches import MicroBatch
 from manta.workers.engine import Engine
-from manta.workers.parallel.pipeline.schedules.action import Action
 from manta.workers.parallel.tensor import compiled_operators
 from manta.workers.parallel.tensor.products import TorchProducts
 from manta.workers.parallel.tensor.weight_gradients import WeightGradients, clear_forgotten, forget
+from manta.workers.schedules.action import Action
 
 
 @pytest.fixture

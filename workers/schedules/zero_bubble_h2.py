@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from manta.workers.parallel.pipeline.schedules.action import Action
-from manta.workers.parallel.pipeline.schedules.one_forward_one_backward import alternate
-from manta.workers.parallel.pipeline.schedules.zero_bubble_h1 import with_late_weights
+from manta.workers.schedules.action import Action
+from manta.workers.schedules.one_forward_one_backward import alternate
+from manta.workers.schedules.schedule import Schedule
+from manta.workers.schedules.zero_bubble_h1 import with_late_weights
 
 
 def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
@@ -21,3 +22,6 @@ def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: i
     forwards = [Action("forward", index) for index in range(micro_batches)]
     backwards = [Action("backward", index) for index in range(micro_batches)]
     return with_late_weights(alternate(forwards, backwards, 2 * (stages - rank - 1)), 2 * rank, micro_batches)
+
+
+ZERO_BUBBLE_H2 = Schedule(name="zb-h2", passes=zero_bubble_h2, splits_backward=True, runs=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from manta.workers.parallel.pipeline.schedules.action import Action
+from manta.workers.schedules.action import Action
+from manta.workers.schedules.schedule import Schedule
 
 
 def gpipe(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
@@ -13,3 +14,6 @@ def gpipe(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> It
         yield Action("forward", index)
     for index in range(micro_batches):
         yield Action("backward", index)
+
+
+GPIPE = Schedule(name="gpipe", passes=gpipe, all_in_flight=True)

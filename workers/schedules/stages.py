@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from manta.workers.config import ParallelConfig
+from manta.workers.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from manta.workers.config import ParallelConfig
 
 ChunkLocation = tuple[int, int]
 """Pipeline rank, and chunk on it."""
@@ -19,8 +23,8 @@ ChunkLocation = tuple[int, int]
 def chunk_location(kind: str, stages: int, virtual_stages: int, index: int) -> ChunkLocation:
     """The pipeline rank and its chunk that hold virtual stage `index` under schedule `kind`.
 
-    Chunks go round robin over the ranks (arXiv:2104.04473, section 2.2.2), but under zb-v forward and then back, so
-    that rank 0 holds both ends of the model (arXiv:2401.10241, section 6).
+    Chunks go round robin over the ranks (arXiv:2104.04473, section 2.2.2), or forward and then back, so that rank 0
+    holds both ends of the model (arXiv:2401.10241, section 6).
     """
     _check_in_range("virtual stage", index, stages * virtual_stages)
     chunk, position = divmod(index, stages)
@@ -44,11 +48,11 @@ def stages_of_rank(kind: str, stages: int, virtual_stages: int, rank: int) -> tu
     return tuple(virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages))
 
 
-def ends_share_rank(layout: ParallelConfig) -> bool:
-    """Whether one pipeline rank holds the embedding and the logits."""
+def end_ranks(layout: ParallelConfig) -> list[int]:
+    """The pipeline ranks that hold the embedding or the logits; one if it holds both."""
     ends = 0, layout.pipeline * layout.virtual_stages - 1
-    first, last = (chunk_location(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0] for index in ends)
-    return first == last
+    shape = layout.schedule, layout.pipeline, layout.virtual_stages
+    return sorted({chunk_location(*shape, index)[0] for index in ends})
 
 
 def neighbours(
@@ -107,11 +111,12 @@ def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_reversed(kind: str, virtual_stages: int, chunk: int) -> bool:
     """Whether `chunk` runs from the last rank to the first."""
-    if kind != "zb-v":
+    schedule = SCHEDULES[kind]
+    if not schedule.turns_back:
         return False
-    if virtual_stages != 2:
-        raise ValueError(f"schedule zb-v has 2 virtual stages per rank, not {virtual_stages}")
-    return chunk == 1
+    if virtual_stages != schedule.virtual_stages:
+        raise ValueError(f"schedule {kind} has chunks per rank: {schedule.virtual_stages}, not {virtual_stages}")
+    return chunk % 2 == 1
 
 
 def _check_in_range(name: str, value: int, count: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from manta.workers.parallel.pipeline.schedules.action import Action, Kind, of_all
+from manta.workers.schedules.action import Action, Kind, of_all
+from manta.workers.schedules.schedule import Schedule
 
 _HALVES: tuple[Kind, Kind, Kind] = ("forward", "backward_input", "backward_weight")
 
@@ -58,3 +59,13 @@ def forwards(rank: int, stages: int, virtual_stages: int, micro_batches: int) ->
             yield Action("forward", index - ahead, 1)
         if index < micro_batches:
             yield Action("forward", index, 0)
+
+
+ZERO_BUBBLE_V = Schedule(
+    name="zb-v",
+    passes=zero_bubble_v,
+    forwards=forwards,
+    virtual_stages=2,
+    turns_back=True,
+    splits_backward=True,
+)

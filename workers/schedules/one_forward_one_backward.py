@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from manta.workers.parallel.pipeline.schedules.action import Action, of_all
+from manta.workers.schedules.action import Action, of_all
+from manta.workers.schedules.schedule import Schedule
 
 
 def one_forward_one_backward(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
@@ -21,3 +22,6 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: 
         yield forward
         yield backward
     yield from backwards[len(forwards) - warm_up :]
+
+
+ONE_FORWARD_ONE_BACKWARD = Schedule(name="1f1b", passes=one_forward_one_backward)

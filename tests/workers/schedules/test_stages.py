@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manta.workers.config import ParallelConfig
-from manta.workers.parallel.pipeline.schedules import KINDS
-from manta.workers.parallel.pipeline.stages import chunk_location, even_counts, layer_counts, layers_of, virtual_stage
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import chunk_location, even_counts, layer_counts, layers_of, virtual_stage
 
 
 @pytest.mark.parametrize("stages", range(1, 17))
 @pytest.mark.parametrize(
-    ("kind", "virtual_stages"), [(kind, v) for kind in KINDS for v in range(1, 5) if kind != "zb-v" or v == 2]
+    ("kind", "virtual_stages"), [(kind, v) for kind in SCHEDULES for v in range(1, 5) if kind != "zb-v" or v == 2]
 )
 def test_virtual_stages_map_one_to_one_to_ranks_and_chunks(kind, stages, virtual_stages):
     total = stages * virtual_stages
@@ -41,7 +41,7 @@ def test_stage_outside_the_model_is_refused():
         virtual_stage("interleaved", 3, 2, 3, 0)
     with pytest.raises(ValueError, match=r"chunk -1 is outside 0\.\.1"):
         virtual_stage("interleaved", 3, 2, 0, -1)
-    with pytest.raises(ValueError, match="zb-v has 2 virtual stages per rank, not 1"):
+    with pytest.raises(ValueError, match="zb-v has chunks per rank: 2, not 1"):
         chunk_location("zb-v", 3, 1, 0)
 
 

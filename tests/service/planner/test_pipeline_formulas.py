@@ -1,4 +1,4 @@
-"""The simulated times are the formulas' and the published ones."""
+"""The planner's simulated times of equal stages are those of the papers' formulas and tables."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manta.workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
-from manta.workers.parallel.pipeline.schedules.action import COMPUTE, Action
-from manta.workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from manta.workers.parallel.pipeline.stages import even_counts
+from benchmarks.support.timeline import PassTimes, Timeline
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.action import COMPUTE, Action
+from manta.workers.schedules.action_lists import training_actions
 
 UNIT = PassTimes(1.0, 1.0, 1.0)
 times = st.floats(0.1, 10.0)
 
 
 def timeline(kind: str, stages: int, virtual_stages: int, micro_batches: int, passes: PassTimes):
-    return simulate(schedule(kind, stages, virtual_stages, micro_batches), kind, virtual_stages, passes)
+    return Timeline.of(passes.pipeline(kind, stages, virtual_stages), micro_batches)
 
 
 def bubble(kind: str, stages: int, virtual_stages: int, micro_batches: int, passes: PassTimes) -> float:
@@ -31,7 +31,7 @@ def bubble(kind: str, stages: int, virtual_stages: int, micro_batches: int, pass
     return simulated.cost - work
 
 
-@pytest.mark.parametrize(("column", "kind"), [("1F1B", "1f1b"), ("ZB-H1", "zb-h1")])
+@pytest.mark.parametrize(("column", "kind"), [("1F1B", "1f1b"), ("ZB-H1", "zb-h1"), ("ZB-H2", "zb-h2")])
 @pytest.mark.parametrize("row", range(12))
 def test_bubble_rates_of_the_zero_bubble_paper(row, column, kind):
     """Table 5 of arXiv:2401.10241 from the times of its table 9."""
@@ -81,6 +81,13 @@ def test_zb_h1_with_few_micro_batches(stages, data, forward, backward, part):
 
 
 @settings(deadline=None)
+@given(st.integers(1, 12), st.integers(0, 20), st.floats(0.1, 1.0))
+def test_zb_h2_has_no_bubble_if_all_passes_take_equally_long(stages, more, unit):
+    """(p - 1)(TF + TB - 2 TW) (arXiv:2401.10241, table 2)."""
+    assert bubble("zb-h2", stages, 1, 2 * stages + more, PassTimes(unit, unit, unit)) == pytest.approx(0, abs=1e-6)
+
+
+@settings(deadline=None)
 @given(st.integers(1, 16), st.integers(1, 64), times)
 def test_zb_v_has_no_bubble_once_the_pipeline_is_full(stages, micro_batches, unit):
     """Where all passes take equally long (arXiv:2401.10241, section 6); a pass for every micro-batch below 2 p - 1."""
@@ -113,9 +120,9 @@ def test_the_cost_is_a_ranks_and_the_makespan_all_ranks_time():
     assert (full.makespan, full.cost) == (9.5, 9.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_chunks_of_one_rank_hand_over_at_no_cost(kind):
-    virtual_stages = 2 if kind in ("interleaved", "zb-v") else 1
+    virtual_stages = SCHEDULES[kind].virtual_stages or 2
     assert timeline(kind, 1, virtual_stages, 3, PassTimes(1.0, 1.0, 1.0, communication=100.0)).cost == 9.0
 
 
@@ -130,23 +137,9 @@ def test_zb_v_turns_on_the_last_rank_without_a_message():
 
 def test_simulated_message_takes_as_long_with_more_chunks():
     """So interleaving sends v times as much (arXiv:2104.04473, section 2.2.2)."""
-    simulated = simulate(
-        forward_only("interleaved", 2, 2, 1), "interleaved", 2, PassTimes(2.0, 2.0, 2.0, communication=0.5)
-    )
+    passes = PassTimes(2.0, 2.0, 2.0, communication=0.5)
+    simulated = Timeline.of(passes.pipeline("interleaved", 2, 2, trains=False), 1)
     assert simulated.makespan == 4 * 1.0 + 3 * 0.5
-
-
-def test_virtual_stages_take_as_long_as_their_share():
-    layers = list(even_counts(10, 4))
-    share = tuple(count / 2.5 for count in layers)
-    simulated = timeline("zb-v", 2, 2, 4, PassTimes(1.0, 2.0, 3.0, share=share))
-    work = [sum(end - start for _, start, end in passes) for passes in simulated.passes]
-    assert layers == [2, 3, 3, 2]
-    assert work == pytest.approx([4 * 6.0 * 4 / 5, 4 * 6.0 * 6 / 5])
-    assert simulated.work == pytest.approx(4 * 6.0)
-    assert simulated.cost >= max(work) - 1e-9
-    with pytest.raises(ValueError, match="share has 3 values for 4 virtual stages"):
-        timeline("zb-v", 2, 2, 4, PassTimes(1.0, 1.0, 1.0, share=(1.0, 1.0, 1.0)))
 
 
 @settings(deadline=None)
@@ -154,8 +147,8 @@ def test_virtual_stages_take_as_long_as_their_share():
 def test_simulated_passes_keep_their_order_and_wait_for_their_input(
     stages, micro_batches, forward, backward, weight, wire
 ):
-    lists = schedule("zb-v", stages, 2, micro_batches)
-    simulated = simulate(lists, "zb-v", 2, PassTimes(forward, backward, weight, wire))
+    lists = training_actions("zb-v", stages, 2, micro_batches)
+    simulated = timeline("zb-v", stages, 2, micro_batches, PassTimes(forward, backward, weight, wire))
     ends: dict[tuple[int, int], list[float]] = {}
     for actions, passes in zip(lists, simulated.passes, strict=True):
         assert [action for action, _, _ in passes] == [action for action in actions if action.kind in COMPUTE]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from manta.workers.parallel.pipeline.schedules.action import Action, Kind
-from manta.workers.parallel.pipeline.stages import chunk_location, virtual_stage
+from manta.workers.schedules.action import Action, Kind
+from manta.workers.schedules.stages import chunk_location, virtual_stage
 
 
 class ScheduleError(ValueError):

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -40,6 +41,14 @@ class Action(NamedTuple):
 def of_all(kind: Kind, micro_batches: int, chunk: int = 0) -> tuple[Action, ...]:
     """One action of this kind and chunk for each micro-batch in turn; shared by all ranks of a schedule."""
     return tuple(Action(kind, index, chunk) for index in range(micro_batches))
+
+
+def forwards_by_groups(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """Forwards of every chunk: up to `stages` micro-batches through one chunk, then the same through the next."""
+    of_chunks = [of_all("forward", micro_batches, chunk) for chunk in range(virtual_stages)]
+    for first in range(0, micro_batches, stages):
+        for of_chunk in of_chunks:
+            yield from of_chunk[first : first + stages]
 
 
 COMPUTE: frozenset[str] = frozenset({"forward", "backward", "backward_input", "backward_weight"})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from manta.workers.parallel.pipeline.schedules.action import Action, of_all
-from manta.workers.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
+from manta.workers.schedules.action import Action, of_all
+from manta.workers.schedules.one_forward_one_backward import one_forward_one_backward
+from manta.workers.schedules.schedule import Schedule
 
 
 def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
@@ -28,3 +29,6 @@ def with_late_weights(actions: Iterable[Action], late: int, micro_batches: int) 
         if action.micro_batch >= late:
             yield weights[action.micro_batch - late]
     yield from weights[max(0, micro_batches - late) :]
+
+
+ZERO_BUBBLE_H1 = Schedule(name="zb-h1", passes=zero_bubble_h1, splits_backward=True)
