@@ -96,15 +96,15 @@ class EnginePasses(LayerTime):
         budget.operations += self._host_of_layer[0]
         return budget
 
-    def _residual(self, budget: Budget) -> None:
+    def _residual(self, budget: Budget, block: Block) -> None:
         residual = self.outside * self.hidden
         if self.compiled:
             dropped = self._residual_bytes() - 3 * self.width * residual if self.has_dropout else 0.0
             self._elements(budget, 3 * self.width * residual + dropped)
         elif self.has_dropout:
             self._elements(budget, self._residual_bytes(), 8)
-        else:  # what the product is added to
-            self._elements(budget, 2 * self.width * residual)
+        else:  # what the product is added to, or a sum of its own
+            self._elements(budget, (2 if block.ends_in_product else 3) * self.width * residual)
 
     def _forward(self, budget: Budget, operation: Operation, block: Block) -> None:
         match operation:

@@ -213,7 +213,7 @@ class LayerTime:
         for block in self.table.blocks:
             for operation in block.operations:
                 self._forward(budget, operation, block)
-            self._residual(budget)
+            self._residual(budget, block)
         inputs = [each.x.columns for each in self.table.products]
         self._cast(budget, sum(inputs), len(inputs), CAST_ROWS)
         return budget
@@ -234,7 +234,7 @@ class LayerTime:
             case Activation(xs=xs, y=y):
                 self._elements(budget, ((1 if self.software.fused else 3) + len(xs)) * width * self._elements_of(y))
 
-    def _residual(self, budget: Budget) -> None:
+    def _residual(self, budget: Budget, block: Block) -> None:
         self._elements(budget, self._residual_bytes())
 
     def _residual_bytes(self) -> float:

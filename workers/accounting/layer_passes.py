@@ -177,14 +177,24 @@ class LayerPasses:
         """The whole backward; if products for weights are deferred, only what comes before them."""
         tape = Tape()
         for block in reversed(self._blocks):
+            tape.allocate(self._dropped_out)
             for operation in reversed(block.operations):
                 self._backward(tape, operation, block)
-            # The sum with the gradient of the residual stream. If products are deferred, that at the block's end holds
-            # the incoming gradient.
+            # The sum with the gradient of the residual stream. If products are deferred, that at the block's end may
+            # hold the incoming gradient.
             tape.allocate_briefly(self.sizes.residual)
-            if not self.split or self._dropped_out:
+            if not self.split or self._separate(block):
                 tape.free(self.sizes.residual)
         return tape.total()
+
+    @property
+    def _dropped_out(self) -> int:
+        """Bytes of the gradient before dropout; without dropout that is the gradient of the residual stream itself."""
+        return self.sizes.residual if self.model.dropout > 0 else 0
+
+    def _separate(self, block: Block) -> int:
+        """Bytes of the gradient of the product at the block's end, unless it is that of the residual stream itself."""
+        return self._dropped_out if block.ends_in_product else self.sizes.residual
 
     def _backward(self, tape: Tape, operation: Operation, block: Block) -> None:
         """From the gradients of an operation's results to those of its inputs, which stay."""
@@ -192,7 +202,7 @@ class LayerPasses:
             case Norm():
                 size = self._bytes(operation.y)
                 self.norm_gradient(tape, size, operation.rms)
-                tape.free(size)
+                tape.free(self._dropped_out if operation is block.operations[-1] else size)
                 self._free(tape, operation.x)
                 if operation is block.operations[0]:  # others' are freed together, before the product
                     tape.free(*(self.terms[name] for name in operation.statistics))
@@ -201,7 +211,7 @@ class LayerPasses:
                     self._bring_together(tape, operation, block)
                 self._enter_backward(tape, operation)
             case Products():
-                self._leave_backward(tape, operation)
+                self._leave_backward(tape, operation, block)
             case Rotary(turned=((columns, turned), *_)):
                 size, half = self._bytes(Tensor("all", columns)), self._bytes(Tensor("turned", turned)) // 2
                 tape.allocate_briefly(size, half)
@@ -240,21 +250,16 @@ class LayerPasses:
         """Free tensors that were kept from forward."""
         tape.free(*(self._bytes(each) for each in tensors if (each.part_of or each).name in self.terms))
 
-    def _leave_backward(self, tape: Tape, product: Products) -> None:
+    def _leave_backward(self, tape: Tape, product: Products, block: Block) -> None:
         """Backward of the product at the end of a block; the gradient of its input stays. If it is deferred, the
         gathered gradient and the input are held."""
         size, recomputed_bytes = self._bytes(product.x), self._recomputed(product.x)
-        tape.allocate(self._dropped_out, self.sizes.gathered, recomputed_bytes)
+        tape.allocate(self.sizes.gathered, recomputed_bytes)
         columns = self.eight.gradient_of_input(tape, [self.sizes.full], size)
         tape.allocate(size)
         if not self.split:
             self.eight.gradients_of_weights(tape, columns, size, product.weights)
-            tape.free(self._dropped_out, self.sizes.gathered, recomputed_bytes)
-
-    @property
-    def _dropped_out(self) -> int:
-        """Bytes of the gradient before dropout; without dropout that is the gradient of the residual stream itself."""
-        return self.sizes.residual if self.model.dropout > 0 else 0
+            tape.free(self._separate(block), self.sizes.gathered, recomputed_bytes)
 
     def _bring_together(self, tape: Tape, product: Products, block: Block) -> None:
         """Gradients of the parts of one product's result are concatenated."""

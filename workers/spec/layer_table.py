@@ -164,6 +164,11 @@ class Block:
     """Whether there is dropout before the sum; backward needs its mask, one byte per element."""
 
     @property
+    def ends_in_product(self) -> bool:
+        """Whether nothing is between the last product and the sum, which without dropout the product computes."""
+        return isinstance(self.operations[-1], Products)
+
+    @property
     def mask(self) -> str:
         """Name of the dropout's mask."""
         return f"{self.name}_dropout_mask"
