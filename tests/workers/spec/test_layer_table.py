@@ -59,17 +59,20 @@ ROWS = [row for row, _ in cover(FACTORS, job_of)] + [
 
 
 class _Products(DispatchMode):
-    """Counts products of two matrices by their three lengths; those of attention have more dimensions."""
+    """Counts products with matrices by their three lengths. Batches of products are those of attention if it is written
+    out, otherwise parts of one product."""
 
-    def __init__(self) -> None:
+    def __init__(self, written_out: bool) -> None:
         super().__init__()
         self.lengths: Counter[tuple[int, ...]] = Counter()
+        self.names = ("mm", "addmm", "addmm_") if written_out else ("mm", "addmm", "addmm_", "bmm")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
-        if name in ("mm", "addmm", "addmm_"):
-            left, right = args[:2] if name == "mm" else args[1:3]
-            self.lengths[tuple(sorted((*left.shape, right.shape[1])))] += 1
+        if name in self.names:
+            left, right = args[1:3] if name.startswith("addmm") else args[:2]
+            rows, inner = left.flatten(0, -2).shape
+            self.lengths[tuple(sorted((rows, inner, right.shape[-1])))] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -90,14 +93,14 @@ def test_weights_products_and_saved_tensors_of_a_layer_match_its_table(job):
     documents = Documents(((0, 7, 8), (0,), (0, 13)), 20) if job.data.documents == "apart" else None
     source = layer.input().requires_grad_()
     layer.forward(source * 1.0, documents)  # makes the tables that all layers share
-    with _Products() as forward:
+    with _Products(job.attention_is_explicit) as forward:
         saved, edge = held_tensors(lambda: layer.forward(source * 1.0, documents))
     modules = job.layout.recompute_modules if job.layout.recompute == "selective" else ()
     terms = layer_terms(job, 0, modules)
     assert sum(saved) == sum(terms.values())
     if documents is None:  # otherwise attention saves tensors of each document
         assert sorted(saved) == sorted(terms.values())
-    with _Products() as backward:
+    with _Products(job.attention_is_explicit) as backward:
         torch.autograd.backward([edge], [torch.ones_like(source)])
     lengths = {w.name: tuple(sorted((tokens_of(job)[0], w.rows, w.columns))) for w in table.weights if not w.is_vector}
     assert forward.lengths == Counter(lengths.values())
