@@ -17,24 +17,15 @@ from manta.service.planner.software import Software
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.service.planner.step_time import StepModel, StepTime, min_backward_seconds, slowest_of, threads_in
 from manta.workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
-from manta.workers.accounting.flops import rank_parameters
+from manta.workers.accounting.flops import ParameterCounts, parameter_counts
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import even_counts
+from manta.workers.spec.parameters import padded_rows
 
 SLACK = 1 - 1e-9
 """Tolerance for rounding: bounds are summed in another order than the quantities they bound."""
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Parameters of one rank at one tensor size: of a layer, and what the stages at the ends have besides layers."""
-
-    layer: int
-    first: int
-    last: int
-    both: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,6 @@ class Bounds:
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
         self._parts: dict[tuple[int, int, str, int, int], StagePasses] = {}
-        self._sizes: dict[int, _Sizes] = {}
         self._frozen = FrozenSizes(job) if job.train.frozen else None
         self._memory: dict[Candidate, RankMemory] = {}
         self._room: dict[tuple[Candidate, float], tuple[int, ...]] = {}
@@ -92,19 +82,8 @@ class Bounds:
         """A job whose layers are those of `candidate`, on one stage."""
         return candidate.on_one_stage(data).spec(self.job)
 
-    def _sizes_of(self, tensor: int) -> _Sizes:
-        if tensor not in self._sizes:
-            job, one = self.job, ParallelConfig(tensor=tensor)
-
-            def of(layers: int, pipeline: int) -> tuple[int, ...]:
-                model = job.model.model_copy(update={"layers": layers})
-                layout = one.model_copy(update={"pipeline": pipeline})
-                return rank_parameters(job.model_copy(update={"model": model, "parallel": layout}))
-
-            alone, two, (first, last) = of(1, 1)[0], of(2, 1)[0], of(2, 2)
-            layer = two - alone
-            self._sizes[tensor] = _Sizes(layer, first - layer, last - layer, alone - layer)
-        return self._sizes[tensor]
+    def _sizes_of(self, tensor: int) -> ParameterCounts:
+        return parameter_counts(self.job.model, tensor, padded_rows(self.job.vocabulary_size, tensor) // tensor)
 
     def parameters(self, candidate: Candidate) -> int:
         """Most parameters of a rank."""
@@ -119,12 +98,12 @@ class Bounds:
     def _parameters(self, candidate: Candidate) -> int:
         sizes, p = self._sizes_of(candidate.tensor), candidate.pipeline
         if p == 1:
-            return self.job.model.layers * sizes.layer + sizes.both
+            return sizes.before[-1] + sizes.both
         ranks = self._totals(candidate)
         if SCHEDULES[candidate.schedule].turns_back:
-            return max(ranks[0] * sizes.layer + sizes.both, max(ranks) * sizes.layer)
-        ends = ranks[0] * sizes.layer + sizes.first, ranks[-1] * sizes.layer + sizes.last
-        return max(*ends, max(ranks) * sizes.layer)
+            return max(ranks[0] * sizes.before[1] + sizes.both, max(ranks) * sizes.before[1])
+        ends = ranks[0] * sizes.before[1] + sizes.first, ranks[-1] * sizes.before[1] + sizes.last
+        return max(*ends, max(ranks) * sizes.before[1])
 
     def min_update_seconds(self, candidate: Candidate, stages: int) -> float:
         """Lower bound for the seconds of an update and of distributing it to all replicas, if `stages` of the
@@ -134,7 +113,7 @@ class Bounds:
             trained = self._frozen.whole(candidate.tensor)
         else:
             sizes = self._sizes_of(candidate.tensor)
-            trained = self.job.model.layers * sizes.layer + sizes.both
+            trained = sizes.before[-1] + sizes.both
         mean = max(1, trained // candidate.pipeline)
         spec, parts = candidate._replace(pipeline=stages).spec(self.job), self._parts_of(candidate)
         return StepModel(spec, self.cluster, self.software, parts, mean).optimizer_seconds()
@@ -162,7 +141,7 @@ class Bounds:
         ends = sizes.both if turns_back else sizes.first
         layers = counts[0] if turns_back else sum(counts[:: candidate.pipeline])
         held = min(candidate.micro_batches(self.job), candidate.pipeline) * layers
-        first = self._state(candidate, self._totals(candidate)[0] * sizes.layer + ends)
+        first = self._state(candidate, self._totals(candidate)[0] * sizes.before[1] + ends)
         most = self._state(candidate, self.parameters(candidate))
         return max(first + held * self._bytes_of_layer(candidate), most)
 

@@ -9,8 +9,7 @@ still pass through them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -20,16 +19,10 @@ from manta.service.planner.operations import Budget, Passes, host_wait
 from manta.service.planner.pipeline import StageTimes
 from manta.service.planner.stage_shares import Counts, chunks_of
 from manta.workers.accounting.activation_bytes import saved_terms
-from manta.workers.accounting.flops import (
-    frozen_of_layers,
-    parameters_before,
-    rank_parameters,
-    trained_parameters,
-)
-from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.accounting.flops import ParameterCounts, parameter_counts
+from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.stages import even_counts
-from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names
+from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, output_weight, padded_rows
 
 Budgets = tuple[Budget, Budget, Budget]
 """Forward, and both halves of backward."""
@@ -116,19 +109,7 @@ class StagePasses:
         spec = self.layer.spec
         if not self.is_frozen:
             return self.parts.last_backward
-        output = TOKEN_EMBEDDING if spec.model.tie_embeddings else "output.weight"
-        return self.layer.without(frozenset({output} & frozen_names(spec))).output_backward()
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """Parameters on one tensor rank: prefix sums of the layers, and what the stages at the ends, or a stage that is
-    both ends, have besides layers."""
-
-    before: Sums
-    first: int
-    last: int
-    both: int
+        return self.layer.without(frozenset({output_weight(spec.model)} & frozen_names(spec))).output_backward()
 
 
 class FrozenSizes:
@@ -136,7 +117,7 @@ class FrozenSizes:
 
     def __init__(self, job: JobSpec):
         self._job = job
-        self._known: dict[int, tuple[_Parameters, _Parameters]] = {}
+        self._known: dict[int, tuple[ParameterCounts, ParameterCounts]] = {}
         self._kept: dict[tuple[int, int, str], Sums] = {}
 
     def whole(self, tensor: int) -> int:
@@ -156,7 +137,7 @@ class FrozenSizes:
         at, and if chunks turn back only its first one, since the last chunk's may be released before all of the first
         chunk's have come."""
         held, with_gradients = self._parameters(candidate.tensor)
-        kept = _of_ranks(candidate, counts, _Parameters(self._kept_before(candidate), 0, 0, 0))
+        kept = _of_ranks(candidate, counts, ParameterCounts(self._kept_before(candidate), 0, 0, 0))
         if SCHEDULES[candidate.schedule].turns_back:
             kept[0] = self._kept_before(candidate)[counts[0]]
         if candidate.virtual_stages > 1:
@@ -168,29 +149,13 @@ class FrozenSizes:
             for rank, (own, moved, bytes_kept) in enumerate(ranks)
         )
 
-    def _parameters(self, tensor: int) -> tuple[_Parameters, _Parameters]:
+    def _parameters(self, tensor: int) -> tuple[ParameterCounts, ParameterCounts]:
         """All parameters, and those with gradients."""
         if tensor not in self._known:
-            held, frozen = parameters_before(self._job.model, tensor), frozen_of_layers(self._with(tensor, 1))
-            trained = tuple(a - b for a, b in zip(held, accumulate(frozen, initial=0), strict=True))
-            self._known[tensor] = (
-                self._with_ends(tensor, held, rank_parameters),
-                self._with_ends(tensor, trained, trained_parameters),
-            )
+            model, rows = self._job.model, padded_rows(self._job.vocabulary_size, tensor) // tensor
+            held, frozen = (parameter_counts(model, tensor, rows, names) for names in (None, frozen_names(self._job)))
+            self._known[tensor] = held, held.minus(frozen)
         return self._known[tensor]
-
-    def _with_ends(self, tensor: int, before: Sums, of: Callable[[JobSpec], tuple[int, ...]]) -> _Parameters:
-        """Layers, and what the ranks have besides layers of all parameters `of` a job."""
-
-        def ends(pipeline: int) -> list[int]:
-            behind = [before[end] for end in accumulate(even_counts(len(before) - 1, pipeline), initial=0)]
-            ranks = of(self._with(tensor, pipeline))
-            return [rank - (b - a) for rank, (a, b) in zip(ranks, pairwise(behind), strict=True)]
-
-        return _Parameters(before, *(ends(2) if len(before) > 2 else (0, 0)), *ends(1))
-
-    def _with(self, tensor: int, pipeline: int) -> JobSpec:
-        return self._job.model_copy(update={"parallel": ParallelConfig(tensor=tensor, pipeline=pipeline)})
 
     def _kept_before(self, candidate: Candidate) -> Sums:
         """Prefix sums of the bytes that layers keep of one full micro-batch."""
@@ -207,7 +172,7 @@ class FrozenSizes:
         return self._kept[key]
 
 
-def _of_ranks(candidate: Candidate, counts: Counts, of: _Parameters) -> list[int]:
+def _of_ranks(candidate: Candidate, counts: Counts, of: ParameterCounts) -> list[int]:
     """Parameters `of` on each pipeline rank."""
     stages = [b - a for a, b in pairwise(of.before[end] for end in accumulate(counts, initial=0))]
     chunks = chunks_of(candidate.schedule, candidate.pipeline, candidate.virtual_stages)

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
 from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, total_of_passes
-from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config import JobSpec
 from manta.workers.parallel import recompute as recompute_policy
 from manta.workers.parallel.recompute import is_offloaded, recomputed
 from manta.workers.schedules import SCHEDULES
@@ -23,11 +23,11 @@ from manta.workers.schedules.action import Action
 from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Products, Tensor, layer_table
 from manta.workers.spec.parameters import (
-    TOKEN_EMBEDDING,
     first_trained_layer,
     frozen_by_layer,
     frozen_names,
     needs_gradient,
+    output_weight,
     parameter_names,
 )
 
@@ -215,11 +215,6 @@ def output_bytes(spec: JobSpec) -> int:
     if output_weight(model) not in frozen:
         inputs += vector
     return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * width_of(spec)
-
-
-def output_weight(model: ModelConfig) -> str:
-    """Name of the weight that produces the logits."""
-    return TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
 
 
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:

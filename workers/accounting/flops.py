@@ -27,6 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from operator import sub
+from typing import NamedTuple
 
 from manta.workers.config import JobSpec, ModelConfig, ParallelConfig
 from manta.workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
@@ -36,11 +38,11 @@ from manta.workers.schedules.action_lists import training_actions
 from manta.workers.schedules.stages import layer_counts, layers_of, stages_of_rank
 from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import (
-    TOKEN_EMBEDDING,
     first_trained_layer,
-    frozen_by_layer,
     frozen_names,
+    output_weight,
     padded_rows,
+    parameters_of_ends,
 )
 
 
@@ -64,9 +66,42 @@ def parameter_count(spec: JobSpec) -> int:
     """Parameters of the whole model, frozen ones included, without padding. For GPT with multi-head attention, f = 4 h,
     biases and tied embeddings: 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's
     2 h."""
-    model, h = spec.model, spec.model.hidden_size
-    tables = spec.vocabulary_size * (1 if model.tie_embeddings else 2) + _learned_positions(model)
-    return parameters_before(model, 1)[-1] + tables * h + _norm_parameters(model)
+    counts = parameter_counts(spec.model, 1, spec.vocabulary_size)
+    return counts.before[-1] + counts.both
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of parameters on one tensor rank."""
+
+    before: tuple[int, ...]
+    """Those of all layers before each layer, and at the end those of all layers."""
+    first: int
+    """What a rank that has the model's beginning has besides layers."""
+    last: int
+    """What a rank that has the model's end has besides layers."""
+    both: int
+    """What a rank that has both has besides layers."""
+
+    def minus(self, other: ParameterCounts) -> ParameterCounts:
+        """Those of this that are not among the other's."""
+        before = tuple(map(sub, self.before, other.before))
+        return ParameterCounts(before, *map(sub, self[1:], other[1:]))
+
+
+@lru_cache(maxsize=64)
+def parameter_counts(
+    model: ModelConfig, tensor: int, rows: int, names: frozenset[str] | None = None
+) -> ParameterCounts:
+    """Parameters on one of `tensor` ranks, or only those in `names`; `rows`: those of the token embedding there."""
+
+    def count(sizes: dict[str, int], prefix: str = "") -> int:
+        return sum(size for name, size in sizes.items() if names is None or prefix + name in names)
+
+    layers = (count(layer_table(model, tensor, layer).parameters, f"layers.{layer}.") for layer in range(model.layers))
+    ends = ((True, False), (False, True), (True, True))
+    return ParameterCounts(
+        tuple(accumulate(layers, initial=0)), *(count(parameters_of_ends(model, rows, *each)) for each in ends)
+    )
 
 
 def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
@@ -85,45 +120,10 @@ def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
     return tuple(total - frozen for total, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
 
 
-def frozen_of_layers(spec: JobSpec) -> tuple[int, ...]:
-    """Parameters of each layer that are not trained, on one tensor rank."""
-    model, t = spec.model, spec.layout.tensor
-    return tuple(
-        sum(layer_table(model, t, layer).parameters[name] for name in names)
-        for layer, names in enumerate(frozen_by_layer(spec))
-    )
-
-
-def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
-    """Parameters of pipeline rank `rank` that are not trained, on one tensor rank."""
-    frozen, model = frozen_names(spec), spec.model
-    if not frozen:
-        return 0
-    indices, count = stages_on_rank(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
-    first, last, of_layers = 0 in indices, count - 1 in indices, frozen_of_layers(spec)
-    total = sum(of_layers[layer] for index in indices for layer in layers_of(model.layers, spec.layout, index))
-    table = padded_vocabulary(spec) // spec.layout.tensor * model.hidden_size
-    output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
-    tables = ([TOKEN_EMBEDDING] if first else []) + ([output] if last else [])
-    if model.tie_embeddings and first and last:
-        tables = [TOKEN_EMBEDDING]
-    total += table * sum(name in frozen for name in tables)
-    if first and "embedding.position.weight" in frozen:
-        total += model.sequence_length * model.hidden_size
-    return total + last * model.hidden_size * sum(f"final_norm.{part}" in frozen for part in ("weight", "bias"))
-
-
 def stages_on_rank(spec: JobSpec, rank: int) -> tuple[int, ...]:
     """Virtual stages of a pipeline rank, one for each chunk."""
     layout = spec.layout
     return stages_of_rank(layout.schedule, layout.pipeline, layout.virtual_stages, rank)
-
-
-@lru_cache(maxsize=64)
-def parameters_before(model: ModelConfig, tensor: int) -> tuple[int, ...]:
-    """Parameters of all layers before each layer, and at the end those of all layers, on one of `tensor` ranks."""
-    sizes = (sum(layer_table(model, tensor, layer).parameters.values()) for layer in range(model.layers))
-    return tuple(accumulate(sizes, initial=0))
 
 
 def layers_of_rank(spec: JobSpec, rank: int) -> int:
@@ -132,17 +132,19 @@ def layers_of_rank(spec: JobSpec, rank: int) -> int:
     return sum(counts[index] for index in stages_on_rank(spec, rank))
 
 
-def parameters_of_rank(spec: JobSpec, rank: int) -> int:
-    """Parameters of pipeline rank `rank`, on one tensor rank."""
-    model, layout, h = spec.model, spec.layout, spec.model.hidden_size
-    count, before = layout.pipeline * layout.virtual_stages, parameters_before(model, layout.tensor)
-    indices = stages_on_rank(spec, rank)
-    first, last = 0 in indices, count - 1 in indices
-    rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
-    layers = (layers_of(model.layers, layout, index) for index in indices)
-    total = sum(before[each.stop] - before[each.start] for each in layers)
-    total += rows * padded_vocabulary(spec) // layout.tensor * h
-    return total + first * _learned_positions(model) * h + last * _norm_parameters(model)
+def parameters_of_rank(spec: JobSpec, rank: int, names: frozenset[str] | None = None) -> int:
+    """Parameters of pipeline rank `rank`, on one tensor rank, or only those in `names`."""
+    layout, indices = spec.layout, stages_on_rank(spec, rank)
+    counts = parameter_counts(spec.model, layout.tensor, padded_vocabulary(spec) // layout.tensor, names)
+    layers = [layers_of(spec.model.layers, layout, index) for index in indices]
+    total = sum(counts.before[each.stop] - counts.before[each.start] for each in layers)
+    first, last = 0 in indices, layout.pipeline * layout.virtual_stages - 1 in indices
+    return total + (counts.both if first and last else first * counts.first + last * counts.last)
+
+
+def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
+    """Parameters of pipeline rank `rank` that are not trained, on one tensor rank."""
+    return parameters_of_rank(spec, rank, frozen_names(spec)) if spec.train.frozen else 0
 
 
 def waiting_gradient_buffers(spec: JobSpec) -> int:
@@ -157,14 +159,6 @@ def waiting_gradient_buffers(spec: JobSpec) -> int:
         shares = [leaf_share(leaves, spec.layout, replica) for replica in range(spec.layout.data)]
         most = max([most, *(buffers(leaves, share.start, share.stop) for share in shares)])
     return most
-
-
-def _norm_parameters(model: ModelConfig) -> int:
-    return (1 if model.parts.rms_norm else 1 + int(model.bias)) * model.hidden_size
-
-
-def _learned_positions(model: ModelConfig) -> int:
-    return 0 if model.parts.rotary else model.sequence_length
 
 
 def padded_vocabulary(spec: JobSpec) -> int:
@@ -210,12 +204,11 @@ def _backward(spec: JobSpec, tensor: int, vocabulary: int) -> int:
     inputs = _layers_products(model, tensor, reached) + _logits(model, vocabulary)
     if not frozen:
         return 2 * inputs
-    output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
     products = (
         (f"layers.{layer}.{name}", size) for layer in reached for name, size in _products(model, tensor, layer).items()
     )
     weights = sum(size for name, size in products if name not in frozen)
-    return inputs + weights + (0 if output in frozen else _logits(model, vocabulary))
+    return inputs + weights + (0 if output_weight(model) in frozen else _logits(model, vocabulary))
 
 
 def _reached_layers(spec: JobSpec) -> range:

@@ -14,7 +14,6 @@ from manta.workers.accounting.activation_bytes import (
     WIDE,
     layers_are_alike,
     offloaded,
-    output_weight,
     tokens_of,
 )
 from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
@@ -32,7 +31,13 @@ from manta.workers.config import JobSpec
 from manta.workers.parallel.recompute import is_offloaded
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import chunk_location, layers_of
-from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, needs_gradient
+from manta.workers.spec.parameters import (
+    first_trained_layer,
+    frozen_by_layer,
+    frozen_names,
+    needs_gradient,
+    output_weight,
+)
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
 """Least rows of a block of 16-bit logits, and its elements on a GPU."""

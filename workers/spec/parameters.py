@@ -33,14 +33,31 @@ def padded_rows(vocabulary_size: int, tensor: int) -> int:
     return -(-vocabulary_size // unit) * unit
 
 
+def output_weight(model: ModelConfig) -> str:
+    """Name of the weight that produces the logits."""
+    return TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
+
+
+def parameters_of_ends(model: ModelConfig, rows: int, first: bool, last: bool) -> dict[str, int]:
+    """Elements of each parameter outside of layers, by name, of a rank that has the first virtual stage, the last, or
+    both; `rows`: those of the token embedding and of the output layer. A shared table counts once."""
+    h = model.hidden_size
+    sizes = {TOKEN_EMBEDDING: rows * h} if first else {}
+    if first and not model.parts.rotary:
+        sizes["embedding.position.weight"] = model.sequence_length * h
+    if last:
+        has_bias = model.bias and not model.parts.rms_norm
+        sizes |= {f"final_norm.{name}": h for name in (["weight", "bias"] if has_bias else ["weight"])}
+        sizes[output_weight(model)] = rows * h
+    return sizes
+
+
 @lru_cache(maxsize=64)
 def parameter_names(model: ModelConfig) -> tuple[str, ...]:
-    """All parameters, in the model's order. Not for custom models, whose parameters are unknown."""
-    names = [TOKEN_EMBEDDING] + ([] if model.parts.rotary else ["embedding.position.weight"])
-    for layer in range(model.layers):
-        names += (f"layers.{layer}.{name}" for name in layer_table(model, 1, layer).parameters)
-    names += ["final_norm.weight"] + (["final_norm.bias"] if model.bias and not model.parts.rms_norm else [])
-    return (*names, *(() if model.tie_embeddings else ("output.weight",)))
+    """All parameters. Not for custom models, whose parameters are unknown."""
+    tables = [layer_table(model, 1, layer).parameters for layer in range(model.layers)]
+    layers = [f"layers.{layer}.{name}" for layer, names in enumerate(tables) for name in names]
+    return (*parameters_of_ends(model, 1, first=True, last=True), *layers)
 
 
 def matching(pattern: str, names: tuple[str, ...]) -> list[str]:
