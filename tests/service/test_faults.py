@@ -9,11 +9,12 @@ from sqlalchemy import select
 
 from manta.service.cluster.agent_client import AgentTimeout
 from manta.service.cluster.placement import agent_name
-from manta.service.control.faults import FaultInjector, FaultNotPossible, refuse_impossible
+from manta.service.control.faults import FaultNotPossible, RankRequests, refuse_impossible
 from manta.service.states import JobState
 from manta.service.store import generations, jobs, ranks
 from manta.service.store.tables import Event
 from manta.workers.protocol.messages import Fault
+from manta.workers.protocol.requests import Arm
 
 
 class Agent:
@@ -22,10 +23,11 @@ class Agent:
     def __init__(self):
         self.faults, self.silent = [], False
 
-    async def arm(self, fault):
+    async def tell(self, request):
         if self.silent:
             raise AgentTimeout("no answer")
-        self.faults.append(fault)
+        self.faults.append(request.fault)
+        return True
 
 
 @pytest.fixture
@@ -55,8 +57,8 @@ def inject(store, job, agents, owned):
     async def find(names):
         return [agents.get(name) for name in names]
 
-    injector = FaultInjector(store, SimpleNamespace(agents=SimpleNamespace(find=find)), lambda job_id: owned)
-    return lambda fault: asyncio.run(injector.inject(job, fault))
+    requests = RankRequests(store, SimpleNamespace(agents=SimpleNamespace(find=find)), lambda job_id: owned)
+    return lambda fault: asyncio.run(requests.tell(job, Arm(fault)))
 
 
 def begin(store, job, named_for):

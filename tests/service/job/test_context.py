@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from manta.service.job.context import JobContext
-from manta.service.job.incident import Incident
+from manta.service.job.incident import FailureHistory, Incident
 from manta.service.recovery.budgets import PastFailure
 from manta.service.recovery.decisions import Death
 from manta.service.recovery.timeline import RecoveryTimeline
@@ -34,22 +34,22 @@ def at(*failures):
 LIVES = [life(1), life(2, "killed"), life(3, "hung"), life(4), life(5, "exception")]
 
 
-def test_job_failures_list_those_of_generations_then_of_launches(store, cluster, submit):
-    context = JobContext.of(store, cluster, submit())
-    assert at(*context.failures(LIVES)) == [("killed", 1.5), ("hung", 2.5), ("exception", 4.5)]
-    context.failed_launches.append(PastFailure("agent_lost", 6.0))
-    assert at(*context.failures(LIVES))[-2:] == [("exception", 4.5), ("agent_lost", 6.0)]
+def test_job_failures_list_those_of_generations_then_of_launches():
+    history = FailureHistory(0.0)
+    assert at(*history.failures(LIVES)) == [("killed", 1.5), ("hung", 2.5), ("exception", 4.5)]
+    history.failed_launches.append(PastFailure("agent_lost", 6.0))
+    assert at(*history.failures(LIVES))[-2:] == [("exception", 4.5), ("agent_lost", 6.0)]
 
 
-def test_cause_of_a_failed_launch_counts_once_among_failures(store, cluster, submit):
-    context = JobContext.of(store, cluster, submit())
+def test_cause_of_a_failed_launch_counts_once_among_failures():
+    history = FailureHistory(0.0)
     killed = PastFailure("killed", 6.0)
     incident = Incident(Death(0, "killed"), killed, RecoveryTimeline(6.0))
-    assert at(*context.failures(LIVES, incident))[-1] == ("killed", 6.0)
-    context.failed_launches.append(PastFailure("agent_lost", 7.0))
-    assert at(*context.failures(LIVES, incident))[-2:] == [("killed", 6.0), ("agent_lost", 7.0)], "the newest is last"
-    context.failed_launches = [killed]
-    assert at(*context.failures(LIVES, incident))[-2:] == [("exception", 4.5), ("killed", 6.0)]
+    assert at(*history.failures(LIVES, incident))[-1] == ("killed", 6.0)
+    history.failed_launches.append(PastFailure("agent_lost", 7.0))
+    assert at(*history.failures(LIVES, incident))[-2:] == [("killed", 6.0), ("agent_lost", 7.0)], "the newest is last"
+    history.failed_launches = [killed]
+    assert at(*history.failures(LIVES, incident))[-2:] == [("exception", 4.5), ("killed", 6.0)]
 
 
 def test_failures_before_a_retry_by_the_user_are_not_counted(store, cluster, submit):
@@ -57,8 +57,8 @@ def test_failures_before_a_retry_by_the_user_are_not_counted(store, cluster, sub
     store.write(lambda s: setattr(jobs.get(s, job.id), "retried_at", 2.9))
     with store.read() as session:
         context = JobContext.of(store, cluster, jobs.get(session, job.id), memory_seconds=7.0)
-    assert at(*context.failures(LIVES)) == [("exception", 4.5)]
-    assert (context.retried_at, context.memory_seconds) == (2.9, 7.0)
+    assert at(*context.history.failures(LIVES)) == [("exception", 4.5)]
+    assert (context.history.retried_at, context.memory_seconds) == (2.9, 7.0)
 
 
 def test_wanted_replicas_follow_the_last_resize_request(store, cluster, submit):
