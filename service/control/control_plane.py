@@ -23,7 +23,7 @@ from manta.service.cluster.node_maintenance import NodeMaintenance
 from manta.service.cluster.node_watch import NodeWatch
 from manta.service.cluster.port_check import check_ports
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
-from manta.service.control.faults import FaultsNotAllowed, RankRequests
+from manta.service.control.faults import FaultInjector, FaultsNotAllowed
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.control.options import DEFAULTS, ControlPlaneOptions
 from manta.service.control.owners import JobOwners
@@ -95,7 +95,7 @@ class ControlPlane:
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
         self._ranks: RunningRanks | None = None
-        self._rank_requests: RankRequests | None = None
+        self._injector: FaultInjector | None = None
         self._housekeeping: Housekeeping | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks = BackgroundTasks()
@@ -206,7 +206,7 @@ class ControlPlane:
     async def _begin(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._ranks = RunningRanks(self._store, cluster)
-        self._rank_requests = RankRequests(self._store, cluster, self._owners.agents_of)
+        self._injector = FaultInjector(self._store, cluster, self._owners.agents_of)
         cluster.fence_with(self._leases.epoch)
         self._leases.begin()
         retention_days = self._options.retention_days
@@ -345,14 +345,17 @@ class ControlPlane:
         """Have a job carry out `request`. One to its owner is in the database already, and wakes the control plane that
         owns the job. One to ranks is passed on to their agents: raises JobNotFound, FaultsNotAllowed, FaultNotPossible,
         NoRanks, RankTimeout, SpecNotUnderstood, ClusterUnavailable."""
-        if isinstance(request, RankRequest):
-            if isinstance(request, Arm) and not self._options.allow_faults:
-                raise FaultsNotAllowed()
-            self._call(self._started(self._rank_requests).tell(job_id, request))
-            return
-        self._loop.call_soon_threadsafe(self._tell_owner, job_id, request)
-        if not self._owners.has(job_id):
-            self._leases.wake_control_planes()
+        match request:
+            case Arm(fault):
+                if not self._options.allow_faults:
+                    raise FaultsNotAllowed()
+                self._call(self._started(self._injector).inject(job_id, fault))
+            case RankRequest():
+                self._call(self._started(self._ranks).tell(job_id, request))
+            case _:
+                self._loop.call_soon_threadsafe(self._tell_owner, job_id, request)
+                if not self._owners.has(job_id):
+                    self._leases.wake_control_planes()
 
     def _tell_owner(self, job_id: str, request: JobRequest) -> None:
         if owner := self._owners.of(job_id):  # else it holds nothing, or is being placed, and read again once it is

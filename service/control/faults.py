@@ -1,17 +1,15 @@
-"""Requests of users to the ranks of a running job, which agents take from every control plane, whichever one owns the
-job: faults, for users who want to see a job survive them, refused unless the service was started with them."""
+"""Faults on request, for users who want to see a job survive them: refused unless the service was started with them.
+Agents take them from every control plane, whichever one owns the job."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from manta.service.cluster.agent_client import AgentClient
-from manta.service.cluster.agents import query
+from manta.service.cluster.agent_client import AgentClient, AgentError, within
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.placement import agent_name
 from manta.service.cluster.sizes import in_use
-from manta.service.control.running_ranks import NoRanks, RankTimeout
 from manta.service.states import SUPERVISED
 from manta.service.store import Store, events, jobs, ranks
 from manta.service.store.tables import Job
@@ -21,10 +19,10 @@ from manta.workers.config import JobSpec
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import to_json
 from manta.workers.protocol.messages import BETWEEN_STEPS, Fault
-from manta.workers.protocol.requests import Arm, RankRequest
+from manta.workers.protocol.requests import Arm
 
-# Seconds after which an agent that does not take a request counts as dead.
-REQUEST_SECONDS = 10.0
+# Seconds after which an agent that is arming a fault counts as dead.
+INJECT_SECONDS = 10.0
 
 
 class FaultsNotAllowed(MantaError):
@@ -38,49 +36,40 @@ class FaultNotPossible(MantaError):
     """The job cannot have this fault now; the message says why."""
 
 
-class RankRequests:
-    """Passes requests on to ranks, of whichever control plane's job. Called on the control plane's own thread."""
+class FaultInjector:
+    """Has agents inject faults. Called on the control plane's own thread."""
 
     def __init__(self, store: Store, cluster: Cluster, owned: Callable[[str], Sequence[AgentClient | None]]):
         """`owned`: by rank, the agents of a job that this control plane owns; none of any other. For these Ray's head
         is not needed."""
         self._store, self._cluster, self._owned = store, cluster, owned
 
-    async def tell(self, job_id: str, request: RankRequest) -> None:
-        """Have the agent of the request's rank, or all of a job's agents, take `request`. Raises JobNotFound,
-        SpecNotUnderstood, ClusterUnavailable; for a fault FaultNotPossible, otherwise NoRanks and RankTimeout."""
+    async def inject(self, job_id: str, fault: Fault) -> None:
+        """Have the agent of the fault's rank inject it. Raises JobNotFound, FaultNotPossible, SpecNotUnderstood,
+        ClusterUnavailable."""
         job, names = await asyncio.to_thread(self._job, job_id)
-        if job.state not in SUPERVISED:  # its agents may not have ended yet
-            why = f"the job is {job.state}, and faults need a running job"
-            raise FaultNotPossible(why) if isinstance(request, Arm) else NoRanks(job)
         spec = stored_spec(job).spec
         agents = self._owned(job_id) or await self._find(job, spec, names)
-        if isinstance(request, Arm):
-            await self._record(job, request.fault, agents, spec.train.steps)
-        elif not agents:
-            raise NoRanks(job)
-        told = [agents[request.rank]] if request.rank is not None else agents
-        by_rank = {rank: agent for rank, agent in enumerate(told) if agent is not None}
-        _, unresponsive = await query(by_rank, lambda rank, agent: agent.tell(request), REQUEST_SECONDS)
-        for rank, why in unresponsive.items():
-            if isinstance(request, Arm):
-                raise FaultNotPossible(f"the agent of rank {request.rank} does not answer; try again")
-            raise RankTimeout(rank, why)
-
-    async def _record(self, job: Job, fault: Fault, agents: Sequence[AgentClient | None], steps: int) -> None:
-        """Write the event of a fault that is about to be injected. Raises FaultNotPossible."""
-        refuse_impossible(fault, len(agents), job.step, steps)
-        if agents[fault.rank] is None:
+        refuse_impossible(fault, len(agents), job.step, spec.train.steps)
+        agent = agents[fault.rank]
+        if agent is None:
             raise FaultNotPossible(f"rank {fault.rank} is being replaced; try again")
         step, data = None if fault.phase in BETWEEN_STEPS else fault.at_step, to_json(fault)
         await self._store.write_async(
-            lambda s: events.append(s, job.id, "fault_injected", fault.sentence, rank=fault.rank, step=step, data=data)
+            lambda s: events.append(s, job_id, "fault_injected", fault.sentence, rank=fault.rank, step=step, data=data)
         )
+        try:
+            await within(INJECT_SECONDS, agent.tell(Arm(fault)))
+        except AgentError as error:
+            raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
 
     def _job(self, job_id: str) -> tuple[Job, list[str]]:
-        """The job, and the names of the agents that its ranks had last."""
+        """A job that runs, and the names of the agents that its ranks had last."""
         with self._store.read() as session:
-            return jobs.get(session, job_id), [row.actor or "" for row in ranks.of_job(session, job_id)]
+            job = jobs.get(session, job_id)
+            if job.state not in SUPERVISED:  # its agents may not have ended yet
+                raise FaultNotPossible(f"the job is {job.state}, and faults need a running job")
+            return job, [row.actor or "" for row in ranks.of_job(session, job_id)]
 
     async def _find(self, job: Job, spec: JobSpec, names: list[str]) -> Sequence[AgentClient | None]:
         """By rank; none if the job has no agents."""

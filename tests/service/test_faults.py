@@ -9,12 +9,11 @@ from sqlalchemy import select
 
 from manta.service.cluster.agent_client import AgentTimeout
 from manta.service.cluster.placement import agent_name
-from manta.service.control.faults import FaultNotPossible, RankRequests, refuse_impossible
+from manta.service.control.faults import FaultInjector, FaultNotPossible, refuse_impossible
 from manta.service.states import JobState
 from manta.service.store import generations, jobs, ranks
 from manta.service.store.tables import Event
 from manta.workers.protocol.messages import Fault
-from manta.workers.protocol.requests import Arm
 
 
 class Agent:
@@ -57,8 +56,8 @@ def inject(store, job, agents, owned):
     async def find(names):
         return [agents.get(name) for name in names]
 
-    requests = RankRequests(store, SimpleNamespace(agents=SimpleNamespace(find=find)), lambda job_id: owned)
-    return lambda fault: asyncio.run(requests.tell(job, Arm(fault)))
+    injector = FaultInjector(store, SimpleNamespace(agents=SimpleNamespace(find=find)), lambda job_id: owned)
+    return lambda fault: asyncio.run(injector.inject(job, fault))
 
 
 def begin(store, job, named_for):

@@ -41,11 +41,6 @@ class RankRequest(Command):
     """Whether an agent takes it from every control plane, not only from the one that owns the job."""
 
     @property
-    def rank(self) -> int | None:
-        """The one rank that it is for; None: no rank in particular."""
-        return None
-
-    @property
     def of_generation(self) -> int | None:
         """The only generation whose trainers take it; None: any trainer does."""
         return None
@@ -100,10 +95,6 @@ class Arm(RankRequest):
 
     fault: Fault
     for_all: ClassVar[bool] = True
-
-    @property
-    def rank(self) -> int:
-        return self.fault.rank
 
 
 COMMANDS: dict[str, type[Command]] = {
