@@ -17,7 +17,8 @@ class FailureKind:
     is_hopeless: bool = False
     """Whether no restart can cure it: the job fails with the kind as its reason."""
     waits_until: str = ""
-    """What the job is held for, since the system may later provide what it does not provide now; empty: it is not."""
+    """What the next generation waits for, since the system may later provide what it does not provide now; empty: it
+    does not wait."""
 
 
 FAILURE_KINDS: dict[str, FailureKind] = {

@@ -78,21 +78,21 @@ LEAVE = (Pause, TimeUp, WaitInQueue)
 
 
 class Inbox:
-    """The requests that have arrived, and what the parts of a job's supervision have noted for each other; the newest
-    of each class. All on one event loop."""
+    """Requests to one job, and notes that the parts of its supervision leave for each other: the newest of each class.
+    For one event loop."""
 
     def __init__(self) -> None:
         self._notes: dict[type[Note], Note] = {}
         self._next = asyncio.Event()
 
     def put(self, note: Note) -> None:
-        """`note` has arrived."""
+        """Add `note`, in place of an earlier one of its class."""
         self._notes[type(note)] = note
         self._next.set()
         self._next = asyncio.Event()
 
     def remove(self, kind: type[Note]) -> None:
-        """What arrived so far of that class is taken care of."""
+        """Remove the note of this class, if there is one: it is being handled."""
         self._notes.pop(kind, None)
 
     def has(self, *kinds: type[Note]) -> bool:
@@ -105,21 +105,6 @@ class Inbox:
             async with asyncio.timeout(seconds):
                 while not self.has(*kinds):
                     await self._next.wait()
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the user wants the job to end."""
-        return self.has(Cancel)
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the job is to save its state and give its places back."""
-        return self.has(*LEAVE)
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether it has tried to leave for long enough."""
-        return self.has(Overdue)
 
     @property
     def no_room(self) -> str:

@@ -32,7 +32,7 @@ from manta.workers.config import JobSpec
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume, TraceOrder
 from manta.workers.protocol.reports import Metrics, Report
-from manta.workers.protocol.requests import Record
+from manta.workers.protocol.requests import RecordSteps
 from manta.workers.system.threads import decided_threads, threads_of, with_threads
 
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
@@ -287,7 +287,7 @@ async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
 async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:
     """Whether the first rank knows of it, and before it those to be profiled; or it was given up."""
     ranks = tuple(rank for rank in wanted.profiler_ranks if rank < len(running.agents))
-    request = Record(TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step, ranks))
+    request = RecordSteps(TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step, ranks))
     try:
         # The first one last: it makes all of them begin.
         for agent in (*(running.agents[rank] for rank in ranks if rank), running.agents[0]):

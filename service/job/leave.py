@@ -76,7 +76,7 @@ async def watch_deadline(job: JobContext) -> None:
     if limit is not None:
         left = limit - seconds_taken(before, time.time(), job.history.retried_at)
         await job.inbox.wait(*LEAVE, seconds=left)
-        if not job.inbox.is_leaving:
+        if not job.inbox.has(*LEAVE):
             job.inbox.put(TimeUp())
     await job.inbox.wait(*LEAVE)
     seconds = await _seconds_to_save(job, before)

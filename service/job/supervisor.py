@@ -134,11 +134,11 @@ class Supervisor:
         try:
             action: Action | None = await self._first(scheduled_generation)
             while action is not None:
-                if self._inbox.is_cancelled and isinstance(action, Watch | Launch | Reacquire | Leave):
+                if self._inbox.has(Cancel) and isinstance(action, Watch | Launch | Reacquire | Leave):
                     action = End(JobState.CANCELLED)
-                elif self._inbox.is_leaving:
+                elif self._inbox.has(*LEAVE):
                     no_room = bool(self._inbox.no_room)
-                    action = while_leaving(action, self._unlaunched, self._inbox.is_overdue, no_room)
+                    action = while_leaving(action, self._unlaunched, self._inbox.has(Overdue), no_room)
                 if not isinstance(action, Watch):
                     await self._record.store.until_certain()
                 try:
@@ -255,19 +255,19 @@ class Supervisor:
         """Watch one generation until it ends."""
         running = self._running
         assert running is not None
-        leaving = self._inbox.is_leaving
+        leaving = self._inbox.has(*LEAVE)
         if leaving and self._save_requested_from is not running:
             self._save_requested_from = running
             if self._inbox.no_room:
                 await self._record.record_no_room(self._inbox.no_room)
             running.run_alongside(request_save(self._job, running))
         await running.wait(self._inbox, Cancel, *((Overdue,) if leaving else (*LEAVE, Resize)))
-        if self._inbox.is_cancelled:
+        if self._inbox.has(Cancel):
             return End(JobState.CANCELLED)
         if not running.broken:
             if running.all_ended:
                 return Leave() if running.saved else End(JobState.SUCCEEDED)
-            if self._inbox.is_leaving:
+            if self._inbox.has(*LEAVE):
                 return Watch()
             change = await self._planner.plan(running)
             if isinstance(change, WaitInQueue):
@@ -319,7 +319,7 @@ class Supervisor:
             await self._record.record_hold(held)
         if decision.wait_seconds:
             await self._wait_before_generation(decision.wait_seconds, culprit)
-        if self._inbox.is_cancelled:
+        if self._inbox.has(Cancel):
             return End(JobState.CANCELLED)
         incident = Incident(culprit, failure, action.timeline, decision.wait_seconds)
         launch = launch_after(incident, decision.cause, failed, first=not lives)
@@ -331,7 +331,7 @@ class Supervisor:
     async def _wait_before_generation(self, seconds: float, culprit: Death) -> None:
         """Wait before the next generation, or until the job is cancelled or is to leave; while it tries to leave, until
         it has tried for long enough."""
-        leave = (Overdue,) if self._inbox.is_leaving else LEAVE
+        leave = (Overdue,) if self._inbox.has(*LEAVE) else LEAVE
         message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
         data = {"seconds": seconds, "kind": culprit.kind}
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
@@ -364,11 +364,11 @@ class Supervisor:
         await running.rest(time_to_rest(self._gang.spec), STEP_GRACE_SECONDS)
         # A trainer that took too long to rest was killed, and its rank resumes from its snapshot.
         failed = any(death.kind != "stopped" for death in running.deaths)
-        if failed or running.all_ended or self._inbox.is_cancelled:
+        if failed or running.all_ended or self._inbox.has(Cancel):
             standby = standby_of(action.change)
             if standby is not None:
                 await self._gang.dismiss(standby)
-            if running.deaths and not self._inbox.is_cancelled:
+            if running.deaths and not self._inbox.has(Cancel):
                 return self._after_deaths(running, RecoveryTimeline(noticed))
             return Watch()
         self._running = None

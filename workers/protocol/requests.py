@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from manta.workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
@@ -79,7 +79,7 @@ class SaveAndEnd(RankRequest):
 
 
 @dataclass(frozen=True)
-class Record(RankRequest):
+class RecordSteps(RankRequest):
     """Have all ranks of the generation record steps. Rank 0 is told, and ranks that are to be profiled."""
 
     order: TraceOrder
@@ -102,7 +102,7 @@ COMMANDS: dict[str, type[Command]] = {
     "rest": Rest,
     "tell_flight": DumpFlightRecord,
     "save_and_end": SaveAndEnd,
-    "trace": Record,
+    "trace": RecordSteps,
     "fault": Arm,
 }
 """By the word that they are sent with."""
@@ -126,12 +126,8 @@ class Asked:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Asked:
-        """From the numbers of `as_numbers`, perhaps summed."""
+        """From all fields in their order, perhaps summed over ranks."""
         return cls(*map(int, numbers))
-
-    def as_numbers(self) -> tuple[int, ...]:
-        """All fields, in their order."""
-        return astuple(self)
 
 
 NOTHING_ASKED = Asked()
@@ -155,7 +151,7 @@ class Requests:
                 self._last_to_rest = max(self._last_to_rest, generation)
             case SaveAndEnd(generation):
                 self._last_to_end = max(self._last_to_end, generation)
-            case Record(order):
+            case RecordSteps(order):
                 self.traces.add(order)
 
     def of(self, generation: int, next_step: int | None = None) -> Asked:

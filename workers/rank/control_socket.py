@@ -44,8 +44,8 @@ class CommandReader:
         take: Callable[[Command], None],
         orphaned: Callable[[], object] = exit_orphaned,
     ):
-        """Both are called on the reader's thread: `take` with each command except for orders, `orphaned` when the agent
-        has disconnected."""
+        """On the reader's thread `take` is called with each command except for orders, `orphaned` when the agent has
+        disconnected."""
         self._control, self._take, self._orphaned = control, take, orphaned
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="commands", daemon=True).start()

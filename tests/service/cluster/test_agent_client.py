@@ -33,7 +33,7 @@ from manta.workers.protocol.messages import (
     TraceOrder,
 )
 from manta.workers.protocol.remote_call import EPOCH, StaleOwner, serve
-from manta.workers.protocol.requests import RankRequest, Record, SaveAndEnd
+from manta.workers.protocol.requests import RankRequest, RecordSteps, SaveAndEnd
 from manta.workers.rank.agent import Agent
 from tests.service.support.fake_agents import FakeAgent
 
@@ -136,7 +136,7 @@ def test_client_passes_every_argument_to_the_agent_or_daemon(target, client, nam
     made = {
         int: lambda: next(numbers), float: lambda: next(numbers) / 2, str: lambda: f"text {next(numbers)}",
         bool: lambda: True, int | None: lambda: next(numbers), str | None: lambda: f"text {next(numbers)}",
-        RankRequest: lambda: Record(TraceOrder(1, 2, 3, 4, (0, 2))), Endpoint: lambda: Endpoint("there", 7000),
+        RankRequest: lambda: RecordSteps(TraceOrder(1, 2, 3, 4, (0, 2))), Endpoint: lambda: Endpoint("there", 7000),
         LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}),
         tuple[int, ...] | None: lambda: (next(numbers), next(numbers)),
         list[Endpoint]: lambda: [Endpoint("there", next(numbers))],

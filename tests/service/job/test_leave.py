@@ -449,4 +449,4 @@ def test_job_whose_time_is_up_before_its_launch_launches_nothing(two_replicas, c
 def test_supervisor_remembers_a_pause_requested_before_it_runs(store, submit, cluster):
     supervisor = Supervisor(JobContext.of(store, cluster, submit()))
     supervisor.tell(Pause())
-    assert supervisor._job.inbox.is_leaving
+    assert supervisor._job.inbox.has(*LEAVE)

@@ -9,7 +9,7 @@ from manta.service.job import leave
 from manta.service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
 from manta.service.job.changes import Stay
 from manta.service.job.context import JobContext
-from manta.service.job.inbox import Pause, WaitInQueue
+from manta.service.job.inbox import LEAVE, Overdue, Pause, WaitInQueue
 from manta.service.job.leave import SAVE_SECONDS
 from manta.service.ledger import StateEntry
 from manta.service.states import JobState
@@ -32,7 +32,7 @@ def seconds_until_overdue(monkeypatch):
             context.inbox.put(Pause())
             began = time.monotonic()
             await leave.watch_deadline(context)
-            assert context.inbox.is_overdue
+            assert context.inbox.has(Overdue)
             seconds.append(time.monotonic() - began)
 
         in_virtual_time(monkeypatch, body)
@@ -147,10 +147,10 @@ def test_job_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, 
         keeping = asyncio.create_task(leave.watch_deadline(context))
         for _ in range(20):
             await asyncio.sleep(0)
-        assert not (context.inbox.is_leaving or context.inbox.is_overdue or keeping.done())
+        assert not (context.inbox.has(*LEAVE) or context.inbox.has(Overdue) or keeping.done())
         context.inbox.put(Pause())
         await keeping
-        assert context.inbox.is_overdue
+        assert context.inbox.has(Overdue)
 
     story(body)
 

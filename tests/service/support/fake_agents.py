@@ -32,7 +32,7 @@ from manta.workers.protocol.reports import (
     Started,
     TrainerStatus,
 )
-from manta.workers.protocol.requests import Arm, RankRequest, Record, SaveAndEnd
+from manta.workers.protocol.requests import Arm, RankRequest, RecordSteps, SaveAndEnd
 from manta.workers.snapshot.backup import BackupProgress
 from manta.workers.zygote.client import Exit
 
@@ -179,14 +179,14 @@ class FakeAgent:
         return True
 
     async def tell(self, request: RankRequest) -> bool:
-        self.asked_to_trace += isinstance(request, Record)
+        self.asked_to_trace += isinstance(request, RecordSteps)
         await self._answer(call_name("tell", {"request": request.to_json()}))
         if request.of_generation is not None and not (self.running and request.of_generation == self.generation):
             return False
         match request:
             case Arm(fault):
                 self.faults.append(fault)
-            case Record(order):
+            case RecordSteps(order):
                 self.traces.append(order)
             case SaveAndEnd(generation):
                 self.asked_to_save.append(generation)

@@ -1,5 +1,7 @@
 """Requests survive the way to a trainer, and are remembered there until all ranks carry them out."""
 
+from dataclasses import astuple
+
 import pytest
 
 from manta.workers.protocol.json_codec import MalformedMessage
@@ -12,7 +14,7 @@ from manta.workers.protocol.requests import (
     DumpFlightRecord,
     Go,
     RankRequest,
-    Record,
+    RecordSteps,
     Requests,
     Rest,
     SaveAndEnd,
@@ -26,7 +28,7 @@ EXAMPLES = [
     Rest(4, after_step=True),
     DumpFlightRecord(),
     SaveAndEnd(4),
-    Record(TraceOrder(2, 4, 3, 9)),
+    RecordSteps(TraceOrder(2, 4, 3, 9)),
     Arm(Fault("f", "hang", 1, hold_gil=True)),
 ]
 
@@ -68,14 +70,14 @@ def test_request_to_end_or_rest_holds_up_to_its_generation(request_of, field):
 def test_due_trace_is_asked_for_only_by_a_rank_that_may_begin_one():
     requests = Requests()
     requests.saving = True
-    requests.add(Record(TraceOrder(7, 1, 2, first_step=5)))
+    requests.add(RecordSteps(TraceOrder(7, 1, 2, first_step=5)))
     assert requests.of(1) == requests.of(1, next_step=4) == Asked(saving=1)
     assert requests.of(1, next_step=5) == Asked(saving=1, trace=7, traced_steps=2)
 
 
 def test_asked_numbers_survive_their_sum_over_ranks():
     one, other = Asked(end=1, trace=7, traced_steps=2), Asked(end=1, rest=1)
-    summed = [float(a + b) for a, b in zip(one.as_numbers(), other.as_numbers(), strict=True)]
+    summed = [float(a + b) for a, b in zip(astuple(one), astuple(other), strict=True)]
     assert Asked.of(summed) == Asked(end=2, rest=1, trace=7, traced_steps=2)
 
 

@@ -9,7 +9,7 @@ import pytest
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TraceOrder
 from manta.workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
-from manta.workers.protocol.requests import Arm, DumpFlightRecord, Go, Record, Rest, SaveAndEnd
+from manta.workers.protocol.requests import Arm, DumpFlightRecord, Go, RecordSteps, Rest, SaveAndEnd
 from manta.workers.rank import trainer_handle
 from manta.workers.rank.control_socket import read_command
 from manta.workers.rank.report_buffer import ReportBuffer
@@ -181,7 +181,7 @@ def test_end_report_has_the_cause_and_the_trainers_last_rank_and_generation():
     story(body)
 
 
-REQUESTS = [(SaveAndEnd(1), True), (SaveAndEnd(2), False), (Record(TraceOrder(1, 1, 2)), True), (ARM, True)]
+REQUESTS = [(SaveAndEnd(1), True), (SaveAndEnd(2), False), (RecordSteps(TraceOrder(1, 1, 2)), True), (ARM, True)]
 
 
 @pytest.mark.parametrize(("request_to_rank", "fits"), REQUESTS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
@@ -155,6 +155,6 @@ class StepSums:
         may_begin_trace = self.comm.rank == 0 and (recorder is None or recorder.in_last_step)
         next_step = self.comm.progress.step + 1 if may_begin_trace else None
         asked = self.comm.requests.of(self.comm.generation, next_step)
-        for element, number in zip(agreed.asked, asked.as_numbers(), strict=True):
+        for element, number in zip(agreed.asked, astuple(asked), strict=True):
             if number:  # without a copy to the device, which the host would wait for
                 element.fill_(float(number))

@@ -16,7 +16,7 @@ from manta.workers.engine import Engine
 from manta.workers.parallel.data.agreement import Agreement, Loss, StepSums
 from manta.workers.parallel.data.zero import clip
 from manta.workers.protocol.messages import TraceOrder
-from manta.workers.protocol.requests import ASKED_LENGTH, Asked, Record, Rest, SaveAndEnd
+from manta.workers.protocol.requests import ASKED_LENGTH, Asked, RecordSteps, Rest, SaveAndEnd
 from manta.workers.timing.recorder import HostMoments, Recorder
 
 NO_LIMITS = (math.inf, math.inf)
@@ -68,7 +68,7 @@ def test_the_first_rank_alone_says_which_trace_begins(monkeypatch, rank, begins)
     monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
     loss = Loss(torch.tensor([6.0, 2.0]), torch.tensor(3.0), 1.0)
     sums = StepSums(comm, SimpleNamespace(square=lambda parts: sum(part.sum() for part in parts) ** 2))
-    comm.requests.add(Record(TraceOrder(3, 0, 2, first_step=6)))
+    comm.requests.add(RecordSteps(TraceOrder(3, 0, 2, first_step=6)))
     for step, expected in ((4, (0, 0)), (5, begins)):
         comm.step.begin(step)
         agreed = sums.agree([torch.ones(2)], loss, memory_bytes=7)
