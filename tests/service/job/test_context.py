@@ -1,4 +1,4 @@
-"""What everything that acts for a job shares: how many replicas its user wants, and which failures count against it."""
+"""What everything that acts for a job shares: its wanted replicas, the failures that count against it, its inbox."""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from manta.service.job.context import JobContext
+from manta.service.job.inbox import LEAVE, Cancel, Inbox, Resize, Trace, WaitInQueue
 from manta.service.job.incident import FailureHistory, Incident
 from manta.service.recovery.budgets import PastFailure
 from manta.service.recovery.decisions import Death
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import jobs
 from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.virtual_time import in_virtual_time
 
 ELASTIC = {"parallel": {"tensor": 2, "data": 2}, "elastic": {"min_data": 1, "max_data": 4, "reshape": True}}
 
@@ -77,3 +79,29 @@ def test_gang_uses_the_stored_layout_rather_than_the_submitted_one(store, cluste
         context = JobContext.of(store, cluster, jobs.get(session, job.id))
     assert (context.gang.layout.tensor, context.gang.layout.data) == (1, 3)
     assert (context.submitted.layout.tensor, context.submitted.layout.data) == (2, 2)
+
+
+def test_inbox_ends_the_waits_for_a_class_of_notes_and_keeps_the_newest(monkeypatch):
+    async def body():
+        inbox, ended = Inbox(), []
+
+        async def wait(name, *kinds, seconds=None):
+            await inbox.wait(*kinds, seconds=seconds)
+            ended.append((name, asyncio.get_running_loop().time() - began))
+
+        began = asyncio.get_running_loop().time()
+        waits = [wait("cancel", Cancel), wait("leave", Cancel, *LEAVE), wait("briefly", Trace, seconds=3.0)]
+        async with asyncio.TaskGroup() as tasks:
+            for each in waits:
+                tasks.create_task(each)
+            await asyncio.sleep(1.0)
+            inbox.put(WaitInQueue("first"))
+            inbox.put(WaitInQueue("then"))
+            await asyncio.sleep(4.0)
+            inbox.put(Cancel())
+        assert [(name, round(at)) for name, at in ended] == [("leave", 1), ("briefly", 3), ("cancel", 5)]
+        assert (inbox.no_room, inbox.has(Resize), inbox.has(Resize, Cancel)) == ("then", False, True)
+        inbox.remove(WaitInQueue)
+        assert (inbox.no_room, inbox.has(*LEAVE)) == ("", False)
+
+    in_virtual_time(monkeypatch, body)
