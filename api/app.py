@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from manta.api import problems
 from manta.api.app_state import AppState, attach_state
 from manta.api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
-from manta.api.control import ControlPlane
 from manta.api.metrics.control_plane import ControlPlaneCollector
 from manta.api.metrics.requests import RequestTimer
 from manta.api.openapi import describe, operation_id
@@ -47,6 +46,7 @@ from manta.api.security.rate_limits import CallerLimits
 from manta.api.security.request_guard import RequestGuard, VersionHeader
 from manta.api.streams.changes import Changes, StateWaits, StoredVersions
 from manta.api.threads import ReadThreads
+from manta.service.control.control_plane import ControlPlane
 from manta.service.settings import RequestLimits
 from manta.service.step_traces.reading import TraceReader
 from manta.service.store import jobs as store_jobs

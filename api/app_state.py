@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from manta.api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
-    from manta.api.control import ControlPlane
     from manta.api.security.access import JobProjects
     from manta.api.security.credentials import Identities
     from manta.api.security.rate_limits import CallerLimits
     from manta.api.streams.changes import Changes, StateWaits
     from manta.api.threads import ReadThreads
+    from manta.service.control.control_plane import ControlPlane
     from manta.service.step_traces.reading import TraceReader
 
 

@@ -13,9 +13,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from manta.api.app_state import state_of
-from manta.api.control import ControlPlane
 from manta.api.problems import MalformedJson
 from manta.api.streams.changes import MAX_WAIT_SECONDS
+from manta.service.control.control_plane import ControlPlane
 from manta.service.store import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)

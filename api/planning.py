@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manta.api import schemas
-from manta.api.control import ControlPlane
 from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.control_plane import ControlPlane
 from manta.service.job.planning import JobMeasurements
 from manta.service.planner.answer import to_json
 from manta.service.planner.hardware import Cluster, CpuNode

@@ -94,8 +94,8 @@ class Trainer:
         ends = False
         while self.step < last and not ends:
             statistics = self.train_step()
-            ends = statistics.end_requested
-            if statistics.rest_requested and not ends and self.step < last:
+            ends = statistics.asked.end > 0
+            if statistics.asked.rest and not ends and self.step < last:
                 self.engine.optimizer.wait_for_parameters()
                 self.comm.settle()
                 raise RestRequested("was asked to rest after the step")

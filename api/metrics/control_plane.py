@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from manta.api.control import ControlPlane
 from manta.api.metrics.families import Family, Samples, counter, gauge
 from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.control_plane import ControlPlane
 from manta.service.monitoring.cluster_view import NODE_STATES, Measurements, NodeMeasurements
 from manta.service.store import Store
 from manta.workers.protocol.messages import PROTOCOL, GpuReading

@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from manta.api import schemas
-from manta.api.control import ControlPlane
 from manta.api.parameters import Control
 from manta.api.problem_codes import changes, reads
 from manta.api.security.access import Caller
 from manta.api.threads import read_threads_of
+from manta.service.control.control_plane import ControlPlane
 from manta.service.store import jobs
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"])

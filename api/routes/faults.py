@@ -15,6 +15,7 @@ from manta.api.security.access import Caller, Forbidden, JobId
 from manta.api.security.permissions import NEEDS
 from manta.service.store import jobs
 from manta.workers.protocol.messages import Fault
+from manta.workers.protocol.requests import Arm
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
 
@@ -46,5 +47,5 @@ def inject_fault(
     with control.store.read() as session:
         jobs.get(session, job_id)
     fault = Fault(id=f"fault_{secrets.token_hex(6)}", **wanted.model_dump())
-    control.inject(job_id, fault)
+    control.tell(job_id, Arm(fault))
     return schemas.Fault(id=fault.id, message=fault.sentence)

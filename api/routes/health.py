@@ -9,13 +9,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from manta.api import schemas
 from manta.api.app_state import state_of
-from manta.api.control import ControlPlane
 from manta.api.metrics.jobs import JobCollector
 from manta.api.parameters import Control
 from manta.api.problem_codes import anonymous, reads
 from manta.api.problems import NotReady
 from manta.api.security.access import Caller, request_of_caller
 from manta.api.security.permissions import DESCRIPTION
+from manta.service.control.control_plane import ControlPlane
 
 router = APIRouter(tags=["health"])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from manta.api import schemas, views
-from manta.api.control import ControlPlane
 from manta.api.parameters import Control
 from manta.api.problem_codes import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
+from manta.service.control.control_plane import ControlPlane
 from manta.service.planner.job_plan import NotPlanned, drawn
 from manta.service.store import jobs, plans
 from manta.service.stored_specs import stored_spec

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from manta.api import requests, schemas, views
 from manta.api.app_state import state_of
-from manta.api.control import ControlPlane
 from manta.api.openapi import json_request
 from manta.api.parameters import (
     Body,
@@ -30,6 +29,8 @@ from manta.api.security.access import Caller, JobId, refuse_priority, request_of
 from manta.api.security.auditing import append_with_change
 from manta.api.threads import FileReads, ReadThreads, read_threads_of
 from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.control_plane import ControlPlane
+from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.planner.request import bounds_in, for_job, wants_automatic_layout, with_layout, without_layout
 from manta.service.states import STATE_NAMES
 from manta.service.store import edits, jobs, pauses_and_retries
@@ -173,7 +174,7 @@ async def delete_job(request: Request, control: Control, job_id: JobId) -> schem
 def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
     """Stop a job permanently. Its checkpoints are kept."""
     job = _changed(control, lambda session: jobs.request_cancel(session, job_id))
-    control.cancel(job_id)
+    control.tell(job_id, Cancel())
     return job
 
 
@@ -182,7 +183,7 @@ def pause_job(control: Control, job_id: JobId) -> schemas.Job:
     """Save a job's state after the current step, in memory and as a durable checkpoint, and release its resources; a
     queued job leaves the queue."""
     job = _changed(control, lambda session: pauses_and_retries.request_pause(session, job_id))
-    control.pause(job_id)
+    control.tell(job_id, Pause())
     return job
 
 
@@ -218,7 +219,7 @@ def resize_job(
 ) -> schemas.Job:
     """Change the number of replicas, with the same global batch, as soon as there is room for them."""
     job = _changed(control, lambda session: jobs.request_resize(session, job_id, wish.data))
-    control.resize(job_id)
+    control.tell(job_id, Resize())
     return job
 
 

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from manta.api import requests, schemas
 from manta.api.app_state import state_of
-from manta.api.control import ControlPlane
 from manta.api.openapi import json_request
 from manta.api.parameters import Control, body_as
 from manta.api.planning import current_cluster
@@ -20,6 +19,8 @@ from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.api.views import moment, moment_or_none
 from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.control_plane import ControlPlane
+from manta.service.job.inbox import Trace
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.request import for_job
 from manta.service.step_traces.reading import PlannerCluster, TraceReader
@@ -60,7 +61,7 @@ def request_trace(
         return step_traces.id_of(row.number)
 
     made = control.store.write(request)
-    control.trace(job_id)
+    control.tell(job_id, Trace())
     return _trace(next(each for each in traces.list(job_id) if each["id"] == made))
 
 

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from manta.service.cluster.agent_client import AgentClient, AgentError, AgentLost, OrderEpoch, RayAgent, within
+from manta.service.cluster.agent_client import AgentClient, AgentError, AgentLost, OrderEpoch, within
 from manta.service.cluster.connection import RayConnection, detached
 from manta.service.cluster.nodes import Nodes
 from manta.service.cluster.placement import Seat, Unit, agent_name, job_of
@@ -110,13 +110,13 @@ class Agents:
         """The agents with these names; None for one that is gone."""
         actors = await self._ray.find(list(names))
         return [
-            None if actor is None else RayAgent(self._ray.module, actor, str(job_of(name)), self.epoch, self._calls)
+            None if actor is None else AgentClient(self._ray.module, actor, str(job_of(name)), self.epoch, self._calls)
             for name, actor in zip(names, actors, strict=True)
         ]
 
     async def node_of(self, agent: AgentClient) -> str | None:
         """The node on which Ray has placed `agent`; None if it has not yet."""
-        return await self._ray.run(node_of_actor, self._ray.module, _actor(agent))
+        return await self._ray.run(node_of_actor, self._ray.module, agent.actor)
 
     def fail_calls_to(self, node: str) -> None:
         """Calls to agents on `node`, which is lost, fail from now on, those in progress too, whatever Ray says. Of an
@@ -127,8 +127,8 @@ class Agents:
         """Kill these agents, and with them their trainers, without notice; agents that are gone are not an error."""
         for agent in agents:
             if agent is not None:
-                _client(agent).check_order()
-                await self._ray.kill(_actor(agent))
+                agent.check_order()
+                await self._ray.kill(agent.actor)
 
     async def end(self, agents: Iterable[AgentClient | None], keep_snapshots: bool) -> None:
         """Let agents (None: already gone) end their trainers, then kill them; an agent that is dead or does not answer
@@ -158,7 +158,7 @@ class Agents:
             )
             home, installation, reports_lines = str(self._paths.home), self._paths.installation, bool(self._paths.logs)
             actor = options.remote(job, rank, home, installation, seat.group, self._ports, reports_lines)
-            agents.append(RayAgent(self._ray.module, actor, job, self.epoch, self._calls))
+            agents.append(AgentClient(self._ray.module, actor, job, self.epoch, self._calls))
         return agents
 
     def _start_snapshot_holders(self, job: str, nodes: Sequence[str]) -> list[AgentClient]:
@@ -169,18 +169,8 @@ class Agents:
                 num_cpus=0, max_concurrency=CONCURRENCY, scheduling_strategy=affinity(node_id=node, soft=False)
             )
             holder = options.remote(job, 0, str(self._paths.home), self._paths.installation, "", self._ports)
-            holders.append(RayAgent(self._ray.module, holder, calls=self._calls, node=node))
+            holders.append(AgentClient(self._ray.module, holder, calls=self._calls, node=node))
         return holders
-
-
-def _client(agent: AgentClient) -> RayAgent:
-    assert isinstance(agent, RayAgent)
-    return agent
-
-
-def _actor(agent: AgentClient) -> Any:
-    """The Ray actor of an agent that this module created."""
-    return _client(agent).actor
 
 
 class CallsToNodes:

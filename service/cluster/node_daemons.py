@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manta.service.cluster.agent_client import AgentError, AgentTimeout, NodeClient, RayNodeDaemon, within
+from manta.service.cluster.agent_client import AgentError, AgentTimeout, NodeClient, within
 from manta.service.cluster.connection import RayConnection, detached
 from manta.service.cluster.errors import problem_of, problem_of_start
 from manta.service.cluster.nodes import Nodes, keep_keys
@@ -130,7 +130,7 @@ class NodeDaemons:
                     return None
                 if actor is None:
                     actor = await self._ray.run(self._create, node, zygote_options, zygote_environment or {})
-                daemon = RayNodeDaemon(self._ray.module, actor)
+                daemon = NodeClient(self._ray.module, actor)
                 about = await within(START_SECONDS if patient else ANSWER_SECONDS, daemon.start())
             except AgentTimeout:
                 break  # another attempt would find the same one
@@ -302,5 +302,5 @@ class NodeDaemons:
 
     async def _end(self, actor: Any) -> None:
         with contextlib.suppress(AgentError):
-            await within(CLOSE_SECONDS, RayNodeDaemon(self._ray.module, actor).shutdown())
+            await within(CLOSE_SECONDS, NodeClient(self._ray.module, actor).shutdown())
         await self._ray.kill(actor)

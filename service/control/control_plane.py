@@ -32,6 +32,7 @@ from manta.service.control.takeover import refuse_incompatible_agents
 from manta.service.exports import Exports
 from manta.service.file_work import FileWork
 from manta.service.home.home_of_jobs import HomeOfJobs
+from manta.service.job.inbox import Cancel, JobRequest, NodeDraining, NodeLost, Resize
 from manta.service.leases.decisions import LEASE_SECONDS, RayMismatch
 from manta.service.leases.held import Leases, new_id
 from manta.service.log_archive.archiver import LogArchiver
@@ -48,7 +49,7 @@ from manta.service.tasks import BackgroundTasks, log_failure
 from manta.service.traces.traces import Traces
 from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
-from manta.workers.protocol.messages import Fault
+from manta.workers.protocol.requests import Arm, RankRequest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -243,7 +244,7 @@ class ControlPlane:
 
     def _node_lost(self, node: str, why: str) -> None:
         for owner in self._owners.all():
-            owner.node_lost(node, why)
+            owner.tell(NodeLost(node, why))
         if isinstance(self._head, RayHead):
             self._background_tasks.start(self._replace_ray_without_nodes(), "replacement of Ray")
 
@@ -257,7 +258,7 @@ class ControlPlane:
         """Repeated with every heartbeat."""
         if self._started_cluster.nodes.drain(node, seconds, reason):
             for owner in self._owners.all():
-                owner.node_draining(node, seconds, reason)
+                owner.tell(NodeDraining(node, seconds, reason))
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         """Make all jobs leave `node`, an id or its beginning, within `seconds`; returns the node as in `cluster`.
@@ -305,24 +306,6 @@ class ControlPlane:
         if self._housekeeping is None or not self._housekeeping.is_active:
             self._leases.wake_control_planes()
 
-    def cancel(self, job_id: str) -> None:
-        """A job was moved to CANCELLING or CANCELLED: wake its owner."""
-        self._pass_on(job_id, self._cancel)
-
-    def pause(self, job_id: str) -> None:
-        """A job was moved to PAUSING or PAUSED: wake its owner."""
-        self._pass_on(job_id, self._pause)
-
-    def _pass_on(self, job_id: str, send_to_owner: Callable[[str], None]) -> None:
-        """Notify the owner of a job on the control plane's thread, or the control plane that owns the job."""
-        self._loop.call_soon_threadsafe(send_to_owner, job_id)
-        if not self._owners.has(job_id):
-            self._leases.wake_control_planes()
-
-    def _pause(self, job_id: str) -> None:
-        if owner := self._owners.of(job_id):  # else it holds nothing, or is being placed, and read again once it is
-            owner.pause()
-
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and everything that belongs to it. Raises JobNotFound, JobNotFinal, JobBeingExported,
         FilesNotRemoved, StillRemoving, ClusterUnavailable."""
@@ -341,13 +324,6 @@ class ControlPlane:
         if self._archiver is not None:
             self._archiver.forget(job_id)
 
-    def inject(self, job_id: str, fault: Fault) -> None:
-        """Inject `fault` into a running job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible,
-        SpecNotUnderstood, ClusterUnavailable."""
-        if not self._options.allow_faults:
-            raise FaultsNotAllowed()
-        self._call(self._started(self._injector).inject(job_id, fault))
-
     def waits(self, job_id: str) -> ObservedWaits:
         """Which rank waits for which in a running job. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
@@ -365,28 +341,28 @@ class ControlPlane:
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))
         return part
 
-    def resize(self, job_id: str) -> None:
-        """Another size was requested for a job: wake its owner."""
-        self._pass_on(job_id, self._resize)
+    def tell(self, job_id: str, request: JobRequest | RankRequest) -> None:
+        """Have a job carry out `request`. One to its owner is in the database already, and wakes the control plane that
+        owns the job. One to ranks is passed on to their agents: raises JobNotFound, FaultsNotAllowed, FaultNotPossible,
+        NoRanks, RankTimeout, SpecNotUnderstood, ClusterUnavailable."""
+        match request:
+            case Arm(fault):
+                if not self._options.allow_faults:
+                    raise FaultsNotAllowed()
+                self._call(self._started(self._injector).inject(job_id, fault))
+            case RankRequest():
+                self._call(self._started(self._ranks).tell(job_id, request))
+            case _:
+                self._loop.call_soon_threadsafe(self._tell_owner, job_id, request)
+                if not self._owners.has(job_id):
+                    self._leases.wake_control_planes()
 
-    def trace(self, job_id: str) -> None:
-        """A trace of a job was requested: wake its owner."""
-        self._pass_on(job_id, self._trace)
-
-    def _trace(self, job_id: str) -> None:
-        if owner := self._owners.of(job_id):
-            owner.trace()
-
-    def _resize(self, job_id: str) -> None:
-        if owner := self._owners.of(job_id):
-            owner.resize()
-        else:
+    def _tell_owner(self, job_id: str, request: JobRequest) -> None:
+        if owner := self._owners.of(job_id):  # else it holds nothing, or is being placed, and read again once it is
+            owner.tell(request)
+        elif isinstance(request, Resize):
             self._wake_scheduler()
-
-    def _cancel(self, job_id: str) -> None:
-        if owner := self._owners.of(job_id):
-            owner.cancel()
-        if self._cluster is not None:
+        if isinstance(request, Cancel) and self._cluster is not None:
             self._background_tasks.start(self._clean_up_if_cancelled(job_id), f"end of {job_id}")
 
     async def _clean_up_if_cancelled(self, job_id: str) -> None:

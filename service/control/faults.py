@@ -19,6 +19,7 @@ from manta.workers.config import JobSpec
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import to_json
 from manta.workers.protocol.messages import BETWEEN_STEPS, Fault
+from manta.workers.protocol.requests import Arm
 
 # Seconds after which an agent that is arming a fault counts as dead.
 INJECT_SECONDS = 10.0
@@ -58,7 +59,7 @@ class FaultInjector:
             lambda s: events.append(s, job_id, "fault_injected", fault.sentence, rank=fault.rank, step=step, data=data)
         )
         try:
-            await within(INJECT_SECONDS, agent.arm(fault))
+            await within(INJECT_SECONDS, agent.tell(Arm(fault)))
         except AgentError as error:
             raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from manta.service.cluster.agent_client import AgentClient
 from manta.service.cluster.cluster import Cluster
 from manta.service.control.housekeeping import Housekeeping
+from manta.service.job.inbox import Cancel, Pause, Resize, Trace
 from manta.service.job.owner import JobOwner
 from manta.service.job.report_writer import FirstStep
 from manta.service.leases.decisions import JobSummary, LeaseLost
@@ -120,7 +121,7 @@ class JobOwners:
             await self._hand_over(job_id, to)
         for job_id in await self._store.read_async(step_traces.jobs_with_waiting_traces):
             if owner := self.of(job_id):
-                owner.trace()
+                owner.tell(Trace())
 
     def _is_busy(self, job_id: str) -> bool:
         """Whether the job is being placed, or what it has is being removed."""
@@ -131,11 +132,11 @@ class JobOwners:
         owner, _ = self.by_job[job.id]
         if before is None or before.state != job.state:
             if job.state == JobState.CANCELLING:
-                owner.cancel()
+                owner.tell(Cancel())
             elif job.state == JobState.PAUSING:
-                owner.pause()
+                owner.tell(Pause())
         if job.wanted_replicas is not None and (before is None or before.wanted_replicas != job.wanted_replicas):
-            owner.resize()
+            owner.tell(Resize())
 
     async def _hand_over(self, job_id: str, to: str) -> None:
         """Make the control plane `to` own a job, which does not notice."""

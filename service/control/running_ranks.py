@@ -1,5 +1,5 @@
-"""What the agents of a running job answer on request: which rank waits for which, and the stack of one trainer. They
-answer every control plane, whichever one owns the job."""
+"""What the agents of a running job do on request: say which rank waits for which, give the stack of one trainer, take
+requests to all ranks. They answer every control plane, whichever one owns the job."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from manta.service.stored_specs import stored_spec
 from manta.service.words import no_such_rank
 from manta.workers.comm.grid import RankGrid
 from manta.workers.errors import MantaError
+from manta.workers.protocol.requests import RankRequest
 
 REQUEST_SECONDS = 2.0
 STACK_SECONDS = 5.0
@@ -118,6 +119,14 @@ class RunningRanks:
         if not text:
             raise RankTimeout(rank, "its trainer has ended")
         return RankStack(rank, status.pid, time.time(), text)
+
+    async def tell(self, job_id: str, request: RankRequest) -> None:
+        """Have all ranks of a job take `request`. Raises JobNotFound, NoRanks, RankTimeout, ClusterUnavailable."""
+        _, rows = await asyncio.to_thread(self._ranks, job_id)
+        agents = {rank: agent for rank, agent in enumerate(await self._agents(rows)) if agent is not None}
+        _, unresponsive = await query(agents, lambda rank, agent: agent.tell(request), REQUEST_SECONDS)
+        for rank, why in unresponsive.items():
+            raise RankTimeout(rank, f"its agent does not answer ({why})")
 
     def _ranks(self, job_id: str) -> tuple[Job, list[Rank]]:
         """The job, and its ranks in order."""

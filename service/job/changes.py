@@ -66,15 +66,6 @@ class Relocate:
 
 
 @dataclass(frozen=True)
-class WaitInQueue:
-    """All ranks save their state and end, and the job waits in the queue for places. It is not carried out here, since
-    no trainer comes to rest for it (`leave.py`)."""
-
-    why: str
-    """Why, in words."""
-
-
-@dataclass(frozen=True)
 class Stay:
     """All trainers come to rest and continue as before: a change had begun, and it is unknown how far it got."""
 
@@ -98,9 +89,9 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
             agents = zip(gang.ranks_in(replicas), standby.agents, strict=True)
             await hand_over({rank: (gang.by_rank[rank], new) for rank, new in agents}, generation, gang.tag)
             gang.resting_steps = dict(resting)
-            job.departing.append(gang.swap(replicas, standby))
+            gang.departing.append(gang.swap(replicas, standby))
         case Shrink(staying):
-            job.departing.append(gang.shrink(staying))
+            gang.departing.append(gang.shrink(staying))
         case Grow(target, standby):
             gang.grow(target, standby)
         case Relocate(target):
@@ -112,7 +103,7 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
 async def _relocate(target: JobSpec, job: JobContext, generation: int) -> None:
     gang = job.gang
     before, avoid = gang.spec, await job.record.avoided_nodes()
-    job.departing.append(await gang.release())
+    gang.departing.append(await gang.release())
     try:
         await gang.place(generation + 1, target, avoid)
     except NotPlaced:  # others were faster
@@ -132,7 +123,7 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
         return True
     replicas = gang.replicas_of(lost)
     staying = [replica for replica in range(gang.layout.data) if replica not in replicas]
-    job.departing.append(await gang.snapshot_holders_of(replicas))
+    gang.departing.append(await gang.snapshot_holders_of(replicas))
     await gang.give_up(replicas, lost)
     has_room = room_for(gang.layout, await gang.capacity()) >= len(replicas)
     if has_room and await gang.place_replicas(generation, replicas, avoid):

@@ -65,6 +65,13 @@ class Gang:
         """All nodes that agents of the job were ever seen on: some may hold its state."""
         self.resting_steps: dict[int, int | None] = {}
         """By rank the committed step that its resting trainer holds."""
+        self.departing: list[AgentSet] = []
+        """Agents that left and are to be dismissed; their nodes may hold state that the next generation needs."""
+        self.stragglers_replaced: dict[int, float] = {}
+        """When each rank was last replaced as a straggler, in seconds of the monotonic clock."""
+        threads = spec.resources.threads
+        self.threads = None if threads == "auto" else threads
+        """Threads of each rank; None: decided when the job first starts."""
 
     @property
     def layout(self) -> ParallelConfig:

@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from manta.service.cluster.agent_client import AgentClient, AgentError, within
-from manta.service.recovery.decisions import SENTENCE_KINDS, Death, culprit_of, describe_exit
+from manta.service.job.inbox import Inbox, Note
+from manta.service.recovery.decisions import Death, culprit_of, describe_exit
 from manta.workers.accounting.flops import rank_parameters
 from manta.workers.accounting.state_costs import STATE_BYTES
 from manta.workers.config import JobSpec
+from manta.workers.errors import failure_kind
 from manta.workers.liveness.hang_timeouts import REST_BYTES_PER_SECOND
 from manta.workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting, TrainerStatus
 
@@ -103,22 +105,22 @@ class RunningGeneration:
         """The death that caused the others; a lost connection if no process has died."""
         return culprit_of([*self.deaths, *self._peers_lost])
 
-    async def wait(self, *signals: asyncio.Event) -> None:
-        """Return when all ranks have finished, when one has died or come to rest, or when one of `signals` is set."""
-        waits = {asyncio.create_task(signal.wait()) for signal in signals}
+    async def wait(self, inbox: Inbox, *kinds: type[Note]) -> None:
+        """Return when all ranks have finished, when one has died or come to rest, or when `inbox` has a note of one of
+        these `kinds`."""
+        note = asyncio.create_task(inbox.wait(*kinds))
+        change = asyncio.create_task(self._changed.wait())
         try:
-            while not (self.all_ended or self.broken or any(signal.is_set() for signal in signals)):
+            while not (self.all_ended or self.broken or note.done() or inbox.has(*kinds)):
+                change.cancel()
                 self._changed.clear()
                 change = asyncio.create_task(self._changed.wait())
-                waits.add(change)
                 alongside = [task for task in self._alongside if not task.done()]
-                await asyncio.wait({*waits, *self._running(), *alongside}, return_when=asyncio.FIRST_COMPLETED)
-                change.cancel()
-                waits.discard(change)
+                await asyncio.wait({note, change, *self._running(), *alongside}, return_when=asyncio.FIRST_COMPLETED)
                 self._raise_errors()
         finally:
-            for wait in waits:
-                wait.cancel()
+            note.cancel()
+            change.cancel()
 
     async def wait_for_culprit(self) -> None:
         """After a death that is only a consequence, wait a moment for the death that caused it."""
@@ -266,10 +268,8 @@ class RunningGeneration:
             self._expect_the_end()
             self._changed.set()
         elif failure is not None:
-            message = f"failed with {failure.exception}: {failure.message}"
-            if failure.kind in SENTENCE_KINDS:
-                message = failure.message
-            text = failure.traceback
+            is_sentence, text = failure_kind(failure.kind).is_sentence, failure.traceback
+            message = failure.message if is_sentence else f"failed with {failure.exception}: {failure.message}"
             self._record_death(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
         elif reason is not None:
             since = self._stalled_since.get(rank, at)  # the failure began when it stopped making progress

@@ -1,13 +1,15 @@
-"""A failure, from the moment it is noticed to the generation that recovers from it."""
+"""A failure, from the moment it is noticed to the generation that recovers from it, and the failures before it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manta.service.recovery.budgets import PastFailure
+from manta.service.recovery.budgets import PastFailure, past_failures
 from manta.service.recovery.decisions import Death
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store.recoveries import RecoveryStart
+from manta.service.store.tables import Generation
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,21 @@ class Incident:
             resume_step=resume_step,
             wait_seconds=self.wait_seconds,
         )
+
+
+class FailureHistory:
+    """The failures that one job has survived."""
+
+    def __init__(self, retried_at: float):
+        self.retried_at = retried_at
+        """When the user last had it retried, in Unix seconds: earlier failures do not count."""
+        self.failed_launches: list[PastFailure] = []
+        """Failed launches since the last successful one: such failures have no rows."""
+
+    def failures(self, lives: Sequence[Generation], incident: Incident | None = None) -> list[PastFailure]:
+        """All that count, oldest first. `lives`: the job's generations; `incident`: caused the launch that is to be
+        retried, and has no row yet."""
+        known = past_failures([life for life in lives if life.started_at > self.retried_at])
+        if incident is not None and incident.failure not in (*known, *self.failed_launches):
+            known.append(incident.failure)
+        return [*known, *self.failed_launches]

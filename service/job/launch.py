@@ -4,7 +4,6 @@ on to them; a generation that ends before a trace has begun leaves it to the nex
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from manta.service.job.actions import Launch
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration
 from manta.service.job.hangs_and_stragglers import HangWatch
+from manta.service.job.inbox import Trace
 from manta.service.job.planning import plan_generation
 from manta.service.job.received_lines import ReceivedLines
 from manta.service.job.report_writer import ReportWriter
@@ -32,6 +32,7 @@ from manta.workers.config import JobSpec
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume, TraceOrder
 from manta.workers.protocol.reports import Metrics, Report
+from manta.workers.protocol.requests import RecordSteps
 from manta.workers.system.threads import decided_threads, threads_of, with_threads
 
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
@@ -75,8 +76,8 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     ClusterUnavailable and TimeoutError, and CheckpointsUnreadable if the state to resume from cannot be read now."""
     gang, record = job.gang, job.record
     where = await _describe_agents(job)
-    if job.threads is None:
-        job.threads = await job.record.decide_threads(await _threads_for(job, where))
+    if gang.threads is None:
+        gang.threads = await job.record.decide_threads(await _threads_for(job, where))
     culprit = None if launch.incident is None else launch.incident.culprit
     last = (None, None) if culprit is None else (culprit.kind, culprit.step)
     start = await newest_state(job, *last)
@@ -88,7 +89,6 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     generation = await record.begin(
         launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident, expected
     )
-    job.has_launched = True
     roll_backs = await record.rolled_back()
     repair = RepairOverGroups(next_one == 1, await record.repair_works())
     secret = secrets.token_hex(SECRET_LENGTH // 2)
@@ -167,7 +167,7 @@ def watch_generation(job: JobContext, generation: int, resume_step: int, taken_o
         record.event,
         running.lose,
         gang.spec.recovery.stragglers,
-        job.stragglers_replaced,
+        gang.stragglers_replaced,
     )
     running.run_alongside(hangs.run(look_first=taken_over))
     running.run_alongside(pass_traces_on(job, running))
@@ -199,7 +199,7 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         job=job.id,
         generation=common.generation,
         rank=rank,
-        spec=with_threads(common.spec, job.threads or threads_of(common.spec)).model_dump(mode="json"),
+        spec=with_threads(common.spec, job.gang.threads or threads_of(common.spec)).model_dump(mode="json"),
         store_host=store.host if store else None,
         store_port=store.port if store else None,
         secret=common.secret,
@@ -274,26 +274,24 @@ async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
     passed: set[int] = set()
     wait = INITIAL_WAIT_SECONDS
     while True:
-        job.trace_wanted.clear()
+        job.inbox.remove(Trace)
         waiting = [each for each in await job.record.wanted_traces() if each.number not in passed]
         for each in waiting:
             if await _passed_on(job, running, each):
                 passed.add(each.number)
         again = any(each.number not in passed for each in waiting)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait if again else None):
-                await job.trace_wanted.wait()
+        await job.inbox.wait(Trace, seconds=wait if again else None)
         wait = min(2 * wait, MAX_WAIT_SECONDS) if again else INITIAL_WAIT_SECONDS
 
 
 async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:
     """Whether the first rank knows of it, and before it those to be profiled; or it was given up."""
     ranks = tuple(rank for rank in wanted.profiler_ranks if rank < len(running.agents))
-    order = TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step, ranks)
+    request = RecordSteps(TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step, ranks))
     try:
         # The first one last: it makes all of them begin.
         for agent in (*(running.agents[rank] for rank in ranks if rank), running.agents[0]):
-            if agent is None or not await within(_TRACE_SECONDS, agent.trace(order)):
+            if agent is None or not await within(_TRACE_SECONDS, agent.tell(request)):
                 return False
         return True
     except AgentFailed as error:

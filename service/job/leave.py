@@ -10,7 +10,6 @@ not answer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,11 +19,13 @@ from manta.service.cluster.agents import query
 from manta.service.job.actions import End
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration
+from manta.service.job.inbox import LEAVE, Overdue, TimeUp
 from manta.service.job.record import JobRecord
 from manta.service.job.resume import known_checkpoints
 from manta.service.ledger import StateEntry, seconds_taken
 from manta.service.states import JobState
 from manta.service.store import checkpoints
+from manta.workers.protocol.requests import SaveAndEnd
 
 log = logging.getLogger(__name__)
 
@@ -70,20 +71,19 @@ def seconds_allowed(needed: float) -> float:
 
 
 async def watch_deadline(job: JobContext) -> None:
-    """Set that the job is to leave when its time is up, and that it has had long enough to do so. Until cancelled."""
+    """Note that the job is to leave when its time is up, and that it has had long enough to do so. Until cancelled."""
     limit, before = job.submitted.max_duration, await job.record.state_changes()
     if limit is not None:
-        left = limit - seconds_taken(before, time.time(), job.retried_at)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await job.leaving.wait()
-        job.leaving.set()
-    await job.leaving.wait()
+        left = limit - seconds_taken(before, time.time(), job.history.retried_at)
+        await job.inbox.wait(*LEAVE, seconds=left)
+        if not job.inbox.has(*LEAVE):
+            job.inbox.put(TimeUp())
+    await job.inbox.wait(*LEAVE)
     seconds = await _seconds_to_save(job, before)
     # What is in memory is lost with its nodes, and without snapshots there is nothing in memory.
-    keeps_memory = job.has_snapshots and not job.no_room
+    keeps_memory = job.has_snapshots and not job.inbox.no_room
     await (_until_a_save_hangs(job, seconds) if keeps_memory else asyncio.sleep(seconds))
-    job.overdue.set()
+    job.inbox.put(Overdue())
 
 
 async def _until_a_save_hangs(job: JobContext, seconds: float) -> None:
@@ -110,7 +110,7 @@ async def _unfinished_saves(job: JobContext) -> list[object]:
 
 async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> float:
     """Seconds that the job, which is to leave, may take. `before`: its changes of state when it was taken over here."""
-    asked, changes = JobState.RESIZING if job.no_room else JobState.PAUSING, await job.record.state_changes()
+    asked, changes = JobState.RESIZING if job.inbox.no_room else JobState.PAUSING, await job.record.state_changes()
     needed = await time_to_save(job.record)
     allowed = seconds_allowed(needed)
     if changes[-1].state != asked or len(changes) > len(before):
@@ -121,9 +121,9 @@ async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> flo
 
 async def request_save(job: JobContext, running: RunningGeneration) -> None:
     """Have the ranks of `running` save and end. Returns when one agent has passed that on, which is enough."""
+    request = SaveAndEnd(running.generation)
     while True:
-        agents = job.gang.by_rank
-        answers, _ = await query(agents, lambda rank, agent: agent.save_and_end(running.generation), REQUEST_SECONDS)
+        answers, _ = await query(job.gang.by_rank, lambda rank, agent: agent.tell(request), REQUEST_SECONDS)
         if any(answers.values()):
             return
         await asyncio.sleep(RETRY_SECONDS)
@@ -141,8 +141,7 @@ async def leave(job: JobContext) -> End | None:
         return End(JobState.CANCELLED)
     if row.state == JobState.PAUSING:
         return await _give_back(job, JobState.PAUSED, None, job.record.pause)
-    if job.no_room:
-        why = job.no_room
+    if why := job.inbox.no_room:
         return await _give_back(job, JobState.QUEUED, why, lambda: job.record.wait_in_queue(why))
     limit = job.submitted.max_duration or 0.0
     message = f"has taken the {limit:g} s that max_duration allows; `manta retry {job.id}` gives it as long again"

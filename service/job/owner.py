@@ -21,6 +21,7 @@ from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import needs_traceback
 from manta.service.cluster.placement import job_of
 from manta.service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
+from manta.service.job.inbox import Cancel, JobRequest, NodeDraining, Pause, Resize
 from manta.service.job.record import JobRecord
 from manta.service.job.report_writer import FirstStep
 from manta.service.job.supervisor import Supervisor
@@ -148,7 +149,7 @@ class JobOwner:
         self._supervisor = supervisor = Supervisor(context)
         if self._resize_wanted:
             self._resize_wanted = False
-            supervisor.resize()
+            supervisor.tell(Resize())
         try:
             await supervisor.run(scheduled_generation)
             await supervisor.settled()
@@ -195,38 +196,12 @@ class JobOwner:
         """By rank, the agents that the job has; none while nobody supervises it."""
         return [] if self._supervisor is None else self._supervisor.agents
 
-    def cancel(self) -> None:
-        """The job is CANCELLING: stop it."""
-        self._wake.set()  # another supervisor reads it in the job's row
+    def tell(self, request: JobRequest) -> None:
+        """Pass `request` on to the supervisor. If there is none at present, the next one reads in the job's row whether
+        it is to end, finds out itself which agents are gone, and is asked later about traces."""
+        if isinstance(request, Cancel | Pause):
+            self._wake.set()
         if self._supervisor is not None:
-            self._supervisor.cancel()
-
-    def pause(self) -> None:
-        """The job is PAUSING: have it save its state and give its places back."""
-        self._wake.set()  # another supervisor reads it in the job's row
-        if self._supervisor is not None:
-            self._supervisor.pause()
-
-    def resize(self) -> None:
-        """The job may be able to run with another number of replicas: check."""
-        if self._supervisor is not None:
-            self._supervisor.resize()
-        else:
-            self._resize_wanted = True
-
-    def trace(self) -> None:
-        """A trace of the job may have been requested; a job without an owner at present is asked about it later."""
-        if self._supervisor is not None:
-            self._supervisor.trace()
-
-    def node_lost(self, node: str, why: str) -> None:
-        """A node is lost, and with it all agents there."""
-        if self._supervisor is not None:  # otherwise their silence is noticed when the job is taken over
-            self._supervisor.node_lost(node, why)
-
-    def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """A node is being drained within `seconds`; None if that is unknown."""
-        if self._supervisor is not None:
-            self._supervisor.node_draining(node, seconds, reason)
-        else:
+            self._supervisor.tell(request)
+        elif isinstance(request, Resize | NodeDraining):
             self._resize_wanted = True

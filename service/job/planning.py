@@ -60,7 +60,7 @@ async def plan_generation(job: JobContext, generation: int, where: Mapping[int, 
 async def _plan(job: JobContext, rank_nodes: list[RankNode]) -> dict[str, Any]:
     """`planned`, or `problem`: why there is no plan."""
     try:
-        spec = with_threads(job.gang.spec, job.threads or threads_of(job.gang.spec))
+        spec = with_threads(job.gang.spec, job.gang.threads or threads_of(job.gang.spec))
         seen = await job.record.read(lambda session: JobMeasurements.read(session, job.cluster.paths.machines))
         return {"planned": await asyncio.to_thread(_planned, spec, job, rank_nodes, seen), "problem": None}
     except (NotPlanned, SpecError, InvalidCalibration) as error:

@@ -38,6 +38,8 @@ class JobRecord:
 
     def __init__(self, store: Store, job_id: str):
         self.store, self.id = store, job_id
+        self.has_begun = False
+        """Whether a generation was begun here, so that the database cannot be older than the folder of checkpoints."""
 
     async def job(self) -> Job:
         """The job's own row."""
@@ -142,7 +144,9 @@ class JobRecord:
                 events.append(session, self.id, "state_lost", lost, data={"steps": reached}, **about)
             return number
 
-        return await self.write(begin)
+        number = await self.write(begin)
+        self.has_begun = True
+        return number
 
     async def launched(self, generation: int, at: float, rows: list[dict[str, Any]], kept: Sequence[int]) -> None:
         """Record the ranks of a generation that was launched `at` Unix seconds; those in `kept` kept their process."""

@@ -25,10 +25,11 @@ from manta.service.cluster.sizes import (
     smallest,
     with_freed_units,
 )
-from manta.service.job.changes import Change, Grow, Move, Relocate, Shrink, WaitInQueue
+from manta.service.job.changes import Change, Grow, Move, Relocate, Shrink
 from manta.service.job.context import JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.generation import RunningGeneration
+from manta.service.job.inbox import LEAVE, Cancel, Resize, WaitInQueue
 from manta.service.job.launch import CommonOrder, order_for
 from manta.service.job.leave import time_to_save
 from manta.service.store import JobNotFound, jobs
@@ -64,12 +65,12 @@ class ElasticityPlanner:
     def reconsider(self) -> None:
         """Something has changed: there may be more to do."""
         self._reported_waiting = False
-        self._job.change_possible.set()
+        self._job.inbox.put(Resize())
 
     async def plan(self, running: RunningGeneration) -> Change | WaitInQueue | None:
         """The change to make, prepared; None if nothing can or need be changed, or something happened to the gang
         meanwhile."""
-        self._job.change_possible.clear()
+        self._job.inbox.remove(Resize)
         current = await self._job.record.current_generation()
         if current is None or current.first_step_at is None:
             return None  # ranks may still read the snapshots of others; `check_for_room` asks again
@@ -88,7 +89,7 @@ class ElasticityPlanner:
             await asyncio.sleep(ROOM_SECONDS)
             try:
                 if await self.may_change():
-                    self._job.change_possible.set()
+                    self._job.inbox.put(Resize())
             except Exception:  # a mere check must not end the job: try again later
                 log.exception("looking for room for %s failed", self._job.id)
 
@@ -250,12 +251,12 @@ class ElasticityPlanner:
         return None
 
     def _is_over(self, running: RunningGeneration) -> bool:
-        return running.broken or running.all_ended or self._job.cancelled.is_set() or self._job.leaving.is_set()
+        return running.broken or running.all_ended or self._job.inbox.has(Cancel, *LEAVE)
 
     async def _while_it_runs(self, running: RunningGeneration, work: Coroutine[Any, Any, bool]) -> bool:
         """The result of `work`; False as soon as something happens to the generation, which comes first."""
         working = asyncio.create_task(work)
-        watching = asyncio.create_task(running.wait(self._job.cancelled, self._job.leaving))
+        watching = asyncio.create_task(running.wait(self._job.inbox, Cancel, *LEAVE))
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         watching.cancel()
         if working.done():

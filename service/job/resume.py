@@ -59,7 +59,7 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
     recorded = [(row.step, row.path) for row in await job.record.saved_checkpoints()]
     is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
     # Otherwise the database may be a backup, older than the folder. A resting rank has reported in this generation.
-    is_heard = job.has_launched or any(step is not None for step in gang.resting_steps.values())
+    is_heard = job.record.has_begun or any(step is not None for step in gang.resting_steps.values())
     durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LISTING_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume, job.has_snapshots)
@@ -73,7 +73,7 @@ async def _in_memory(
     """What the gang can reach in shared memory: its own snapshots, including those that were copied to its nodes, and
     (step, files) of what other layouts have left."""
     gang, agents = job.gang, list(job.gang.by_rank.values())
-    departing = [agent for people in job.departing for agent in people.agents if agent is not None]
+    departing = [agent for people in gang.departing for agent in people.agents if agent is not None]
     own = await asyncio.gather(*(agent.snapshot_steps(gang.tag) for agent in agents))
     brought = rank_backups.FetchedSnapshots([list(steps) for steps in own], {})
     others = _other_layouts(job.submitted, gang.tag)

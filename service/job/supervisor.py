@@ -32,9 +32,20 @@ from manta.service.job.actions import (
     launch_after,
     while_leaving,
 )
-from manta.service.job.changes import Stay, WaitInQueue, carry_out, place_gang, replace_lost, standby_of
+from manta.service.job.changes import Stay, carry_out, place_gang, replace_lost, standby_of
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration, time_to_rest
+from manta.service.job.inbox import (
+    LEAVE,
+    Cancel,
+    JobRequest,
+    NodeDraining,
+    NodeLost,
+    Overdue,
+    Pause,
+    Resize,
+    WaitInQueue,
+)
 from manta.service.job.incident import Incident
 from manta.service.job.launch import LaunchFailed, finish_launch, launch_generation, watch_generation
 from manta.service.job.leave import leave, request_save, watch_deadline
@@ -42,16 +53,7 @@ from manta.service.job.planning import plan_generation
 from manta.service.job.record import NODES_TO_BE_LEFT
 from manta.service.job.resize_and_drain import ElasticityPlanner
 from manta.service.job.resume import known_checkpoints
-from manta.service.recovery.decisions import (
-    NODE_EXHAUSTED,
-    NOT_SAVED,
-    UNREADABLE,
-    UNREADABLE_DATA,
-    Death,
-    GiveUp,
-    decide,
-    failure_of,
-)
+from manta.service.recovery.decisions import UNREADABLE, Death, GiveUp, decide, failure_of
 from manta.service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState, is_final
@@ -59,18 +61,13 @@ from manta.service.store import ranks
 from manta.service.store.pauses_and_retries import RESUMED
 from manta.service.store.tables import Job
 from manta.service.tasks import BackgroundTasks, log_failure
+from manta.workers.errors import failure_kind
 from manta.workers.protocol.messages import AgentDescription
 
 log = logging.getLogger(__name__)
 
 # Seconds that the present step may take before a change of size or place aborts it.
 STEP_GRACE_SECONDS = 20.0
-_HOLD_CONDITIONS = {
-    NOT_SAVED: "this is possible",
-    UNREADABLE_DATA: "its data can be read",
-    NODE_EXHAUSTED: "a node has what its ranks need",
-}
-"""What a job is held for, by the kind of its failure."""
 
 
 class Supervisor:
@@ -79,6 +76,7 @@ class Supervisor:
     def __init__(self, job: JobContext):
         self._job = job
         self._cluster, self._record, self._gang = job.cluster, job.record, job.gang
+        self._inbox, self._history = job.inbox, job.history
         self._planner = ElasticityPlanner(self._job)
         self._running: RunningGeneration | None = None
         """The generation that is being watched."""
@@ -97,24 +95,17 @@ class Supervisor:
         """By rank; None: lost, and not replaced yet."""
         return list(self._gang.agents)
 
-    def cancel(self) -> None:
-        """The job is CANCELLING: stop it."""
-        self._job.cancelled.set()
+    def tell(self, request: JobRequest) -> None:
+        """Act on `request` now, or as soon as the present action allows it."""
+        match request:
+            case NodeLost(node, why):
+                self._lose_node(node, why)
+            case NodeDraining():
+                self._leave_node(request)
+            case _:
+                self._inbox.put(request)
 
-    def pause(self) -> None:
-        """The job is PAUSING: save its state, and give its places back."""
-        self._job.leaving.set()
-
-    def resize(self) -> None:
-        """The job may be able to run with another number of replicas: check."""
-        self._job.change_possible.set()
-
-    def trace(self) -> None:
-        """A trace of the job may have been requested."""
-        self._job.trace_wanted.set()
-
-    def node_lost(self, node: str, why: str) -> None:
-        """A node is lost, and with it all agents there."""
+    def _lose_node(self, node: str, why: str) -> None:
         lost = self._gang.on([node])
         if not lost:
             return
@@ -124,8 +115,8 @@ class Supervisor:
             for rank in lost:
                 self._running.lose(rank, f"was on node {node[:12]}, which is lost")
 
-    def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """A node is being drained within `seconds` (None: unknown), for the given `reason`, if any."""
+    def _leave_node(self, draining: NodeDraining) -> None:
+        node, seconds, reason = draining.node, draining.seconds, draining.reason
         there = self._gang.on([node])
         if there:
             why = f" ({reason})" if reason else ""
@@ -143,11 +134,11 @@ class Supervisor:
         try:
             action: Action | None = await self._first(scheduled_generation)
             while action is not None:
-                if self._job.cancelled.is_set() and isinstance(action, Watch | Launch | Reacquire | Leave):
+                if self._inbox.has(Cancel) and isinstance(action, Watch | Launch | Reacquire | Leave):
                     action = End(JobState.CANCELLED)
-                elif self._job.leaving.is_set():
-                    no_room = bool(self._job.no_room)
-                    action = while_leaving(action, self._unlaunched, self._job.overdue.is_set(), no_room)
+                elif self._inbox.has(*LEAVE):
+                    no_room = bool(self._inbox.no_room)
+                    action = while_leaving(action, self._unlaunched, self._inbox.has(Overdue), no_room)
                 if not isinstance(action, Watch):
                     await self._record.store.until_certain()
                 try:
@@ -169,18 +160,18 @@ class Supervisor:
         if outcome is not None and is_final(outcome["state"]):  # another control plane could not finish
             return End(JobState(outcome["state"]), outcome["reason"], outcome["message"])
         if job.state == JobState.CANCELLING:
-            self._job.cancelled.set()
+            self._inbox.put(Cancel())
             return End(JobState.CANCELLED)
         self._unlaunched = scheduled_generation is not None or job.generation == 0
         if job.state == JobState.PAUSING:
-            self._job.leaving.set()
+            self._inbox.put(Pause())
             if outcome is not None or self._unlaunched:
                 return Leave()
         if job.state == JobState.RESIZING and job.reason == NODES_TO_BE_LEFT:
-            self._job.wait_in_queue(job.message or "")
+            self._inbox.put(WaitInQueue(job.message or ""))
         elif outcome is not None and outcome["state"] == JobState.QUEUED and job.state != JobState.STARTING:
-            self._job.wait_in_queue(outcome["message"])
-        if outcome is not None and self._job.no_room:
+            self._inbox.put(WaitInQueue(outcome["message"]))
+        if outcome is not None and self._inbox.no_room:
             return Leave()
         return await (self._adopt(job) if scheduled_generation is None else self._start(job, scheduled_generation))
 
@@ -209,10 +200,10 @@ class Supervisor:
         """Start the agents in the places that were acquired for the job."""
         again = job.generation > 0
         if again:
-            self._job.departing.append(await self._gang.snapshot_holders())
+            self._gang.departing.append(await self._gang.snapshot_holders())
         await self._gang.start(scheduled_generation, in_use(self._job.submitted, job))
         lives = await self._record.generations()
-        if lives and lives[-1].started_at <= self._job.retried_at:
+        if lives and lives[-1].started_at <= self._history.retried_at:
             return Launch("tried again by the user", counts=False)
         if lives and (lives[-1].data or {}).get(RESUMED):
             return Launch("resumed by the user", counts=False)
@@ -242,9 +233,9 @@ class Supervisor:
         if not lost and any(row.state == ranks.STARTING for row in rows):
             await finish_launch(self._job, job.generation, about)
         await self._watch_adopted(job.generation, lost, about)
-        if job.state == JobState.RESIZING and not self._job.no_room:
+        if job.state == JobState.RESIZING and not self._inbox.no_room:
             # Perhaps not all were asked to rest: the reason for the change is found again.
-            self._job.change_possible.set()
+            self._inbox.put(Resize())
             return Rearrange(Stay("the control plane was restarted during a change of size"))
         if not lost:
             await self._record.event("adopted", "another control plane owns it now; the training was not interrupted")
@@ -264,24 +255,23 @@ class Supervisor:
         """Watch one generation until it ends."""
         running = self._running
         assert running is not None
-        leaving = self._job.leaving.is_set()
+        leaving = self._inbox.has(*LEAVE)
         if leaving and self._save_requested_from is not running:
             self._save_requested_from = running
-            if self._job.no_room:
-                await self._record.record_no_room(self._job.no_room)
+            if self._inbox.no_room:
+                await self._record.record_no_room(self._inbox.no_room)
             running.run_alongside(request_save(self._job, running))
-        signals = (self._job.overdue,) if leaving else (self._job.leaving, self._job.change_possible)
-        await running.wait(self._job.cancelled, *signals)
-        if self._job.cancelled.is_set():
+        await running.wait(self._inbox, Cancel, *((Overdue,) if leaving else (*LEAVE, Resize)))
+        if self._inbox.has(Cancel):
             return End(JobState.CANCELLED)
         if not running.broken:
             if running.all_ended:
                 return Leave() if running.saved else End(JobState.SUCCEEDED)
-            if self._job.leaving.is_set():
+            if self._inbox.has(*LEAVE):
                 return Watch()
             change = await self._planner.plan(running)
             if isinstance(change, WaitInQueue):
-                self._job.wait_in_queue(change.why)
+                self._inbox.put(change)
                 return Watch()
             return Watch() if change is None else Rearrange(change)
         timeline = RecoveryTimeline(noticed_at=time.time())
@@ -313,10 +303,10 @@ class Supervisor:
         failure = failure_of(culprit, time.time(), job.step, progressed, self._gang.nodes.get(culprit.rank))
         data = {**failure.to_json(), "traceback": culprit.traceback}
         await self._record.event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
-        history = self._job.failures(lives, failed.incident if failed is not None else None)
+        history = self._history.failures(lives, failed.incident if failed is not None else None)
         if failed is not None:
-            self._job.failed_launches.append(failure)
-        policy, in_a_row = self._job.submitted.recovery, len(self._job.failed_launches)
+            self._history.failed_launches.append(failure)
+        policy, in_a_row = self._job.submitted.recovery, len(self._history.failed_launches)
         decision = decide(culprit, failure, history, policy.max_restarts, policy.restart_window_seconds, in_a_row)
         if isinstance(decision, GiveUp):
             return End(JobState.FAILED, decision.reason, decision.message)
@@ -324,12 +314,12 @@ class Supervisor:
             older = len((await known_checkpoints(self._job)).checkpoints) > 1
             about = (lives[-1].resume_step, culprit.message, older, self._job.has_snapshots)
             await self._record.record_hold(hold_sentence(job.id, *about))
-        elif culprit.kind in _HOLD_CONDITIONS and decision.wait_seconds:
-            until = f"held until {_HOLD_CONDITIONS[culprit.kind]}: {culprit.message}. `manta cancel {job.id}` ends it"
-            await self._record.record_hold(until)
+        elif (until := failure_kind(culprit.kind).waits_until) and decision.wait_seconds:
+            held = f"held until {until}: {culprit.message}. `manta cancel {job.id}` ends it"
+            await self._record.record_hold(held)
         if decision.wait_seconds:
             await self._wait_before_generation(decision.wait_seconds, culprit)
-        if self._job.cancelled.is_set():
+        if self._inbox.has(Cancel):
             return End(JobState.CANCELLED)
         incident = Incident(culprit, failure, action.timeline, decision.wait_seconds)
         launch = launch_after(incident, decision.cause, failed, first=not lives)
@@ -341,35 +331,26 @@ class Supervisor:
     async def _wait_before_generation(self, seconds: float, culprit: Death) -> None:
         """Wait before the next generation, or until the job is cancelled or is to leave; while it tries to leave, until
         it has tried for long enough."""
-        leave = self._job.overdue if self._job.leaving.is_set() else self._job.leaving
+        leave = (Overdue,) if self._inbox.has(*LEAVE) else LEAVE
         message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
         data = {"seconds": seconds, "kind": culprit.kind}
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
-        await self._wait(seconds, self._job.cancelled, leave)
+        await self._inbox.wait(Cancel, *leave, seconds=seconds)
 
     async def _wait_before_retry(self, launch: Launch, why: str) -> Launch:
         """Wait before the next attempt of a launch that failed for no fault of the gang's, or until the job is
         cancelled or is to leave."""
         await self._record.record_hold(why)
-        await self._wait(hold_seconds(launch.holds), self._job.cancelled, self._job.leaving)
+        await self._inbox.wait(Cancel, *LEAVE, seconds=hold_seconds(launch.holds))
         return replace(launch, holds=launch.holds + 1)
-
-    async def _wait(self, seconds: float, *signals: asyncio.Event) -> None:
-        """Wait until one of `signals` is set, at most `seconds`."""
-        waits = [asyncio.create_task(signal.wait()) for signal in signals]
-        try:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     async def _reacquire(self, launch: Launch) -> Launch:
         """Give up all places, keep the snapshots, and place the whole gang again."""
-        failures = self._job.failures(await self._record.generations(), launch.incident)
+        failures = self._history.failures(await self._record.generations(), launch.incident)
         holders = await self._gang.release()  # on all nodes that it has been on, so that no others are needed
         await self._record.record_end()
         self._dismiss_departing()
-        self._job.departing.append(holders)
+        self._gang.departing.append(holders)
         await place_gang(self._job, (await self._record.job()).generation + 1, failures)
         return launch
 
@@ -383,11 +364,11 @@ class Supervisor:
         await running.rest(time_to_rest(self._gang.spec), STEP_GRACE_SECONDS)
         # A trainer that took too long to rest was killed, and its rank resumes from its snapshot.
         failed = any(death.kind != "stopped" for death in running.deaths)
-        if failed or running.all_ended or self._job.cancelled.is_set():
+        if failed or running.all_ended or self._inbox.has(Cancel):
             standby = standby_of(action.change)
             if standby is not None:
                 await self._gang.dismiss(standby)
-            if running.deaths and not self._job.cancelled.is_set():
+            if running.deaths and not self._inbox.has(Cancel):
                 return self._after_deaths(running, RecoveryTimeline(noticed))
             return Watch()
         self._running = None
@@ -399,7 +380,7 @@ class Supervisor:
         try:
             running = await launch_generation(self._job, launch)
         except CheckpointsUnreadable as error:
-            self._job.failed_launches = []  # all agents have answered
+            self._history.failed_launches = []  # all agents have answered
             return await self._wait_before_retry(launch, str(error))
         except ClusterUnavailable as error:
             return await self._wait_before_retry(launch, f"Ray refused a request ({error}); it is tried again")
@@ -407,7 +388,7 @@ class Supervisor:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)
             return Recover(death, lost, RecoveryTimeline(time.time()), launch)
-        self._job.failed_launches, self._unlaunched = [], False
+        self._history.failed_launches, self._unlaunched = [], False
         self._dismiss_departing()
         self._observe(running)
         return Watch()
@@ -453,7 +434,7 @@ class Supervisor:
         await self._record.end(end.state, end.reason, end.message, until)
 
     def _dismiss_departing(self) -> None:
-        departing, self._job.departing = self._job.departing, []
+        departing, self._gang.departing = self._gang.departing, []
         for agents in departing:
             self._in_background(self._gang.dismiss(agents))
 

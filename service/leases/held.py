@@ -140,17 +140,17 @@ class Leases:
         """The lease, if it is held."""
         return self._held.get(name)
 
-    def epoch(self, job_id: str, method: str | None = None) -> int | None:
-        """The epoch that a call of one of the job's agents carries, given the call's `method`; a `method` of None
+    def epoch(self, job_id: str, call: str | None = None) -> int | None:
+        """The epoch that a call of one of the job's agents carries, given the name of the `call` (`call_name`); None
         stands for anything else that ends or moves what a job has. Without a lease only calls for all are allowed,
         which have no epoch. Raises LeaseLost, LeaseUncertain."""
         lease = self._held.get(job_id)
         if lease is None:
-            if method in FOR_ALL:
+            if call in FOR_ALL:
                 return None
             raise LeaseLost(job_id)
         # Reports that an owner has stored may be forgotten, whichever control plane asks for the next ones.
-        if method not in FOR_ALL and method != "reports" and not self.certain:
+        if call not in FOR_ALL and call != "reports" and not self.certain:
             raise LeaseUncertain(job_id)
         return lease.epoch
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from manta.service.backoff import backoff_after
+from manta.workers.errors import failure_kind
 
 INITIAL_WAIT_SECONDS = 0.25
 MAX_WAIT_SECONDS = 60.0
@@ -23,8 +24,6 @@ AVOID_SECONDS = 3600.0
 """How long such a failure counts against its node."""
 SKEW_SECONDS = 60.0
 """How far the clocks of two nodes may differ."""
-USER_KINDS = frozenset({"exception", "bad_data", "not_finite", "spike"})
-CHECKPOINT_KINDS = frozenset({"bad_checkpoint", "unreadable_checkpoint", "not_saved"})
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class PastFailure:
     """One failure that a job survived, or that is about to be judged."""
 
     kind: str
-    """As in `manta.service.recovery.decisions.Death`."""
+    """A key of `manta.workers.errors.FAILURE_KINDS`."""
     at: float
     """Unix seconds."""
     step: int | None = None
@@ -51,9 +50,7 @@ class PastFailure:
     @property
     def cause(self) -> str:
         """What was to blame: machine, user or checkpoint."""
-        if self.kind in USER_KINDS:
-            return "user"
-        return "checkpoint" if self.kind in CHECKPOINT_KINDS else "machine"
+        return failure_kind(self.kind).cause
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

@@ -7,20 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from manta.service.recovery.budgets import GenerationRow, PastFailure, count_by_kind, recurs, wait_seconds, within
+from manta.workers.errors import failure_kind
 from manta.workers.protocol.messages import Resume
 
-# Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
-HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite", "spike")}
-# Kinds of failure whose message is a complete sentence, without the name of an exception.
-SENTENCE_KINDS = frozenset(
-    {"no_shared_memory", "bad_data", "bad_checkpoint", "unreadable_checkpoint", "not_saved", "not_finite", "spike"}
-    | {"device_lost", "node_exhausted", "unreadable_data"}
-)
-# Kinds of failure that are waited out: the system may later provide what it does not provide now.
 UNREADABLE = "unreadable_checkpoint"
 NOT_SAVED = "not_saved"
-UNREADABLE_DATA = "unreadable_data"
-NODE_EXHAUSTED = "node_exhausted"
 
 
 @dataclass(frozen=True)
@@ -29,16 +20,13 @@ class Death:
 
     rank: int
     kind: str
-    """exception, peer_lost, no_shared_memory, bad_data, unreadable_data, bad_checkpoint, unreadable_checkpoint,
-    not_saved, not_finite, spike, corrupt, device_lost, node_exhausted (reported by the trainer), killed (a signal, or
-    an exit without a report), hung or straggler (ended by its agent for that reason), agent_lost (its agent or node is
-    gone) or stopped (ended by its agent, since it did not come to rest or its generation was over)."""
+    """A key of `manta.workers.errors.FAILURE_KINDS`."""
     step: int | None = None
     """Step that was being computed, if known."""
     exception: str | None = None
     """Class of the exception."""
     message: str = ""
-    """One line: what the rank did, or for SENTENCE_KINDS a sentence."""
+    """One line: what the rank did, or a sentence if its kind's messages are."""
     traceback: str = ""
     """The trainer's traceback."""
     at: float | None = None
@@ -47,7 +35,7 @@ class Death:
     @property
     def sentence(self) -> str:
         """A sentence for events and messages."""
-        if self.kind in SENTENCE_KINDS and self.exception is not None:
+        if failure_kind(self.kind).is_sentence and self.exception is not None:
             return f"rank {self.rank} ended: {self.message}"
         where = f" at step {self.step}" if self.step is not None else ""
         return f"rank {self.rank} {self.message or self.kind}{where}"
@@ -122,8 +110,8 @@ def decide(
     if failed_launches > max_restarts:
         message = f"could not be launched {failed_launches} times in a row; last: {culprit.sentence}"
         return GiveUp("restarts_exhausted", message)
-    if culprit.kind in HOPELESS:
-        return GiveUp(HOPELESS[culprit.kind], culprit.message)
+    if failure_kind(culprit.kind).is_hopeless:
+        return GiveUp(culprit.kind, culprit.message)
     if recurs(history, failure):
         return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
     if _is_waited_out(failure):
@@ -142,8 +130,8 @@ def _is_waited_out(failure: PastFailure) -> bool:
     moment, a node that gives no more threads or files, a last checkpoint that cannot be saved in a generation that had
     nothing else left to do, or tokens that cannot be stored before the first step. What could not be stored after
     training does count, since without snapshots its steps are repeated each time."""
-    always = (UNREADABLE, UNREADABLE_DATA, NODE_EXHAUSTED)
-    return failure.kind in always or (failure.kind == NOT_SAVED and not failure.progressed)
+    counts = failure.kind == NOT_SAVED and failure.progressed
+    return bool(failure_kind(failure.kind).waits_until) and not counts
 
 
 def failure_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> PastFailure:

@@ -24,6 +24,7 @@ from manta.service.control.options import ModelPackages
 from manta.service.control.running_ranks import ObservedWaits, RankNotFound, RankStack
 from manta.service.exports import Exports
 from manta.service.file_work import FileWork
+from manta.service.job.inbox import JobRequest
 from manta.service.logs.pages import LogsInHome
 from manta.service.monitoring.cluster_view import Measurements
 from manta.service.recovery.waits import WaitingRank, Waits
@@ -35,6 +36,7 @@ from manta.workers.config import JobSpec
 from manta.workers.data.roots import DataRoots
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import Fault
+from manta.workers.protocol.requests import Arm, RankRequest
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import ADMIN, add_admin, bearer
 
@@ -88,11 +90,14 @@ class FakeControl:
     def submitted(self, job_id: str) -> None:
         self.asked.append(("submitted", job_id))
 
-    def cancel(self, job_id: str) -> None:
-        self.asked.append(("cancel", job_id))
-
-    def pause(self, job_id: str) -> None:
-        self.asked.append(("pause", job_id))
+    def tell(self, job_id: str, request: JobRequest | RankRequest) -> None:
+        if not isinstance(request, Arm):
+            self.asked.append((type(request).__name__.lower(), job_id))
+            return
+        if not self.allow_faults:
+            raise FaultsNotAllowed()
+        refuse_impossible(request.fault, ranks=4, step=2, steps=10)
+        self.faults.append(request.fault)
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         return delete_checkpoint(self.store, Paths.of(self.home), job_id, checkpoint_id, force)
@@ -100,12 +105,6 @@ class FakeControl:
     @property
     def exports(self) -> Exports:
         return NotedExports(self.store, (self.home / "exports",), FileWork())
-
-    def inject(self, job_id: str, fault: Fault) -> None:
-        if not self.allow_faults:
-            raise FaultsNotAllowed()
-        refuse_impossible(fault, ranks=4, step=2, steps=10)
-        self.faults.append(fault)
 
     def delete(self, job_id: str) -> Deletion:
         return delete_job(
@@ -125,12 +124,6 @@ class FakeControl:
         if rank > 1:
             raise RankNotFound(job_id, rank, 2)
         return RankStack(rank, 4711, 100.0, "Current thread (most recent call first)")
-
-    def resize(self, job_id: str) -> None:
-        self.asked.append(("resize", job_id))
-
-    def trace(self, job_id: str) -> None:
-        self.asked.append(("trace", job_id))
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         if not "abcd1234".startswith(node):

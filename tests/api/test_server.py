@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import os
 import socket
@@ -32,6 +33,8 @@ from manta.service.store.location import url_in
 from manta.service.traces.traces import TracesNotInstalled
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import ObjectPath
+from tests.api import conftest
+from tests.api.ui.sample import SampleControl
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +51,13 @@ def own_mask():
     before = os.umask(0o022)
     yield
     os.umask(before)
+
+
+@pytest.mark.parametrize("fake", [conftest.FakeControl, SampleControl])
+def test_fake_control_plane_is_called_like_the_real_one(fake):
+    for name, method in vars(ControlPlane).items():
+        if inspect.isfunction(method) and not name.startswith("_") and hasattr(fake, name):
+            assert [*signature(getattr(fake, name)).parameters] == [*signature(method).parameters], name
 
 
 def test_announced_service_is_found_by_the_start_of_its_process(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from manta.service.control.control_plane import ControlPlane
 from manta.service.control.options import ControlPlaneOptions
 from manta.service.control.takeover import CannotTakeOver
 from manta.service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
+from manta.service.job.inbox import Cancel, Resize
 from manta.service.job.supervisor import Supervisor
 from manta.service.leases.decisions import RayMismatch
 from manta.service.leases.held import Leases
@@ -202,7 +203,7 @@ def test_queued_job_is_scheduled_as_soon_as_another_ends(start, cluster, submit,
     plane.submitted(second.id)
     plane._call(reached(lambda: plane._job(second.id).waiting_for is not None))
     store.write(lambda s: jobs.request_cancel(s, first.id))
-    plane.cancel(first.id)
+    plane.tell(first.id, Cancel())
     until(plane, second, "SUCCEEDED")
 
 
@@ -226,7 +227,7 @@ def test_control_plane_error_costs_a_job_nothing(start, cluster, submit, store, 
     async def stumble():  # the generation that is watched ends for its supervisor as by an error of ours
         owner, _ = plane._owners.by_job[job.id]
         owner._supervisor._running._alongside.append(asyncio.create_task(_fail()))
-        owner._supervisor.resize()
+        owner._supervisor.tell(Resize())
 
     plane._call(stumble())
 

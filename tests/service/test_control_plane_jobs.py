@@ -9,9 +9,11 @@ import pytest
 
 from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
+from manta.service.job.inbox import Cancel, Pause, Resize, Trace
 from manta.service.store import JobNotFinal, JobNotFound, jobs, pauses_and_retries, trace_requests
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import Fault, TraceOrder
+from manta.workers.protocol.requests import Arm
 from tests.service.support.control_planes import (
     behave,
     hold,
@@ -31,7 +33,7 @@ def test_running_job_is_cancelled(start, cluster, submit, store):
     plane.submitted(job.id)
     until(plane, job, "RUNNING")
     store.write(lambda s: jobs.request_cancel(s, job.id))
-    plane.cancel(job.id)
+    plane.tell(job.id, Cancel())
     until(plane, job, "CANCELLED")
     assert cluster.nothing_held
 
@@ -47,7 +49,7 @@ def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resum
     first.submitted(job.id)
     until(first, job, "RUNNING")
     store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
-    first.pause(job.id)
+    first.tell(job.id, Pause())
     until(first, job, "PAUSED")
     kept = {host: dict(memory) for host, memory in cluster.agents.memory.items()}
     hold(cluster, job)  # as if something had been left
@@ -82,7 +84,7 @@ def test_job_placed_before_its_former_owner_ended_keeps_its_new_owner(start, clu
     monkeypatch.setattr(plane._leases, "release", release_late)
     _, last = plane._owners.by_job[job.id]
     store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
-    plane.pause(job.id)
+    plane.tell(job.id, Pause())
     plane._call(reached(lambda: plane._leases.of(job.id) is None))
     store.write(lambda s: pauses_and_retries.request_resume(s, job.id))
     plane.submitted(job.id)
@@ -106,7 +108,7 @@ def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, 
     for agent in cluster.agents.living.values():
         agent.on_launch = train_to_the_end
     store.write(lambda s: jobs.request_resize(s, job.id, 1))
-    plane.resize(job.id)
+    plane.tell(job.id, Resize())
     assert until(plane, job, "SUCCEEDED").replicas == 1
 
 
@@ -119,7 +121,7 @@ def test_trace_request_reaches_rank_0_through_any_control_plane(start, cluster, 
     until(plane, job, "RUNNING")
     store.write(lambda s: trace_requests.request(s, job.id, 2, 7))
     if asked_here:
-        plane.trace(job.id)
+        plane.tell(job.id, Trace())
     (first,) = [agent for agent in cluster.agents.living.values() if agent.rank == 0]
     asyncio.run(reached(lambda: first.traces))
     assert first.traces == [TraceOrder(1, 1, 2, 7)]
@@ -188,12 +190,12 @@ def test_fault_injection_needs_permission_and_a_running_job(start, cluster, subm
     cluster.nodes.used["node_a"] = 4
     job = submit(parallel={"tensor": 2, "data": 4})
     with pytest.raises(FaultsNotAllowed):
-        start().inject(job.id, FAULT)
+        start().tell(job.id, Arm(FAULT))
     plane = start(allow_faults=True)
     with pytest.raises(FaultNotPossible, match="the job is QUEUED"):
-        plane.inject(job.id, FAULT)
+        plane.tell(job.id, Arm(FAULT))
     with pytest.raises(JobNotFound):
-        plane.inject("job_000000000000", FAULT)
+        plane.tell("job_000000000000", Arm(FAULT))
 
 
 def test_fault_for_a_finished_job_is_refused_before_its_owner_has_left(start, cluster, submit, monkeypatch):
@@ -210,7 +212,7 @@ def test_fault_for_a_finished_job_is_refused_before_its_owner_has_left(start, cl
     plane.submitted(job.id)
     plane._call(reached(lambda: plane._job(job.id).state == "SUCCEEDED"))
     with pytest.raises(FaultNotPossible, match="the job is SUCCEEDED, and faults need a running job"):
-        plane.inject(job.id, FAULT)
+        plane.tell(job.id, Arm(FAULT))
     plane._loop.call_soon_threadsafe(leaves.set)
 
 
@@ -220,11 +222,11 @@ def test_fault_is_armed_at_the_agent_of_its_rank(start, cluster, submit, store):
     job = submit(parallel={"tensor": 2})
     plane.submitted(job.id)
     until(plane, job, "RUNNING")
-    plane.inject(job.id, FAULT)
+    plane.tell(job.id, Arm(FAULT))
     assert [len(agent.faults) for agent in cluster.agents.living.values()] == [1, 0]
-    next(iter(cluster.agents.living.values())).refuse("arm", "no")
+    next(iter(cluster.agents.living.values())).refuse("tell fault", "no")
     with pytest.raises(FaultNotPossible, match="does not answer"):
-        plane.inject(job.id, FAULT)
+        plane.tell(job.id, Arm(FAULT))
     assert log(store, job)[-2:] == ["fault_injected", "fault_injected"]
 
 

@@ -19,6 +19,7 @@ from manta.service.control import control_plane
 from manta.service.control.control_plane import ControlPlane
 from manta.service.control.owners import JobOwners
 from manta.service.job.context import DEFAULT_MEMORY_SECONDS
+from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.job.supervisor import Supervisor
 from manta.service.leases.decisions import RENEW_SECONDS
 from manta.service.leases.held import Leases
@@ -245,13 +246,13 @@ class Trouble:
         job, replicas = self.draw.choice(self.jobs), self.draw.randint(1, 3)
         with contextlib.suppress(IllegalTransition, OperationalError):
             self.store.write(lambda s: jobs.request_resize(s, job, replicas))
-            self.plane._resize(job)
+            self.plane._tell_owner(job, Resize())
 
     async def user_pauses(self):
         job = self.draw.choice(self.jobs)
         with contextlib.suppress(IllegalTransition, OperationalError):
             self.store.write(lambda s: pauses_and_retries.request_pause(s, job))
-            self.plane._pause(job)
+            self.plane._tell_owner(job, Pause())
             await asyncio.sleep(self.draw.uniform(0.0, 30.0))
             await self.user_resumes(job)
 
@@ -264,7 +265,7 @@ class Trouble:
         job = self.jobs[0]
         with contextlib.suppress(IllegalTransition, OperationalError):
             self.store.write(lambda s: jobs.request_cancel(s, job))
-            self.plane._cancel(job)
+            self.plane._tell_owner(job, Cancel())
 
     WAYS = (
         *(rank_dies, rank_raises, rank_hangs, agent_dies, agent_refuses, agent_falls_silent),

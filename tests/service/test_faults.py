@@ -22,10 +22,11 @@ class Agent:
     def __init__(self):
         self.faults, self.silent = [], False
 
-    async def arm(self, fault):
+    async def tell(self, request):
         if self.silent:
             raise AgentTimeout("no answer")
-        self.faults.append(fault)
+        self.faults.append(request.fault)
+        return True
 
 
 @pytest.fixture

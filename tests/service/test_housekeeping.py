@@ -10,6 +10,7 @@ from sqlalchemy import text, update
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.placement import agent_name, job_of
 from manta.service.control import housekeeping
+from manta.service.job.inbox import Cancel, Pause
 from manta.service.leases.decisions import HOUSEKEEPING
 from manta.service.removal import retention
 from manta.service.states import JobState
@@ -106,10 +107,10 @@ def test_snapshots_of_a_job_cancelled_while_paused_are_removed(start, cluster, s
     plane = start()
     job = submit()
     store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
-    plane.pause(job.id)
+    plane.tell(job.id, Pause())
     cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
     store.write(lambda s: jobs.request_cancel(s, job.id))
-    plane.cancel(job.id)
+    plane.tell(job.id, Cancel())
     plane._call(reached(lambda: cluster.nothing_held))
 
 
@@ -119,7 +120,7 @@ def test_snapshots_of_a_job_cancelled_in_the_queue_are_removed(start, cluster, s
     job = submit(parallel={"tensor": 2, "data": 2})
     cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
     store.write(lambda s: jobs.request_cancel(s, job.id))
-    plane.cancel(job.id)
+    plane.tell(job.id, Cancel())
 
     async def idle():
         await reached(lambda: not plane._background_tasks.running)

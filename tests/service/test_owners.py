@@ -8,6 +8,7 @@ import pytest
 
 from manta.service.control.owners import CLAIM_SECONDS, JobOwners
 from manta.service.job.context import DEFAULT_MEMORY_SECONDS
+from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.leases.decisions import JobSummary
 from manta.service.states import JobState
 from tests.service.support.virtual_time import in_virtual_time
@@ -35,8 +36,7 @@ class FakeOwner:
 
     def __init__(self):
         self.id, self.asked, self.over = "job_1", [], asyncio.Event()
-        for request in ("cancel", "pause", "resize"):
-            setattr(self, request, lambda request=request: self.asked.append(request))
+        self.tell = self.asked.append
 
     async def run(self, scheduled_generation):
         await self.over.wait()
@@ -94,10 +94,10 @@ def test_owner_that_ends_removes_itself_and_no_later_owner_of_the_job(virtual, r
     ("before", "after", "asked"),
     [
         (job(), job(), []),
-        (job(), job(JobState.CANCELLING), ["cancel"]),
+        (job(), job(JobState.CANCELLING), [Cancel()]),
         (job(JobState.CANCELLING), job(JobState.CANCELLING), []),
-        (job(), job(JobState.PAUSING), ["pause"]),
-        (job(wanted_replicas=2), job(wanted_replicas=3), ["resize"]),
+        (job(), job(JobState.PAUSING), [Pause()]),
+        (job(wanted_replicas=2), job(wanted_replicas=3), [Resize()]),
         (job(wanted_replicas=2), job(wanted_replicas=2), []),
         (job(wanted_replicas=2), job(), []),
     ],

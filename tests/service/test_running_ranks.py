@@ -9,6 +9,7 @@ from manta.service.control.running_ranks import NoRanks, RankNotFound, RankTimeo
 from manta.service.states import JobState
 from manta.service.store import JobNotFound, generations, jobs, ranks
 from manta.workers.protocol.reports import Position, TrainerStatus
+from manta.workers.protocol.requests import SaveAndEnd
 
 
 class Agent:
@@ -22,6 +23,12 @@ class Agent:
         if self.silent:
             raise AgentTimeout("no answer")
         return self.status
+
+    async def tell(self, request):
+        if self.silent:
+            raise AgentTimeout("no answer")
+        self.of.append(request)
+        return True
 
     async def stacks(self, pid):
         self.of.append(pid)
@@ -123,3 +130,13 @@ def test_stack_or_waits_of_missing_ranks_are_refused_with_a_reason(running, agen
             asyncio.run(running.waits(about))
     with pytest.raises(JobNotFound):
         asyncio.run(running.waits("job_000000000000"))
+
+
+def test_request_is_told_to_all_ranks_and_a_silent_agent_is_named(store, job):
+    agents = {"a0": Agent(None), "a1": Agent(None)}
+    running, request = RunningRanks(store, Cluster(agents)), SaveAndEnd(1)
+    asyncio.run(running.tell(job, request))
+    agents["a1"].silent = True
+    with pytest.raises(RankTimeout, match="rank 1 cannot be asked: its agent does not answer"):
+        asyncio.run(running.tell(job, request))
+    assert (agents["a0"].of, agents["a1"].of) == ([request, request], [request])

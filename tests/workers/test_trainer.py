@@ -25,6 +25,7 @@ from manta.workers.liveness.rank_samples import Straggler, unpacked
 from manta.workers.numerics.bad_numbers import BadStep
 from manta.workers.protocol.messages import Resume
 from manta.workers.protocol.reports import Metrics
+from manta.workers.protocol.requests import Rest, SaveAndEnd
 from manta.workers.snapshot.files import stored_steps
 from manta.workers.timing.step_phases import PARTS
 from manta.workers.trainer import StatePaths, Trainer
@@ -378,7 +379,7 @@ def test_stragglers_are_compared_with_ranks_of_their_stage(tmp_path):
 def test_trainer_asked_to_rest_does_so_between_steps(tmp_path):
     trainer = _trainer(_two_step_job(tmp_path), StatePaths())
     trainer.restore(Resume())
-    trainer.state.commit = _then(trainer.state.commit, lambda step, _: step == 1 and trainer.comm.request_rest(1))
+    trainer.state.commit = _then(trainer.state.commit, lambda step, _: step == 1 and trainer.comm.requests.add(Rest(1)))
     with pytest.raises(RestRequested):
         trainer.train()
     assert trainer.settled_step == trainer.step == 2, "it was asked after the first step's agreement"
@@ -387,13 +388,13 @@ def test_trainer_asked_to_rest_does_so_between_steps(tmp_path):
 def test_trainer_asked_to_rest_after_its_last_step_is_done(tmp_path):
     last = _trainer(_two_step_job(tmp_path), StatePaths())
     last.restore(Resume())
-    last.comm.request_rest(1)
+    last.comm.requests.add(Rest(1))
     last.train(stop_after_step=1)
     assert (last.step, last.ends_early) == (1, False)
     both = _trainer(_two_step_job(tmp_path), StatePaths())
     both.restore(Resume())
-    both.comm.request_rest(1)
-    both.comm.request_end(1)
+    both.comm.requests.add(Rest(1))
+    both.comm.requests.add(SaveAndEnd(1))
     both.train()
     assert (both.step, both.ends_early) == (1, True)
 

@@ -73,6 +73,8 @@ class UnreadableCheckpoint(CheckpointError):
     """A checkpoint cannot be read at present, so it is unknown whether it is complete: its folder is missing (moved,
     not mounted) or not accessible, or its storage does not respond. It may be readable later."""
 
+    failure_kind = "unreadable_checkpoint"
+
 
 def damaged(file: Location, problem: str) -> DamagedCheckpoint:
     """The error for a problem of `file` of a checkpoint."""

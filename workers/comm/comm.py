@@ -8,7 +8,6 @@ axis of size 1 costs nothing, so a single process needs neither call.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -27,9 +26,8 @@ from manta.workers.comm.secret import Secret
 from manta.workers.comm.shared_work import SharedWork
 from manta.workers.errors import PeerLost
 from manta.workers.liveness.progress import Progress
-from manta.workers.protocol.messages import TraceOrder
+from manta.workers.protocol.requests import Requests
 from manta.workers.system.ports import PortRange, address_facing
-from manta.workers.timing.recording import TraceOrders
 from manta.workers.timing.step_phases import StepPhase, StepPhases
 
 BackendKind = Literal["links", "process_groups"]
@@ -62,8 +60,8 @@ class Comm:
         self._trail = trail_for(device, self.progress) if self._kind == "process_groups" else None
         self.step = StepPhases(device, self.progress, trail=self._trail)
         """What this rank is doing at any moment; `progress` follows it."""
-        self.trace_orders = TraceOrders()
-        """Requested traces of the job, if this is rank 0."""
+        self.requests = Requests()
+        """What this rank is asked for, which the step's agreement passes on."""
         self.shared_work = SharedWork()
         """Links between all ranks for the thread that writes checkpoints, whose messages must not mix with a step's."""
         self._ranks = {axis: grid.group(axis, rank) for axis in (*AXES, "context")}
@@ -73,10 +71,6 @@ class Comm:
         self._backend: Backend | None = None
         self._work_links: Links | None = None
         self._last_ended = -1
-        self._last_to_rest = self._last_to_save = -1
-        self.saving = False
-        """Whether this rank is writing a checkpoint; the others learn it with the step's agreement."""
-        self._cut_until = 0.0
         self._lock = threading.Lock()
 
     def connect(self, store: dist.Store, generation: int, store_host: str, secret: str) -> None:
@@ -85,7 +79,6 @@ class Comm:
         self.progress.belongs_to(generation)
         self.step.enter("connecting")
         self.generation = generation
-        time.sleep(max(0.0, self._cut_until - time.monotonic()))
         self.raise_if_over()
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         host = address_facing(store_host)
@@ -136,37 +129,8 @@ class Comm:
             if self.is_over():
                 self._interrupt()
 
-    def request_rest(self, generation: int) -> None:
-        """Called by another thread: the ranks of the generations up to this one are to leave them, all after the same
-        step. A rank that is asked informs the others with the step's agreement."""
-        self._last_to_rest = max(self._last_to_rest, generation)
-
-    @property
-    def rest_requested(self) -> bool:
-        """Whether this rank was asked to leave this generation after a step."""
-        return self.generation <= self._last_to_rest
-
-    def request_end(self, generation: int) -> None:
-        """Called by another thread: the ranks of the generations up to this one are to save their state and end, all
-        after the same step. A rank that is asked informs the others with the step's agreement."""
-        self._last_to_save = max(self._last_to_save, generation)
-
-    @property
-    def end_requested(self) -> bool:
-        """Whether this rank was asked to save and end in this generation."""
-        return self.generation <= self._last_to_save
-
-    @property
-    def trace_due(self) -> TraceOrder | None:
-        """The trace that all ranks are to begin with the next step, known to the first rank; None if there is none."""
-        recorder = self.step.recorder
-        if self.rank != 0 or not (recorder is None or recorder.in_last_step):
-            return None
-        return self.trace_orders.due(self.generation, self.progress.step + 1)
-
-    def cut(self, seconds: float) -> None:
-        """Simulates a failed network: all connections break, and no new ones are made for `seconds`."""
-        self._cut_until = time.monotonic() + seconds
+    def break_connections(self) -> None:
+        """Called by another thread: all connections break, as if the network had failed."""
         with self._lock:
             self._interrupt()
 

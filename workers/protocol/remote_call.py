@@ -15,13 +15,23 @@ from typing import Any, TypeVar
 
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import Codec, JsonObject, MalformedMessage, codec_of
+from manta.workers.protocol.requests import COMMANDS, RankRequest
 
 T = TypeVar("T")
 
 EPOCH = "owner_epoch"
-FOR_ALL = frozenset({"describe", "progress", "stacks", "snapshot_steps", "snapshot_files", "backup_progress", "arm"})
-"""Calls that are answered for every caller: they change nothing, or inject a fault, which a user may ask any control
-plane for."""
+FOR_ALL = frozenset(
+    {"describe", "progress", "stacks", "snapshot_steps", "snapshot_files", "backup_progress"}
+    | {f"tell {word}" for word, command in COMMANDS.items() if issubclass(command, RankRequest) and command.for_all}
+)
+"""Names of calls that are answered for every caller: they change nothing, or are requests that a user may make to any
+control plane."""
+
+
+def call_name(method: str, arguments: JsonObject) -> str:
+    """What a call is for: its method, and of `tell` also the word of the request."""
+    request = arguments.get("request")
+    return f"{method} {request.get('do')}" if method == "tell" and isinstance(request, dict) else method
 
 
 async def call(
@@ -71,9 +81,9 @@ class Ownership:
     def admit(self, method: str, arguments: JsonObject) -> None:
         """Record the epoch of a call. Raises StaleOwner if it is lower than the newest owner's and the call is not
         for all."""
-        epoch = arguments.get(EPOCH)
+        name, epoch = call_name(method, arguments), arguments.get(EPOCH)
         if not isinstance(epoch, int):
             return
-        if epoch < self.epoch and method not in FOR_ALL:
-            raise StaleOwner(f"{method} was refused: its caller has epoch {epoch}, and another one {self.epoch} by now")
+        if epoch < self.epoch and name not in FOR_ALL:
+            raise StaleOwner(f"{name} was refused: its caller has epoch {epoch}, and another one {self.epoch} by now")
         self.epoch = max(self.epoch, epoch)

@@ -7,7 +7,7 @@ than the receiver's is refused. It is sent as JSON (`json_codec.py`), with the p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.liveness.progress import DeviceRecord, Phase, Record
@@ -179,23 +179,8 @@ class Finished:
 class Failure:
     """Why a trainer ends before its last step, as it reports to its agent."""
 
-    kind: Literal[
-        "exception",
-        "peer_lost",
-        "no_shared_memory",
-        "bad_data",
-        "unreadable_data",
-        "bad_checkpoint",
-        "unreadable_checkpoint",
-        "not_saved",
-        "not_finite",
-        "spike",
-        "corrupt",
-        "device_lost",
-        "node_exhausted",
-    ]
-    """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is not
-    the culprit; the others are typed errors whose message is one clear sentence."""
+    kind: str
+    """A key of `manta.workers.errors.FAILURE_KINDS`."""
     step: int
     """Step that was being computed (last committed + 1)."""
     exception: str
@@ -282,6 +267,8 @@ PAYLOADS: dict[str, Any] = {
 that. The last report of a rank in a generation is `resting` or `exit`. `prepared`, `flight_record` and `failure` stay
 with the agent, which puts the failure into the exit."""
 _KINDS = {payload: kind for kind, payload in PAYLOADS.items()}
+FROM_AGENTS = (Printed, TrainerStatus, Exited)
+"""The payloads that agents make themselves; all others come from trainers."""
 
 
 def kind_of(payload: Payload) -> str:

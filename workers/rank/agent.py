@@ -19,15 +19,14 @@ from manta.workers.protocol.json_codec import JsonObject
 from manta.workers.protocol.messages import (
     AgentDescription,
     Endpoint,
-    Fault,
     Launched,
     LaunchOrder,
     StoredSnapshot,
-    TraceOrder,
     check_protocol,
 )
 from manta.workers.protocol.remote_call import Ownership, serve
 from manta.workers.protocol.reports import KillReason, Report, TrainerStatus
+from manta.workers.protocol.requests import RankRequest
 from manta.workers.rank.report_buffer import ReportBuffer
 from manta.workers.rank.snapshot_sharing import SnapshotSharing
 from manta.workers.rank.trainer_slot import StaleGeneration, TrainerSlot
@@ -102,26 +101,17 @@ class Agent:
         True when it is ready, False if that failed. Raises ZygoteUnavailable."""
         return await self._slot.prepare(order)
 
-    async def arm(self, fault: Fault) -> None:
-        """Have this rank's trainer carry out `fault` when it reaches that point: the running one, or one of a later
-        generation while this agent lives."""
-        self._slot.arm(fault)
-
-    async def trace(self, order: TraceOrder) -> bool:
-        """Have all ranks of the order's generation record the same steps; called on rank 0. False if its trainer is not
-        of that generation, or at rest."""
-        return self._slot.trace(order)
+    async def tell(self, request: RankRequest) -> bool:
+        """Have this rank's trainer carry out `request`. False if it cannot: none runs, or the request is for a
+        generation that it is not in, or has left. A fault is remembered: it strikes the running trainer, or one of a
+        later generation while this agent lives."""
+        return self._slot.tell(request)
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         """Bring the trainer of `generation` to rest, after the present step if that ends within `patience` seconds;
         returns whether it is at rest. If it is not within `grace` more seconds, it is killed, so that this rank leaves
         the generation in any case."""
         return await self._slot.rest(generation, grace, patience)
-
-    async def save_and_end(self, generation: int) -> bool:
-        """Have all ranks of `generation` save their state after the same step, and end; calling one agent is enough.
-        False if its trainer is not of that generation, or at rest."""
-        return self._slot.save_and_end(generation)
 
     async def progress(self) -> TrainerStatus | None:
         """The trainer's position; None if none is running, or none is watched."""

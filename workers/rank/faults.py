@@ -36,12 +36,12 @@ class Faults:
         self._strike = strike
         self._waiting: dict[str, Fault] = {}
         self._struck: set[str] = set()
-        self._slow_seconds = 0.0
+        self._slow_seconds = self._cut_until = 0.0
 
     @property
     def armed(self) -> bool:
         """Whether `reached` must be called at every phase."""
-        return bool(self._waiting) or self._slow_seconds > 0
+        return bool(self._waiting) or self._slow_seconds > 0 or self._cut_until > 0
 
     def arm(self, faults: Iterable[Fault]) -> None:
         """Let each of `faults` strike once, when its phase is reached. From any thread."""
@@ -54,6 +54,10 @@ class Faults:
         self._slow_seconds = seconds
         time.sleep(seconds)
 
+    def cut_off(self, seconds: float) -> None:
+        """For `seconds` no new connections are made: a rank that is about to connect waits until then."""
+        self._cut_until = time.monotonic() + seconds
+
     def reached(self, step: int, phase: Phase) -> None:
         """The training thread is at `phase` of `step`: carry out faults for that."""
         if self._slow_seconds and phase == "data":
@@ -64,6 +68,8 @@ class Faults:
                 del self._waiting[fault.id]
                 self._struck.add(fault.id)
                 self._strike(fault, step)
+        if phase == "connecting":
+            time.sleep(max(0.0, self._cut_until - time.monotonic()))
 
 
 def hang(hold_gil: bool) -> None:

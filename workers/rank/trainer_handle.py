@@ -12,9 +12,20 @@ from typing import Any
 
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.protocol.json_codec import MalformedMessage
-from manta.workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TraceOrder
-from manta.workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
-from manta.workers.rank.control_socket import Arm, Command, DumpFlightRecord, Go, Rest, SaveAndEnd, Trace, command_line
+from manta.workers.protocol.messages import FAULT_STRUCK, LaunchOrder
+from manta.workers.protocol.reports import (
+    FROM_AGENTS,
+    PAYLOADS,
+    Event,
+    Exited,
+    Failure,
+    KillReason,
+    Prepared,
+    Report,
+    Resting,
+)
+from manta.workers.protocol.requests import Command, DumpFlightRecord, Go, RankRequest, Rest
+from manta.workers.rank.control_socket import command_line
 from manta.workers.rank.rank_log import LineSink, LineSplitter
 from manta.workers.rank.report_buffer import ReportBuffer
 from manta.workers.system.host_memory import killed_for_memory
@@ -27,11 +38,6 @@ MAX_DRAINS = 10
 """How often it is waited so long: a grandchild may go on writing."""
 FLIGHT_RECORD_SECONDS = 3.0
 CHUNK_BYTES = 65536
-KINDS = frozenset(
-    {"prepared", "started", "metrics", "event", "flight_record", "trace_began", "traced", "profiled", "resting"}
-    | {"failure", "finished"}
-)
-"""Kinds of reports from a trainer; the others are made by its agent."""
 
 
 class TrainerHandle:
@@ -127,24 +133,13 @@ class TrainerHandle:
     def _send(self, command: Command) -> None:
         self.process.control_writer.write(command_line(command))
 
-    def save_and_end(self, generation: int) -> bool:
-        """Have the ranks of `generation` save their state after a step, and end; False if this is not one of them, or
-        is at rest."""
-        if self.generation != generation or self.process.ended or self.at_rest:
+    def tell(self, request: RankRequest) -> bool:
+        """Have the trainer carry out `request`; returns whether it can: not if it has ended, or if the request is for a
+        generation that it is not in, or has left."""
+        generation = request.of_generation
+        if self.process.ended or (generation is not None and (generation != self.generation or self.at_rest)):
             return False
-        self._send(SaveAndEnd(generation))
-        return True
-
-    def arm(self, fault: Fault) -> None:
-        """Have the trainer carry out `fault` when it reaches that point."""
-        if not self.process.ended:
-            self._send(Arm(fault))
-
-    def trace(self, order: TraceOrder) -> bool:
-        """Have all ranks of the order's generation record steps; False if this is not one of them, or is at rest."""
-        if self.generation != order.generation or self.process.ended or self.at_rest:
-            return False
-        self._send(Trace(order))
+        self._send(request)
         return True
 
     async def flight_record(self) -> FlightRecord | None:
@@ -222,11 +217,13 @@ class TrainerHandle:
         """Buffer one report, unless it is invalid or belongs to another generation."""
         try:
             document = json.loads(line)
-            if document["generation"] != self.generation or document["kind"] not in KINDS:
+            if document["generation"] != self.generation or document["kind"] not in PAYLOADS:
                 return
             report = Report.from_json(document)
         except (ValueError, KeyError, TypeError, RecursionError, MalformedMessage) as error:
             self._log.write(self.generation, "agent", [f"unreadable report ({error}): {line[:200]!r}"])
+            return
+        if isinstance(report.payload, FROM_AGENTS):
             return
         match report.payload:
             case Prepared():

@@ -23,26 +23,11 @@ import torch
 import torch.distributed as dist
 
 from manta.workers.accounting.device_peak import peak_of_rank
-from manta.workers.checkpoint.checksums import UnreadableCheckpoint
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.flight_recorder import capture_flight_record
 from manta.workers.comm.grid import RankGrid
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
-from manta.workers.errors import (
-    CheckpointError,
-    CheckpointNotSaved,
-    DataError,
-    DataNotStored,
-    DataUnreadable,
-    DeviceLost,
-    NodeExhausted,
-    NonFiniteError,
-    PeerLost,
-    ReplicaDiffers,
-    RestRequested,
-    SharedMemoryError,
-    SpikeError,
-)
+from manta.workers.errors import MantaError, NodeExhausted, PeerLost, RestRequested
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.stacks import answer_with_stacks
@@ -61,6 +46,7 @@ from manta.workers.protocol.reports import (
     Resting,
     Started,
 )
+from manta.workers.protocol.requests import Arm, Command, DumpFlightRecord, Requests, Rest
 from manta.workers.rank.control_socket import CommandReader, exit_orphaned, report_lines, reports_of
 from manta.workers.rank.faults import (
     Faults,
@@ -78,29 +64,11 @@ from manta.workers.storage.locations import parse_location
 from manta.workers.system import gpu
 from manta.workers.system.priority import lower_priority
 from manta.workers.system.threads import threads_of
-from manta.workers.timing.recording import TraceOrders
 from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
 STORE_TIMEOUT = timedelta(seconds=20)
-_KINDS: dict[type[BaseException], str] = {
-    PeerLost: "peer_lost",
-    SharedMemoryError: "no_shared_memory",
-    DataNotStored: "not_saved",
-    DataUnreadable: "unreadable_data",
-    DataError: "bad_data",
-    NonFiniteError: "not_finite",
-    SpikeError: "spike",
-    ReplicaDiffers: "corrupt",
-    DeviceLost: "device_lost",
-    NodeExhausted: "node_exhausted",
-    UnreadableCheckpoint: "unreadable_checkpoint",
-    CheckpointError: "bad_checkpoint",
-    CheckpointNotSaved: "not_saved",
-}
-
-
 _EXHAUSTED = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 Build = Callable[[LaunchOrder, Progress | None, Reporter], tuple[Comm, Trainer]]
@@ -138,14 +106,11 @@ class TrainerProcess:
         self._built: LaunchOrder | None = None
         self._connected_at = 0.0
         self._lost_peer = ""
-        self._ended_generation = self._last_to_save = -1
+        self._ended_generation = -1
         self._sending = threading.Lock()
         self._faults = Faults(self._strike)
-        self._trace_orders = TraceOrders()
-        self._commands = CommandReader(
-            *(control, self._end, self._save_and_end, self._arm, self._trace_orders.add, self._send_flight_record),
-            orphaned,
-        )
+        self._requests = Requests()
+        self._commands = CommandReader(control, self._take, orphaned)
 
     def run(self, prepare: bool = False) -> int:
         """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
@@ -221,11 +186,10 @@ class TrainerProcess:
         error = _as_exhausted(gpu.as_lost(error))
         text = "".join(traceback.format_exception(error))
         print(text, file=sys.stderr, flush=True)
-        kind = next((name for cls, name in _KINDS.items() if isinstance(error, cls)), "exception")
+        kind = error.failure_kind if isinstance(error, MantaError) else "exception"
         step = self._trainer.step if self._trainer is not None else self.order.resume.step
         message = " ".join(str(error).split()) or type(error).__name__
-        failure = Failure(kind, step + 1, type(error).__name__, message, text)  # type: ignore[arg-type]
-        self._report(failure)
+        self._report(Failure(kind, step + 1, type(error).__name__, message, text))
         self.reporter.close()
         return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
 
@@ -237,7 +201,6 @@ class TrainerProcess:
         self._faults.arm(order.faults)
         self._watch_for_faults()
         self._comm.end(self._ended_generation)
-        self._comm.request_end(self._last_to_save)
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None or order.secret is None:
                 raise ValueError("a job of several ranks needs a rendezvous store and a secret in its launch order")
@@ -279,22 +242,23 @@ class TrainerProcess:
             before.forget()
         self._comm = self._trainer = before = None  # before the new ones, so that memory never holds both
         self._comm, self._trainer = self._build_rank(order, progress, self.reporter)
-        self._comm.trace_orders = self._trace_orders
+        self._comm.requests = self._requests
         self._built = order
 
-    def _end(self, generation: int, after_step: bool) -> None:
-        if after_step:
-            if self._comm is not None:
-                self._comm.request_rest(generation)
-            return
-        self._ended_generation = max(self._ended_generation, generation)
-        if self._comm is not None:
-            self._comm.end(generation)
-
-    def _save_and_end(self, generation: int) -> None:
-        self._last_to_save = max(self._last_to_save, generation)
-        if self._comm is not None:
-            self._comm.request_end(generation)
+    def _take(self, command: Command) -> None:
+        """Begin to carry out a command of the agent. Called by the thread that reads them."""
+        match command:
+            case Rest(generation, after_step=False):
+                self._ended_generation = max(self._ended_generation, generation)
+                if self._comm is not None:
+                    self._comm.end(generation)
+            case Arm(fault):
+                self._faults.arm([fault])
+                self._watch_for_faults()
+            case DumpFlightRecord():
+                self._send_flight_record()
+            case _:
+                self._requests.add(command)
 
     def _report(self, payload: Payload) -> None:
         self.reporter.send(payload)
@@ -308,10 +272,6 @@ class TrainerProcess:
     def _send(self, reports: list[Report]) -> None:
         with self._sending:
             self._control.sendall(report_lines(reports))
-
-    def _arm(self, fault: Fault) -> None:
-        self._faults.arm([fault])
-        self._watch_for_faults()
 
     def _send_flight_record(self) -> None:
         """On a separate thread: commands that may release this rank must not wait for NCCL's recorder."""
@@ -348,7 +308,8 @@ class TrainerProcess:
             case "store" if self.order.store_port is not None:
                 kill_store(self.order.store_port)
             case "partition" if self._comm is not None:
-                self._comm.cut(fault.seconds)
+                self._faults.cut_off(fault.seconds)
+                self._comm.break_connections()
 
 
 def _has_same_position(one: LaunchOrder, other: LaunchOrder) -> bool:

@@ -16,8 +16,9 @@ from manta.workers.liveness.stacks import capture_stacks, stacks_path
 from manta.workers.node.host import this_host, visible
 from manta.workers.paths import Paths, zygote_socket
 from manta.workers.protocol.json_codec import to_json
-from manta.workers.protocol.messages import Fault, Launched, LaunchOrder, TraceOrder, TrainerArgument
+from manta.workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
 from manta.workers.protocol.reports import KillReason, TrainerStatus
+from manta.workers.protocol.requests import Arm, RankRequest
 from manta.workers.rank.rank_log import LineSink, RankLog, ReportedLines
 from manta.workers.rank.report_buffer import ReportBuffer
 from manta.workers.rank.trainer_handle import TrainerHandle
@@ -102,7 +103,7 @@ class TrainerSlot:
                 occupant = await self._fork(order)
                 for fault in self._waiting_faults():
                     if fault not in order.faults:  # it was armed meanwhile
-                        occupant.trainer.arm(fault)
+                        occupant.trainer.tell(Arm(fault))
             self._attend(occupant, order)
             return Launched(occupant.trainer.process.pid, was_reused)
 
@@ -123,10 +124,13 @@ class TrainerSlot:
                 grace = max(grace, occupant.watch.snapshot_bytes() / REST_BYTES_PER_SECOND)
             return await occupant.trainer.rest(generation, grace, patience)
 
-    def save_and_end(self, generation: int) -> bool:
-        """Have all ranks of `generation` save and end; see `TrainerHandle.save_and_end`."""
+    def tell(self, request: RankRequest) -> bool:
+        """Have the trainer carry out `request`; returns whether it can, see `TrainerHandle.tell`. A fault is remembered
+        for trainers of later generations."""
+        if isinstance(request, Arm):
+            self._faults[request.fault.id] = request.fault
         occupant = self._running()
-        return occupant is not None and occupant.trainer.save_and_end(generation)
+        return occupant is not None and occupant.trainer.tell(request)
 
     async def stop(self) -> Exit:
         """SIGKILL the trainer and wait until it is reaped. Returns how it ended; `Exit(None, None)` if none was
@@ -144,18 +148,6 @@ class TrainerSlot:
             return False
         occupant.trainer.kill(reason)
         return True
-
-    def arm(self, fault: Fault) -> None:
-        """Have the trainer carry out `fault` when it reaches that point: the running one, or one of a later
-        generation."""
-        self._faults[fault.id] = fault
-        if (occupant := self._running()) is not None:
-            occupant.trainer.arm(fault)
-
-    def trace(self, order: TraceOrder) -> bool:
-        """Have all ranks of the order's generation record steps; see `TrainerHandle.trace`."""
-        occupant = self._running()
-        return occupant is not None and occupant.trainer.trace(order)
 
     def status(self) -> TrainerStatus | None:
         """The trainer's position; None if none is running, or none is watched."""

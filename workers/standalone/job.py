@@ -315,7 +315,7 @@ class TraceFile:
         trainer.tracing.sink = self._take
         if trainer.comm.rank == 0:
             order = TraceOrder(NUMBER, trainer.comm.generation, self._steps, self._first_step)
-            trainer.comm.trace_orders.add(order)
+            trainer.comm.requests.traces.add(order)
 
     def _nothing_recorded(self) -> MantaError:
         return MantaError(f"no step is traced: from step {max(2, self._first_step)} on there is none to record")

@@ -1,5 +1,4 @@
-"""Traces of a job's steps: what is requested, which waits until the step before the first one, and what one rank did
-in these steps, with its form for transfer: compressed JSON. Pure Python.
+"""Traces of a job's steps: what one rank did in them, and its form for transfer, which is compressed JSON. Pure Python.
 
 Times are those of CLOCK_MONOTONIC on the rank's machine, in seconds; the code that merges several ranks knows the
 offsets between the clocks of their machines (`workers/step_traces/assembly.py`).
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from manta.workers.protocol.json_codec import MalformedMessage
-from manta.workers.protocol.messages import TraceOrder
 
 SliceKind = Literal[
     "loader",
@@ -179,42 +176,3 @@ def clock_of_machine() -> str:
 
 MAX_STEPS = 20
 """Of one trace."""
-
-
-class TraceOrders:
-    """The orders of one trainer, through its generations. Any thread may ask; the training thread takes them."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, TraceOrder] = {}
-        self._started: set[tuple[int, int]] = set()
-        self._late: set[tuple[int, int]] = set()
-        self._lock = threading.Lock()
-
-    def add(self, order: TraceOrder) -> None:
-        """Want a trace, unless it has begun or is wanted already: a control plane that takes over asks again."""
-        with self._lock:
-            if (order.generation, order.number) not in self._started:
-                self._waiting[order.number] = order
-            else:
-                self._late |= {(order.number, rank) for rank in order.profiler_ranks}
-
-    def is_late(self, number: int, rank: int) -> bool:
-        """Whether an order to profile `rank` for that trace came after it had begun."""
-        return (number, rank) in self._late
-
-    def due(self, generation: int, step: int) -> TraceOrder | None:
-        """The first order of this generation that may begin with `step`, if any; earlier generations' are forgotten."""
-        if not self._waiting:
-            return None
-        with self._lock:
-            self._waiting = {number: each for number, each in self._waiting.items() if each.generation >= generation}
-            ready = [
-                each for each in self._waiting.values() if each.generation == generation and each.first_step <= step
-            ]
-        return min(ready, key=lambda each: each.number, default=None)
-
-    def take(self, generation: int, number: int) -> TraceOrder | None:
-        """The recording of that trace begins; returns its order, None if this rank has none."""
-        with self._lock:
-            self._started.add((generation, number))
-            return self._waiting.pop(number, None)

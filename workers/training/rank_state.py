@@ -200,7 +200,7 @@ class RankState:
     def commit(self, step: int, statistics: StepStatistics) -> None:
         """The state is that of `step`, which is complete on all ranks."""
         self._settle(step)
-        if self.snapshots is not None and not statistics.saving:
+        if self.snapshots is not None and not statistics.asked.saving:
             self.snapshots.unprotect()
         self.guard.committed(step, statistics)
 
@@ -238,7 +238,7 @@ class RankState:
         if self.checkpoints is not None and self.checkpoints.copying:  # otherwise the step has no such phase
             with self.comm.step.phase("checkpoint"):
                 self.checkpoints.finish_copy()
-        self.comm.saving = self.checkpoints is not None and self.checkpoints.writing
+        self.comm.requests.saving = self.checkpoints is not None and self.checkpoints.writing
 
     def note_step_seconds(self, step: int, seconds: float) -> None:
         """Step `step` took `seconds`, which the interval between snapshots depends on. Raises PeerLost."""

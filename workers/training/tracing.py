@@ -53,7 +53,7 @@ class Tracing:
         if step_phases.recorder is None and self._next is not None:
             number, steps = self._next
             self._next, self._first_step = None, step
-            order = self._comm.trace_orders.take(self._comm.generation, number)
+            order = self._comm.requests.traces.take(self._comm.generation, number)
             if order is not None and self._comm.rank in order.profiler_ranks:
                 self._profile = TorchProfile(self._comm.device)
             idle = self._comm.idle_seconds if self._comm.measures_idle_seconds else None
@@ -75,8 +75,8 @@ class Tracing:
             recorder.end_step()
             if recorder.done:
                 self._end(recorder, "")
-        if statistics.trace is not None:
-            self._next = statistics.trace
+        if statistics.asked.trace:
+            self.begin_with_next_step(statistics.asked.trace, statistics.asked.traced_steps)
 
     def abort(self) -> None:
         """Stop recording: of an unfinished recording, the complete steps are kept."""
@@ -100,7 +100,7 @@ class Tracing:
         made = _Made(number, self._first_step, make, profile)
         if profile is not None:
             self._reporter.deferred(made.profiled)
-        elif self._comm.trace_orders.is_late(number, self._comm.rank):
+        elif self._comm.requests.traces.is_late(number, self._comm.rank):
             made.left_out = "the profiler was requested too late"
         self._reporter.deferred(made.traced)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from benchmarks.support.simulation.cluster_process import HOST, SimulatedCluster
 from benchmarks.support.simulation.messages import Channel
-from manta.service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, OrderEpoch, RayAgent
+from manta.service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, OrderEpoch
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.node_daemons import HeartbeatSource
 from manta.service.cluster.node_shapes import NodeShape
@@ -139,8 +139,8 @@ class SimulatedGroups:
         await self._asking.ask(SimulatedCluster.remove_groups, names=names)
 
 
-class SimulatedAgentClient(RayAgent):
-    """An AgentClient of a simulated agent: calls are those of an agent in Ray, only the way there is another."""
+class SimulatedAgentClient(AgentClient):
+    """The client of a simulated agent: calls are those of an agent in Ray, only the way there is another."""
 
     def __init__(self, channel: Channel, name: str, epoch: OrderEpoch | None):
         super().__init__(None, None, str(job_of(name)), epoch)

@@ -21,6 +21,7 @@ from manta.api.ui import mount
 from manta.service.control.options import ModelPackages
 from manta.service.control.running_ranks import ObservedWaits, RankStack
 from manta.service.file_work import FileWork
+from manta.service.job.inbox import JobRequest
 from manta.service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from manta.service.logs.pages import LogsInHome, log_file, log_folder
 from manta.service.recovery.timeline import RecoveryTimeline
@@ -72,13 +73,7 @@ class SampleControl:
     def submitted(self, job_id: str) -> None:
         """Nothing to do."""
 
-    def cancel(self, job_id: str) -> None:
-        """Nothing to do."""
-
-    def pause(self, job_id: str) -> None:
-        """Nothing to do."""
-
-    def resize(self, job_id: str) -> None:
+    def tell(self, job_id: str, request: JobRequest) -> None:
         """Nothing to do."""
 
     def delete(self, job_id: str) -> Deletion:

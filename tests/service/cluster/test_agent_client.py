@@ -1,6 +1,7 @@
 """Agents and daemons over an actor that speaks Ray's language: JSON crosses, Ray's errors do not."""
 
 import asyncio
+import inspect
 import itertools
 import json
 import typing
@@ -15,8 +16,6 @@ from manta.service.cluster.agent_client import (
     AgentLost,
     AgentTimeout,
     NodeClient,
-    RayAgent,
-    RayNodeDaemon,
     within,
 )
 from manta.service.leases.decisions import LeaseLost, LeaseUncertain
@@ -34,6 +33,7 @@ from manta.workers.protocol.messages import (
     TraceOrder,
 )
 from manta.workers.protocol.remote_call import EPOCH, StaleOwner, serve
+from manta.workers.protocol.requests import RankRequest, RecordSteps, SaveAndEnd
 from manta.workers.rank.agent import Agent
 from tests.service.support.fake_agents import FakeAgent
 
@@ -53,7 +53,7 @@ class ActorDiedError(RayError):
 RAY = SimpleNamespace(exceptions=SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError))
 
 
-def over_ray(target, client=RayAgent):
+def over_ray(target, client=AgentClient):
     """A client of `target` as if that were an actor."""
 
     async def carry(method, arguments):
@@ -67,7 +67,7 @@ def raising(error):
     async def carry(method, arguments):
         raise error
 
-    return RayAgent(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)))
+    return AgentClient(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)))
 
 
 def test_calls_go_to_the_node_that_the_agent_has_described():
@@ -105,14 +105,18 @@ def test_orders_reports_and_answers_cross_with_their_types():
     asyncio.run(body())
 
 
-@pytest.mark.parametrize(
-    ("protocol", "real"),
-    [(AgentClient, Agent), (AgentClient, RayAgent), (AgentClient, FakeAgent), (NodeClient, NodeDaemon)],
-)
-def test_agents_and_daemons_implement_every_method_of_their_clients(protocol, real):
-    for name in (name for name in vars(protocol) if not name.startswith("_")):
-        asked, there = getattr(protocol, name).__annotations__, getattr(real, name).__annotations__
-        assert asked == there, name
+def calls_of(cls):
+    """Names of what other processes may call, except for the way there."""
+    return {
+        name
+        for name, method in inspect.getmembers(cls, inspect.iscoroutinefunction)
+        if not name.startswith("_") and name != "call"
+    }
+
+
+def test_fake_agent_has_the_calls_of_agents():
+    for name in calls_of(Agent):
+        assert getattr(FakeAgent, name).__annotations__ == getattr(Agent, name).__annotations__, name
 
 
 class Heard(Exception):
@@ -120,21 +124,20 @@ class Heard(Exception):
 
 
 METHODS = [
-    (protocol, client, name)
-    for protocol, client in ((AgentClient, RayAgent), (NodeClient, RayNodeDaemon))
-    for name in vars(protocol)
-    if not name.startswith("_")
+    (target, client, name)
+    for target, client in ((Agent, AgentClient), (NodeDaemon, NodeClient))
+    for name in sorted(calls_of(target))
 ]
 
 
-@pytest.mark.parametrize(("protocol", "client", "name"), METHODS, ids=lambda value: getattr(value, "__name__", value))
-def test_client_passes_every_argument_to_the_agent_or_daemon(protocol, client, name):
-    hints, heard, numbers = typing.get_type_hints(getattr(protocol, name)), [], itertools.count(1)
+@pytest.mark.parametrize(("target", "client", "name"), METHODS, ids=lambda value: getattr(value, "__name__", value))
+def test_client_passes_every_argument_to_the_agent_or_daemon(target, client, name):
+    hints, heard, numbers = typing.get_type_hints(getattr(target, name)), [], itertools.count(1)
     made = {
         int: lambda: next(numbers), float: lambda: next(numbers) / 2, str: lambda: f"text {next(numbers)}",
         bool: lambda: True, int | None: lambda: next(numbers), str | None: lambda: f"text {next(numbers)}",
-        Fault: lambda: Fault("f", "kill", 3), Endpoint: lambda: Endpoint("there", 7000),
-        LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}), TraceOrder: lambda: TraceOrder(1, 2, 3, 4, (0, 2)),
+        RankRequest: lambda: RecordSteps(TraceOrder(1, 2, 3, 4, (0, 2))), Endpoint: lambda: Endpoint("there", 7000),
+        LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}),
         tuple[int, ...] | None: lambda: (next(numbers), next(numbers)),
         list[Endpoint]: lambda: [Endpoint("there", next(numbers))],
         JsonObject: lambda: {"any": next(numbers)}, list[str] | None: lambda: [f"text {next(numbers)}"],
@@ -147,9 +150,10 @@ def test_client_passes_every_argument_to_the_agent_or_daemon(protocol, client, n
     note.__annotations__ = dict(hints)
     given = {parameter: made[kind]() for parameter, kind in hints.items() if parameter != "return"}
     there = over_ray(type("There", (), {name: note})(), client)
-    with pytest.raises(Heard):
-        asyncio.run(getattr(there, name)(*given.values()))
-    assert heard == [given]
+    for call in (getattr(there, name)(*given.values()), getattr(there, name)(**given)):
+        with pytest.raises(Heard):
+            asyncio.run(call)
+    assert heard == [given, given]
 
 
 def test_errors_of_ray_are_translated_with_their_last_line():
@@ -180,7 +184,7 @@ def test_client_refuses_an_agent_or_daemon_of_another_protocol():
     with pytest.raises(ProtocolMismatch, match=r"protocol 99 and this process .* or cancel the job"):
         asyncio.run(over_ray(Newer()).describe())
     with pytest.raises(ProtocolMismatch, match=r"daemon of node n speaks protocol 99 .* once no job runs on its node"):
-        asyncio.run(over_ray(Newer(), RayNodeDaemon).start())
+        asyncio.run(over_ray(Newer(), NodeClient).start())
 
 
 def test_orders_use_the_protocol_of_the_receiving_agent(monkeypatch):
@@ -222,7 +226,7 @@ def owned_agent(epoch, error=None):
             raise epoch
         return epoch
 
-    return RayAgent(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)), "job_1", of), calls, asked
+    return AgentClient(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)), "job_1", of), calls, asked
 
 
 def test_agent_calls_carry_the_epoch_of_the_owner_if_there_is_one():
@@ -230,6 +234,13 @@ def test_agent_calls_carry_the_epoch_of_the_owner_if_there_is_one():
         agent, calls, asked = owned_agent(epoch)
         asyncio.run(agent.stop_backups())
         assert (calls, asked) == ([("stop_backups", carried)], [("job_1", "stop_backups")])
+
+
+def test_lease_is_asked_about_the_request_that_an_agent_is_told():
+    agent, _, asked = owned_agent(7, StaleOwner("refused"))
+    with pytest.raises(LeaseLost):
+        asyncio.run(agent.tell(SaveAndEnd(2)))
+    assert asked == [("job_1", "tell save_and_end")]
 
 
 def test_agent_order_is_not_sent_while_the_lease_is_uncertain():

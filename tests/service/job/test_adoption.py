@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from manta.service.job.inbox import Resize
 from manta.service.job.record import JobRecord
 from manta.service.job.report_writer import ReportWriter
 from manta.service.states import JobState
@@ -264,7 +265,7 @@ def test_change_of_size_that_was_cut_in_two_is_planned_again(two_replicas, clust
         await job.watched(2)
         assert job.generations[1][1:] == ("snapshot", 2), "processes at rest hold more than their snapshots"
         await job.commit(3)
-        job.supervisor.resize()
+        job.supervisor.tell(Resize())
         await job.watched(3)
         await job.commit(4)
         await job.finish()

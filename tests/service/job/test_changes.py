@@ -9,6 +9,7 @@ from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import resized, shapes_of
 from manta.service.job.changes import Move, Relocate, Stay, carry_out, standby_of
 from manta.service.job.context import JobContext
+from manta.service.job.inbox import NodeDraining, Resize
 from manta.service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
@@ -254,7 +255,7 @@ def test_replica_on_a_drained_node_moves_with_its_state(two_replicas, tmp_path):
         await job.commit(1, 2)
         staying = job.ranks[:2]
         cluster.nodes.draining.add("two")
-        job.supervisor.node_draining("two", 60.0)
+        job.supervisor.tell(NodeDraining("two", 60.0))
         await job.watched(2)
         assert job.ranks[:2] == staying
         assert [agent.node for agent in job.ranks] == ["one", "one", "three", "three"]
@@ -284,7 +285,7 @@ def test_moved_replica_loses_what_only_its_process_held(two_replicas, tmp_path):
         await job.commit(1)
         cluster.agents.before_rest = before_rest
         cluster.nodes.draining.add("two")
-        job.supervisor.node_draining("two", 60.0)
+        job.supervisor.tell(NodeDraining("two", 60.0))
         await job.watched(2)
         assert [agent.orders[-1].resume.step for agent in job.ranks] == [1, 1, 1, 1]
         await job.commit(2)
@@ -303,7 +304,7 @@ def test_elastic_job_drops_the_replica_on_a_drained_node(two_replicas, tmp_path)
         await job.watched(1)
         await job.commit(1)
         cluster.nodes.draining.add("one")
-        job.supervisor.node_draining("one", 60.0, "it is sold")
+        job.supervisor.tell(NodeDraining("one", 60.0, "it is sold"))
         await job.watched(2)
         assert [(agent.rank, agent.node) for agent in job.ranks] == [(0, "two"), (1, "two")]
         await job.commit(2)
@@ -320,15 +321,15 @@ def test_job_without_room_elsewhere_stays_on_a_drained_node_and_says_so_once(two
     job = two_replicas(cluster)
 
     async def looked():
-        job.supervisor.resize()
-        await reached(lambda: not job.supervisor._job.change_possible.is_set())
+        job.supervisor.tell(Resize())
+        await reached(lambda: not job.inbox.has(Resize))
 
     async def body():
         await job.start()
         await job.watched(1)
         await job.commit(1)
         cluster.nodes.draining.add("two")
-        job.supervisor.node_draining("two", 60.0)
+        job.supervisor.tell(NodeDraining("two", 60.0))
         await reached(lambda: "drain_waiting" in job.log)
         await looked()
         await looked()
@@ -355,7 +356,7 @@ def test_reshaped_job_is_placed_anew_when_there_is_room_for_the_larger_layout(tw
         cluster.nodes.used["two"] = 0
         if taken:
             cluster.groups.refuse = others_are_faster
-        job.supervisor.resize()
+        job.supervisor.tell(Resize())
         await job.watched(2)
         await job.commit(2)
         await job.finish()
@@ -419,7 +420,7 @@ def test_resting_ranks_keep_their_held_steps_if_a_change_is_abandoned(change):
         resting = {0: 4, 1: None}
         before = list(job.gang.agents)
         await carry_out(Stay("why"), job, 3, resting)
-        assert (job.gang.resting_steps, job.gang.agents, job.departing) == (resting, before, [])
+        assert (job.gang.resting_steps, job.gang.agents, job.gang.departing) == (resting, before, [])
         resting.clear()
         assert job.gang.resting_steps, "the next generation fills its own"
 
@@ -451,7 +452,7 @@ def test_relocated_gang_avoids_failing_nodes_and_fetches_state_from_its_old_agen
         assert job.cluster.groups.acquired[-1] == (job.id, 4, (0, 1, 2), frozenset({"three"}))
         assert [agent.node for agent in job.gang.agents] == ["one", "two", "four"]
         assert all(agent.lost for agent in before)
-        (departing,) = job.departing
+        (departing,) = job.gang.departing
         assert {agent.node for agent in departing.agents} == {"one", "two"}
 
     change(body)

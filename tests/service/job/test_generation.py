@@ -6,6 +6,7 @@ import pytest
 
 from manta.service.job import generation
 from manta.service.job.generation import RunningGeneration
+from manta.service.job.inbox import Cancel, Inbox, Pause
 from manta.workers.protocol.reports import Exited, Finished, KillReason, Metrics, Resting
 from tests.service.support.generations import agent_of, failed, run, stalled
 from tests.service.support.waiting import reached
@@ -16,7 +17,7 @@ def test_generation_ends_when_all_ranks_finished():
         for agent in agents:
             agent.say(Finished(9))
             agent.say(Exited(code=0))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         assert running.all_ended
         assert running.finished == {0, 1}
         assert running.deaths == []
@@ -29,7 +30,7 @@ def test_exit_with_code_0_counts_as_finished_without_a_report():
     async def body(running, agents, handled):
         for agent in agents:
             agent.say(Exited(code=0))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         assert running.finished == {0, 1}
 
     run(body)
@@ -42,7 +43,7 @@ def test_rank_killed_after_its_finish_counts_as_finished():
         agents[0].say(Finished(9))
         agents[0].say(Exited(signal=9))
         agents[1].finish(9)
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         assert (running.finished, running.deaths) == ({0, 1}, [])
 
     run(body)
@@ -54,7 +55,7 @@ def test_rank_that_fails_after_its_last_step_has_failed():
     async def body(running, agents, handled):
         agents[0].say(Finished(9))
         agents[0].say(failed("not_saved"))
-        await running.wait()
+        await running.wait(Inbox())
         assert [(death.rank, death.kind) for death in running.deaths] == [(0, "not_saved")]
         assert running.finished == set()
 
@@ -66,7 +67,7 @@ def test_lost_peer_report_waits_for_the_death_that_caused_it(monkeypatch):
 
     async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         assert [death.kind for death in running.deaths] == ["peer_lost"]
         waiting = asyncio.create_task(running.wait_for_culprit())
         agents[1].say(Exited(signal=9))
@@ -97,7 +98,7 @@ def test_rank_that_resumed_after_a_stall_counts_as_alive_until_its_death():
         agents[0].say(stalled(True, 2.0), at=30.0)
         agents[0].say(stalled(False, 0.0), at=31.0)
         agents[0].say(Exited(signal=9, killed_for=KillReason("straggler", "held up the others")), at=45.0)
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         assert [(death.kind, death.at) for death in running.deaths] == [("straggler", 45.0)]
         assert running.deaths[0].sentence == "rank 0 held up the others"
 
@@ -120,7 +121,7 @@ def test_killed_rank_is_blamed_unless_its_own_agent_killed_it(exited, kind, said
 
     async def body(running, agents, handled):
         agents[0].rest_by_itself(3)
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         agents[1]._exit(exited)
         await running.rest(0.01)
         assert [death.rank for death in running.deaths] == [1]
@@ -132,7 +133,7 @@ def test_killed_rank_is_blamed_unless_its_own_agent_killed_it(exited, kind, said
 def test_lost_peer_without_a_culprit_is_not_waited_on_forever():
     async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         await running.wait_for_culprit()
         assert len(running.deaths) == 1
 
@@ -144,7 +145,7 @@ def test_dead_rank_is_counted_once_if_its_node_is_lost_later():
 
     async def body(running, agents, handled):
         agents[0].die()
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         running.lose(0, "was on a node that is lost")
         assert [(death.rank, death.kind) for death in running.deaths] == [(0, "killed")]
         assert not running.all_ended
@@ -155,7 +156,7 @@ def test_dead_rank_is_counted_once_if_its_node_is_lost_later():
 def test_stop_of_a_generation_kills_every_rank_and_hears_its_last_report():
     async def body(running, agents, handled):
         agents[1].say(failed("exception"))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         agents[0].say(Metrics(()))
         await running.stop()
         assert running.all_ended
@@ -170,9 +171,9 @@ def test_stop_of_a_generation_kills_every_rank_and_hears_its_last_report():
 
 def test_cancel_ends_the_wait_of_a_generation_and_leaves_its_ranks_alone():
     async def body(running, agents, handled):
-        cancelled = asyncio.Event()
-        waiting = asyncio.create_task(running.wait(cancelled))
-        cancelled.set()
+        inbox = Inbox()
+        waiting = asyncio.create_task(running.wait(inbox, Cancel, Pause))
+        inbox.put(Cancel())
         await waiting
         assert not running.all_ended
         assert [agent.stops for agent in agents] == [0, 0]
@@ -205,7 +206,7 @@ def test_reports_of_another_generation_change_nothing():
         for agent in agents:
             agent.say(Exited(code=1), generation=7)
             agent.say(Exited(code=0))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         assert running.deaths == []
         assert handled == [(0, "exit"), (1, "exit")] or handled == [(1, "exit"), (0, "exit")]
 
@@ -221,7 +222,7 @@ def test_report_handler_error_is_raised_by_wait():
         running = RunningGeneration([agent], 1, {}, handle)
         agent.say(Metrics(()))
         try:
-            await running.wait(asyncio.Event())
+            await running.wait(Inbox())
         except RuntimeError as error:
             assert "full" in str(error)
         else:
@@ -234,7 +235,7 @@ def test_report_handler_error_is_raised_by_wait():
 def test_generation_with_a_resting_rank_counts_as_broken_without_a_death():
     async def body(running, agents, handled):
         agents[1].say(Resting(7, "rank 0 hung up"))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         assert running.broken and running.deaths == [] and running.resting == {1: 7}
         assert (running.culprit.rank, running.culprit.kind) == (1, "peer_lost")
 
@@ -246,7 +247,7 @@ def test_generation_with_a_known_culprit_waits_for_no_other(monkeypatch):
 
     async def body(running, agents, handled):
         agents[1].say(Exited(signal=9))
-        await running.wait()
+        await running.wait(Inbox())
         await running.wait_for_culprit()
         assert (running.culprit.rank, running.culprit.kind) == (1, "killed")
 
@@ -296,7 +297,7 @@ def test_ranks_that_saved_and_ended_do_not_count_as_dead():
 def test_failure_message_of_self_explanatory_kinds_omits_the_exception_type(kind, message):
     async def body(running, agents, handled):
         agents[0].say(failed(kind))
-        await running.wait()
+        await running.wait(Inbox())
         (death,) = running.deaths
         assert (death.kind, death.step, death.exception, death.message) == (kind, 3, "E", message)
 
@@ -306,7 +307,7 @@ def test_failure_message_of_self_explanatory_kinds_omits_the_exception_type(kind
 def test_last_output_of_a_process_that_died_silently_is_kept():
     async def body(running, agents, handled):
         agents[0].say(Exited(code=3, last_output=("Fatal Python error", "  in product")))
-        await running.wait()
+        await running.wait(Inbox())
         (death,) = running.deaths
         assert (death.kind, death.message) == ("killed", "exited with code 3")
         assert death.traceback == "Fatal Python error\n  in product"
@@ -328,7 +329,7 @@ def test_rest_is_asked_of_running_ranks_only_with_its_time_limits():
         for agent in agents:
             agent.steps, agent.rest = [4], noted(agent.rank, agent.rest)
         agents[0].die()
-        await running.wait()
+        await running.wait(Inbox())
         await running.rest(5.0, 20.0)
         assert asked == [(1, 1, 5.0, 20.0)]
         assert running.resting == {1: 4}
@@ -368,7 +369,7 @@ def test_background_work_of_a_generation_ends_before_its_ranks_are_stopped():
 
         running.run_alongside(short())
         running.run_alongside(long())
-        waiting = asyncio.create_task(running.wait())
+        waiting = asyncio.create_task(running.wait(Inbox()))
         await reached(lambda: ended == ["short"])
         assert not waiting.done()
         agents[0].die()
@@ -395,7 +396,7 @@ def test_background_task_error_is_raised_by_wait():
 
         running.run_alongside(fail())
         with pytest.raises(RuntimeError, match="nobody looks any more"):
-            await running.wait()
+            await running.wait(Inbox())
 
     run(body)
 
@@ -419,7 +420,7 @@ def test_rank_that_came_to_rest_says_why_and_when(monkeypatch):
 
     async def body(running, agents, handled):
         agents[1].say(Resting(7, "rank 0 hung up"), at=40.0)
-        await running.wait()
+        await running.wait(Inbox())
         assert (running.culprit.message, running.culprit.at) == ("lost a peer: rank 0 hung up", 40.0)
         agents[0].say(Exited(signal=9))
         await running.wait_for_culprit()

@@ -4,6 +4,7 @@ import asyncio
 
 from manta.service.job import generation
 from manta.service.job.generation import RunningGeneration
+from manta.service.job.inbox import Inbox
 from manta.workers.protocol.reports import EXIT_SAVED, Exited, Finished, Metrics
 from tests.service.support.generations import agent_of, run
 from tests.service.support.waiting import reached
@@ -12,7 +13,7 @@ from tests.service.support.waiting import reached
 def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
     async def body(running, agents, handled):
         agents[0].lose()
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         await running.stop()
         assert [(death.rank, death.kind) for death in running.deaths] == [(0, "agent_lost"), (1, "stopped")]
 
@@ -22,7 +23,7 @@ def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
 def test_agent_lost_before_adoption_is_a_death_and_others_are_heard():
     async def body(running, agents, handled):
         agents[1].say(Metrics(()))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         await running.stop()
         assert [(death.rank, death.kind) for death in running.deaths] == [(0, "agent_lost"), (1, "stopped")]
         assert running.deaths[0].message == "lost its agent while the control plane was away"
@@ -37,7 +38,7 @@ def test_agent_that_does_not_answer_is_given_up(monkeypatch):
     async def body(running, agents, handled):
         agents[0].stop = asyncio.Event().wait
         agents[1].say(Exited(signal=9))
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         await running.stop()
         assert [(death.rank, death.kind) for death in running.deaths] == [(1, "killed"), (0, "agent_lost")]
         assert running.deaths[1].sentence == "rank 0 has an agent that does not answer"
@@ -107,7 +108,7 @@ def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(
     async def body(running, agents, handled):
         agents[1].silence()
         agents[0].finish(9)
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         (death,) = running.deaths
         assert (death.rank, death.kind, death.message) == (1, "agent_lost", "lost its agent (AgentTimeout)")
 
@@ -138,7 +139,7 @@ def test_agent_silent_after_others_finished_is_given_up_sooner(monkeypatch):
         agents[0].say(Finished(9))
         agents[0].say(Exited(code=0))
         while not running.all_ended:
-            await running.wait(asyncio.Event())
+            await running.wait(Inbox())
         assert running.finished == {0}
         assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
 
@@ -162,7 +163,7 @@ def test_agent_that_answers_a_second_poll_is_kept(monkeypatch):
         agents[1].reports = late
         for agent in agents:
             agent.finish(9)
-        await running.wait(asyncio.Event())
+        await running.wait(Inbox())
         assert (running.finished, running.deaths, asked) == ({0, 1}, [], [0.01, 0.0])
 
     run(body)
@@ -205,7 +206,7 @@ def test_agent_answer_timeout_covers_the_requested_work(monkeypatch):
 
 def test_rank_on_a_lost_node_is_dead_and_its_later_reports_are_ignored():
     async def body(running, agents, handled):
-        waiting = asyncio.create_task(running.wait())
+        waiting = asyncio.create_task(running.wait(Inbox()))
         await asyncio.sleep(0)
         running.lose(1, "was on a node that is lost")
         await waiting

@@ -1,11 +1,11 @@
 """A job whose newest state cannot be read is held until it can, and loses nothing meanwhile."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from manta.service.job import supervisor
+from manta.service.job.incident import FailureHistory
 from manta.service.job.supervisor import Supervisor
 from manta.service.recovery import durable_state
 from manta.service.recovery.durable_state import CheckpointsUnreadable
@@ -289,7 +289,8 @@ def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
 def test_launch_held_for_an_unreadable_checkpoint_resets_failed_launches(monkeypatch):
     """All agents have answered."""
     held = object.__new__(Supervisor)
-    held._job = SimpleNamespace(failed_launches=["a failure"])
+    held._job, held._history = None, FailureHistory(0.0)
+    held._history.failed_launches.append("a failure")
 
     async def unreadable(job, launch):
         raise CheckpointsUnreadable("not mounted")
@@ -300,4 +301,4 @@ def test_launch_held_for_an_unreadable_checkpoint_resets_failed_launches(monkeyp
     held._wait_before_retry = hold
     monkeypatch.setattr(supervisor, "launch_generation", unreadable)
     assert asyncio.run(held._launch("launch")) == ("launch", "not mounted")
-    assert held._job.failed_launches == []
+    assert held._history.failed_launches == []

@@ -191,7 +191,7 @@ def test_thread_count_of_a_job_stays_after_relaunch_and_resize(with_cores, clust
         agent.description = dataclasses.replace(agent.description, cores=2)
     assert threads_launched(job) == [8]
     next_one = JobContext.of(job.record.store, job.cluster, asyncio.run(job.record.job()))
-    assert next_one.threads == 8
+    assert next_one.gang.threads == 8
     assert asyncio.run(next_one.record.decide_threads(2)) == 8
     larger = resized(job.submitted, 2)  # as a resize makes it, from what was submitted
     at = job.gang.agents[0].description

@@ -7,6 +7,7 @@ import pytest
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.job import leave
 from manta.service.job.context import JobContext
+from manta.service.job.inbox import LEAVE, Pause
 from manta.service.job.supervisor import Supervisor
 from manta.service.states import JobState
 from manta.service.store import checkpoints, generations, jobs, pauses_and_retries
@@ -91,7 +92,7 @@ def test_pause_asks_one_agent_after_another_until_one_accepts(job, cluster):
     async def body():
         await up(job, 1)
         for agent in job.ranks:
-            agent.refuse("save_and_end", "cannot do that now")
+            agent.refuse("tell save_and_end", "cannot do that now")
         job.pause()
         await asyncio.sleep(0.05)
         assert job.row.state == "PAUSING"
@@ -432,7 +433,7 @@ def test_job_whose_time_is_up_before_its_launch_launches_nothing(two_replicas, c
     start = cluster.agents.start
 
     async def start_when_time_is_up(*arguments):
-        await job.supervisor._job.leaving.wait()
+        await job.inbox.wait(*LEAVE)
         return await start(*arguments)
 
     async def body():
@@ -447,5 +448,5 @@ def test_job_whose_time_is_up_before_its_launch_launches_nothing(two_replicas, c
 
 def test_supervisor_remembers_a_pause_requested_before_it_runs(store, submit, cluster):
     supervisor = Supervisor(JobContext.of(store, cluster, submit()))
-    supervisor.pause()
-    assert supervisor._job.leaving.is_set()
+    supervisor.tell(Pause())
+    assert supervisor._job.inbox.has(*LEAVE)

@@ -6,6 +6,7 @@ import pytest
 
 from manta.service.job import leave, resize_and_drain
 from manta.service.job.actions import Launch, Leave, Reacquire, while_leaving
+from manta.service.job.inbox import NodeDraining, NodeLost
 from manta.service.job.leave import SPARE_SECONDS
 from manta.service.store import jobs
 from tests.service.support.fake_agents import FakeAgent
@@ -63,7 +64,7 @@ def drain(job, seconds, *nodes):
     """As the control plane does."""
     for node in nodes or ("one", "two"):
         job.cluster.nodes.drain(node, seconds)
-        job.supervisor.node_draining(node, seconds)
+        job.supervisor.tell(NodeDraining(node, seconds))
 
 
 async def asked(job):
@@ -220,7 +221,7 @@ def test_drained_job_whose_nodes_go_too_early_is_queued_with_older_state(job, cl
         await asked(job)
         for node in ("one", "two"):
             cluster.lose_node(node)
-            job.supervisor.node_lost(node, "its time was up")
+            job.supervisor.tell(NodeLost(node, "its time was up"))
         await job.task
         assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
         await placed_on(job, "three", "four")

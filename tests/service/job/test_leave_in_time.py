@@ -9,6 +9,7 @@ from manta.service.job import leave
 from manta.service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
 from manta.service.job.changes import Stay
 from manta.service.job.context import JobContext
+from manta.service.job.inbox import LEAVE, Overdue, Pause, WaitInQueue
 from manta.service.job.leave import SAVE_SECONDS
 from manta.service.ledger import StateEntry
 from manta.service.states import JobState
@@ -28,10 +29,10 @@ def seconds_until_overdue(monkeypatch):
 
         async def body():
             before()
-            context.leaving.set()
+            context.inbox.put(Pause())
             began = time.monotonic()
             await leave.watch_deadline(context)
-            assert context.overdue.is_set()
+            assert context.inbox.has(Overdue)
             seconds.append(time.monotonic() - began)
 
         in_virtual_time(monkeypatch, body)
@@ -52,7 +53,8 @@ def test_pause_is_overdue_after_the_allowed_time_under_any_control_plane(
         jobs.states_over_time(session, started.id)[-1].time -= paused_ago
 
     context = JobContext.of(store, cluster, started)
-    context.no_room = "there is none" if for_the_queue else ""
+    if for_the_queue:
+        context.inbox.put(WaitInQueue("there is none"))
     assert seconds_until_overdue(context, lambda: store.write(pause)) == seconds
 
 
@@ -71,7 +73,8 @@ def test_job_waits_longest_for_a_hanging_store_if_nothing_else_would_be_left(
 ):
     """A save has six times what the job needs for one: 2 * 2 s, and 10 s. However long a step takes meanwhile."""
     context = JobContext.of(store, cluster, submit(checkpoint={"snapshots": snapshots, "every_steps": 1}))
-    context.no_room = no_room
+    if no_room:
+        context.inbox.put(WaitInQueue(no_room))
 
     async def under_way():
         return {"hangs": ["a"], "begun_anew": [time.monotonic() // 60], "none": []}[save]
@@ -144,10 +147,10 @@ def test_job_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, 
         keeping = asyncio.create_task(leave.watch_deadline(context))
         for _ in range(20):
             await asyncio.sleep(0)
-        assert not (context.leaving.is_set() or context.overdue.is_set() or keeping.done())
-        context.leaving.set()
+        assert not (context.inbox.has(*LEAVE) or context.inbox.has(Overdue) or keeping.done())
+        context.inbox.put(Pause())
         await keeping
-        assert context.overdue.is_set()
+        assert context.inbox.has(Overdue)
 
     story(body)
 

@@ -52,7 +52,7 @@ def test_lost_rank_gets_a_new_agent_in_its_place(placed, history):
     assert replace(job, history)
     assert nodes_of(job) == ["one", "one", "two", "two"]
     assert [old is new for old, new in zip(before, job.gang.agents, strict=True)] == [True, True, False, True]
-    assert job.departing == []
+    assert job.gang.departing == []
 
 
 def test_replica_moves_off_a_node_that_keeps_failing_it(placed):
@@ -61,7 +61,7 @@ def test_replica_moves_off_a_node_that_keeps_failing_it(placed):
     assert nodes_of(job) == ["one", "one", "three", "three"]
     assert job.cluster.groups.acquired[-1][3] == {"two"}
     assert (len(job.cluster.groups.held), job.cluster.nodes.used["two"]) == (2, 0), "its places are given back"
-    (departing,) = job.departing
+    (departing,) = job.gang.departing
     assert [agent.node for agent in departing.agents] == ["two"], "its snapshots are fetched from there"
 
 
@@ -77,7 +77,7 @@ def test_replica_on_a_lost_node_is_placed_elsewhere(placed):
     job.cluster.lose_node("two")
     assert replace(job, lost=(2, 3))
     assert nodes_of(job) == ["one", "one", "three", "three"]
-    assert [departing.agents for departing in job.departing] == [[]], "nobody is there who could be asked"
+    assert [departing.agents for departing in job.gang.departing] == [[]], "nobody is there who could be asked"
 
 
 @pytest.mark.parametrize("gone", ["node", "place"])

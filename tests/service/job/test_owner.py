@@ -11,6 +11,7 @@ from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.job import launch, resize_and_drain, resume
 from manta.service.job import owner as owning
 from manta.service.job.context import JobContext
+from manta.service.job.inbox import Cancel, NodeDraining, Pause, Resize
 from manta.service.job.owner import JobOwner
 from manta.service.job.record import JobRecord
 from manta.service.job.resize_and_drain import ElasticityPlanner
@@ -112,7 +113,7 @@ def test_cancel_ends_the_retry_pause_after_a_supervision_error(owned, monkeypatc
         await owned.start()
         await reached(lambda: "supervision_failed" in owned.log)
         owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-        owned.owner.cancel()  # once, and perhaps before the pause has begun
+        owned.owner.tell(Cancel())  # once, and perhaps before the pause has begun
         await owned.task
 
     story(body)
@@ -120,7 +121,7 @@ def test_cancel_ends_the_retry_pause_after_a_supervision_error(owned, monkeypatc
     assert owned.cluster.nothing_held
 
 
-@pytest.mark.parametrize("wish", ["resize", "drain"])
+@pytest.mark.parametrize("wish", [Resize(), NodeDraining("one", 60.0)])
 def test_resize_or_drain_requested_between_supervisors_is_made_later(owned, cluster, monkeypatch, wish):
     monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 1000.0)  # it does not look by itself
     job, wanted = owned, asyncio.Event()
@@ -132,13 +133,13 @@ def test_resize_or_drain_requested_between_supervisors_is_made_later(owned, clus
         await job.die_with_control_plane()
         monkeypatch.setattr(ElasticityPlanner, "plan", plan)
         owner = job.owner = JobOwner(job.store, cluster, job.id)
-        owner.resize() if wish == "resize" else owner.node_draining("one", 60.0)
+        owner.tell(wish)
         job.task = asyncio.create_task(owner.run(None))
         await wanted.wait()
         await job.finish()
 
     async def plan(self, running):
-        self._job.change_possible.clear()
+        self._job.inbox.remove(Resize)
         wanted.set()
 
     story(body)
@@ -163,7 +164,7 @@ def test_job_with_a_spec_of_another_release_trains_on_until_cancelled(owned, clu
         assert all(agent.running for agent in cluster.agents.living.values())
         assert owned.row.state == "RUNNING"
         owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-        owned.owner.cancel()
+        owned.owner.tell(Cancel())
         await owned.task
 
     story(body)
@@ -219,7 +220,7 @@ def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluster):
         owned.supervise(None)
         await reached(lambda: "not_understood" in owned.log)
         owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-        owned.owner.cancel()
+        owned.owner.tell(Cancel())
         await owned.task
 
     story(body)
@@ -429,12 +430,12 @@ def test_job_leased_by_another_control_plane_is_released(tried, store):
     assert "supervision_failed" not in log_of(store)
 
 
-@pytest.mark.parametrize("wish", ["cancel", "pause"])
+@pytest.mark.parametrize("wish", [Cancel(), Pause()])
 def test_cancel_or_pause_ends_the_current_wait_of_an_owner_only(store, submit, cluster, wish):
     owner = JobOwner(store, cluster, submit().id)
 
     async def body():
-        getattr(owner, wish)()
+        owner.tell(wish)
         async with asyncio.timeout(10):
             await owner._pause(1000.0)
         with pytest.raises(TimeoutError):

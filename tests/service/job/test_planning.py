@@ -55,7 +55,7 @@ def test_plan_of_a_running_job_uses_the_threads_of_its_ranks(job, monkeypatch):
         raise planning.NotPlanned("enough is known")
 
     monkeypatch.setattr(planning, "planned", noted)
-    job.threads = 2
+    job.gang.threads = 2
     plan(job)
     assert threads == [2]
 

@@ -17,6 +17,7 @@ from manta.service.job.changes import Grow, Move, Relocate, Shrink
 from manta.service.job.context import JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.generation import RunningGeneration
+from manta.service.job.inbox import Cancel, Pause, Resize, TimeUp
 from manta.service.job.resize_and_drain import ElasticityPlanner
 from manta.service.states import JobState
 from manta.service.store import edits, events, generations, jobs
@@ -281,7 +282,7 @@ def test_drain_without_room_is_reported_once_per_node(planned):
         assert len(context.cluster.groups.acquired) == 1, "no places are asked for where there is no room"
         assert not await planner.may_change()
         planner.reconsider()
-        assert context.change_possible.is_set()
+        assert context.inbox.has(Resize)
         assert await planner.plan(running) is None
         assert count_of(context, "drain_waiting") == 2
         context.cluster.nodes.slots["three"] = 2
@@ -402,13 +403,13 @@ def test_standby_that_prepares_too_slowly_is_dismissed(planned, monkeypatch):
     planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
 
 
-@pytest.mark.parametrize("happens", ["cancelled", "leaving"])
+@pytest.mark.parametrize("happens", [Cancel(), Pause(), TimeUp()])
 @pytest.mark.parametrize("late", [False, True], ids=["while_it_starts", "when_it_is_ready"])
 def test_standby_of_a_job_that_ends_is_dismissed(planned, happens, late):
     async def body(planner, running, context):
         def end_it(agent):
             async def prepare(order):
-                getattr(context, happens).set()
+                context.inbox.put(happens)
                 return late or await asyncio.Event().wait()
 
             agent.prepare = prepare
@@ -446,7 +447,7 @@ def test_look_for_room_is_repeated_after_an_error(planned, monkeypatch):
     async def body(planner, running, context):
         context.cluster.nodes.error = RuntimeError("Ray does not answer")
         looking = asyncio.create_task(planner.check_for_room())
-        await reached(context.change_possible.is_set)
+        await reached(lambda: context.inbox.has(Resize))
         assert context.cluster.nodes.error is None, "the first look has failed"
         looking.cancel()
 

@@ -1,6 +1,7 @@
 """From which state a generation goes on: memory of processes, shared memory here and elsewhere, checkpoints."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_resume_waits_for_the_checkpoint_folder_only_if_it_is_needed(
 ):
     """One that does not answer may hold something newer where the database may be a backup: it does not say what rests,
     nor was it written here."""
-    job.has_launched = has_launched
+    job.record.has_begun = has_launched
     completed(job, complete)
     holds(job, 0, 3)
     holds(job, 1, 3)
@@ -198,7 +199,7 @@ def test_snapshots_of_a_departing_agent_are_fetched_from_its_node(job, cluster):
     cluster.agents.memory["three"] = {(job.id, job.gang.tag, rank): [5] for rank in (0, 1)}
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
     assert resume_of(job) == (Resume(), "start"), "nobody asks it"
-    job.departing.append(AgentSet([holder]))
+    job.gang.departing.append(AgentSet([holder]))
     assert resume_of(job) == (Resume("snapshot", 5), "snapshot")
 
 
@@ -206,7 +207,7 @@ def test_newer_state_on_the_node_that_was_left_is_brought_in_the_place_of_older_
     holds(job, 0, 3)
     holds(job, 1, 3)
     cluster.agents.memory["three"] = {(job.id, job.gang.tag, rank): [5] for rank in (0, 1)}
-    job.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))))
+    job.gang.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))))
     assert resume_of(job) == (Resume("snapshot", 5), "snapshot")
 
 
@@ -215,7 +216,7 @@ def test_resume_does_without_a_departing_agent_that_is_silent(job, cluster, monk
     monkeypatch.setattr(resume, "DEPARTING_SECONDS", 0.001)
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
     getattr(holder, trouble)()
-    job.departing.append(AgentSet([holder]))
+    job.gang.departing.append(AgentSet([holder]))
     holds(job, 0, 2)
     holds(job, 1, 2)
     assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
@@ -224,7 +225,7 @@ def test_resume_does_without_a_departing_agent_that_is_silent(job, cluster, monk
 def test_resume_does_without_a_departing_agent_that_cannot_list_snapshots(job, cluster):
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
     holder.refuse("snapshot_files", "cannot look there now")
-    job.departing.append(AgentSet([holder]))
+    job.gang.departing.append(AgentSet([holder]))
     holds(job, 0, 2)
     holds(job, 1, 2)
     assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
@@ -242,7 +243,8 @@ def test_resume_uses_a_state_left_by_another_number_of_replicas(job, cluster):
 def test_resume_examines_only_layouts_that_left_snapshots(job, cluster, monkeypatch):
     looked, groups = [], resume.state_groups
     monkeypatch.setattr(resume, "state_groups", lambda layout: looked.append(layout.data) or groups(layout))
-    job.submitted = job.submitted.model_copy(update={"elastic": ElasticConfig(min_data=1, max_data=64)})
+    elastic = {"elastic": ElasticConfig(min_data=1, max_data=64)}
+    job = replace(job, submitted=job.submitted.model_copy(update=elastic))
     alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
     cluster.agents.memory["one"] = {(job.id, layout_tag(alone.layout), 0): [6]}
     assert resume_of(job)[0].source == "memory"
@@ -322,7 +324,7 @@ def test_resume_uses_a_state_left_by_another_shape(store, cluster, submit):
     assert alone.layout.tensor == 1
     cluster.agents.memory["two"] = {(job.id, layout_tag(alone.layout), 0): [6]}
     assert resume_of(job) == (Resume(), "start"), "nobody asks that node"
-    job.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["two"]))))
+    job.gang.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["two"]))))
     start, source = resume_of(job)
     assert (start.source, start.step, source) == ("memory", 6, "memory")
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from manta.service.job import supervisor
+from manta.service.job.inbox import NodeLost
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import AGAIN, UP, story
 from tests.service.support.waiting import reached
@@ -184,7 +185,7 @@ def test_replica_on_a_lost_node_continues_elsewhere_with_its_peers_state(two_rep
         await job.commit(1)
         assert [agent.node for agent in job.ranks] == ["one", "one", "two", "two"]
         cluster.lose_node("two")
-        job.supervisor.node_lost("two", "it does not answer")
+        job.supervisor.tell(NodeLost("two", "it does not answer"))
         await job.watched(2)
         assert [agent.node for agent in job.ranks] == ["one", "one", "three", "three"]
         await job.commit(2)
@@ -207,7 +208,7 @@ def test_elastic_job_continues_without_a_replica_that_lost_its_places(two_replic
         await job.watched(1)
         await job.commit(1)
         cluster.lose_node("one")
-        job.supervisor.node_lost("one", "gone")
+        job.supervisor.tell(NodeLost("one", "gone"))
         await job.watched(2)
         assert [(agent.node, agent.rank) for agent in job.ranks] == [("two", 0), ("two", 1)]
         await job.commit(2)
@@ -229,7 +230,7 @@ def test_job_without_places_waits_in_the_queue_and_resumes(two_replicas, tmp_pat
         await job.watched(1)
         await job.commit(1)
         cluster.lose_node("two")
-        job.supervisor.node_lost("two", "gone")
+        job.supervisor.tell(NodeLost("two", "gone"))
         await job.task
         assert (job.row.state, job.row.reason) == ("QUEUED", "insufficient_slots")
         assert not cluster.agents.living and not cluster.groups.held

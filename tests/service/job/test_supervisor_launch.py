@@ -8,6 +8,7 @@ import pytest
 
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
+from manta.service.job.inbox import LEAVE, Cancel, Overdue, Pause
 from manta.service.job.launch import LaunchFailed
 from manta.service.job.supervisor import Supervisor
 from manta.service.recovery import budgets
@@ -185,8 +186,8 @@ def test_job_fails_without_snapshots_if_none_are_to_be_kept(two_replicas, cluste
     job = two_replicas(cluster)
 
     async def body():
+        job.facts = {"memory_seconds": 0.0}
         await job.start()
-        job.supervisor._job.memory_seconds = 0.0
         await job.watched(1)
         await job.commit(1)
         job.ranks[0].fail("bad_data", 2, "one clear sentence")
@@ -342,14 +343,14 @@ def test_backoff_of_a_leaving_job_ends_when_its_time_to_leave_is_over(store, sub
     context, waits = JobContext.of(store, cluster, submit()), []
     supervisor = Supervisor(context)
 
-    async def wait(seconds, *signals):
-        waits.append((seconds, *signals))
+    async def wait(*kinds, seconds):
+        waits.append((seconds, *kinds))
 
     async def body():
         await supervisor._wait_before_generation(2.0, Death(0, "killed"))
-        context.leaving.set()
+        supervisor.tell(Pause())
         await supervisor._wait_before_generation(4.0, Death(0, "killed"))
 
-    supervisor._wait = wait
+    context.inbox.wait = wait
     asyncio.run(body())
-    assert waits == [(2.0, context.cancelled, context.leaving), (4.0, context.cancelled, context.overdue)]
+    assert waits == [(2.0, Cancel, *LEAVE), (4.0, Cancel, Overdue)]

@@ -3,6 +3,7 @@
 import pytest
 
 from manta.service.job import launch
+from manta.service.job.inbox import Trace
 from manta.service.store import step_traces, trace_requests
 from manta.workers.protocol.messages import TraceOrder
 from manta.workers.protocol.reports import TraceBegan, Traced
@@ -27,7 +28,7 @@ def job(two_replicas, cluster):
 def ask(job, steps=1, step=0, profiled=()):
     """A user wants a trace."""
     number = job.store.write(lambda s: trace_requests.request(s, job.id, steps, step, profiled)).number
-    job.supervisor.trace()
+    job.supervisor.tell(Trace())
     return number
 
 
@@ -116,7 +117,7 @@ def test_trace_of_agents_of_another_release_fails_with_a_reason(job, cluster):
     async def body():
         await job.start()
         await job.watched(1)
-        job.ranks[0].refuse("trace", "Agent has no method 'trace' for other processes")
+        job.ranks[0].refuse("tell trace", "Agent has no method 'tell' for other processes")
         ask(job)
         await until(job, lambda: states(job) == ["failed"])
         assert "perhaps since another release started them" in job.message("trace_failed")

@@ -196,7 +196,7 @@ def test_orders_wait_and_reads_continue_while_the_database_is_away_past_the_leas
         await one.leases.refresh()
         one.now += LEASE_SECONDS - MARGIN_SECONDS
         assert one.leases.epoch(job, "describe") == one.leases.epoch(job, "reports") == 1
-        for method in ("stop", "launch", "rest", None):
+        for method in ("stop", "launch", "tell trace", None):
             with pytest.raises(LeaseUncertain):
                 one.leases.epoch(job, method)
         waiting = asyncio.create_task(one.leases.until_certain(job))
@@ -221,7 +221,7 @@ def test_renewal_counts_from_when_it_was_asked_for_however_late_its_answer(plane
 
 
 def test_calls_other_than_describe_and_arm_are_refused_without_the_lease_of_the_job(planes, job):
-    assert planes[0].leases.epoch(job, "describe") is planes[0].leases.epoch(job, "arm") is None
+    assert planes[0].leases.epoch(job, "describe") is planes[0].leases.epoch(job, "tell fault") is None
     for method in ("reports", "stop", None):
         with pytest.raises(LeaseLost):
             planes[0].leases.epoch(job, method)

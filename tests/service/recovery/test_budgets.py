@@ -20,6 +20,7 @@ from manta.service.recovery.budgets import (
     wait_seconds,
     within,
 )
+from manta.workers.errors import FAILURE_KINDS
 
 KINDS = ("killed", "agent_lost", "hung", "exception", "bad_checkpoint", "peer_lost")
 failures = st.builds(
@@ -171,8 +172,10 @@ def test_fault_history_is_read_from_the_generations():
                 "killed",
                 "hung",
                 "straggler",
+                "stopped",
                 "agent_lost",
                 "peer_lost",
+                "no_shared_memory",
                 "corrupt",
                 "device_lost",
                 "unreadable_data",
@@ -185,6 +188,7 @@ def test_fault_history_is_read_from_the_generations():
 )
 def test_fault_kinds_all_have_a_cause(cause, kinds):
     assert {stuck(kind).cause for kind in kinds} == {cause}
+    assert {kind for kind, about in FAILURE_KINDS.items() if about.cause == cause} == set(kinds)
 
 
 def test_fault_window_is_not_extended_by_a_clock_set_back():

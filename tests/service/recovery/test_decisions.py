@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from manta.service.recovery.budgets import INITIAL_WAIT_SECONDS, MAX_WAIT_SECONDS, PastFailure
 from manta.service.recovery.decisions import (
-    NODE_EXHAUSTED,
     NOT_SAVED,
     SUSPECTED,
     UNREADABLE,
-    UNREADABLE_DATA,
     Death,
     GiveUp,
     Restart,
@@ -25,9 +23,10 @@ from manta.service.recovery.decisions import (
     snapshot_source,
     unusable_sources,
 )
+from manta.workers.errors import FAILURE_KINDS
 from manta.workers.protocol.messages import Resume
 
-KINDS = ("exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "killed", "agent_lost", "stopped")
+KINDS = tuple(FAILURE_KINDS)
 steps_of_ranks = st.lists(st.sets(st.integers(0, 6), max_size=2), max_size=4)
 checkpoint_steps = st.lists(st.integers(0, 8), unique=True, max_size=4).map(sorted)
 deaths = st.lists(st.builds(Death, rank=st.integers(0, 7), kind=st.sampled_from(KINDS)), min_size=1, max_size=8)
@@ -144,7 +143,7 @@ def test_give_up_message_names_restarts_and_the_last_failure():
     assert judge(died(kind="hung"), [], 0).message == "restarted 0 times; last: rank 2 failed at step 7\nT"
 
 
-@pytest.mark.parametrize("kind", [UNREADABLE, UNREADABLE_DATA, NODE_EXHAUSTED])
+@pytest.mark.parametrize("kind", [UNREADABLE, "unreadable_data", "node_exhausted"])
 def test_waiting_for_data_or_nodes_is_never_given_up(kind):
     waits = Death(0, kind, step=7, exception="E", message="not now")
     assert isinstance(judge(waits, [failure(KILLED)] * 3, 3), Restart)

@@ -17,6 +17,7 @@ from manta.workers.protocol.messages import (
     StoredSnapshot,
     TraceOrder,
 )
+from manta.workers.protocol.remote_call import call_name
 from manta.workers.protocol.reports import (
     EXIT_SAVED,
     Event,
@@ -31,6 +32,7 @@ from manta.workers.protocol.reports import (
     Started,
     TrainerStatus,
 )
+from manta.workers.protocol.requests import Arm, RankRequest, RecordSteps, SaveAndEnd
 from manta.workers.snapshot.backup import BackupProgress
 from manta.workers.zygote.client import Exit
 
@@ -38,9 +40,10 @@ SIGKILL = 9
 
 
 class FakeAgent:
-    """An AgentClient. What its rank does is said by whoever drives it: `begin`, `commit`, `finish`, `die`, `fail`.
+    """Stands for an AgentClient. What its rank does is up to its user: `begin`, `commit`, `finish`, `die`, `fail`.
 
-    `lose` ends the agent itself, `silence` lets it answer nothing more; `refuse` makes one method fail.
+    `lose` ends the agent itself, `silence` lets it answer nothing more; `refuse` makes one call fail, such as `launch`
+    or `tell trace`.
     """
 
     def __init__(self, rank: int = 0, host: str = "host-0", node: str = "node-0", group: str = "group-0"):
@@ -175,31 +178,26 @@ class FakeAgent:
         self.prepared.append(order)
         return True
 
-    async def arm(self, fault: Fault) -> None:
-        await self._answer("arm")
-        self.faults.append(fault)
-
-    async def trace(self, order: TraceOrder) -> bool:
-        self.asked_to_trace += 1
-        await self._answer("trace")
-        if order.generation == self.generation and self.running:
-            self.traces.append(order)
-            return True
-        return False
+    async def tell(self, request: RankRequest) -> bool:
+        self.asked_to_trace += isinstance(request, RecordSteps)
+        await self._answer(call_name("tell", {"request": request.to_json()}))
+        if request.of_generation is not None and not (self.running and request.of_generation == self.generation):
+            return False
+        match request:
+            case Arm(fault):
+                self.faults.append(fault)
+            case RecordSteps(order):
+                self.traces.append(order)
+            case SaveAndEnd(generation):
+                self.asked_to_save.append(generation)
+                self.on_save(self)
+        return True
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         await self._answer("rest")
         if self.running and generation == self.generation:
             self.rest_by_itself(max(self.steps, default=None), "was told to rest")
         return self.resting
-
-    async def save_and_end(self, generation: int) -> bool:
-        await self._answer("save_and_end")
-        if not self.running or generation != self.generation:
-            return False
-        self.asked_to_save.append(generation)
-        self.on_save(self)
-        return True
 
     async def progress(self) -> TrainerStatus | None:
         self.asked += 1

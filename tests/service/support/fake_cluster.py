@@ -24,6 +24,7 @@ from manta.workers.protocol.messages import (
     StoredSnapshot,
 )
 from manta.workers.protocol.reports import Report
+from manta.workers.protocol.requests import RankRequest
 from manta.workers.snapshot.files import layout_tag
 from tests.service.support.fake_agents import FakeAgent
 
@@ -202,8 +203,8 @@ class SimulatedAgent(FakeAgent):
         await self._agents.before_rest(self)
         return await super().rest(generation, grace, patience)
 
-    async def save_and_end(self, generation: int) -> bool:
-        outcome = await super().save_and_end(generation)
+    async def tell(self, request: RankRequest) -> bool:
+        outcome = await super().tell(request)
         self._agents.changed()
         return outcome
 

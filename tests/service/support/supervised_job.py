@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 from manta.service.job.context import JobContext
+from manta.service.job.inbox import Cancel, Inbox, Pause, Resize
 from manta.service.job.owner import catch_up
 from manta.service.job.record import JobRecord
 from manta.service.job.supervisor import Supervisor
@@ -34,18 +37,25 @@ AGAIN = ["generation_started", "ranks_replaced", "RUNNING", "first_step", "recov
 
 
 class _Supervisor(Supervisor):
-    """Says when a generation is watched from now on, and when the next one is held back."""
-
-    waits = 0
+    """Says when a generation is watched from now on."""
 
     def _observe(self, running):
         super()._observe(running)
         self._cluster.agents.changed()
 
-    async def _wait(self, seconds, *signals):
-        self.waits += 1
-        self._cluster.agents.changed()
-        await super()._wait(seconds, *signals)
+
+class _Inbox(Inbox):
+    """Says when the next generation is held back."""
+
+    def __init__(self, agents):
+        super().__init__()
+        self._agents, self.waits = agents, 0
+
+    async def wait(self, *kinds, seconds=None):
+        if Cancel in kinds and seconds is not None:
+            self.waits += 1
+            self._agents.changed()
+        await super().wait(*kinds, seconds=seconds)
 
 
 class SupervisedJob:
@@ -56,6 +66,8 @@ class SupervisedJob:
         self.store, self.cluster, self.id = store, cluster, job.id
         self.spec = JobSpec.model_validate(job.spec)
         self.world_size = self.spec.layout.world_size
+        self.facts: dict[str, Any] = {}
+        """Fields of its context that a test wants to be different."""
 
     async def start(self) -> None:
         """Acquire places for the job as the scheduler does, and hand it to a supervisor."""
@@ -70,7 +82,10 @@ class SupervisedJob:
 
     def supervise(self, scheduled_generation: int | None) -> None:
         """Hand the job to a supervisor of its own."""
-        self.supervisor = _Supervisor(JobContext.of(self.store, self.cluster, self.row))
+        self.inbox = _Inbox(self.cluster.agents)
+        self.supervisor = _Supervisor(
+            replace(JobContext.of(self.store, self.cluster, self.row), inbox=self.inbox, **self.facts)
+        )
         self.task = asyncio.create_task(self.supervisor.run(scheduled_generation))
         self.task.add_done_callback(lambda task: self.cluster.agents.changed())
 
@@ -108,7 +123,7 @@ class SupervisedJob:
 
     async def waited(self, times: int) -> None:
         """Wait until this supervisor has begun to wait before a next try so often. Fails when it ends before."""
-        await self.cluster.agents.until(lambda: self.task.done() or self.supervisor.waits >= times)
+        await self.cluster.agents.until(lambda: self.task.done() or self.inbox.waits >= times)
         assert not self.task.done(), self.log
 
     async def commit(self, *steps: int) -> None:
@@ -128,12 +143,12 @@ class SupervisedJob:
     def cancel(self) -> None:
         """The user cancels the job."""
         self.store.write(lambda s: jobs.request_cancel(s, self.id))
-        self.supervisor.cancel()
+        self.supervisor.tell(Cancel())
 
     def pause(self) -> None:
         """The user pauses the job."""
         self.store.write(lambda s: pauses_and_retries.request_pause(s, self.id))
-        self.supervisor.pause()
+        self.supervisor.tell(Pause())
 
     async def resume(self) -> None:
         """The user resumes the job, and there are places for it at once."""
@@ -143,7 +158,7 @@ class SupervisedJob:
     def resize(self, replicas: int) -> None:
         """The user wants another number of replicas."""
         self.store.write(lambda s: jobs.request_resize(s, self.id, replicas))
-        self.supervisor.resize()
+        self.supervisor.tell(Resize())
 
     @property
     def row(self) -> Job:

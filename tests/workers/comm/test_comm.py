@@ -174,43 +174,6 @@ def test_comm_closed_by_one_rank_frees_the_peer_that_waits():
     assert left is None
 
 
-def test_a_rank_whose_network_was_cut_gets_through_again_when_the_time_is_up_and_not_before(monkeypatch):
-    """By a clock that only a sleep and this test move."""
-    now = [1000.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr("manta.workers.comm.comm.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
-    connected_at = []
-    comm.cut(3.0)
-    now[0] += 1.0
-    for generation in (1, 2):
-        comm.connect(dist.HashStore(), generation, HOST, SECRET)
-        connected_at.append(now[0])
-        comm.close()
-        now[0] += 1.0
-    assert connected_at == [1003.0, 1004.0], "the second time there is nothing to wait for"
-
-
-@pytest.mark.parametrize("what", ["end", "rest"])
-def test_comm_request_to_end_or_rest_holds_for_its_generation_only(what):
-    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
-    ask, asked = getattr(comm, f"request_{what}"), lambda: getattr(comm, f"{what}_requested")
-    assert not asked()
-    comm.generation = 3
-    ask(2)
-    assert not asked()
-    ask(3)
-    ask(2)  # an order that comes late takes back no newer one
-    for comm.generation in (2, 3):
-        assert asked()
-    comm.generation = 4
-    assert not asked()
-    assert not (comm.end_requested or comm.rest_requested)
-
-
 def test_comm_end_of_an_earlier_generation_is_ignored():
     """An order that was held up may come when the rank has long met the others again."""
     store, grid = dist.HashStore(), RankGrid(ParallelConfig(tensor=2))
@@ -399,10 +362,10 @@ def everything_breaks(comm: Comm) -> None:
 
 @pytest.mark.parametrize(
     "abort",
-    [lambda comm: comm.cut(0.0), lambda comm: comm.end(1), lambda comm: comm.end(5)],
-    ids=["cut", "end", "end of a later one"],
+    [lambda comm: comm.break_connections(), lambda comm: comm.end(1), lambda comm: comm.end(5)],
+    ids=["break", "end", "end of a later one"],
 )
-def test_cut_or_ended_generation_breaks_all_connections_at_both_ends(abort):
+def test_broken_or_ended_generation_breaks_all_connections_at_both_ends(abort):
     def body(comm: Comm) -> None:
         if comm.rank == 0:
             abort(comm)

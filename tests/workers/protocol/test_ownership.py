@@ -6,21 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.workers.protocol.remote_call import EPOCH, FOR_ALL, Ownership, StaleOwner
+from manta.workers.protocol.remote_call import EPOCH, Ownership, StaleOwner
 from manta.workers.rank.agent import Agent
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["describe", "reports", "stop", "launch", "arm"]), st.integers(1, 9) | st.none())
+        st.tuples(
+            st.sampled_from(["describe", "reports", "stop", "tell fault", "tell trace"]), st.integers(1, 9) | st.none()
+        )
     )
 )
 def test_ownership_refuses_orders_of_a_lower_epoch(calls):
     ownership, highest = Ownership(), 0
     for method, epoch in calls:
-        stale = epoch is not None and epoch < highest and method not in FOR_ALL
+        stale = epoch is not None and epoch < highest and method not in ("describe", "tell fault")
+        method, *word = method.split()
+        arguments = {"request": {"do": word[0]}} if word else {}
         try:
-            ownership.admit(method, {} if epoch is None else {EPOCH: epoch})
+            ownership.admit(method, arguments if epoch is None else {**arguments, EPOCH: epoch})
             assert not stale
         except StaleOwner:
             assert stale

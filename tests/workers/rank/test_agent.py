@@ -16,6 +16,7 @@ from manta.workers.protocol.json_codec import to_json
 from manta.workers.protocol.messages import PROTOCOL, Endpoint, Fault, Launched, LaunchOrder, ProtocolMismatch
 from manta.workers.protocol.remote_call import StaleOwner
 from manta.workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
+from manta.workers.protocol.requests import Arm, SaveAndEnd
 from manta.workers.rank import agent as module
 from manta.workers.rank import trainer_handle, trainer_slot
 from manta.workers.rank.agent import Agent
@@ -87,14 +88,14 @@ def test_agent_numbers_trainer_reports_and_keeps_them_until_acknowledged(make_ag
 def test_agent_tells_only_the_current_generations_trainer_to_save_and_end(make_agent, go):
     async def body():
         agent = make_agent()
-        assert not await agent.save_and_end(1)
+        assert not await agent.tell(SaveAndEnd(1))
         await agent.launch(order(1, echo_commands=1, code=EXIT_SAVED))
-        assert not await agent.save_and_end(2)
-        assert await agent.save_and_end(1)
+        assert not await agent.tell(SaveAndEnd(2))
+        assert await agent.tell(SaveAndEnd(1))
         command, ended = await until_exit(agent)
         assert command.payload.data == {"command": {"do": "save_and_end", "generation": 1}}
         assert ended.payload == Exited(code=EXIT_SAVED)
-        assert not await agent.save_and_end(1)
+        assert not await agent.tell(SaveAndEnd(1))
         await agent.close()
 
     go(body)
@@ -152,13 +153,13 @@ def test_fault_armed_during_a_fork_reaches_the_new_trainer(make_agent, go, monke
         agent, fork = make_agent(), TrainerSlot._fork
 
         async def slow_fork(self, order, prepared=False):
-            self.arm(Fault("late", "kill", 3))
+            self.tell(Arm(Fault("late", "kill", 3)))
             return await fork(self, order, prepared)
 
         armed = []
         monkeypatch.setattr(TrainerSlot, "_fork", slow_fork)
-        monkeypatch.setattr(TrainerHandle, "arm", lambda run, fault: armed.append(fault))
-        await agent.arm(Fault("early", "kill", 3))
+        monkeypatch.setattr(TrainerHandle, "tell", lambda run, request: armed.append(request.fault))
+        await agent.tell(Arm(Fault("early", "kill", 3)))
         await agent.launch(order(1, wait=True))
         assert [fault.id for fault in armed] == ["late"], "the other one was in the order"
         await agent.close()
@@ -384,7 +385,7 @@ class Asked:
             self.calls.append((name, *arguments))
             return name
 
-        return now if name in ("steps", "files", "receive", "status", "save_and_end", "arm") else later
+        return now if name in ("steps", "files", "receive", "status", "tell") else later
 
 
 @pytest.fixture
@@ -423,13 +424,12 @@ def test_agent_forwards_snapshot_requests_for_its_current_rank(parts, go):
 
 def test_agent_forwards_trainer_requests(parts, go):
     agent, asked, _ = parts
-    fault = Fault("f", "kill", 3)
+    request = Arm(Fault("f", "kill", 3))
 
     async def body():
         assert await agent.prepare(order(1)) == "prepare"
-        await agent.arm(fault)
         assert await agent.rest(2, 3.0, 4.0) == "rest"
-        assert await agent.save_and_end(2) == "save_and_end"
+        assert await agent.tell(request) == "tell"
         assert await agent.progress() == "status"
         assert await agent.kill(100, "hung", "stood still", after_commit=True) == "kill"
         assert await agent.stacks(100) == "stacks"
@@ -438,9 +438,8 @@ def test_agent_forwards_trainer_requests(parts, go):
     go(body)
     assert asked == [
         ("prepare", order(1)),
-        ("arm", fault),
         ("rest", 2, 3.0, 4.0),
-        ("save_and_end", 2),
+        ("tell", request),
         ("status",),
         ("kill", 100, KillReason("hung", "stood still"), True),
         ("stacks", 100),
@@ -463,14 +462,16 @@ def test_agent_refuses_a_launch_order_of_another_protocol(parts, go):
 
 def test_agent_refuses_orders_of_a_replaced_owner(parts, go):
     agent, asked, _ = parts
+    fault = Arm(Fault("f", "kill", 3))
 
     async def body():
-        await agent.call("save_and_end", {"generation": 1, "owner_epoch": 4})
-        with pytest.raises(StaleOwner, match="save_and_end was refused"):
-            await agent.call("save_and_end", {"generation": 2, "owner_epoch": 3})
+        await agent.call("tell", {"request": SaveAndEnd(1).to_json(), "owner_epoch": 4})
+        with pytest.raises(StaleOwner, match="tell save_and_end was refused"):
+            await agent.call("tell", {"request": SaveAndEnd(2).to_json(), "owner_epoch": 3})
+        await agent.call("tell", {"request": fault.to_json(), "owner_epoch": 3})
 
     go(body)
-    assert asked == [("save_and_end", 1)]
+    assert asked == [("tell", SaveAndEnd(1)), ("tell", fault)]
 
 
 def test_agent_describes_its_address_and_last_owner(tmp_path, monkeypatch, go):

@@ -67,6 +67,27 @@ def test_a_fault_strikes_once_in_its_phase_from_its_step_on(step):
         assert struck == [("a", 3), ("b", 5)]
 
 
+def test_rank_that_is_cut_off_does_not_connect_before_the_time_is_up(step, monkeypatch):
+    """By a clock that only a sleep and this test move."""
+    now, connected_at = [1000.0], []
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    faults, _ = armed(step)
+    assert not faults.armed
+    faults.cut_off(3.0)
+    assert faults.armed
+    now[0] += 1.0
+    for _ in range(2):
+        step.enter("connecting")
+        connected_at.append(now[0])
+        walk(step, 1)
+        now[0] += 1.0
+    assert connected_at == [1003.0, 1004.0], "the second time there is nothing to wait for"
+
+
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "snapshot"])
 def test_fault_strikes_before_its_phase_begins(step, phase):
     _, struck = armed(step, Fault("a", "kill", 0, 1, phase))

@@ -7,15 +7,17 @@ import time
 import pytest
 
 from manta.workers.liveness.flight_record import FlightRecord
-from manta.workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
+from manta.workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TraceOrder
 from manta.workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
+from manta.workers.protocol.requests import Arm, DumpFlightRecord, Go, RecordSteps, Rest, SaveAndEnd
 from manta.workers.rank import trainer_handle
-from manta.workers.rank.control_socket import Arm, DumpFlightRecord, Go, Rest, SaveAndEnd, read_command
+from manta.workers.rank.control_socket import read_command
 from manta.workers.rank.report_buffer import ReportBuffer
 from manta.workers.rank.trainer_handle import TrainerHandle
 from manta.workers.zygote.client import Exit
 
 SECONDS = 20.0
+ARM = Arm(Fault("f1", "kill", 3))
 
 
 class FakeProcess:
@@ -179,16 +181,28 @@ def test_end_report_has_the_cause_and_the_trainers_last_rank_and_generation():
     story(body)
 
 
-def test_fault_is_armed_only_while_its_trainer_lives():
+REQUESTS = [(SaveAndEnd(1), True), (SaveAndEnd(2), False), (RecordSteps(TraceOrder(1, 1, 2)), True), (ARM, True)]
+
+
+@pytest.mark.parametrize(("request_to_rank", "fits"), REQUESTS)
+def test_request_reaches_a_trainer_of_its_generation_that_trains(request_to_rank, fits):
     async def body(rig):
-        fault = Fault("f1", "kill", 3)
-        rig.trainer.arm(fault)
-        assert rig.process.commands == [Arm(fault)]
+        assert rig.trainer.tell(request_to_rank) is fits
+        assert rig.process.commands == [request_to_rank] * fits
+        rig.process.say(Resting(7))
+        await until(lambda: rig.trainer.at_rest)
+        assert rig.trainer.tell(request_to_rank) is (request_to_rank == ARM), "a fault may wait"
+        await rig.trainer.stop()
+        assert not rig.trainer.tell(request_to_rank)
+        assert len(rig.process.commands) == fits + (request_to_rank == ARM)
+
+    story(body)
+
+
+def test_fault_that_strikes_is_noted():
+    async def body(rig):
         rig.process.say(Event(FAULT_STRUCK, "f1 strikes", 2, {"fault": "f1"}))
         await until(lambda: rig.struck == {"f1"})
-        await rig.trainer.stop()
-        rig.trainer.arm(fault)
-        assert len(rig.process.commands) == 1
 
     story(body)
 
@@ -213,36 +227,13 @@ def test_background_task_of_a_trainer_ends_with_it_or_when_replaced():
     story(body)
 
 
-def test_trainer_at_rest_or_of_another_generation_is_not_asked_to_save():
+def test_trainer_that_has_ended_is_not_at_rest():
     async def body(rig):
-        assert not rig.trainer.save_and_end(2)
-        assert rig.process.commands == []
-        assert rig.trainer.save_and_end(1)
-        assert rig.process.commands == [SaveAndEnd(1)]
-        rig.process.say(Resting(7))
-        await until(lambda: rig.trainer.at_rest)
-        assert not rig.trainer.save_and_end(1)
-        await rig.trainer.stop()
-        assert not rig.trainer.save_and_end(1)
-        assert len(rig.process.commands) == 1
-
-    story(body)
-
-
-def test_ended_trainer_refuses_requests_and_is_not_at_rest():
-    async def body(rig):
-        rig.process.end(code=0)
-        assert not rig.trainer.save_and_end(1)
-        assert rig.process.commands == []
-
-    story(body)
-
-    async def at_rest(rig):
         assert rig.trainer.at_rest
         rig.process.end(code=0)
         assert not rig.trainer.at_rest
 
-    story(at_rest, prepared=True)
+    story(body, prepared=True)
 
 
 def test_trainer_that_does_not_come_to_rest_is_ended():

@@ -32,8 +32,8 @@ from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.protocol.json_codec import to_json
 from manta.workers.protocol.messages import Resume, TrainerArgument
 from manta.workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Resting, Started
+from manta.workers.protocol.requests import Asked, DumpFlightRecord, Go, Rest, SaveAndEnd
 from manta.workers.rank import trainer_process
-from manta.workers.rank.control_socket import DumpFlightRecord, Go, Rest, SaveAndEnd
 from manta.workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST
 
 
@@ -200,7 +200,7 @@ def test_prepared_trainer_process_builds_its_trainer_and_waits_for_an_order(rig)
 
 def test_end_of_a_generation_reaches_computing_and_joining_ranks(rig):
     def wait_for_the_end(trainer):
-        assert trainer.comm.after_step.get(timeout=SECONDS) == 1
+        trainer.comm.until_asked(rest=1)
         assert [trainer.comm.ends.get(timeout=SECONDS) for _ in range(2)] == [-1, 1]
         raise PeerLost("was ordered to rest")
 
@@ -243,7 +243,7 @@ def test_trainer_is_not_reopened_by_late_commands_of_older_generations(rig):
     run.hear()
     comm = run.built[0].comm
     assert comm.ended == [-1, 3, 2, 3]
-    assert [comm.asked.get(timeout=SECONDS) for _ in range(comm.asked.qsize())] == [-1, 5, 4, 5]
+    assert comm.requests.of(5) == Asked(end=1)
 
 
 def test_trainer_reports_when_it_connected_in_each_generation(rig, monkeypatch):
@@ -268,7 +268,7 @@ def test_built_trainer_is_reused_only_for_the_same_rank_spec_and_folder(change):
 
 def test_rank_told_to_save_and_end_exits_with_the_saved_status(rig):
     def end_early(trainer):
-        assert [trainer.comm.asked.get(timeout=SECONDS) for _ in range(2)] == [-1, 1]
+        trainer.comm.until_asked(end=1)
         trainer.reporter.metrics({"step": 4})
         trainer.step, trainer.ends_early = 4, True
 
@@ -289,8 +289,7 @@ def test_trainer_asked_to_save_before_it_connects_remembers(rig):
     run.say(Go(order(2, in_place=True)))
     run.hear()
     run.hear()
-    asked = run.built[0].comm.asked
-    assert [asked.get(timeout=SECONDS) for _ in range(asked.qsize())] == [-1, 2, 2]
+    assert run.built[0].comm.requests.of(2) == Asked(end=1)
 
 
 def test_trainer_connects_at_the_store_and_a_silent_store_is_a_lost_peer(rig, monkeypatch):

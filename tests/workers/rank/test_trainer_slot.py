@@ -13,6 +13,7 @@ from manta.workers.paths import Paths, zygote_socket
 from manta.workers.protocol.json_codec import from_json
 from manta.workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
 from manta.workers.protocol.reports import KillReason, TrainerStatus
+from manta.workers.protocol.requests import Arm, SaveAndEnd
 from manta.workers.rank import trainer_slot
 from manta.workers.rank.report_buffer import ReportBuffer
 from manta.workers.rank.trainer_slot import StaleGeneration, TrainerSlot
@@ -26,7 +27,7 @@ class FakeHandle:
         self.process, self.log, self.struck = process, log, struck
         self.generation = 0 if prepared else order.generation
         self.order, self.at_rest, self.rank = order, prepared, order.rank
-        self.armed, self.alongside, self.killed_for, self.stopped = [], [], None, False
+        self.told, self.alongside, self.killed_for, self.stopped = [], [], None, False
         self._ended = asyncio.get_running_loop().create_future()
 
     @property
@@ -40,11 +41,9 @@ class FakeHandle:
     def go(self, order):
         self.order, self.generation, self.at_rest = order, order.generation, False
 
-    def save_and_end(self, generation):
-        return generation == self.generation
-
-    def arm(self, fault):
-        self.armed.append(fault.id)
+    def tell(self, request):
+        self.told.append(request)
+        return request.of_generation in (None, self.generation)
 
     async def flight_record(self):
         return f"flight record of {self.process.pid}"
@@ -140,14 +139,15 @@ async def settled():
         await asyncio.sleep(0)
 
 
-def test_slot_asks_only_a_running_trainer_of_the_generation_to_save_and_end(rig):
+def test_slot_passes_requests_on_to_a_running_trainer(rig):
     async def body():
-        assert not rig.slot.save_and_end(1), "there is none"
+        assert not rig.slot.tell(SaveAndEnd(1)), "there is none"
         await rig.slot.launch(order(1))
-        assert rig.slot.save_and_end(1)
-        assert not rig.slot.save_and_end(2)
+        assert rig.slot.tell(SaveAndEnd(1))
+        assert not rig.slot.tell(SaveAndEnd(2))
         rig.trainers[0].end(code=77)
-        assert not rig.slot.save_and_end(1)
+        assert not rig.slot.tell(SaveAndEnd(1))
+        assert rig.trainers[0].told == [SaveAndEnd(1), SaveAndEnd(2)]
 
     asyncio.run(body())
 
@@ -220,12 +220,12 @@ def test_slot_leaves_an_unavailable_successor_to_the_next_launch(rig):
 def test_slot_keeps_faults_for_the_trainer_they_strike(rig):
     async def body():
         early, late = Fault("early", "kill", 3), Fault("late", "hang", 3)
-        rig.slot.arm(early)
+        assert not rig.slot.tell(Arm(early))
         await rig.slot.launch(order(1))
         (first,) = rig.trainers
         assert first.order.faults == (early,)
-        rig.slot.arm(late)
-        assert first.armed == ["late"]
+        assert rig.slot.tell(Arm(late))
+        assert first.told == [Arm(late)]
         first.struck.add("early")
         await rig.slot.launch(order(2))
         assert rig.trainers[1].order.faults == (late,)

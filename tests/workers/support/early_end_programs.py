@@ -9,6 +9,7 @@ from reported import rows_of
 
 from manta.workers.comm.comm import Comm
 from manta.workers.protocol.messages import Resume
+from manta.workers.protocol.requests import SaveAndEnd
 from manta.workers.snapshot.files import stored_steps
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.trainer import StatePaths, Trainer
@@ -31,7 +32,7 @@ def train(
 
     def asking_step() -> Any:
         if asked == (comm.rank, trainer.step):
-            comm.request_end(comm.generation)
+            comm.requests.add(SaveAndEnd(comm.generation))
         return step()
 
     trainer.train_step = asking_step  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ from manta.workers.config import ParallelConfig
 from manta.workers.errors import PeerLost, RestRequested
 from manta.workers.protocol.messages import Resume, StoredSnapshot
 from manta.workers.protocol.reports import Message
+from manta.workers.protocol.requests import Rest, SaveAndEnd
 from manta.workers.snapshot.files import layout_tag, snapshot_files, snapshot_path, stored_steps
 from manta.workers.snapshot.snapshot_file import committed_steps
 from manta.workers.spec.reading import parse_job_spec
@@ -253,9 +254,9 @@ class _Process:
             self.record.faults.append((number, fault.kind))
             match fault.kind:
                 case "rest":
-                    self._comm.request_rest(self._comm.generation)
+                    self._comm.requests.add(Rest(self._comm.generation))
                 case "pause":
-                    self._comm.request_end(self._comm.generation)
+                    self._comm.requests.add(SaveAndEnd(self._comm.generation))
                 case "cut":
                     raise Interrupted("the test has cut the connection")
                 case "kill":

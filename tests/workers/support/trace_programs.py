@@ -37,7 +37,7 @@ def _train_traced(comm: Comm, document: dict[str, Any], orders: list[TraceOrder]
     trainer = Trainer(spec, comm, reporter, 1e12)
     trainer.restore(Resume())
     for order in orders if comm.rank == 0 or all_are_asked else ():
-        comm.trace_orders.add(replace(order, generation=comm.generation))
+        comm.requests.traces.add(replace(order, generation=comm.generation))
     curve: list[tuple[float, float]] = []
     train_step = trainer.train_step
 

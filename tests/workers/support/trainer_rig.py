@@ -5,6 +5,7 @@ import json
 import queue
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 from manta.workers.comm.repair_self_test import RepairSelfTest
@@ -12,6 +13,7 @@ from manta.workers.errors import PeerLost
 from manta.workers.liveness.progress import Progress
 from manta.workers.protocol.messages import LaunchOrder
 from manta.workers.protocol.reports import Report
+from manta.workers.protocol.requests import Asked
 from manta.workers.rank.control_socket import command_line
 from manta.workers.rank.trainer_process import TrainerProcess
 
@@ -24,10 +26,9 @@ class FakeComm:
     def __init__(self, order, progress):
         self.rank, self.progress = order.rank, progress if progress is not None else Progress()
         self.world, self.generation = order.spec.get("world", 1), 0
-        self.ended, self.closed, self.forgotten, self.connected, self.cuts = [], 0, 0, [], []
+        self.ended, self.closed, self.forgotten, self.connected, self.breaks = [], 0, 0, [], 0
         self.repair = order.spec.get("repair") and RepairSelfTest(**order.spec["repair"])
-        self.ends, self.after_step = queue.SimpleQueue(), queue.SimpleQueue()
-        self.asked = queue.SimpleQueue()
+        self.ends = queue.SimpleQueue()
         self.step = SimpleNamespace(on_phase=None)
 
     def size(self, axis):
@@ -40,11 +41,12 @@ class FakeComm:
         self.ended.append(generation)
         self.ends.put(generation)
 
-    def request_rest(self, generation):
-        self.after_step.put(generation)
-
-    def request_end(self, generation):
-        self.asked.put(generation)
+    def until_asked(self, **what):
+        """Wait until the process that this belongs to is asked for that in the present generation."""
+        deadline = time.monotonic() + SECONDS
+        while self.requests.of(self.generation) != Asked(**what):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def close(self):
         self.closed += 1
@@ -56,8 +58,8 @@ class FakeComm:
         self.connected.append(("tries repair", store, generation))
         return self.repair
 
-    def cut(self, seconds):
-        self.cuts.append(seconds)
+    def break_connections(self):
+        self.breaks += 1
 
 
 class FakeTrainer:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
 
 from manta.workers.comm.comm import Comm
 from manta.workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
+from manta.workers.protocol.requests import ASKED_LENGTH, NOTHING_ASKED, Asked
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,8 @@ class StepStatistics:
     """Memory use of each rank, in bytes."""
     updated: bool = True
     """Whether the step has updated anything; false if its numbers are not finite, or above the limits."""
-    end_requested: bool = False
-    """Whether any rank was asked to save and end; all ranks then do so after the step."""
-    rest_requested: bool = False
-    """Whether any rank was asked to leave the generation; all ranks then do so after the step."""
-    saving: bool = False
-    """Whether any rank was writing a checkpoint."""
-    trace: tuple[int, int] | None = None
-    """Number of the trace that begins with the next step, and its number of steps; None: no trace begins."""
+    asked: Asked = NOTHING_ASKED
+    """What ranks were asked for, and do, after the step."""
     z_loss: float | None = None
     """Mean z-loss over the same tokens; None without."""
 
@@ -118,13 +113,12 @@ class Agreement:
         """`replica_ranks`, `micro_batches` and, with a z-loss, `z_losses`: lengths of slices for elastic sums only."""
         self._comm, world = comm, comm.size("world")
         sizes = (world, world, replica_ranks, micro_batches, z_losses)
-        self._values = torch.zeros(9 + sum(sizes), dtype=torch.float64, device=comm.device)
+        self._values = torch.zeros(4 + ASKED_LENGTH + sum(sizes), dtype=torch.float64, device=comm.device)
         self.loss, self.z_loss, self.tokens, self.square = self._values[:4]
         """Scalars: loss and z-loss summed over tokens, tokens with a target, squared norm of the summed gradients."""
-        self.end_requested, self.rest_requested, self.saving, self.trace, self.traced_steps = self._values[4:9]
-        """Scalars: number of ranks that were asked to end after the step, to rest, and that are writing a checkpoint;
-        number of the trace that begins with the next step, and its number of steps, or 0."""
-        slices = self._values[9:].split(sizes)
+        self.asked = self._values[4 : 4 + ASKED_LENGTH]
+        """The numbers of `Asked`."""
+        slices = self._values[4 + ASKED_LENGTH :].split(sizes)
         self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses, self.micro_batch_z = slices
         """[world]: each rank's memory in use, and the time of its step in which it did not wait for others. [p t]:
         squared norm by rank of a replica. [micro-batches of the global batch]: loss and z-loss of each."""
@@ -157,10 +151,10 @@ class StepSums:
         agreed.tokens.copy_(loss.tokens)
         agreed.memory_bytes[index] = memory_bytes
         agreed.own_seconds[index] = self.comm.own_seconds
-        agreed.end_requested.fill_(float(self.comm.end_requested))
-        agreed.rest_requested.fill_(float(self.comm.rest_requested))
-        agreed.saving.fill_(float(self.comm.saving))
-        trace = self.comm.trace_due
-        if trace is not None:
-            agreed.trace.fill_(float(trace.number))
-            agreed.traced_steps.fill_(float(trace.steps))
+        recorder = self.comm.step.recorder
+        may_begin_trace = self.comm.rank == 0 and (recorder is None or recorder.in_last_step)
+        next_step = self.comm.progress.step + 1 if may_begin_trace else None
+        asked = self.comm.requests.of(self.comm.generation, next_step)
+        for element, number in zip(agreed.asked, astuple(asked), strict=True):
+            if number:  # without a copy to the device, which the host would wait for
+                element.fill_(float(number))

@@ -25,6 +25,7 @@ from manta.workers.parallel.data.agreement import Agreement, Loss, StepStatistic
 from manta.workers.parallel.data.flat import FlatParameters, Range, overlap
 from manta.workers.parallel.data.offloaded import Cut, OffloadedState
 from manta.workers.parallel.data.reduction import GradientReduction
+from manta.workers.protocol.requests import ASKED_LENGTH, Asked
 
 
 class ZeroOptimizer:
@@ -249,9 +250,9 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
     """Copy a step's numbers to the host: the only place in a step where the host waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
-    asked = torch.stack([agreed.end_requested, agreed.rest_requested, agreed.saving, agreed.trace, agreed.traced_steps])
-    on_host = torch.cat([scalars, asked, agreed.memory_bytes, agreed.own_seconds]).tolist()
-    total, z_total, tokens, norm, refused, to_end, to_rest, saving, trace, traced_steps, *each = on_host
+    on_host = torch.cat([scalars, agreed.asked, agreed.memory_bytes, agreed.own_seconds]).tolist()
+    total, z_total, tokens, norm, refused, *other = on_host
+    asked, each = Asked.of(other[:ASKED_LENGTH]), other[ASKED_LENGTH:]
     world = len(agreed.memory_bytes)
     return StepStatistics(
         loss=total / max(tokens, 1.0),
@@ -261,10 +262,7 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
         agreed_seconds=agreed_seconds,
         memory_by_rank=tuple(each[:world]),
         updated=not refused,
-        end_requested=to_end > 0,
-        rest_requested=to_rest > 0,
-        saving=saving > 0,
-        trace=(int(trace), int(traced_steps)) if trace else None,
+        asked=asked,
         z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
     )
 

@@ -16,6 +16,7 @@ from manta.workers.engine import Engine
 from manta.workers.parallel.data.agreement import Agreement, Loss, StepSums
 from manta.workers.parallel.data.zero import clip
 from manta.workers.protocol.messages import TraceOrder
+from manta.workers.protocol.requests import ASKED_LENGTH, Asked, RecordSteps, Rest, SaveAndEnd
 from manta.workers.timing.recorder import HostMoments, Recorder
 
 NO_LIMITS = (math.inf, math.inf)
@@ -35,10 +36,9 @@ def test_agreement_slices_are_separate_views_of_one_vector():
     comm.all_reduce = lambda axis, tensor: sent.append((axis, tensor.tolist()))  # type: ignore[method-assign]
     agreed = Agreement(comm, replica_ranks=2, micro_batches=5, z_losses=3)
     slices = [agreed.loss, agreed.z_loss, agreed.tokens, agreed.square]
-    slices += [agreed.end_requested, agreed.rest_requested, agreed.saving, agreed.trace, agreed.traced_steps]
-    slices += [agreed.memory_bytes, agreed.own_seconds]
+    slices += [agreed.asked, agreed.memory_bytes, agreed.own_seconds]
     slices += [agreed.rank_squares, agreed.micro_batch_losses, agreed.micro_batch_z]
-    assert [each.numel() for each in slices] == [1, 1, 1, 1, 1, 1, 1, 1, 1, 6, 6, 2, 5, 3]
+    assert [each.numel() for each in slices] == [1, 1, 1, 1, ASKED_LENGTH, 6, 6, 2, 5, 3]
     for number, each in enumerate(slices):
         each.fill_(number)
     agreed.sum()
@@ -52,16 +52,14 @@ def test_each_rank_tells_of_itself_in_its_own_place(monkeypatch):
     monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
     loss = Loss(torch.tensor([6.0, 2.0]), torch.tensor(3.0), 1.0)
     norm = SimpleNamespace(square=lambda parts: sum(part.sum() for part in parts) ** 2)
-    for asks, asked in ((comm.request_end, (0, 0)), (comm.request_rest, (1, 0)), (None, (1, 1))):
-        comm.saving = asks is None
+    for request, asked in ((SaveAndEnd(0), Asked()), (Rest(0), Asked(end=1)), (None, Asked(1, 1, 1))):
+        comm.requests.saving = request is None
         agreed = StepSums(comm, norm).agree([torch.full((2,), 2.0)], loss, memory_bytes=7)
         assert agreed.memory_bytes.tolist() == [0, 0, 0, 0, 7, 0]
         assert [rank for rank, seconds in enumerate(agreed.own_seconds.tolist()) if seconds] == [4]
         assert [each.item() for each in (agreed.loss, agreed.tokens, agreed.square)] == [8.0, 3.0, 16.0]
-        assert (agreed.end_requested.item(), agreed.rest_requested.item()) == asked
-        assert agreed.saving.item() == comm.saving
-        if asks is not None:
-            asks(comm.generation)
+        assert Asked.of(agreed.asked.tolist()) == asked
+        comm.requests.add(request)
 
 
 @pytest.mark.parametrize(("rank", "begins"), [(0, (3, 2)), (4, (0, 0))])
@@ -70,15 +68,16 @@ def test_the_first_rank_alone_says_which_trace_begins(monkeypatch, rank, begins)
     monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
     loss = Loss(torch.tensor([6.0, 2.0]), torch.tensor(3.0), 1.0)
     sums = StepSums(comm, SimpleNamespace(square=lambda parts: sum(part.sum() for part in parts) ** 2))
-    comm.trace_orders.add(TraceOrder(3, 0, 2, first_step=6))
+    comm.requests.add(RecordSteps(TraceOrder(3, 0, 2, first_step=6)))
     for step, expected in ((4, (0, 0)), (5, begins)):
         comm.step.begin(step)
         agreed = sums.agree([torch.ones(2)], loss, memory_bytes=7)
-        assert (agreed.trace.item(), agreed.traced_steps.item()) == expected
+        asked = Asked.of(agreed.asked.tolist())
+        assert (asked.trace, asked.traced_steps) == expected
     for left, expected in ((2, 0), (1, begins[0])):
         comm.step.recorder = Recorder(2, left, HostMoments())
         agreed = sums.agree([torch.ones(2)], loss, memory_bytes=7)
-        assert agreed.trace.item() == expected, "one after the other"
+        assert Asked.of(agreed.asked.tolist()).trace == expected, "one after the other"
 
 
 @pytest.mark.parametrize("rank", [0, 3, 6])

@@ -9,6 +9,7 @@ from one_layer import lone_rank
 
 from manta.workers.engine import Engine
 from manta.workers.parallel.data.agreement import Loss
+from manta.workers.protocol.requests import Asked, SaveAndEnd
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -68,19 +69,16 @@ def test_statistics_tell_each_ranks_own_time_whether_anything_changed_and_whethe
         return engine.optimizer.step(1e-3, agreed_loss, memory_bytes=10**9)
 
     good, bad = statistics(128.0), statistics(float("nan"))
-    assert (good.loss, good.updated, good.end_requested) == (2.0, True, False)
+    assert (good.loss, good.updated, good.asked) == (2.0, True, Asked())
     assert not bad.updated
     assert statistics(0.0, tokens=0.0).loss == 0.0, "no token has a target"
     assert good.own_seconds[0] == 0.0 < good.own_seconds[1] < 1e6, "not its memory"
     engine.optimizer.limits = (1.9, 100.0)
     assert not statistics(128.0).updated
-    engine.comm.request_end(engine.comm.generation)
-    last = statistics(64.0)
-    assert last.end_requested and not last.rest_requested
-    engine.comm.request_rest(engine.comm.generation)
-    assert statistics(64.0).rest_requested and not last.saving
-    engine.comm.saving = True
-    assert statistics(64.0).saving
+    engine.comm.requests.add(SaveAndEnd(engine.comm.generation))
+    assert statistics(64.0).asked == Asked(end=1)
+    engine.comm.requests.saving = True
+    assert statistics(64.0).asked == Asked(end=1, saving=1)
 
 
 def test_loaded_weights_reach_both_computation_and_optimizer():
