@@ -16,7 +16,7 @@ from manta.service.planner.pipeline import StageTimes, min_pipeline_seconds, sha
 from manta.service.planner.software import Software
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.service.planner.step_time import StepModel, StepTime, min_backward_seconds, slowest_of, threads_in
-from manta.workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
+from manta.workers.accounting.activation_bytes import saved_terms
 from manta.workers.accounting.flops import ParameterCounts, parameter_counts
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, ParallelConfig
@@ -161,13 +161,7 @@ class Bounds:
     def _bytes_of_layer(self, candidate: Candidate) -> int:
         key = candidate.tensor, candidate.micro_batch, candidate.recompute
         if key not in self._layer_bytes:
-            spec = self._alone(candidate)
-            if candidate.recompute == "full":
-                size = layer_input_bytes(spec)
-            else:
-                modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()
-                size = layer_bytes(spec, modules)
-            self._layer_bytes[key] = size
+            self._layer_bytes[key] = sum(saved_terms(self._alone(candidate), 0, candidate.recompute).values())
         return self._layer_bytes[key]
 
     def memory(self, candidate: Candidate) -> RankMemory:

@@ -117,8 +117,7 @@ class EnginePasses(LayerTime):
                 else:
                     self._elements(budget, 2 * self.width * self._elements_of(y))
             case Products():
-                for rows, columns in self._matrices(operation):
-                    self._linear(budget, rows, columns)
+                self._products(budget, self.linear_width, *self._matrices(operation))
                 self._communicate(budget, int(operation.sums or self.spec.layout.sequence_parallel_on))
             case Rotary(turned=tensors):
                 for columns, turned in tensors:
@@ -169,8 +168,7 @@ class EnginePasses(LayerTime):
                     moved = (5 + 2) * self.width * self._elements_of(y)
                     self._elements(budget, moved, 4 if y.own else 3)
             case Products():
-                for rows, columns in self._matrices(operation):
-                    self._linear(budget, columns, rows)
+                self._products(budget, self.linear_width, *(each[::-1] for each in self._matrices(operation)))
                 self._bring_together(budget, operation, block)
             case Rotary(turned=tensors) if not self.compiled:
                 for columns, turned in tensors:
@@ -273,7 +271,7 @@ class EnginePasses(LayerTime):
         budget, logits = Budget(), self.tokens * self._vocabulary
         if self.spec.layout.sequence_parallel_on:
             self._communicate(budget, 1)
-        self._product(budget, self.tokens, self._vocabulary, self.hidden)
+        self._products(budget, self.width, (self._vocabulary, self.hidden))
         if self.width == WIDE:
             self._elements(budget, 4 * WIDE * logits, SMALL_OF_LOSS[0])
         elif self.compiled:  # largest, sums, exponentials
@@ -294,7 +292,7 @@ class EnginePasses(LayerTime):
             budget = self._logits_forward()
         scaled = MIXED if self.width < WIDE else SPREAD * 2 * WIDE
         self._elements(budget, scaled * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])
-        self._product(budget, self.tokens, self.hidden, self._vocabulary)
+        self._products(budget, self.width, (self.hidden, self._vocabulary))
         weights = self._output_weights()
         budget.products += weights
         self._communicate_overlapped(budget, 1, weights)

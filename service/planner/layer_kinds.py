@@ -163,9 +163,8 @@ class FrozenSizes:
         if key not in self._kept:
             spec = candidate.on_one_stage().spec(self._job)
             first = first_trained_layer(spec.model, spec.train.frozen)
-            modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()
             layers = (
-                sum(saved_terms(spec, layer, candidate.recompute, modules).values()) if layer >= first else 0
+                sum(saved_terms(spec, layer, candidate.recompute).values()) if layer >= first else 0
                 for layer in range(spec.model.layers)
             )
             self._kept[key] = tuple(accumulate(layers, initial=0))

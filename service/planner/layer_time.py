@@ -102,23 +102,12 @@ class LayerTime:
         count = min(layout.offload_layers, layers)
         if count == 0:
             return 0.0
-        modules = layout.recompute_modules if layout.recompute == "selective" else ()
-        terms = saved_terms(self.spec, 0, layout.recompute, modules)
+        terms = saved_terms(self.spec, 0, layout.recompute)
         rate = HOST_COPY if self.machine.gpu is None else self.machine.gpu.copy
         moved = sum(offloaded(self.spec, 0, 0, terms)) / rate
         return max(0.0, moved * count / layers - seconds)
 
     # Parts of passes.
-
-    def _product(self, budget: Budget, m: int, n: int, k: int) -> None:
-        """A product of m tokens with a matrix."""
-        budget.products += product_seconds(self.machine, m, n, k, 1, self.width, unit_of(n, k))
-        budget.operations += 1
-
-    def _linear(self, budget: Budget, n: int, k: int) -> None:
-        """A product of all tokens in a linear layer inside of a transformer layer."""
-        budget.products += product_seconds(self.machine, self.tokens, n, k, 1, self.linear_width, unit_of(n, k))
-        budget.operations += 1
 
     def _matrices(self, products: Products, trained: bool = False) -> list[tuple[int, int]]:
         """Rows and columns of weights with a common input, or with `trained` of those that have gradients."""
@@ -178,9 +167,10 @@ class LayerTime:
         if self.spec.layout.sequence_parallel_on:
             self._with_boundary(budget, width, *products)
         else:
-            self._forward_products(budget, width, *products)
+            self._products(budget, width, *products)
 
-    def _forward_products(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+    def _products(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+        """Products of all tokens with n results each, from k inputs."""
         machine, tokens = self.machine, self.tokens
         budget.products += sum(product_seconds(machine, tokens, n, k, 1, width, unit_of(n, k)) for n, k in products)
         budget.operations += len(products)
@@ -191,7 +181,7 @@ class LayerTime:
         layout, ranks = self.spec.layout, self.groups.tensor.size
         chunks = layout.forward_chunks if ranks > 1 else 1
         if chunks == 1:
-            self._forward_products(budget, width, *products)
+            self._products(budget, width, *products)
             self._communicate(budget, 1)
             return
         # One block of each rank's part of the sequence, in one kernel.
@@ -326,8 +316,7 @@ class LayerTime:
             case Norm(y=y) if y.own:  # two kernels, for its input and its weights
                 self._elements(budget, (5 + 3) * self.width * self._elements_of(y))
             case Products():
-                for rows, columns in self._matrices(operation):
-                    self._linear(budget, columns, rows)
+                self._products(budget, self.linear_width, *(each[::-1] for each in self._matrices(operation)))
             case Attention():
                 self._attention_backward(budget)
             case Activation(xs=xs, y=y):
@@ -434,7 +423,7 @@ class LayerTime:
     def _logits_forward(self) -> Budget:
         budget, product = Budget(), (self._vocabulary, self.hidden)
         if self.spec.train.head_tokens:  # gathered in one piece
-            self._forward_products(budget, self.width, product)
+            self._products(budget, self.width, product)
             self._communicate(budget, int(self.spec.layout.sequence_parallel_on))
         else:
             self._enter(budget, self.width, product)
@@ -454,7 +443,7 @@ class LayerTime:
         budget = Budget()
         loss = self.software.loss_bytes[1] - WIDE + self.width
         self._elements(budget, loss * self.tokens * self._vocabulary)
-        self._product(budget, self.tokens, self.hidden, self._vocabulary)
+        self._products(budget, self.width, (self.hidden, self._vocabulary))
         weights = self._output_weights()
         budget.products += weights
         self._communicate_overlapped(budget, 1, weights)

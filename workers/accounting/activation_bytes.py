@@ -110,28 +110,17 @@ def bytes_of(spec: JobSpec, tensor: Tensor) -> int:
     return width_of(spec) * tokens_of(spec)[tensor.own] * tensor.columns
 
 
-def layer_bytes(spec: JobSpec, modules: Collection[str] = ()) -> int:
-    """Bytes that the first layer saves of one full micro-batch, if `modules` are recomputed."""
-    return sum(layer_terms(spec, 0, modules).values())
-
-
-def layer_input_bytes(spec: JobSpec) -> int:
-    """Bytes that a layer keeps if it is recomputed as a whole."""
-    return tokens_of(spec)[1] * spec.model.hidden_size * width_of(spec)
-
-
 def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     """Bytes that virtual stage `index` keeps of one full micro-batch; `recompute`: of one that the layout's policy
     applies to. The first stage includes the embedding, the last one the logits."""
     model, layout = spec.model, spec.layout
     policy = layout.recompute if recompute else "none"
-    modules = layout.recompute_modules if policy == "selective" else ()
     count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
     total, layers = 0, layers_of(model.layers, layout, index)
     kinds = len(layers) if layout.offload_layers else min(layout.recompute_every, len(layers))
     for place in range(kinds):
         for layer, times in _alike(spec, layers[place::kinds], first):
-            terms = saved_terms(spec, layer, policy, modules)
+            terms = saved_terms(spec, layer, policy)
             total += times * (sum(terms.values()) - sum(offloaded(spec, index, place, terms)))
     if index == 0 and first < 0 and model.dropout > 0:
         # The dropout's mask (arXiv:2205.05198, section 4.3). The few bytes per token that tell tensor ranks which rows
@@ -154,11 +143,11 @@ def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]
     return known.values()
 
 
-def saved_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str]) -> dict[str, int]:
+def saved_terms(spec: JobSpec, layer: int, policy: str) -> dict[str, int]:
     """The part of `layer_terms` that a layer keeps of a micro-batch that is recomputed by `policy`."""
     if policy == "full" and layer % spec.layout.recompute_every == 0:
-        return {LAYER_INPUT: layer_input_bytes(spec)}
-    return layer_terms(spec, layer, modules)
+        return {LAYER_INPUT: tokens_of(spec)[True] * spec.model.hidden_size * width_of(spec)}
+    return layer_terms(spec, layer, spec.layout.recompute_modules if policy == "selective" else ())
 
 
 def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> list[int]:
@@ -187,13 +176,12 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     def of_pass(action: Action) -> int:
         index = indices[action.chunk]
         policy = layout.recompute if (action.micro_batch, action.chunk) in again else "none"
-        modules = layout.recompute_modules if policy == "selective" else ()
         layers = enumerate(layers_of(spec.model.layers, layout, index))
         return sum(
             1 << (size - 1).bit_length()
             for place, layer in layers
             if layer >= first
-            for size in offloaded(spec, index, place, saved_terms(spec, layer, policy, modules))
+            for size in offloaded(spec, index, place, saved_terms(spec, layer, policy))
         )
 
     signs = {"forward": 1, "backward": -1, "backward_input": -1}

@@ -10,7 +10,7 @@ import torch
 from engine_specs import spec
 from one_layer import held_by_layer, held_bytes, lone_rank
 
-from manta.workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
+from manta.workers.accounting.activation_bytes import chunk_bytes, layer_terms, saved_terms
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
@@ -86,7 +86,7 @@ def test_activation_bytes_in_bf16_differ_only_by_norm_statistics_on_a_cpu(sequen
         parallel={"tensor": 2, "sequence_parallel": sequence_parallel},
     )
     outside = 3 * 20 // (2 if sequence_parallel else 1)
-    assert held_by_layer(job_spec) == layer_bytes(job_spec) - 4 * outside * 2
+    assert held_by_layer(job_spec) == sum(layer_terms(job_spec).values()) - 4 * outside * 2
 
 
 def held_by_chunk(job_spec: JobSpec, rank: int, chunk: int, run: ForwardPass) -> int:
@@ -173,4 +173,4 @@ def test_frozen_weights_keep_no_activations_for_their_gradients(frozen, attentio
 
 def test_fully_recomputed_layer_keeps_only_its_input():
     job_spec = spec(train={"micro_batch_size": 3}, parallel={"recompute": "full"})
-    assert held_by_layer(job_spec) == layer_input_bytes(job_spec) == 8 * 3 * 32 * 4
+    assert held_by_layer(job_spec) == sum(saved_terms(job_spec, 0, "full").values()) == 8 * 3 * 32 * 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_specs import spec
 
-from manta.workers.accounting.activation_bytes import deferred_layer_bytes, layer_bytes
+from manta.workers.accounting.activation_bytes import deferred_layer_bytes, layer_terms
 from manta.workers.accounting.layer_passes import LayerPasses
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.accounting.step_peak import StepPeak
@@ -51,7 +51,7 @@ def test_backward_frees_what_forward_left_except_deferred_parts(modules, gpu):
         assert layer.forward(keeps=False).net == layer.sizes.residual
         assert layer.backward().net == deferred - layer.saved
         assert not layer.split or deferred == deferred_layer_bytes(job)
-        assert gpu or layer.saved == layer_bytes(job, modules)
+        assert gpu or layer.saved == sum(layer_terms(job, 0, modules).values())
 
 
 def test_recomputed_layer_leaves_nothing_but_briefly_takes_all():
