@@ -54,16 +54,13 @@ class EnginePasses(LayerTime):
         self.gpu, self.compiled = gpu, self.spec.train.compile
         self.parts, model = self.spec.model.parts, self.spec.model
         self.projects_at_once, self.grouped = False, model.key_value_heads != model.heads
+        self.host_operations = COMPILED_LAYER if self.compiled else LAYER
 
     # Parts of passes.
 
     def _elements(self, budget: Budget, moved: float, kernels: int = 1) -> None:
         budget.elementwise += memory_seconds(self.machine, moved) + kernels * self.gpu.kernel_seconds
         budget.operations += kernels
-
-    @property
-    def _host_of_layer(self) -> tuple[int, int]:
-        return COMPILED_LAYER if self.compiled else LAYER
 
     def _norm(self, budget: Budget, elements: int, rms: bool) -> None:
         """Eager: torch's layer norm, or an RMS norm operation by operation (`rms_norm.py`)."""
@@ -89,12 +86,6 @@ class EnginePasses(LayerTime):
             self._elements(budget, moved * elements, 13)
 
     # A layer.
-
-    def forward(self) -> Budget:
-        """One layer's forward."""
-        budget = super().forward()
-        budget.operations += self._host_of_layer[0]
-        return budget
 
     def _residual(self, budget: Budget, block: Block) -> None:
         residual = self.outside * self.hidden
@@ -144,12 +135,6 @@ class EnginePasses(LayerTime):
             seconds = attention_seconds(*shape, masked)
             budget.attention += part * (seconds[0] if times == 1.0 else seconds[1])
         budget.operations += 1 if times == 1.0 else 3
-
-    def backward_input(self) -> Budget:
-        """The half of one layer's backward that makes gradients of activations, with what is recomputed."""
-        budget = super().backward_input()
-        budget.operations += self._host_of_layer[1]
-        return budget
 
     def _residual_backward(self, budget: Budget) -> None:
         residual = self.outside * self.hidden

@@ -26,16 +26,7 @@ from manta.service.planner.software import Software
 from manta.workers.accounting.activation_bytes import offloaded, saved_terms
 from manta.workers.accounting.flops import padded_vocabulary, recomputed_layer_passes
 from manta.workers.config import JobSpec
-from manta.workers.spec.layer_table import (
-    Activation,
-    Attention,
-    Block,
-    Norm,
-    Operation,
-    Products,
-    Tensor,
-    layer_table,
-)
+from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Tensor, layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
 
 MASK = 1
@@ -77,6 +68,8 @@ class LayerTime:
         self.attention, self.has_dropout = self.table.attention, model.dropout > 0
         self.projects_at_once = True
         """Whether queries, keys and values are one product."""
+        self.host_operations = (0, 0)
+        """What a layer costs the host in addition to its operations, in units of one, forward and backward."""
 
     def passes(self) -> Passes:
         """The times of all parts."""
@@ -199,7 +192,7 @@ class LayerTime:
 
     def forward(self) -> Budget:
         """One layer's forward."""
-        budget = Budget()
+        budget = Budget(operations=self.host_operations[0])
         for block in self.table.blocks:
             for operation in block.operations:
                 self._forward(budget, operation, block)
@@ -297,12 +290,14 @@ class LayerTime:
 
     def backward_input(self) -> Budget:
         """The half of one layer's backward that computes gradients of activations, including recomputation."""
-        budget = Budget()
+        budget = Budget(operations=self.host_operations[1])
         for block in self.table.blocks:
             self._residual_backward(budget)
             for operation in block.operations:
                 self._backward(budget, operation, block)
-        self._cast_gradients(budget)
+        products = self.table.products
+        count = sum(1 if each.projects else len(each.ys) for each in products)
+        self._cast(budget, sum(y.columns for each in products for y in each.ys), count, CAST_BOTH)
         self._tensor_backward(budget)
         return budget.plus(self.recomputed(), self._recomputed_part)
 
@@ -322,13 +317,6 @@ class LayerTime:
             case Activation(xs=xs, y=y):
                 moved = (3 if self.software.fused else 5) + len(xs)
                 self._elements(budget, moved * self.width * self._elements_of(y))
-
-    def _cast_gradients(self, budget: Budget) -> None:
-        """Casts of the gradients of products; those of queries, keys and values are one."""
-        columns = sum(y.columns for each in self.table.products for y in each.ys)
-        self._cast(
-            budget, columns, sum(1 if each.projects else len(each.ys) for each in self.table.products), CAST_BOTH
-        )
 
     def _tensor_backward(self, budget: Budget) -> None:
         """Collectives of backward: gradients of the blocks' inputs are reduced; with sequence parallelism those of

@@ -11,14 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from manta.workers.accounting.activation_bytes import (
-    WIDE,
-    attention_terms,
-    block_terms,
-    bytes_of,
-    tokens_of,
-    width_of,
-)
+from manta.workers.accounting.activation_bytes import WIDE, attention_terms, block_terms, bytes_of, tokens_of, width_of
 from manta.workers.accounting.flops import layers_of_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec

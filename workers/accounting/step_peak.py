@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from manta.workers.accounting.activation_bytes import (
-    LAYER_INPUT,
-    WIDE,
-    layers_are_alike,
-    offloaded,
-    tokens_of,
-)
+from manta.workers.accounting.activation_bytes import LAYER_INPUT, WIDE, layers_are_alike, offloaded, tokens_of
 from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
 from manta.workers.accounting.layer_passes import LayerPasses, Sizes
 from manta.workers.accounting.rank_passes import (
