@@ -177,7 +177,7 @@ def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
     )
     if spec.checkpoint.snapshots == "off":
         return waiting * ranks
-    held = max(state_bytes_of_ranks(spec)) / (spec.layout.data if spec.layout.zero else 1)
+    held = max(state_bytes_of_ranks(spec)) / spec.layout.state_shards
     return round((SLOTS * held + waiting) * ranks)
 
 
