@@ -10,10 +10,12 @@ import torch
 from engine_specs import spec
 from one_layer import lone_rank
 
+from manta.workers.comm.grid import state_peers
 from manta.workers.engine import Engine
 from manta.workers.errors import PeerLost
 from manta.workers.parallel.data.agreement import Loss
 from manta.workers.parallel.data.loss_scaling import INITIAL
+from manta.workers.parallel.data.state import same_state
 
 
 def engine_of(precision: str = "fp16", rank: int = 0, **sections) -> Engine:
@@ -102,6 +104,21 @@ def test_initial_weights_depend_on_the_seed():
 def test_zero_splits_the_optimizers_state_over_the_replicas(zero, share):
     engine = engine_of("fp32", rank=1, parallel={"data": 2, "zero": zero})
     assert engine.optimizer.length == engine.flat.size * share
+
+
+@pytest.mark.parametrize(("zero", "precision"), [(0, "fp16"), (1, "bf16")])
+def test_state_parts_tell_what_a_step_changes_and_which_ranks_have_the_same(zero, precision):
+    engine = engine_of(precision, rank=1, parallel={"data": 2, "zero": zero}, train={"frozen": ["embedding"]})
+    parts = {part.name: part for part in engine.parts()}
+    assert list(parts) == ["model", *engine.spec.train.optimizer.moments, "loss_scale", "frozen"]
+    assert {name for name, part in parts.items() if part.changes} == {
+        *parts.keys() - {"frozen", "loss_scale"},
+        *({"loss_scale"} if precision == "fp16" else ()),
+    }
+    for name, part in parts.items():
+        assert part.length == sum(end - start for start, end in part.ranges) or name == "loss_scale"
+        assert part.holders == ((0, 1) if not zero or name == "loss_scale" else (1,))
+    assert same_state(parts.values()) == state_peers(engine.spec.layout, 1)
 
 
 def test_buckets_are_as_large_as_the_job_says():

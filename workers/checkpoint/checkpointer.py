@@ -359,14 +359,12 @@ class Checkpointer:
         yield state
 
     def _copy_state(self, ready: Ready) -> dict[str, torch.Tensor]:
-        trained = self._trained_parts()
-        copies = self._buffer().tensor.split([part.length for part in trained])
-        targets = [target for part, copy in zip(trained, copies, strict=True) for target in part.split(copy)]
-        copy_tensors(targets, tensors_of(trained), ready)
-        copied = {part.name: copy for part, copy in zip(trained, copies, strict=True)}
+        trained, frozen = self._trained_parts(), self.engine.optimizer.frozen_parts()
+        memory = self._buffer().tensor.split([part.length for part in trained])
+        copies = {part.name: copy for part, copy in zip(trained, memory, strict=True)}
+        copy_tensors([to for part in trained for to in part.split(copies[part.name])], tensors_of(trained), ready)
         # Frozen parameters never change, so they need no copy.
-        frozen = self.engine.optimizer.frozen_parts()
-        return copied | {part.name: tensor.cpu() for part in frozen for tensor in part.tensors}
+        return copies | {part.name: tensor.cpu() for part in frozen for tensor in part.tensors}
 
     @contextmanager
     def _in_slot(self, slot: ProtectedSlot) -> Iterator[dict[str, torch.Tensor]]:
@@ -442,47 +440,21 @@ class NoCheckpoints:
     copying = writing = False
     failure: str | None = None
 
-    def enter_generation(self, began: int, step: int) -> None:
-        """Nothing depends on it."""
-
     def due(self, step: int) -> bool:
-        """False."""
+        """False: no step is saved."""
         return False
 
-    def is_needed(self, step: int) -> bool:
-        """False."""
-        return False
-
-    def begin(self, step: int, numbers: dict[str, Any] | None = None) -> None:
-        """Saves nothing."""
-
-    def begin_missing_save(self, step: int, numbers: dict[str, Any] | None = None) -> None:
-        """Saves nothing."""
-
-    def save_now(self, step: int, numbers: dict[str, Any] | None = None) -> None:
-        """Saves nothing."""
-
-    def finish_copy(self) -> None:
-        """Nothing is copied."""
-
-    def finish(self) -> None:
-        """Nothing is written."""
-
-    def leave(self) -> None:
-        """Nothing is written."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def undo_after(self, step: int) -> None:
-        """Deletes nothing."""
+    is_needed = due
 
     def restore(self, path: str) -> dict[str, Any] | None:
         """Raises ValueError."""
         raise ValueError(f"cannot resume from {path} without a location for checkpoints")
 
-    def prepare_memory(self) -> None:
-        """Nothing is saved from it."""
+    def finish(self, *about: object) -> None:
+        """Does nothing, as there is nothing to do for any request about checkpoints."""
+
+    begin = begin_missing_save = save_now = prepare_memory = finish
+    finish_copy = leave = close = undo_after = enter_generation = finish
 
 
 def _new_thread() -> ThreadPoolExecutor:

@@ -408,16 +408,6 @@ class NoSnapshots:
     stall_seconds = copy_seconds = 0.0
     protected_step = memory_file = None
 
-    def start(self, step: int, note: bytes = b"", then: Callable[[], object] | None = None) -> None:
-        """Copies nothing; `then` is not called."""
-
-    def finish(self) -> bool:
-        """False: there was no copy."""
-        return False
-
-    def save(self, step: int, note: bytes = b"") -> None:
-        """Copies nothing."""
-
     def load(self, step: int) -> bytes:
         """Raises ValueError."""
         raise ValueError(f"cannot resume from a snapshot of step {step} without a location for snapshots")
@@ -430,17 +420,8 @@ class NoSnapshots:
         """None: there is no slot."""
         return None
 
-    def unprotect(self) -> None:
-        """Nothing is protected."""
+    def finish(self, *about: object) -> bool:
+        """False, as nothing is done for any request about copies."""
+        return False
 
-    def forget_after(self, step: int) -> None:
-        """Nothing is known of any step."""
-
-    def make_readable(self, step: int | None, make_note: Callable[[], bytes]) -> None:
-        """Nobody can read anything here."""
-
-    def clear(self) -> None:
-        """There is nothing to discard."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
+    start = save = unprotect = forget_after = make_readable = clear = close = finish
