@@ -28,7 +28,7 @@ class Positions:
         return sum(end - first for first, end in self.runs)
 
     def part(self, index: int, count: int) -> Positions:
-        """Those of part `index` of `count` equal parts of the rows."""
+        """Positions of part `index` of `count` equal parts of the rows."""
         size, at, runs = self.length // count, 0, []
         for first, end in self.runs:
             low, high = max(first, first + index * size - at), min(end, first + (index + 1) * size - at)
@@ -38,11 +38,11 @@ class Positions:
         return Positions(tuple(runs))
 
     def outside(self, region: Region) -> Positions:
-        """Those of the rows that this rank has outside of tensor-parallel regions."""
+        """Positions of the rows that this rank has outside of tensor-parallel regions."""
         return self.part(region.comm.index("tensor"), region.sequence_split) if region.sequence_parallel else self
 
     def numbers(self, device: torch.device) -> torch.Tensor:
-        """int32 [rows]."""
+        """All of them, int32 [rows]."""
         runs = [torch.arange(first, end, dtype=torch.int32, device=device) for first, end in self.runs]
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
