@@ -31,6 +31,7 @@ from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec
 from manta.workers.data.batches import Batches
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.protocol.messages import Resume
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.trainer import Trainer
@@ -97,7 +98,8 @@ def measure(options: argparse.Namespace) -> Report:
     engine_seconds, plain_seconds, furthest = _race(spec, trainer, plain)
 
     batches = trainer.batches
-    engine_loss = split_loss(batches, lambda tokens_sb: trainer.engine.model.chunks[0](tokens_sb, ForwardPass()))
+    run = ForwardPass(Positions.of(spec.model.sequence_length))
+    engine_loss = split_loss(batches, lambda tokens_sb: trainer.engine.model.chunks[0](tokens_sb, run))
     plain_loss = split_loss(batches, lambda tokens_sb: plain.model(tokens_sb.t()).transpose(0, 1))
     full_run = options.steps == STEPS
     report.add("validation_loss_engine", round(engine_loss, 5), "nats/token", 1.93 if full_run else None)

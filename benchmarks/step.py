@@ -40,6 +40,7 @@ from manta.workers.model.shared import Shared
 from manta.workers.model.stage import ModelStage
 from manta.workers.parallel.data.flat import FlatParameters
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.products import TorchProducts
 from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.shards import fill_initial, named_shards
@@ -244,7 +245,7 @@ def _layers() -> dict[str, Step]:
     plain = PlainLayer(spec.model)
     x_sbh = torch.randn(8 // 2, 1, 32, requires_grad=True)
     x_bsh = torch.randn(1, 8, 32, requires_grad=True)
-    run = ForwardPass()
+    run = ForwardPass(Positions.of(8))
     grad_sbh, grad_bsh = torch.ones(8 // 2, 1, 32), torch.ones(1, 8, 32)
     return {
         "parallel": lambda: torch.autograd.backward(layer(x_sbh, run), grad_sbh),

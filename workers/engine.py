@@ -16,6 +16,7 @@ from manta.workers.parallel.data.elastic_sums import ElasticReduction, ElasticSt
 from manta.workers.parallel.data.flat import FlatParameters
 from manta.workers.parallel.data.loss_scaling import LossScale
 from manta.workers.parallel.data.reduction import GradientReduction, SharedGradients
+from manta.workers.parallel.data.state import StatePart, tensors_of
 from manta.workers.parallel.data.zero import ZeroOptimizer
 from manta.workers.parallel.pipeline.graphed import CudaRecording, GraphedPipeline, Recording
 from manta.workers.parallel.pipeline.runtime import Pipeline
@@ -51,7 +52,7 @@ class Engine:
             self.model = ModelStage(spec, comm, products)
         bucket_bytes = layout.bucket_bytes(comm.device.type == "cuda")
         decayed = spec.train.optimizer.weight_decay_groups
-        self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes, decayed)
+        self.flat = FlatParameters(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed)
         if fp8 is not None:
             compute_in_fp8(self.model, fp8)
         shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)
@@ -153,10 +154,12 @@ class Engine:
         """The present state belongs to a committed step."""
         self.optimizer.updating = False
 
-    def state(self) -> list[torch.Tensor]:
-        """All tensors (1-D) that a step may change and that a snapshot of this rank keeps."""
-        return [*self.optimizer.state(), self.loss_scale.state]
+    def parts(self) -> list[StatePart]:
+        """The named parts of this rank's state, in the order of a snapshot: those that no step changes come last."""
+        ranks = tuple(range(self.comm.size("world")))
+        loss_scale = StatePart("loss_scale", (self.loss_scale.state,), self.loss_scale.dynamic, ranks)
+        return [*self.optimizer.parts(), loss_scale, *self.optimizer.frozen_parts()]
 
-    def frozen_state(self) -> list[torch.Tensor]:
-        """Tensors that a snapshot keeps in addition, and that no step changes."""
-        return [self.optimizer.frozen] if len(self.optimizer.frozen) else []
+    def state(self) -> list[torch.Tensor]:
+        """All tensors (1-D) that a step may change."""
+        return tensors_of(part for part in self.parts() if part.changes)

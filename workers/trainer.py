@@ -39,7 +39,13 @@ class Trainer:
         self.engine = Engine(spec, comm)
         reads, records = self.engine.model.reads_tokens, comm.rank == 0
         self.batches = Batches(
-            *(spec, comm.index("data"), comm.device, reads, paths.corpus_record, records, paths.token_cache),
+            spec,
+            comm.index("data"),
+            comm.device,
+            reads,
+            paths.corpus_record,
+            records,
+            paths.token_cache,
             DataWatch(comm, reporter),
         )
         self.prefetch = Prefetch(self.batches, spec.train.steps)

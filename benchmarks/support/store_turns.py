@@ -143,7 +143,7 @@ class _Rank:
 
     @property
     def _checkpoints(self) -> Checkpointer:
-        assert self.trainer.state.checkpoints is not None
+        assert isinstance(self.trainer.state.checkpoints, Checkpointer)
         return self.trainer.state.checkpoints
 
     def _saves(self) -> bool:

@@ -16,7 +16,7 @@ from manta.service.cluster.agent_client import AgentClient, AgentError, within
 from manta.service.job.inbox import Inbox, Note
 from manta.service.recovery.decisions import Death, culprit_of, describe_exit
 from manta.workers.accounting.flops import rank_parameters
-from manta.workers.accounting.state_costs import STATE_BYTES
+from manta.workers.accounting.state_costs import bytes_per_parameter
 from manta.workers.config import JobSpec
 from manta.workers.errors import failure_kind
 from manta.workers.liveness.hang_timeouts import REST_BYTES_PER_SECOND
@@ -289,5 +289,5 @@ def time_to_rest(spec: JobSpec) -> float:
     The snapshot of a custom model, which is not counted here, is known to its agent (`TrainerSlot.rest`)."""
     if spec.checkpoint.snapshots == "off" or not spec.model.is_counted:
         return REST_SECONDS
-    owners = spec.layout.data if spec.layout.zero else 1
-    return REST_SECONDS + STATE_BYTES * max(rank_parameters(spec)) / owners / REST_BYTES_PER_SECOND
+    state = bytes_per_parameter(spec) * max(rank_parameters(spec)) / spec.layout.state_shards
+    return REST_SECONDS + state / REST_BYTES_PER_SECOND

@@ -15,7 +15,7 @@ from manta.service.planner.layer_kinds import StagePasses
 from manta.service.planner.operations import host_wait, memory_seconds
 from manta.service.planner.step_time import StepModel, StepTime, slowest_of
 from manta.workers.accounting.flops import trained_parameters
-from manta.workers.accounting.state_costs import STATE_BYTES, checkpoint_bytes, steps_between
+from manta.workers.accounting.state_costs import bytes_per_parameter, checkpoint_bytes, steps_between
 from manta.workers.config import CheckpointConfig, JobSpec
 
 
@@ -170,11 +170,11 @@ def stall_seconds(model: StepModel, time: StepTime) -> float:
     """How long an update waits for a copy of the state, which overlaps with the step's passes. A device copies to its
     host's memory; a core copies within host memory, also if the optimizer's state is offloaded there."""
     spec, machine = model.spec, model.cluster.machine
-    trained = max(trained_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)
+    state = bytes_per_parameter(spec) * (max(trained_parameters(spec)) / spec.layout.state_shards)
     if machine.core is not None:
-        copy = memory_seconds(machine, 2 * STATE_BYTES * trained)
+        copy = memory_seconds(machine, 2 * state)
     elif spec.train.optimizer.offload:
-        copy = STATE_BYTES * trained / HOST_CORE_COPY
+        copy = state / HOST_CORE_COPY
     else:
-        copy = STATE_BYTES * trained / (HOST_COPY if machine.gpu is None else machine.gpu.copy)
+        copy = state / (HOST_COPY if machine.gpu is None else machine.gpu.copy)
     return max(0.0, copy - (time.seconds - time.optimizer))

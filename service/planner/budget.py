@@ -171,7 +171,7 @@ def _words_of_update(model: StepModel, replicas: str) -> tuple[str, str]:
             "a larger global batch, or train.optimizer.offload: false where memory allows",
         )
     fewer = "a larger global batch, so that there are fewer updates"
-    helps = fewer if layout.zero or layout.data == 1 else "parallel.zero: 1"
+    helps = fewer if layout.zero or layout.holders == 1 else "parallel.zero: 1"
     return f"the update, and bringing it to {replicas}", helps
 
 

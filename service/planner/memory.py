@@ -178,7 +178,7 @@ def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
     )
     if spec.checkpoint.snapshots == "off":
         return waiting * ranks
-    held = max(state_bytes_of_ranks(spec)) / (spec.layout.data if spec.layout.zero else 1)
+    held = max(state_bytes_of_ranks(spec)) / spec.layout.state_shards
     return round((SLOTS * held + waiting) * ranks)
 
 
@@ -301,7 +301,7 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
     def with_layout(**values: object) -> JobSpec:
         return spec.model_copy(update={"parallel": layout.model_copy(update=values)})
 
-    if layout.data > 1 and not layout.zero:
+    if layout.holders > 1 and not layout.zero:
         yield "parallel.zero: 1", with_layout(zero=1)
     if layout.recompute == "none" and spec.attention_is_explicit:
         yield "parallel.recompute: selective", with_layout(recompute="selective")

@@ -23,7 +23,7 @@ from manta.service.planner.operations import WIDE, Budget, host_wait, memory_sec
 from manta.service.planner.pipeline import Pipeline, SharedCores
 from manta.service.planner.software import MANTA, Software, engine_on
 from manta.workers.accounting.flops import padded_vocabulary, trained_parameters
-from manta.workers.accounting.state_costs import SLICE_ELEMENTS, STATE_BYTES
+from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import chunk_location, end_ranks, layer_counts, layers_of
 from manta.workers.spec.layer_table import layer_table
@@ -240,17 +240,17 @@ class StepModel:
     def _offloaded_update(self, parameters: float) -> float:
         """Seconds of an update with offloaded state: both directions of the transfer overlap with each other and with
         updates, except for the last slice. On cores they follow one another."""
-        machine, update = self.cluster.machine, self._update(parameters)
+        machine, update, each = self.cluster.machine, self._update(parameters), bytes_per_parameter(self.spec)
         if not machine.has_gpus:
-            return update + memory_seconds(machine, 4 * STATE_BYTES * parameters)
+            return update + memory_seconds(machine, 4 * each * parameters)
         link = HOST_COPY if machine.gpu is None else machine.gpu.copy
         last = min(parameters, SLICE_ELEMENTS)
-        return max(update, STATE_BYTES * parameters / link) + STATE_BYTES * last / link
+        return max(update, each * parameters / link) + each * last / link
 
     def optimizer_seconds(self) -> float:
         """The update and its distribution to all replicas."""
         layout = self.spec.layout
-        split = layout.data if self.software.shards_optimizer and layout.zero else 1
+        split = layout.state_shards if self.software.shards_optimizer else 1
         offload = self.spec.train.optimizer.offload
         update = (self._offloaded_update if offload else self._update)(self.parameters / split)
         update += self._update_wait()

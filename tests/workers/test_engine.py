@@ -10,9 +10,12 @@ import torch
 from engine_specs import spec
 from one_layer import lone_rank
 
-from manta.workers.engine import INITIAL, Engine
+from manta.workers.comm.grid import state_peers
+from manta.workers.engine import Engine
 from manta.workers.errors import PeerLost
 from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.data.loss_scaling import INITIAL
+from manta.workers.parallel.data.state import same_state
 
 
 def engine_of(precision: str = "fp16", rank: int = 0, **sections) -> Engine:
@@ -42,12 +45,12 @@ def step(engine: Engine, *outcomes: tuple[float, float]):
 
 def test_overflowing_step_is_retried_until_it_fits():
     engine = engine_of()
-    before = engine.optimizer.exp_avg.clone()
+    before = engine.optimizer.moments["exp_avg"].clone()
     statistics, scales = step(engine, (64.0, math.inf), (64.0, math.nan), (64.0, 1.0))
     assert scales == [INITIAL, INITIAL / 2, INITIAL / 4]
     assert statistics.finite and statistics.loss == 1.0
     assert engine.loss_scale.state.tolist() == [INITIAL / 4, 1.0], "one good step since"
-    assert not torch.equal(engine.optimizer.exp_avg, before)
+    assert not torch.equal(engine.optimizer.moments["exp_avg"], before)
 
 
 @pytest.mark.parametrize("outcome", [(math.nan, 1.0), (math.inf, math.nan)])
@@ -100,7 +103,22 @@ def test_initial_weights_depend_on_the_seed():
 @pytest.mark.parametrize(("zero", "share"), [(0, 1.0), (1, 0.5)])
 def test_zero_splits_the_optimizers_state_over_the_replicas(zero, share):
     engine = engine_of("fp32", rank=1, parallel={"data": 2, "zero": zero})
-    assert len(engine.optimizer.exp_avg) == engine.flat.size * share
+    assert engine.optimizer.length == engine.flat.size * share
+
+
+@pytest.mark.parametrize(("zero", "precision"), [(0, "fp16"), (1, "bf16")])
+def test_state_parts_tell_what_a_step_changes_and_which_ranks_have_the_same(zero, precision):
+    engine = engine_of(precision, rank=1, parallel={"data": 2, "zero": zero}, train={"frozen": ["embedding"]})
+    parts = {part.name: part for part in engine.parts()}
+    assert list(parts) == ["model", *engine.spec.train.optimizer.moments, "loss_scale", "frozen"]
+    assert {name for name, part in parts.items() if part.changes} == {
+        *parts.keys() - {"frozen", "loss_scale"},
+        *({"loss_scale"} if precision == "fp16" else ()),
+    }
+    for name, part in parts.items():
+        assert part.length == sum(end - start for start, end in part.ranges) or name == "loss_scale"
+        assert part.holders == ((0, 1) if not zero or name == "loss_scale" else (1,))
+    assert same_state(parts.values()) == state_peers(engine.spec.layout, 1)
 
 
 def test_buckets_are_as_large_as_the_job_says():

@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +17,7 @@ from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.checkpoint.checksums import SummingFile
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid, state_peers
+from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointNotSaved
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import snapshot_path, stored_steps
@@ -221,7 +221,7 @@ def test_ranks_with_the_state_of_rank_0_keep_its_rows():
     keep = []
     for rank in range(4):
         comm = Comm(RankGrid(job.layout), rank, torch.device("cpu"))
-        state = RankState(job, SimpleNamespace(), comm, Reporter(lambda messages: None), NO_PATHS)
+        state = RankState(job, Engine(job, comm), comm, Reporter(lambda messages: None), NO_PATHS)
         keep.append(state._retains_rows)
     assert keep == [rank in state_peers(job.layout, 0) for rank in range(4)]
     assert keep.count(True) == 2

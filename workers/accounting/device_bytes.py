@@ -69,19 +69,19 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     """Memory of a rank of `stage`, in a step of `micro_batches` micro-batches."""
     spec = passes.spec
     stages, frozen = parameters_of_rank(spec, stage), frozen_parameters_of_rank(spec, stage)
-    replicas, width = spec.layout.data, 4 if spec.train.precision == "fp32" else 2
-    trained, part = stages - frozen, (stages - frozen) // replicas
+    holders, width = spec.layout.holders, 4 if spec.train.precision == "fp32" else 2
+    trained, part = stages - frozen, (stages - frozen) // holders
     kept, offload = owned_elements(spec, stage), spec.train.optimizer.offload
     gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec)) + halves_bytes(spec, stage, micro_batches)
     # Without master weights, the parameters themselves are updated.
     masters = 0 if width == WIDE and not offload else kept
-    optimizer = 0 if offload and passes.gpu else WIDE * (masters + 2 * kept)
+    optimizer = 0 if offload and passes.gpu else WIDE * (masters + len(spec.train.optimizer.moments) * kept)
     # Updated parts are copied for the gather, when no activations are left; of offloaded state, slices are copied.
-    copies = width * part if spec.layout.zero and replicas > 1 else 0
+    copies = width * part if spec.layout.state_shards > 1 else 0
     if offload:
-        copies = slice_buffer_bytes(kept)
-    # On CPUs every replica's part of each bucket arrives before it is summed (`workers/comm/links_backend.py`).
-    incoming = gradients // replicas * (replicas - 1)
+        copies = slice_buffer_bytes(spec, kept)
+    # On CPUs every holder's part of each bucket arrives before it is summed (`workers/comm/links_backend.py`).
+    incoming = gradients // holders * (holders - 1)
     if passes.gpu or spec.train.deterministic == "elastic":
         incoming = arriving_bytes(spec, stage, passes.gpu)
     activations = bytes_of_rank(spec, stage, micro_batches)

@@ -13,10 +13,13 @@ from manta.workers.accounting.flops import (
 )
 from manta.workers.config import JobSpec, ParallelConfig
 
-STATE_BYTES = 12
-"""Bytes of state per parameter: itself and its two moments in fp32, whatever the precision of compute."""
 SLOTS = 2
 """Snapshots that a rank keeps at a time (`workers/snapshot/snapshot_file.py`)."""
+
+
+def bytes_per_parameter(spec: JobSpec) -> int:
+    """Bytes of state per trained parameter: itself and its moments in fp32, whatever the precision of compute."""
+    return 4 * (1 + len(spec.train.optimizer.moments))
 
 
 def snapshot_bytes(spec: JobSpec) -> int:
@@ -25,8 +28,7 @@ def snapshot_bytes(spec: JobSpec) -> int:
     same again. 0 if `checkpoint.snapshots` is off."""
     if spec.checkpoint.snapshots == "off":
         return 0
-    replicas = 1 if spec.layout.zero else spec.layout.data
-    return SLOTS * _state_bytes(spec) * replicas
+    return SLOTS * _state_bytes(spec) * spec.layout.holders // spec.layout.state_shards
 
 
 def checkpoint_bytes(spec: JobSpec) -> int:
@@ -39,7 +41,7 @@ def state_bytes_of_ranks(spec: JobSpec) -> list[int]:
     """Bytes of state that each tensor rank of each pipeline rank holds."""
     width = 4 if spec.train.precision == "fp32" else 2
     pairs = zip(trained_parameters(spec), frozen_parameters(spec), strict=True)
-    return [STATE_BYTES * trained + width * frozen for trained, frozen in pairs]
+    return [bytes_per_parameter(spec) * trained + width * frozen for trained, frozen in pairs]
 
 
 def _state_bytes(spec: JobSpec) -> int:
@@ -54,18 +56,18 @@ SLICE_ELEMENTS, SLICE_BUFFERS = 2**22, 3
 def owned_elements(spec: JobSpec, stage: int) -> int:
     """Parameters whose state a rank of this stage keeps."""
     trained = parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)
-    return trained // spec.layout.data if spec.layout.zero else trained
+    return trained // spec.layout.state_shards
 
 
 def host_state_bytes(spec: JobSpec, stage: int) -> int:
     """Bytes of state of a rank of this stage in host memory."""
-    return STATE_BYTES * owned_elements(spec, stage) if spec.train.optimizer.offload else 0
+    return bytes_per_parameter(spec) * owned_elements(spec, stage) if spec.train.optimizer.offload else 0
 
 
-def slice_buffer_bytes(kept: int) -> int:
+def slice_buffer_bytes(spec: JobSpec, kept: int) -> int:
     """Bytes that the update of `kept` elements takes on the device."""
     slices = -(-kept // SLICE_ELEMENTS)
-    return STATE_BYTES * min(kept, SLICE_ELEMENTS) * min(SLICE_BUFFERS, slices)
+    return bytes_per_parameter(spec) * min(kept, SLICE_ELEMENTS) * min(SLICE_BUFFERS, slices)
 
 
 COPIES = 2
@@ -77,7 +79,7 @@ def copies_bytes(spec: JobSpec, stage: int) -> int:
     copies = COPIES if spec.recovery.rolls_back else 0
     if spec.checkpoint.snapshots == "off":
         copies += 1
-    return copies * STATE_BYTES * owned_elements(spec, stage)
+    return copies * bytes_per_parameter(spec) * owned_elements(spec, stage)
 
 
 STALL_SHARE = 0.01

@@ -29,6 +29,7 @@ from manta.workers.calibration.measurements import (
 from manta.workers.calibration.steps import step_times
 from manta.workers.config import OptimizerConfig
 from manta.workers.parallel.data import adamw
+from manta.workers.parallel.data.state import Piece
 from manta.workers.parallel.tensor.products import ADDS_WIDER, TorchProducts
 from manta.workers.system import gpu
 from manta.workers.system.resources import processor_name, usable_cores
@@ -171,7 +172,7 @@ def _update(values: torch.Tensor, gradient: torch.Tensor) -> Run:
     steps = torch.zeros((), dtype=torch.float32, device=values.device)
     factor = torch.ones((), dtype=torch.float64, device=values.device)
     refused = torch.zeros((), dtype=torch.bool, device=values.device)
-    groups = {0.1: [adamw.Piece(values, gradient, means, squares, steps, None)]}
+    groups = {0.1: [Piece(values, gradient, (means, squares), steps, None)]}
 
     def run() -> None:
         long_rows = gradient.view(-1, min(4096, len(gradient)))

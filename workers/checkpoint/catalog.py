@@ -60,6 +60,11 @@ class Manifest:
     """What the judgement of later steps' numbers and the order of samples depend on (`bad_numbers.NumericsHistory`)."""
 
     @property
+    def small(self) -> dict[str, list[float]]:
+        """Values of the small parts of the state (`StatePart`) that a step may change, by name."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
+
+    @property
     def bytes(self) -> int:
         """Total size, in bytes."""
         return sum(self.files.values())

@@ -27,14 +27,15 @@ from manta.workers.comm.shared_work import WORLD
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointError, MantaError, PeerLost
-from manta.workers.snapshot.snapshots import ProtectedSlot, Snapshots
+from manta.workers.parallel.data.state import StatePart, tensors_of
+from manta.workers.snapshot.snapshots import NoSnapshots, ProtectedSlot, Snapshots
 from manta.workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import ObjectPath, parse_location
 from manta.workers.system.pinned import PinnedMemory
 
 Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
-"""Opens the state to save, by KINDS and FROZEN, which stays unchanged within the block."""
+"""Opens the parts of the state to save, by name, which stay unchanged within the block."""
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Called to report an event: type, step, message, data."""
 
@@ -60,13 +61,12 @@ class Checkpointer:
         engine: Engine,
         comm: Comm,
         event: Event,
-        snapshots: Snapshots | None = None,
+        snapshots: Snapshots | NoSnapshots,
         note: Callable[[], bytes] = bytes,
     ):
-        """`snapshots`: of the same state, with notes from `note`; None: there are none."""
+        """`snapshots`: of the same state, with notes from `note`."""
         self.folder, self.job, self.spec = folder, job, spec
-        self.engine, self.optimizer, self.loss_scale = engine, engine.optimizer, engine.loss_scale
-        self.comm, self.event = comm, event
+        self.engine, self.comm, self.event = engine, comm, event
         self._snapshots, self._note = snapshots, note
         self._owned, self._needed = owned_rectangles(engine), needed_rectangles(engine)
         self._lengths = part_lengths(engine)
@@ -194,16 +194,18 @@ class Checkpointer:
         self._started, self._patience = time.monotonic(), PATIENCE_SECONDS
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._report("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
-        loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
+        changing = (part for part in self.engine.parts() if part.changes and not part.ranges)
+        small = {part.name: torch.cat(part.tensors).tolist() for part in changing}
         then = if_it_fails or ("training continues" if step < self.spec.train.steps else "the job is not done")
-        self._save = save = Save(step, path, self.comm.generation, self.comm.shared_work, loss_scale, numbers, then)
+        self._save = save = Save(step, path, self.comm.generation, self.comm.shared_work, small, numbers, then)
         self._pending = self._writer.submit(self._write, save, self._begin_parts(save))
 
     def _begin_parts(self, save: Save) -> Parts:
-        if self._snapshots is not None:
-            save.copied.set()
-            return partial(self._in_slot, self._snapshots.protect(save.step, self._note))
-        return partial(self._copied_state, event_after(self.optimizer.state()), save.copied)
+        slot = self._snapshots.protect(save.step, self._note)
+        if slot is None:
+            return partial(self._copied_state, event_after(self.engine.state()), save.copied)
+        save.copied.set()
+        return partial(self._in_slot, slot)
 
     @property
     def writing(self) -> bool:
@@ -315,7 +317,7 @@ class Checkpointer:
         except CheckpointError as error:
             problem = error
         agree(self.comm, problem)
-        load_parts(self.engine, parts, manifest.loss_scale)
+        load_parts(self.engine, parts | {name: torch.tensor(values) for name, values in manifest.small.items()})
         return manifest.numbers
 
     def prepare_memory(self) -> None:
@@ -325,7 +327,7 @@ class Checkpointer:
             self._writer.submit(self._prepare)
 
     def _prepare(self) -> None:
-        memory = self._buffer() if self._snapshots is None else self._snapshots.memory_file
+        memory = self._snapshots.memory_file or self._buffer()
         if self._uploads is not None and self._uploads.buffer is not memory:
             self._uploads.close()
             self._uploads = None
@@ -334,13 +336,18 @@ class Checkpointer:
             self._uploads.start()
 
     def _buffer(self) -> SharedBuffer:
-        """[kinds, elements that this rank holds]. It is kept between saves: allocating new pages takes longer than
-        filling them, and the next step's update waits for that."""
+        """Memory for all trained parts, one after the other. It is kept between saves: allocating new pages takes
+        longer than filling them, and the next step's update waits for that."""
         if self._copy_buffer is None:
-            length = len(self.optimizer.exp_avg)
-            self._copy_buffer = SharedBuffer((len(durable.KINDS), length), self.optimizer.exp_avg.dtype)
-            self._pinned = PinnedMemory(self._copy_buffer.tensor, self.optimizer.exp_avg.is_cuda)
+            trained = self._trained_parts()
+            (dtype,) = {part.dtype for part in trained}
+            self._copy_buffer = SharedBuffer((sum(part.length for part in trained),), dtype)
+            on_gpu = any(tensor.is_cuda for tensor in tensors_of(trained))
+            self._pinned = PinnedMemory(self._copy_buffer.tensor, on_gpu)
         return self._copy_buffer
+
+    def _trained_parts(self) -> list[StatePart]:
+        return [part for part in self.engine.parts() if part.ranges and part.changes]
 
     @contextmanager
     def _copied_state(self, ready: Ready, copied: threading.Event) -> Iterator[dict[str, torch.Tensor]]:
@@ -352,23 +359,19 @@ class Checkpointer:
         yield state
 
     def _copy_state(self, ready: Ready) -> dict[str, torch.Tensor]:
-        buffer, optimizer = self._buffer().tensor, self.optimizer
-        weights = buffer[0].split([len(parameter) for parameter in optimizer.parameters])
-        copy_tensors([*weights, buffer[1], buffer[2]], optimizer.state(), ready)
+        trained, frozen = self._trained_parts(), self.engine.optimizer.frozen_parts()
+        memory = self._buffer().tensor.split([part.length for part in trained])
+        copies = {part.name: copy for part, copy in zip(trained, memory, strict=True)}
+        copy_tensors([to for part in trained for to in part.split(copies[part.name])], tensors_of(trained), ready)
         # Frozen parameters never change, so they need no copy.
-        return dict(zip(durable.KINDS, buffer, strict=True)) | {durable.FROZEN: optimizer.frozen.cpu()}
+        return copies | {part.name: tensor.cpu() for part in frozen for tensor in part.tensors}
 
     @contextmanager
     def _in_slot(self, slot: ProtectedSlot) -> Iterator[dict[str, torch.Tensor]]:
         """The state in its snapshot. Other processes can open that memory by its name, so what was written only counts
         if the slot's checksums still match afterwards."""
         slot.wait()
-        optimizer, count = self.optimizer, len(self.optimizer.parameters)
-        ranges = (0, count), (count, count + 1), (count + 1, count + 2)
-        parts = {kind: slot.part(*indices) for kind, indices in zip(durable.KINDS, ranges, strict=True)}
-        scale_at = count + 2  # between moments and frozen parameters (`Engine.state`, `Engine.frozen_state`)
-        frozen = slot.part(scale_at + 1, scale_at + 2) if len(optimizer.frozen) else optimizer.frozen.cpu()
-        yield parts | {durable.FROZEN: frozen}
+        yield {part.name: slot.part(part.name) for part in self.engine.parts() if part.ranges}
         slot.check()
 
     def _write(self, save: Save, parts: Parts) -> str | None:
@@ -400,8 +403,17 @@ class Checkpointer:
         files = {name: each.size for name, each in sorted(sums.items())}
         blocks = {name: list(each.blocks or ()) for name, each in sorted(sums.items())}
         spec, block_bytes = self.spec.model_dump(mode="json"), next(iter(sums.values())).block_bytes
-        about = (save.generation, save.step, files, spec, save.loss_scale, blocks, block_bytes, save.numbers)
-        manifest = Manifest(self.job, *about)
+        manifest = Manifest(
+            job=self.job,
+            generation=save.generation,
+            step=save.step,
+            files=files,
+            spec=spec,
+            loss_scale=save.small.get("loss_scale"),
+            blocks=blocks,
+            block_bytes=block_bytes,
+            numbers=save.numbers,
+        )
         catalog.seal(parse_location(save.path), manifest)
         if not save.abandoned:
             self._sealed = save.step
@@ -420,6 +432,29 @@ class Checkpointer:
     def _report(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
         if self.comm.rank == 0:
             self.event(kind, step, message, data)
+
+
+class NoCheckpoints:
+    """The durable checkpoints of a rank that saves none: nothing is due, written or deleted, and none can be loaded."""
+
+    copying = writing = False
+    failure: str | None = None
+
+    def due(self, step: int) -> bool:
+        """False: no step is saved."""
+        return False
+
+    is_needed = due
+
+    def restore(self, path: str) -> dict[str, Any] | None:
+        """Raises ValueError."""
+        raise ValueError(f"cannot resume from {path} without a location for checkpoints")
+
+    def finish(self, *about: object) -> None:
+        """Does nothing, as there is nothing to do for any request about checkpoints."""
+
+    begin = begin_missing_save = save_now = prepare_memory = finish
+    finish_copy = leave = close = undo_after = enter_generation = finish
 
 
 def _new_thread() -> ThreadPoolExecutor:

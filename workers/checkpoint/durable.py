@@ -1,7 +1,7 @@
 """Durable checkpoints in torch.distributed.checkpoint's format, which is independent of the layout.
 
-Every element of the parameters and of both moments is written once, as part of a rectangle of its layout-free tensor
-(`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`), so torch's own readers, and any other layout, can load it. Checksums
+Every element of the parameters and of their moments is written once, as part of a rectangle of its layout-free tensor
+(`model.NAME`, and such as `exp_avg.NAME`), so torch's own readers, and any other layout, can load it. Checksums
 of all files are computed while they are written and verified while they are read. The positions of the rectangles are
 written twice: to `contents.json`, which we read, and to `.metadata`, a pickle for torch's readers.
 """
@@ -26,12 +26,9 @@ from manta.workers.checkpoint.uploads import Uploads
 from manta.workers.comm.shared_work import SharedWork
 from manta.workers.errors import CheckpointError
 from manta.workers.parallel.data.flat import FlatParameters, Range, Slot, answers_for, overlap
+from manta.workers.parallel.data.state import FROZEN, MODEL
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location, ObjectPath, parse_location
-
-KINDS = ("model", "exp_avg", "exp_avg_sq")
-FROZEN = "frozen"
-"""Parameters that are not trained, which have no moments. In a checkpoint they are called `model.NAME` as well."""
 
 MAX_IN_METADATA = 100_000
 """Most rectangles of a checkpoint for which `.metadata` is written: its readers have torch create objects of them, and
@@ -62,11 +59,11 @@ class Rectangle:
 
 
 Rectangles = Mapping[str, Sequence[Rectangle]]
-"""Rectangles by KINDS and FROZEN, within the part of that kind."""
+"""Rectangles by the name of the part of the state (`StatePart`) within which they are."""
 
 
 def rectangles_of(
-    flat: FlatParameters, held: list[Range], wanted: list[Range], owned_only: bool, tensor_index: int
+    flat: FlatParameters, held: Sequence[Range], wanted: Sequence[Range], owned_only: bool, tensor_index: int
 ) -> list[Rectangle]:
     """The rectangles that make up the ranges `wanted` of the flat buffer, in a state that keeps the ranges `held` one
     after the other. Each wanted range lies within a held one.
@@ -185,20 +182,20 @@ def _write_rectangles(
 ) -> dict[str, EncodedRectangles]:
     """Append each rectangle of each part to the new `file` as a separate archive, and return where they are."""
     tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}
-    for kind, part in parts.items():
+    for name, part in parts.items():
         dtype = str(part.dtype).removeprefix("torch.")
-        for each in rectangles[kind]:
+        for each in rectangles[name]:
             at = stream.tell()
             with _without_sums():
                 torch.save(_alone(each.view(part)), stream)
             stored = StoredRectangle(each.offsets, each.sizes, file, at, stream.tell() - at)
-            tensors.setdefault(_name(kind, each), (each.shape, dtype, []))[2].append(stored)
-    return {name: as_text(*tensor) for name, tensor in tensors.items()}
+            tensors.setdefault(_name(name, each), (each.shape, dtype, []))[2].append(stored)
+    return {tensor: as_text(*described) for tensor, described in tensors.items()}
 
 
-def _name(kind: str, rectangle: Rectangle) -> str:
+def _name(part: str, rectangle: Rectangle) -> str:
     """Name of the tensor in a checkpoint."""
-    return f"{KINDS[0] if kind == FROZEN else kind}.{rectangle.name}"
+    return f"{MODEL if part == FROZEN else part}.{rectangle.name}"
 
 
 @contextmanager
@@ -223,7 +220,7 @@ def _alone(view: torch.Tensor) -> torch.Tensor:
 def load(
     path: str, rectangles: Rectangles, lengths: Mapping[str, int], moved: Callable[[], object] = lambda: None
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Read `rectangles` from the checkpoint at `path` into new parts with these numbers of elements (by the same kinds,
+    """Read `rectangles` from the checkpoint at `path` into new parts with these numbers of elements (by the same names,
     on the CPU; zero where there is no rectangle); returns them with its manifest. Each rank reads its own parts. A
     parameter that the checkpoint's job did not train has no moments there; they are zero then. `moved` is called for
     each rectangle.
@@ -235,15 +232,16 @@ def load(
     Raises DamagedCheckpoint naming file and byte, CheckpointError if it is of another model or cannot be read.
     """
     manifest = manifest_of(parse_location(path))
-    parts = {kind: torch.zeros(lengths[kind]) for kind in rectangles}
+    parts = {name: torch.zeros(lengths[name]) for name in rectangles}
+    moments = [name for name in rectangles if name not in (MODEL, FROZEN)]
     try:
         contents = read_contents(path, manifest)
         reads = [
             read
-            for kind, part in parts.items()
-            for rectangle in rectangles[kind]
-            if not _was_frozen(contents, kind, rectangle)
-            for read in _reads(path, contents, _name(kind, rectangle), rectangle, rectangle.view(part))
+            for name, part in parts.items()
+            for rectangle in rectangles[name]
+            if not (name in moments and _was_frozen(contents, moments, rectangle.name))
+            for read in _reads(path, contents, _name(name, rectangle), rectangle, rectangle.view(part))
         ]
         _read(path, manifest, reads, moved)
     except CheckpointError:
@@ -254,10 +252,10 @@ def load(
     return manifest, parts
 
 
-def _was_frozen(contents: Contents, kind: str, rectangle: Rectangle) -> bool:
-    """Whether these are moments of a parameter that has none, because it was not trained."""
-    names = [f"{each}.{rectangle.name}" in contents.tensors for each in KINDS]
-    return kind in KINDS[1:] and names == [True, False, False]
+def _was_frozen(contents: Contents, moments: Sequence[str], parameter: str) -> bool:
+    """Whether the parameter is there and has none of the `moments`, because it was not trained."""
+    there = contents.tensors
+    return f"{MODEL}.{parameter}" in there and not any(f"{moment}.{parameter}" in there for moment in moments)
 
 
 @dataclass(frozen=True)

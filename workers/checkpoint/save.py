@@ -20,7 +20,8 @@ class Save:
     """The generation that saves."""
     ranks: SharedWork
     """Shared work of that generation."""
-    loss_scale: list[float] | None
+    small: dict[str, list[float]]
+    """Values of the small parts of the state that a step may change, by name."""
     numbers: dict[str, Any] | None
     """The manifest's numbers, for the steps up to this one."""
     if_it_fails: str

@@ -1,42 +1,41 @@
-"""The part of a job's state that one rank has: the rectangles of layout-free tensors that it consists of, by kinds of
-state, and how all ranks adopt a state that was read, or none of them."""
+"""The part of a job's state that one rank has: the rectangles of layout-free tensors that it consists of, by the names
+of its parts, and how all ranks adopt a state that was read, or none of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from manta.workers.checkpoint.checksums import DamagedCheckpoint, UnreadableCheckpoint
-from manta.workers.checkpoint.durable import FROZEN, KINDS, Rectangles, rectangles_of
+from manta.workers.checkpoint.durable import Rectangles, rectangles_of
 from manta.workers.comm.comm import Comm
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointError
-from manta.workers.parallel.data.flat import Range
 
 
 def needed_rectangles(engine: Engine) -> Rectangles:
     """Rectangles of all that the rank keeps."""
-    optimizer = engine.optimizer
-    return _of_ranges(engine, optimizer.held, optimizer.frozen_stored, owned_only=False)
+    return _rectangles(engine, owned_only=False)
 
 
 def owned_rectangles(engine: Engine) -> Rectangles:
     """Rectangles that the rank saves; over all ranks each element is saved once."""
-    optimizer = engine.optimizer
-    return _of_ranges(engine, optimizer.owned, optimizer.frozen_owned, owned_only=True)
+    return _rectangles(engine, owned_only=True)
 
 
 def part_lengths(engine: Engine) -> dict[str, int]:
-    """Number of elements that the rank keeps, by kind of state."""
-    return dict.fromkeys(KINDS, len(engine.optimizer.exp_avg)) | {FROZEN: len(engine.optimizer.frozen)}
+    """Number of elements that the rank keeps, by the part's name."""
+    return {part.name: part.length for part in engine.parts()}
 
 
-def _of_ranges(engine: Engine, trained: list[Range], frozen: Range, owned_only: bool) -> Rectangles:
-    optimizer, index = engine.optimizer, engine.comm.index("tensor")
-    of_trained = rectangles_of(optimizer.flat, optimizer.held, trained, owned_only, index)
-    of_frozen = rectangles_of(optimizer.flat, [optimizer.frozen_stored], [frozen], owned_only, index)
-    return dict.fromkeys(KINDS, of_trained) | {FROZEN: of_frozen}
+def _rectangles(engine: Engine, owned_only: bool) -> Rectangles:
+    flat, index = engine.flat, engine.comm.index("tensor")
+    # Weights and moments are of the same ranges, whose rectangles take a while to find.
+    alike = {part.ranges: part.saved if owned_only else part.ranges for part in engine.parts() if part.ranges}
+    found = {ranges: rectangles_of(flat, ranges, wanted, owned_only, index) for ranges, wanted in alike.items()}
+    return {part.name: found[part.ranges] for part in engine.parts() if part.ranges}
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,10 @@ def _first(problems: list[_Problem | None]) -> list[_Problem | None]:
     return [first] * len(problems)
 
 
-def load_parts(engine: Engine, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
-    """Make `parts` (by KINDS, of the held ranges one after the other, and FROZEN) the state of this
-    rank."""
-    optimizer = engine.optimizer
-    model = parts["model"].split([len(part) for part in optimizer.parameters])
-    for live, read in zip(optimizer.state(), [*model, parts["exp_avg"], parts["exp_avg_sq"]], strict=True):
-        live.copy_(read)
-    optimizer.frozen.copy_(parts["frozen"])
-    if engine.loss_scale.dynamic and loss_scale is not None:
-        engine.loss_scale.state.copy_(torch.tensor(loss_scale))
+def load_parts(engine: Engine, read: Mapping[str, torch.Tensor]) -> None:
+    """Make what was `read` the state of this rank: all elements of parts, by the part's name. Small parts that no step
+    changes are as this job has them, whatever was read."""
+    for part in engine.parts():
+        if part.name in read and (part.ranges or part.changes):
+            for live, values in zip(part.tensors, part.split(read[part.name]), strict=True):
+                live.copy_(values)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from manta.workers.config import ParallelConfig
 from manta.workers.schedules.stages import end_ranks
 
-Axis = Literal["tensor", "pipeline", "data", "context", "embedding", "world"]
+Axis = Literal["tensor", "pipeline", "data", "context", "holders", "embedding", "world"]
 AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")
 """Axes along which ranks communicate, by channel number; the names also say what their ranks differ in."""
 
@@ -32,6 +33,12 @@ class RankGrid:
         self.world_size = layout.world_size
         self._ends = end_ranks(layout)
 
+    @property
+    def holders(self) -> Axis:
+        """The axis of the ranks that hold the same parameters: that of the ranks that share the batch, which need no
+        second communicator, unless several ranks share each sample."""
+        return "data" if self.context == 1 else "holders"
+
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`. Raises IndexError for a rank outside the grid."""
         if not 0 <= rank < self.world_size:
@@ -49,11 +56,15 @@ class RankGrid:
         """Ranks that share every coordinate with `rank` except the one along `axis`, in order along it.
 
         `embedding` is the ranks of the first and the last stage of the rank's pipeline, which both need the token
-        embedding if it is tied; for other ranks it is the rank alone. `world` is all ranks.
+        embedding if it is tied; for other ranks it is the rank alone. `holders` is the ranks with the same parameters,
+        which differ in `data` and `context`, in the order of both. `world` is all ranks.
         """
         if axis == "world":
             return list(range(self.world_size))
         at = self.coordinates(rank)
+        if axis == "holders":
+            places = product(range(self.data), range(self.context))
+            return [self.rank(Coordinates(at.tensor, at.pipeline, data, context)) for data, context in places]
         if axis == "embedding":
             if at.pipeline not in self._ends:
                 return [rank]
@@ -68,13 +79,15 @@ class RankGrid:
 
 
 def state_peers(layout: ParallelConfig, rank: int) -> list[int]:
-    """The ranks whose whole state has the same bits as that of `rank`, including itself, in order: its data group,
-    unless ZeRO splits the optimizer's state over it."""
-    return [rank] if layout.zero else RankGrid(layout).group("data", rank)
+    """The ranks whose whole state has the same bits as that of `rank`, including itself, in order: all that hold the
+    same parameters, unless ZeRO splits the optimizer's state over them."""
+    return [rank] if layout.zero else RankGrid(layout).group("holders", rank)
 
 
 def state_groups(layout: ParallelConfig) -> list[list[int]]:
     """All ranks, in groups with the same state, ordered by their first rank."""
-    ranks = layout.world_size
-    apart = ranks if layout.zero else ranks // layout.data  # distance between ranks of a data group
-    return [list(range(first, ranks, apart)) for first in range(apart)]
+    if layout.zero:
+        return [[rank] for rank in range(layout.world_size)]
+    grid = RankGrid(layout)
+    firsts = product(range(layout.pipeline), range(layout.tensor))
+    return [grid.group("holders", grid.rank(Coordinates(tensor, stage, 0, 0))) for stage, tensor in firsts]

@@ -96,6 +96,16 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.data * self.context
 
     @property
+    def holders(self) -> int:
+        """Number of ranks that hold the same parameters."""
+        return self.data * self.context
+
+    @property
+    def state_shards(self) -> int:
+        """Number of ranks over which the optimizer state of the same parameters is sharded."""
+        return self.holders if self.zero else 1
+
+    @property
     def micro_batch_unit(self) -> int:
         """The number of a replica's micro-batches is a multiple of this: interleaving takes one micro-batch per stage
         at a time."""
@@ -105,7 +115,7 @@ class ParallelConfig(Section):
         """Size of the gradient buckets, in bytes."""
         if self.bucket_megabytes != "auto":
             return self.bucket_megabytes * 1e6
-        return max(160e6, 4e6 * self.data) if on_gpu else 25e6
+        return max(160e6, 4e6 * self.holders) if on_gpu else 25e6
 
     @property
     def sequence_parallel_on(self) -> bool:

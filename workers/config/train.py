@@ -65,6 +65,12 @@ class OptimizerConfig(Section):
     bytes over the GPU's link, which is not overlapped (docs/parallelism.md); hence false, which is faster if the state
     fits. Saves nothing on a CPU. Never ran on the device it is for (docs/gpu.md)."""
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What the optimizer keeps for each trained element in addition to its weight, all in fp32: names, which
+        snapshots and checkpoints use."""
+        return ("exp_avg", "exp_avg_sq")
+
 
 class BatchRamp(Section):
     """A batch size that grows in equal increments while the first samples are consumed (arXiv:2201.11990, section

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,6 +28,7 @@ from manta.workers.data.tokenizer import (
 from manta.workers.errors import DataError
 from manta.workers.model.stage import Chunk, ModelStage
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass, KeyValueCache
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.shards import NamedShard
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.files import files_of
@@ -85,12 +86,13 @@ class LoadedModel:
 
     def logits(self, tokens_bs: torch.Tensor) -> torch.Tensor:
         """fp32 logits [b, s, v] for the token after each one."""
-        return self._run(tokens_bs, ForwardPass()).float()
+        return self._run(tokens_bs, ForwardPass(Positions.of(tokens_bs.shape[1]))).float()
 
     def next_logits(self, tokens_bs: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
         """fp32 logits [b, v] for the token after these, which continue those in `cache` and are added to it."""
-        logits = self._run(tokens_bs, replace(ForwardPass(), cache=cache))[:, -1].float()
-        cache.advance(tokens_bs.shape[1])
+        count = tokens_bs.shape[1]
+        logits = self._run(tokens_bs, ForwardPass(Positions.of(count, cache.first), cache=cache))[:, -1].float()
+        cache.advance(count)
         return logits
 
     def _run(self, tokens_bs: torch.Tensor, run: ForwardPass) -> torch.Tensor:

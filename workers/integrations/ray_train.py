@@ -136,7 +136,7 @@ def _report(trainer: Trainer, folder: Location, rows: _Rows) -> None:
         ray.train.report({"step": step})
         return
     row, checkpoint = rows.newest, None
-    if saved is not None and saved.due(step) and saved.failure is None:
+    if saved.due(step) and saved.failure is None:
         rows.save(folder / METRICS_FOLDER, step)
         location = checkpoint_path(folder, step, trainer.comm.generation)
         filesystem = ray.train.get_context().get_storage().storage_filesystem

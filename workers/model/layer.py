@@ -17,8 +17,8 @@ from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation, recomputation
 from manta.workers.parallel.tensor.dropout import derived_keys, dropout
 from manta.workers.parallel.tensor.layers import PositionEmbedding, VocabularyParallelEmbedding
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.region import Region
-from manta.workers.parallel.tensor.sequence_parallel import first_position
 
 
 class Dropout:
@@ -27,9 +27,9 @@ class Dropout:
     def __init__(self, rate: float, place: int, region: Region):
         self.rate, self.place, self.region = rate, place, region
 
-    def __call__(self, x: torch.Tensor, keys_b: torch.Tensor) -> torch.Tensor:
-        """[s or s/t, b, h] -> the same, for samples with these keys."""
-        return dropout(x, derived_keys(keys_b, self.place), self.rate, first_position(self.region, x.shape[0]))
+    def __call__(self, x: torch.Tensor, keys_b: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """[s or s/t, b, h], of these s positions, -> the same, for samples with these keys."""
+        return dropout(x, derived_keys(keys_b, self.place), self.rate, positions.outside(self.region))
 
 
 class Layer(nn.Module):
@@ -52,10 +52,10 @@ class Layer(nn.Module):
         # Dropout comes between a block and the residual; without it the block's last product adds the residual itself.
         residual = x if run.keys_b is None else None
         y = self.attention(self.attention_norm(x), run, self._norm_recomputation(self.attention_norm, x, run), residual)
-        x = y if run.keys_b is None else x + self.attention_dropout(y, run.keys_b)
+        x = y if run.keys_b is None else x + self.attention_dropout(y, run.keys_b, run.positions)
         residual = x if run.keys_b is None else None
         y = self.mlp(self.mlp_norm(x), run, self._norm_recomputation(self.mlp_norm, x, run), residual)
-        return y if run.keys_b is None else x + self.mlp_dropout(y, run.keys_b)
+        return y if run.keys_b is None else x + self.mlp_dropout(y, run.keys_b, run.positions)
 
     @staticmethod
     def _norm_recomputation(norm: nn.Module, x: torch.Tensor, run: ForwardPass) -> Recomputation | None:
@@ -79,5 +79,5 @@ class Embedding(nn.Module):
         """Tokens [s, b] -> [s or s/t, b, h]."""
         x = self.token(tokens_sb)
         if self.position is not None:
-            x = self.position(x, run.batch_first, run.cache.first if run.cache is not None else 0)
-        return x if run.keys_b is None else self.dropout(x, run.keys_b)
+            x = self.position(x, run.positions, run.batch_first)
+        return x if run.keys_b is None else self.dropout(x, run.keys_b, run.positions)

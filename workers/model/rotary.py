@@ -27,11 +27,9 @@ class Rotary:
     def __call__(self, x: torch.Tensor, head_size: int, parts: int, rotated: int, run: ForwardPass) -> torch.Tensor:
         """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): the first
         `rotated` of each head's `parts` are rotated, in place unless the code is being compiled."""
-        cos, sin = self.tables(x)
-        length = x.shape[1] if run.batch_first else x.shape[0]
+        length = run.positions.length
         shape = (1, length, 1, 1, -1) if run.batch_first else (length, 1, 1, 1, -1)
-        start = run.cache.first if run.cache is not None else 0
-        cos, sin = (table[start : start + length].view(shape) for table in (cos, sin))
+        cos, sin = (run.positions.rows_of(table).view(shape) for table in self.tables(x))
         if torch.compiler.is_compiling():
             return _rotated_copy(x, cos, sin, parts, rotated, head_size)
         result: torch.Tensor = _Rotation.apply(x, cos, sin, parts, rotated, head_size)

@@ -39,16 +39,16 @@ class SnapshotInterval:
     """Which steps are snapshotted. All ranks call the same methods at the same steps."""
 
     def __init__(self, every: int | Literal["auto"]):
-        """`every`: as `checkpoint.snapshot_every_steps`."""
+        """`every`: as `checkpoint.snapshot_every_steps`; 0: no step is snapshotted."""
         self._auto = every == "auto"
         self.every: int = 1 if isinstance(every, str) else every
-        """The interval in force, in steps."""
+        """The interval in force, in steps; 0: there are no snapshots."""
         self._stalls: deque[float] = deque(maxlen=AGREE_EVERY)
         self._steps: deque[float] = deque(maxlen=AGREE_EVERY)
 
     def due(self, step: int) -> bool:
         """Whether committed step `step` is to be snapshotted."""
-        return step % self.every == 0
+        return self.every > 0 and step % self.every == 0
 
     def restart(self) -> None:
         """A generation begins: all ranks start without measurements."""

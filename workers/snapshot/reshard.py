@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from manta.workers.checkpoint.checksums import BLOCK_BYTES
-from manta.workers.checkpoint.durable import FROZEN, KINDS, Rectangle, Rectangles
+from manta.workers.checkpoint.durable import Rectangle, Rectangles
 from manta.workers.checkpoint.state_parts import agree, load_parts, needed_rectangles, part_lengths
 from manta.workers.comm.comm import Comm
-from manta.workers.comm.grid import state_peers
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointError
+from manta.workers.parallel.data.state import FROZEN, MODEL, same_state
 from manta.workers.snapshot.snapshot_file import SnapshotFile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -29,31 +29,26 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> dict[str, Any]:
-    """The table of a rank's snapshots, which describes the output of `Engine.state`; `layout` is the spec's `parallel`
-    as JSON.
+    """The table of a rank's snapshots, which describes `Engine.parts`; `layout` is the spec's `parallel` as JSON.
 
     `rank` is the first of the ranks with the same state, which may use each other's files.
 
-    The payload has one part for each kind of state, with the held ranges one after the other, then the loss scale, and
-    the frozen parameters. A rectangle is in each of the parts, from element `start` on, with its rows `stride` elements
-    apart; one of frozen parameters is in their part.
+    The payload has the parts one after the other. A rectangle of trained parameters is in each part that has elements
+    of those, from element `start` on, with its rows `stride` elements apart; one of frozen parameters is in their part.
     """
-    optimizer, parts, at = engine.optimizer, {}, 0
-    tensors = [optimizer.parameters, [optimizer.exp_avg], [optimizer.exp_avg_sq], [engine.loss_scale.state]]
-    tensors += [engine.frozen_state()] if engine.frozen_state() else []
-    for kind, whole in zip((*KINDS, "loss_scale", FROZEN), tensors, strict=False):
-        length, dtype = sum(len(tensor) for tensor in whole), whole[0].dtype
-        parts[kind] = {"at": at, "length": length, "dtype": str(dtype).removeprefix("torch.")}
-        at += length * dtype.itemsize
+    parts, at = {}, 0
+    for part in engine.parts():
+        parts[part.name] = {"at": at, "length": part.length, "dtype": str(part.dtype).removeprefix("torch.")}
+        at += part.length * part.dtype.itemsize
     rectangles = needed_rectangles(engine)
     return {
         "job": job,
-        "rank": state_peers(engine.spec.layout, comm.rank)[0],
+        "rank": same_state(engine.parts())[0],
         "world_size": comm.size("world"),
         "layout": layout,
         "parts": parts,
-        "pieces": [astuple(rectangle) for rectangle in rectangles[KINDS[0]]],
-        "frozen": [astuple(rectangle) for rectangle in rectangles[FROZEN]],
+        "pieces": [astuple(rectangle) for rectangle in rectangles[MODEL]],
+        "frozen": [astuple(rectangle) for rectangle in rectangles.get(FROZEN, ())],
     }
 
 
@@ -62,8 +57,7 @@ class ReshardedState:
     """A rank's state read from the snapshots of another layout."""
 
     parts: dict[str, torch.Tensor]
-    """By KINDS and FROZEN, on the CPU; zero where there is no rectangle."""
-    loss_scale: list[float]
+    """By the parts' names, on the CPU; zero where there is no rectangle."""
     note: bytes
     """The note of rank 0."""
 
@@ -72,27 +66,30 @@ def load_from_snapshots(
     paths: Sequence[str | Path], step: int, rectangles: Rectangles, lengths: Mapping[str, int]
 ) -> ReshardedState:
     """Read `rectangles` at `step` from the snapshot files at `paths`, of any ranks of one layout, into new parts with
-    the given numbers of elements, which are the same for all KINDS.
+    the given numbers of elements; parts that have no rectangles are small and read as they are. All parts of trained
+    parameters have the same rectangles.
 
     Raises DamagedCheckpoint naming file and byte; CheckpointError if the files do not hold the step, are of another
     model, or lack something, which it names.
     """
-    parts = {kind: torch.zeros(lengths[kind]) for kind in rectangles}
+    parts = {name: torch.zeros(lengths[name]) for name in rectangles}
+    trained = [name for name in rectangles if name != FROZEN]
     with ExitStack() as stack:
         sources = [_Source(stack, Path(path), step) for path in paths]
         if not sources:
             raise CheckpointError(f"no snapshot files to read step {step} from")
-        for kinds in (KINDS, (FROZEN,)):
-            for rectangle in rectangles[kinds[0]]:
+        for names in (trained, [FROZEN]):
+            for rectangle in rectangles.get(names[0], ()):
                 for source, stored, box in _cover(rectangle, sources, step):
-                    for kind in kinds:
-                        there = _within(stored, source.view(kind, stored), box)
-                        _within(rectangle, rectangle.view(parts[kind]), box).copy_(there)
+                    for name in names:
+                        there = _within(stored, source.view(name, stored), box)
+                        _within(rectangle, rectangle.view(parts[name]), box).copy_(there)
         first = min(sources, key=lambda source: source.rank)
-        scale, note = first.tensor("loss_scale").tolist(), first.note() if first.rank == 0 else b""
+        parts |= {name: first.tensor(name).clone() for name in lengths if name not in rectangles}
+        note = first.note() if first.rank == 0 else b""
         for source in sources:
             source.check_unchanged()
-    return ReshardedState(parts, scale, note)
+    return ReshardedState(parts, note)
 
 
 class _Source:
@@ -115,16 +112,16 @@ class _Source:
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} does not say what it consists of") from error
 
-    def view(self, kind: str, rectangle: Rectangle) -> torch.Tensor:
+    def view(self, part: str, rectangle: Rectangle) -> torch.Tensor:
         """The elements of one of its rectangles, verified."""
         rows, stride = (rectangle.sizes[0], rectangle.stride) if len(rectangle.sizes) == 2 else (1, 0)
         return rectangle.view(
-            self.tensor(kind, rectangle.start, rectangle.start + (rows - 1) * stride + rectangle.sizes[-1])
+            self.tensor(part, rectangle.start, rectangle.start + (rows - 1) * stride + rectangle.sizes[-1])
         )
 
-    def tensor(self, kind: str, start: int = 0, end: int | None = None) -> torch.Tensor:
+    def tensor(self, part: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """One part, of which the elements from `start` to `end` are verified."""
-        entry = self._parts[kind]
+        entry = self._parts[part]
         dtype = getattr(torch, entry["dtype"])
         self._check(*(entry["at"] + dtype.itemsize * at for at in (start, entry["length"] if end is None else end)))
         at = self._file.form.payload_at(self._slot) + entry["at"]
@@ -217,5 +214,5 @@ def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], ste
     except CheckpointError as error:
         problem = error
     agree(comm, problem)
-    load_parts(engine, state.parts, state.loss_scale)
+    load_parts(engine, state.parts)
     return state.note

@@ -24,9 +24,10 @@ import torch
 from manta.workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from manta.workers.checkpoint.uploads import MappedFile
 from manta.workers.errors import CheckpointError, SharedMemoryError
+from manta.workers.parallel.data.state import StatePart, tensors_of
 from manta.workers.snapshot.files import notification_path, notify, snapshot_path
 from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
-from manta.workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
+from manta.workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps
 from manta.workers.snapshot.state_copy import Done, Ready, StateCopier, copy_tensors
 from manta.workers.system.pinned import PinnedMemory
 
@@ -68,9 +69,8 @@ class _Constants:
 class ProtectedSlot:
     """A slot that is protected from being overwritten. For any thread."""
 
-    part: Callable[[int, int], torch.Tensor]
-    """Returns the tensors of the state from one index to another, which have the same type, as one tensor, since they
-    are contiguous."""
+    part: Callable[[str], torch.Tensor]
+    """Returns all elements of the part of the state with this name, since they are contiguous."""
     check: Callable[[], object]
     """Raises DamagedCheckpoint if the slot no longer has the copied contents."""
     _copying: Future[Done] | None
@@ -82,7 +82,7 @@ class ProtectedSlot:
 
 
 class Snapshots:
-    """The snapshot file of one rank, mapped; copies `state` (1-D tensors) in and out.
+    """The snapshot file of one rank, mapped; copies the parts of the state in and out.
 
     All methods are called on the training thread.
     """
@@ -91,21 +91,21 @@ class Snapshots:
         self,
         folder: str | Path,
         rank: int,
-        state: list[torch.Tensor],
+        parts: Sequence[StatePart],
         identity: bytes,
         layout: str = "",
         table: dict[str, Any] | None = None,
-        constant: Sequence[torch.Tensor] = (),
         memory: SnapshotMemory = ANY_MEMORY,
     ):
-        """Open the rank's file, or create it. `table`: description of the state (`reshard.describe`). `constant`:
-        tensors of the state that only change with `load` and before `clear`, so that they are copied to each slot only
-        once. `memory`: where a new file is created. Raises SharedMemoryError if there is no room for both slots.
+        """Open the rank's file, or create it. `parts`: of the state; the last ones may be such that no step changes,
+        which only change with `load` and before `clear`, so that they are copied to each slot only once. `table`:
+        description of the state (`reshard.describe`). `memory`: where a new file is created. Raises SharedMemoryError
+        if there is no room for both slots.
 
         Each slot also holds a note: up to NOTE_BYTES that belong to the same step.
         """
-        self.path, self.state = snapshot_path(folder, rank, layout), [*state, *constant]
-        self._constants = _Constants(len(state), self.state)
+        self.path, self.parts, self.state = snapshot_path(folder, rank, layout), tuple(parts), tensors_of(parts)
+        self._constants = _Constants(len(tensors_of(part for part in parts if part.changes)), self.state)
         self._notification = notification_path(folder, rank)
         payload = sum(tensor.numel() * tensor.element_size() for tensor in self.state)
         form = Form(identity, payload, json.dumps(table or {}, separators=(",", ":"), sort_keys=True).encode())
@@ -268,12 +268,12 @@ class Snapshots:
                 self._begin(slot)
         self._constants.forget()
 
-    def slot_tensors(self, step: int) -> list[torch.Tensor] | None:
-        """The copy of the state of `step`, in the order of `state`; None if there is none. The second copy from now
-        overwrites it."""
+    def copied_parts(self, step: int) -> dict[str, tuple[torch.Tensor, ...]] | None:
+        """The copy of the state of `step`: the tensors of each part by its name; None if there is none. The second copy
+        from now overwrites it."""
         self.finish()
         slot = next((slot for slot in range(SLOTS) if self._file.step(slot) == step), None)
-        return None if slot is None else self._slots[slot]
+        return None if slot is None else {part.name: part.split(self._part(slot, part.name)) for part in self.parts}
 
     def protect(self, step: int, make_note: Callable[[], bytes]) -> ProtectedSlot:
         """The snapshot of committed step `step`, which is started now if it was not yet, with a note from `make_note`.
@@ -310,11 +310,13 @@ class Snapshots:
             return self._newest[1]
         return next((slot for slot in range(SLOTS) if self._file.step(slot) == step), None)
 
-    def _part(self, slot: int, first: int, last: int) -> torch.Tensor:
-        sizes = [tensor.numel() * tensor.element_size() for tensor in self.state]
-        (dtype,) = {tensor.dtype for tensor in self.state[first:last]}
-        at, count = self._file.form.payload_at(slot) + sum(sizes[:first]), sum(sizes[first:last]) // dtype.itemsize
-        return torch.frombuffer(self._file.memory, dtype=dtype, count=count, offset=at)
+    def _part(self, slot: int, name: str) -> torch.Tensor:
+        at = self._file.form.payload_at(slot)
+        for part in self.parts:
+            if part.name == name:
+                return torch.frombuffer(self._file.memory, dtype=part.dtype, count=part.length, offset=at)
+            at += part.length * part.dtype.itemsize
+        raise KeyError(name)
 
     def _check(self, slot: int) -> None:
         self._summer.submit(lambda: None).result()  # pending checksums come first
@@ -382,6 +384,14 @@ class Snapshots:
         for slot in range(SLOTS):
             self._begin(slot)
 
+    def make_readable(self, step: int | None, make_note: Callable[[], bytes]) -> None:
+        """Return once other processes can read committed step `step` (None: the newest steps) here, with its checksums:
+        it is copied, with a note from `make_note`, if it was not yet."""
+        self.ensure_at_path()
+        if step is not None and step not in committed_steps(self.path):
+            self.save(step, make_note())
+        self.wait_for_sums()  # snapshots are only copied to other nodes with their checksums
+
     def close(self) -> None:
         """Finish, end the threads and close the file, which stays."""
         self.finish()
@@ -390,3 +400,28 @@ class Snapshots:
         self._slots = []
         self._pinned.release()
         self._file.close()
+
+
+class NoSnapshots:
+    """The snapshots of a rank that makes none: nothing is copied, and there is nothing to wait for or to load."""
+
+    stall_seconds = copy_seconds = 0.0
+    protected_step = memory_file = None
+
+    def load(self, step: int) -> bytes:
+        """Raises ValueError."""
+        raise ValueError(f"cannot resume from a snapshot of step {step} without a location for snapshots")
+
+    def copied_parts(self, step: int) -> dict[str, tuple[torch.Tensor, ...]] | None:
+        """None: there is no copy of the step."""
+        return None
+
+    def protect(self, step: int, make_note: Callable[[], bytes]) -> ProtectedSlot | None:
+        """None: there is no slot."""
+        return None
+
+    def finish(self, *about: object) -> bool:
+        """False, as nothing is done for any request about copies."""
+        return False
+
+    start = save = unprotect = forget_after = make_readable = clear = close = finish

@@ -106,12 +106,12 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     forward pass that was queued before; the copies are queued together, and the host waits once, for the last.
     """
     with torch.no_grad():
-        if ready is None:
+        # Of an offloaded state perhaps only constant parts, which are not copied again, are on the GPU.
+        device = None if ready is None else _device_of((*sources, *targets))
+        if ready is None or device is None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
             return None
-        device = _device_of((*sources, *targets))
-        assert device is not None, "an event is of a device"
         stream = copy_stream(device)
         stream.wait_event(ready)
         pairs = list(zip(targets, sources, strict=True))

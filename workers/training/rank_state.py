@@ -15,23 +15,22 @@ from typing import Any
 
 import torch
 
-from manta.workers.checkpoint.checkpointer import Checkpointer
+from manta.workers.checkpoint.checkpointer import Checkpointer, NoCheckpoints
 from manta.workers.comm.comm import Comm
-from manta.workers.comm.grid import state_peers
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointNotSaved
 from manta.workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
 from manta.workers.numerics.guard import NumberGuard
 from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.parallel.data.state import FROZEN, MODEL, same_state
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
 from manta.workers.snapshot.interval import SnapshotInterval
 from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
 from manta.workers.snapshot.note import RowJournal, read_note
 from manta.workers.snapshot.reshard import describe, restore_from_snapshots
-from manta.workers.snapshot.snapshot_file import committed_steps
-from manta.workers.snapshot.snapshots import Snapshots
+from manta.workers.snapshot.snapshots import NoSnapshots, Snapshots
 from manta.workers.storage.locations import Location
 from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
 
@@ -68,21 +67,34 @@ class RankState:
         self.spec, self.engine, self.comm, self.reporter = spec, engine, comm, reporter
         self._paths = paths
         self.guard = NumberGuard(spec.recovery, engine, comm)
-        self.interval = SnapshotInterval(spec.checkpoint.snapshot_every_steps)
+        self.interval = SnapshotInterval(0 if paths.snapshots is None else spec.checkpoint.snapshot_every_steps)
         self.snapshots = open_snapshots(spec, engine, comm, paths)
         self._journal = RowJournal()
         # Not a method of this object: a reference back to it would delay freeing its memory.
-        make_note = partial(_note_of, self._journal, self.guard)
-        self.checkpoints: Checkpointer | None = None
-        if paths.checkpoints is not None:
-            identity = (paths.job, spec, engine, comm, reporter.event)
-            self.checkpoints = Checkpointer(paths.checkpoints, *identity, self.snapshots, make_note)
-            self.checkpoints.deletes_old = paths.deletes_old_checkpoints
+        self._note = partial(_note_of, self._journal, self.guard)
+        self.checkpoints = self._checkpointer()
         self.step = 0
         """Last committed step."""
         self._restored = False
         # Rank 0 may be restored from a rank with the same state, so those keep its rows as well.
-        self._retains_rows = state_peers(spec.layout, comm.rank)[0] == 0
+        self._retains_rows = same_state(engine.parts())[0] == 0
+
+    def _checkpointer(self) -> Checkpointer | NoCheckpoints:
+        paths = self._paths
+        if paths.checkpoints is None:
+            return NoCheckpoints()
+        checkpoints = Checkpointer(
+            folder=paths.checkpoints,
+            job=paths.job,
+            spec=self.spec,
+            engine=self.engine,
+            comm=self.comm,
+            event=self.reporter.event,
+            snapshots=self.snapshots,
+            note=self._note,
+        )
+        checkpoints.deletes_old = paths.deletes_old_checkpoints
+        return checkpoints
 
     @property
     def settled_step(self) -> int | None:
@@ -100,15 +112,12 @@ class RankState:
         if not is_current:
             self._restored = False
             self._journal.clear()
-        if self.snapshots is not None:
-            self.snapshots.finish()  # what follows changes the state
-        if self.checkpoints is not None:
-            self.checkpoints.finish_copy()
-            self.checkpoints.finish()
-            began = self.comm.generation if resume.source == "start" else resume.began
-            self.checkpoints.enter_generation(began, resume.step)
-        if self.snapshots is not None:
-            self.snapshots.unprotect()
+        self.snapshots.finish()  # what follows changes the state
+        self.checkpoints.finish_copy()
+        self.checkpoints.finish()
+        began = self.comm.generation if resume.source == "start" else resume.began
+        self.checkpoints.enter_generation(began, resume.step)
+        self.snapshots.unprotect()
         self.guard.finish()
         self.interval.restart()
         note, history = (b"", None) if is_current else self._load(resume)
@@ -120,20 +129,19 @@ class RankState:
         rows, noted = read_note(note)
         self._resend_rows(rows)
         self._agree_on_history(noted or history, roll_backs)
-        if self.snapshots is not None:
+        if isinstance(self.snapshots, Snapshots):
             if resume.source != "snapshot":
                 self.snapshots.clear()
                 self.snapshots.save(self.step, self._note())
             # After its sum over all ranks, each has its own snapshot, and has read what it needs of other layouts'.
-            self._report_snapshot_memory()
+            self._report_memory_of(self.snapshots)
             if remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.layout)):
                 self._paths.memory.free_unlinked()
 
-    def _report_snapshot_memory(self) -> None:
+    def _report_memory_of(self, snapshots: Snapshots) -> None:
         """Report if the snapshots of some ranks did not fit into shared memory, or are in memory that a GPU's driver
         does not pin. All ranks call it together."""
-        assert self.snapshots is not None
-        outside, refused = self.snapshots.bytes_outside, self.snapshots.pin_error != 0
+        outside, refused = snapshots.bytes_outside, snapshots.pin_error != 0
         counts = torch.tensor([outside, outside > 0, refused], dtype=torch.float64, device=self.comm.device)
         self.comm.all_reduce("world", counts)
         total, ranks, unpinned = (round(count) for count in counts.tolist())
@@ -159,11 +167,11 @@ class RankState:
         applies if the note has none. Raises CheckpointError, WeightsError."""
         if resume.source == "start":
             self._begin()
-        elif resume.source == "snapshot" and self.snapshots is not None:
+        elif resume.source == "snapshot":
             return self.snapshots.load(resume.step), NumericsHistory()
         elif resume.source == "memory":
             return restore_from_snapshots(self.engine, self.comm, resume.paths, resume.step), NumericsHistory()
-        elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
+        elif resume.source == "checkpoint" and resume.path is not None:
             history = self.checkpoints.restore(resume.path)
             return b"", NumericsHistory() if history is None else NumericsHistory.from_json(history)
         else:
@@ -200,7 +208,7 @@ class RankState:
     def commit(self, step: int, statistics: StepStatistics) -> None:
         """The state is that of `step`, which is complete on all ranks."""
         self._settle(step)
-        if self.snapshots is not None and not statistics.asked.saving:
+        if not statistics.asked.saving:
             self.snapshots.unprotect()
         self.guard.committed(step, statistics)
 
@@ -214,7 +222,7 @@ class RankState:
             self._journal.add(row)
             if self.comm.rank == 0:
                 report = partial(self.reporter.metrics, row)
-        if self.snapshots is not None and self.interval.due(step):
+        if self.interval.due(step):
             with self.comm.step.phase("snapshot"):
                 self.snapshots.start(step, self._note(), report)
         elif report is not None:
@@ -225,45 +233,38 @@ class RankState:
         on."""
         return {"time": time.time(), "generation": self.comm.generation, "seconds": self.comm.step.clock.lap()}
 
-    def _note(self) -> bytes:
-        return _note_of(self._journal, self.guard)
-
     def finish_copies(self) -> None:
         """The state is about to change: wait until pending copies of it are complete."""
         self.guard.finish()
-        if self.snapshots is not None:
+        if self.interval.every:  # otherwise the step has no such phase
             with self.comm.step.phase("snapshot"):
                 if self.snapshots.finish():
                     self.interval.note_stall(self.snapshots.stall_seconds)
-        if self.checkpoints is not None and self.checkpoints.copying:  # otherwise the step has no such phase
+        if self.checkpoints.copying:
             with self.comm.step.phase("checkpoint"):
                 self.checkpoints.finish_copy()
-        self.comm.requests.saving = self.checkpoints is not None and self.checkpoints.writing
+        self.comm.requests.saving = self.checkpoints.writing
 
     def note_step_seconds(self, step: int, seconds: float) -> None:
         """Step `step` took `seconds`, which the interval between snapshots depends on. Raises PeerLost."""
-        if self.snapshots is not None:
-            self.interval.note_step(step, seconds, self.comm)
+        self.interval.note_step(step, seconds, self.comm)
 
     @property
     def stall_seconds(self) -> float:
         """Seconds by which the last snapshot delayed the training thread."""
-        return self.snapshots.stall_seconds if self.snapshots is not None else 0.0
+        return self.snapshots.stall_seconds
 
     def snapshot_parameters(self) -> list[torch.Tensor] | None:
         """This rank's weights of the last committed step, read from its snapshot, frozen ones last; None if it has no
         snapshot of that step."""
-        tensors = self.snapshots.slot_tensors(self.step) if self.snapshots is not None else None
-        if tensors is None:
-            return None
-        changing = len(self.engine.state())
-        return [*tensors[: len(self.engine.optimizer.parameters)], *tensors[changing:]]
+        copied = self.snapshots.copied_parts(self.step)
+        return None if copied is None else [*copied[MODEL], *copied.get(FROZEN, ())]
 
     def snapshot_figures(self) -> dict[str, float]:
         """For the row of metrics: the current interval between snapshots, in steps, and the seconds by which the last
         one delayed the training thread. A snapshot that is held while it is written as a checkpoint may be the only one
         that all ranks have, so its age counts too."""
-        if self.snapshots is None:
+        if not self.interval.every:
             return {}
         protected_step = self.snapshots.protected_step
         every = self.interval.every if protected_step is None else max(self.interval.every, self.step - protected_step)
@@ -277,21 +278,16 @@ class RankState:
         PeerLost; NonFiniteError or SpikeError if the job has reached its limit of rollbacks.
         """
         self.comm.step.enter("restoring")
-        if self.checkpoints is not None:
-            self.checkpoints.finish_copy()
+        self.checkpoints.finish_copy()
         done = self.guard.roll_back(step, samples, bad)
         self._settle(done.back_to)
         self._journal.forget_after(done.back_to)
-        if self.snapshots is not None:
-            self.snapshots.save(self.step, self._note())
-        if self.checkpoints is not None:
-            self.checkpoints.finish()
+        self.snapshots.save(self.step, self._note())
+        self.checkpoints.finish()
         self.comm.barrier()
-        if self.snapshots is not None:
-            self.snapshots.unprotect()
-            self.snapshots.forget_after(self.step)
-        if self.checkpoints is not None:
-            self.checkpoints.undo_after(self.step)
+        self.snapshots.unprotect()
+        self.snapshots.forget_after(self.step)
+        self.checkpoints.undo_after(self.step)
         self._announce(done, sentence)
 
     def _announce(self, done: RollBack, why: str) -> None:
@@ -301,7 +297,7 @@ class RankState:
 
     def save_checkpoint(self, step: int) -> None:
         """Begin a durable checkpoint of committed step `step` if one is due. Raises PeerLost."""
-        if self.checkpoints is not None and self.checkpoints.is_needed(step):
+        if self.checkpoints.is_needed(step):
             with self.comm.step.phase("checkpoint"):
                 self.checkpoints.begin(step, self._numbers())
 
@@ -311,22 +307,19 @@ class RankState:
     def save_missing_checkpoint(self) -> None:
         """Begin the checkpoint that earlier generations should have completed and did not. Raises PeerLost."""
         with self.comm.step.phase("checkpoint"):
-            if self.checkpoints is not None:
-                self.checkpoints.failure = None  # of an earlier generation
-                self.checkpoints.begin_missing_save(self.step, self._numbers())
-                self.checkpoints.prepare_memory()
+            self.checkpoints.failure = None  # of an earlier generation
+            self.checkpoints.begin_missing_save(self.step, self._numbers())
+            self.checkpoints.prepare_memory()
 
     def finish(self) -> None:
         """After the job's last step: return once all ranks have saved everything. Raises CheckpointNotSaved if the last
         checkpoint cannot be saved."""
-        if self.snapshots is not None:
-            self.snapshots.finish()
+        self.snapshots.finish()
         with self.comm.step.phase("checkpoint"):
-            if self.checkpoints is not None:
-                self.checkpoints.finish()
+            self.checkpoints.finish()
         self.comm.barrier()
-        if self.checkpoints is not None and self.checkpoints.failure is not None:
-            failure = self.checkpoints.failure
+        failure = self.checkpoints.failure
+        if failure is not None:
             raise CheckpointNotSaved(f"the last checkpoint, of step {self.step}, could not be saved: {failure}")
 
     def save_before_end(self) -> None:
@@ -334,47 +327,43 @@ class RankState:
         in memory and on disk. A failure to write it to disk is an event. Raises PeerLost."""
         with self.comm.step.phase("checkpoint"):
             self._keep_in_memory()
-            if self.checkpoints is not None:
-                self.checkpoints.save_now(self.step, self._numbers())
+            self.checkpoints.save_now(self.step, self._numbers())
             self.comm.barrier()
 
     def rest(self) -> None:
         """After PeerLost: end what runs alongside the training."""
         self._keep_in_memory()
-        if self.checkpoints is not None:
-            self.checkpoints.leave()
+        self.checkpoints.leave()
 
     def _keep_in_memory(self) -> None:
-        """Make sure that this rank's snapshot has the newest state, since other ranks may read it."""
-        if self.snapshots is None:
-            return
-        self.snapshots.ensure_at_path()  # before this rank reports which step it can resume from
-        protected_step = self.settled_step
-        if protected_step is not None and protected_step not in committed_steps(self.snapshots.path):
-            self.snapshots.save(protected_step, self._note())  # for ranks of another layout
-        self.snapshots.wait_for_sums()  # snapshots are only copied to other nodes with their checksums
+        """Make sure that this rank's snapshot has the newest state, before this rank reports which step it can resume
+        from, since other ranks, of any layout, may read it."""
+        self.snapshots.make_readable(self.settled_step, self._note)
 
     def close(self) -> None:
         """End all threads; the object cannot be used any more."""
         self.rest()
         self.guard.close()
-        if self.snapshots is not None:
-            self.snapshots.close()
-        if self.checkpoints is not None:
-            self.checkpoints.close()
+        self.snapshots.close()
+        self.checkpoints.close()
 
 
 def _note_of(journal: RowJournal, guard: NumberGuard) -> bytes:
     return journal.note(guard.history if guard.active else None)
 
 
-def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, paths: StatePaths) -> Snapshots | None:
-    """The snapshots of a rank; None if `paths` has no folder for them. Raises SharedMemoryError if there is no
+def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, paths: StatePaths) -> Snapshots | NoSnapshots:
+    """The snapshots of a rank; none are made if `paths` has no folder for them. Raises SharedMemoryError if there is no
     room for them."""
     if paths.snapshots is None:
-        return None
-    table = describe(paths.job, spec.layout.model_dump(mode="json"), engine, comm)
-    identity, layout = fingerprint(spec, state_peers(spec.layout, comm.rank)[0]), layout_tag(spec.layout)
-    constant = engine.frozen_state()
-    parts = (engine.state(), identity, layout, table, constant)
-    return Snapshots(paths.snapshots, comm.rank, *parts, paths.memory)
+        return NoSnapshots()
+    parts = engine.parts()
+    return Snapshots(
+        folder=paths.snapshots,
+        rank=comm.rank,
+        parts=parts,
+        identity=fingerprint(spec, same_state(parts)[0]),
+        layout=layout_tag(spec.layout),
+        table=describe(paths.job, spec.layout.model_dump(mode="json"), engine, comm),
+        memory=paths.memory,
+    )

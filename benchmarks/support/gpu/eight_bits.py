@@ -65,7 +65,7 @@ def _trained(size: Size, seed: int, device: torch.device, kind: str) -> tuple[li
             rate = LEARNING_RATE * min(1.0, step / WARM_UP)
             losses.append(engine.step(batches.training(step), spec.train.global_batch_size, rate, 0).loss)
             if step == 1:
-                gradient = engine.optimizer.exp_avg.clone()  # times 1 - beta1, and clipped
+                gradient = engine.optimizer.moments["exp_avg"].clone()  # times 1 - beta1, and clipped
     finally:
         gpu.leave()
         del engine

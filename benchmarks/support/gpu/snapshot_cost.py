@@ -14,6 +14,7 @@ from benchmarks.support.gpu.contestants import WARM_UP, settle
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.report import Report
 from manta.workers.accounting.state_costs import checkpoint_bytes, snapshot_bytes, steps_between
+from manta.workers.checkpoint.checkpointer import Checkpointer
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec
@@ -21,6 +22,7 @@ from manta.workers.errors import MantaError
 from manta.workers.paths import SHARED_MEMORY
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.interval import AGREE_EVERY
+from manta.workers.snapshot.snapshots import Snapshots
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.system import gpu
 from manta.workers.system.host_memory import memory_available
@@ -106,14 +108,14 @@ def _trained(spec: JobSpec, device: torch.device, places: StatePaths, steps: int
         if number >= warm_up:
             seconds.append(time.perf_counter() - began)
             stalls.append(trainer.state.stall_seconds if waits else 0.0)
-            copies.append(snapshots.copy_seconds if snapshots is not None else 0.0)
+            copies.append(snapshots.copy_seconds)
     began = time.perf_counter()
-    if checkpoints is not None:
+    if isinstance(checkpoints, Checkpointer):
         checkpoints.start(trainer.step)
         checkpoints.finish()
         if checkpoints.failure is not None:
             raise MantaError(f"the checkpoint could not be saved: {checkpoints.failure}")
-    saved, pinned = time.perf_counter() - began, snapshots is not None and snapshots.pin_error == 0
+    saved, pinned = time.perf_counter() - began, isinstance(snapshots, Snapshots) and snapshots.pin_error == 0
     trainer.close()
     trainer.reporter.close()
     return _Trained(seconds, stalls, copies, trainer.state.interval.every, saved, pinned)

@@ -116,7 +116,7 @@ def _train(comm: Comm, spec: JobSpec, folder: str, resume: int | None, dies_at: 
 
     def reached(step: int, phase: str) -> None:
         if (step, phase) == (dies_at, "backward") and comm.rank == 1:
-            trainer.state.snapshots.finish()  # type: ignore[union-attr] # what is tried is not how fast it copies
+            trainer.state.snapshots.finish()  # what is tried is not how fast it copies
             os.kill(os.getpid(), signal.SIGKILL)
 
     gpu.use_for(spec, comm.device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from stepped_snapshots import parts_of
 
 from manta.service.backups.rank_backups import FetchedSnapshots, Ranks, begin, fetch_snapshots, ranks_without_state
 from manta.service.cluster.agent_client import AgentLost
@@ -56,7 +57,7 @@ class Job:
         self.folder, self.nodes = folder, ["a", "a", "b", "b"]
         self.agents = [self.agent(rank, self.nodes[rank]) for rank in range(4)]
         self.snapshots = [
-            Snapshots(folder / node, rank, [torch.full((1000,), float(state_of[rank]))], b"0" * 16, LAYOUT)
+            Snapshots(folder / node, rank, parts_of([torch.full((1000,), float(state_of[rank]))]), b"0" * 16, LAYOUT)
             for rank, node in enumerate(self.nodes)
         ]
 
@@ -114,7 +115,7 @@ def test_ranks_of_a_lost_node_resume_from_backups_on_the_other(job):
         assert own == [[1, 2], [1, 2], [], []]
         assert await job.brought_back(own) == FetchedSnapshots([[1, 2]] * 4, {2: "replica", 3: "replica"})
         state = [torch.zeros(1000)]
-        Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
+        Snapshots(job.folder / "c", 3, parts_of(state), b"0" * 16, LAYOUT).load(2)
         assert bool((state[0] == 3).all())
         assert (await job.keep(["a", "a", "c", "c"], 2)).keys() == {0, 1, 2, 3}
         for handle in lost:
@@ -142,7 +143,7 @@ def test_peer_with_the_same_state_on_another_node_replaces_a_backup(tmp_path):
         outcome = await fetch_snapshots(job.ranks(), own, ranks_without_state(own), {"a": job.agents[0]}, kept)
         assert outcome == FetchedSnapshots([[1, 2]] * 4, {2: "peer", 3: "peer"})
         state = [torch.zeros(1000)]
-        Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
+        Snapshots(job.folder / "c", 3, parts_of(state), b"0" * 16, LAYOUT).load(2)
         assert bool((state[0] == 1).all())
         await job.close()
 
@@ -203,7 +204,7 @@ def test_rank_back_on_old_snapshots_uses_its_newer_backup(job):
         keepers = await job.keep(job.nodes)
         await job.commit(1, keepers)
         await job.commit(2, keepers)
-        old = Snapshots(job.folder / "c", 2, [torch.full((1000,), 9.0)], b"0" * 16, LAYOUT)
+        old = Snapshots(job.folder / "c", 2, parts_of([torch.full((1000,), 9.0)]), b"0" * 16, LAYOUT)
         old.save(0)
         old.close()
         job.agents[2] = job.agent(2, "c")

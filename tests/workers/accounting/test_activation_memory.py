@@ -17,6 +17,7 @@ from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute import Recompute
 from manta.workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 from manta.workers.parallel.tensor.dropout import sample_keys
+from manta.workers.parallel.tensor.positions import Positions
 
 TABLE_2 = {
     "no parallelism": (False, "none"),
@@ -140,7 +141,7 @@ def test_measured_activations_match_the_accounting_for_every_chunk(layout, recom
         parallel={"recompute": recompute, "recompute_every": 2, **layout},
     )
     keys = sample_keys(0, range(2), torch.device("cpu"))
-    run = ForwardPass(keys, Recompute.of(job_spec.layout))
+    run = ForwardPass(Positions.of(8), keys, Recompute.of(job_spec.layout))
     stages, virtual_stages, tensor = job_spec.layout.pipeline, job_spec.layout.virtual_stages, job_spec.layout.tensor
     for rank in range(stages):
         for chunk in range(virtual_stages):
@@ -167,7 +168,9 @@ def test_frozen_weights_keep_no_activations_for_their_gradients(frozen, attentio
         model={"layers": 5, "tie_embeddings": False, "vocabulary_size": 301},
         train={"micro_batch_size": 2, "frozen": frozen, "attention": attention},
     )
-    more = held_by_chunk(job_spec, 0, 0, ForwardPass()) - chunk_bytes(job_spec, 0, False)
+    more = held_by_chunk(job_spec, 0, 0, ForwardPass(Positions.of(job_spec.model.sequence_length))) - chunk_bytes(
+        job_spec, 0, False
+    )
     assert 0 <= more <= 16 * 32
 
 

@@ -228,7 +228,7 @@ def test_update_slices_are_accounted_if_nothing_else_takes_more():
     numbers = {"precision": "bf16", "global_batch_size": 1, "optimizer": {"offload": True}}
     small = spec(model=shape, train=numbers)
     accounted = device_bytes(small)[0]
-    assert accounted.activations + accounted.workspace == slice_buffer_bytes(10**9) == 3 * 12 * SLICE_ELEMENTS
+    assert accounted.activations + accounted.workspace == slice_buffer_bytes(small, 10**9) == 3 * 12 * SLICE_ELEMENTS
     with pretended_gpu(), host_memory_apart():
         assert FakeRank(small, 0).step()["Total"] == pytest.approx(accounted.total, rel=0.03)
 
@@ -263,7 +263,7 @@ def test_accounted_update_slices_have_the_size_of_the_engines():
         offloaded.SLICE_ELEMENTS,
         offloaded.SLICE_BUFFERS,
     )
-    assert [slice_buffer_bytes(kept) for kept in (7, SLICE_ELEMENTS + 1)] == [12 * 7, 2 * 12 * SLICE_ELEMENTS]
+    assert [slice_buffer_bytes(spec(), kept) for kept in (7, SLICE_ELEMENTS + 1)] == [12 * 7, 2 * 12 * SLICE_ELEMENTS]
 
 
 def test_logits_are_gone_when_layers_are_computed_again():

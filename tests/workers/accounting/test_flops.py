@@ -26,6 +26,7 @@ from manta.workers.accounting.flops import (
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.model.stage import ModelStage
+from manta.workers.parallel.data.state import tensors_of
 
 SHAPES = [
     pytest.param(*shape, marks=[] if sum(map(bool, shape)) % 2 else [pytest.mark.soak])
@@ -134,9 +135,7 @@ def test_16_bit_training_state_takes_18_bytes_a_parameter():
     """What figure 1 of arXiv:2205.05198 counts: weight 2, gradient 4, master weight and moments 12."""
     job_spec = spec(train={"precision": "bf16"})
     engine = Engine(job_spec, lone_rank(job_spec))
-    optimizer = engine.optimizer
-    state = [engine.flat.parameters, engine.flat.gradients, *optimizer.parameters]
-    state += [optimizer.exp_avg, optimizer.exp_avg_sq]
+    state = [engine.flat.parameters, engine.flat.gradients, *tensors_of(engine.optimizer.parts())]
     assert sum(tensor.nbytes for tensor in state) == 18 * engine.flat.size
     assert rank_parameters(job_spec)[0] <= engine.flat.size <= 1.02 * rank_parameters(job_spec)[0]
 

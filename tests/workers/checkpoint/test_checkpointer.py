@@ -74,7 +74,7 @@ def test_save_writes_the_state_as_it_was_when_the_save_began(trainer):
     with patch.object(SummingFile, "write", held_up):
         checkpoints.start(2)
         checkpoints.finish_copy()
-        for tensor in trainer.engine.optimizer.state():
+        for tensor in trainer.engine.state():
             tensor.mul_(2.0)
         go_on.set()
         checkpoints.finish()

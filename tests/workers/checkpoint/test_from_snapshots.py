@@ -185,7 +185,7 @@ def test_uploads_share_the_memory_of_snapshots_and_follow_it_to_a_new_file(make,
         checkpoints._prepare()
     size = snapshots._file.form.size
     assert began == [size] and checkpoints._copy_buffer is None
-    part = snapshots.protect(0, bytes).part(0, 1)
+    part = snapshots.protect(0, bytes).part("model")
     where = snapshots.memory_file.offset_of(memoryview(part.numpy()).cast("B"))
     assert where in {snapshots._file.form.payload_at(slot) for slot in (0, 1)}
     assert snapshots.memory_file.offset_of(memoryview(torch.ones(4).numpy()).cast("B")) is None

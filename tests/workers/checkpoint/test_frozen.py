@@ -148,7 +148,7 @@ def test_training_resumes_from_a_checkpoint_with_other_parameters_frozen(corpus,
     values = {name: parameter.detach() for name, parameter in named(trained)}
     assert all(torch.equal(values[name], parameter) for name, parameter in named(frozen))
     for slot in trained.engine.flat.slots:
-        moments = trained.engine.optimizer.exp_avg[slot.start : slot.end]
+        moments = trained.engine.optimizer.moments["exp_avg"][slot.start : slot.end]
         assert moments.any() == (slot.entry.name not in frozen_names(frozen.spec)), slot.entry.name
     (weights,) = trained.engine.optimizer.parameters
     before = weights.clone()

@@ -17,7 +17,7 @@ from manta.workers.checkpoint.catalog import complete_checkpoints, manifest_of, 
 from manta.workers.checkpoint.durable import Rectangle, rectangles_of
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.config import ParallelConfig
+from manta.workers.config import OptimizerConfig, ParallelConfig
 from manta.workers.engine import Engine
 from manta.workers.spec.reading import parse_job_spec
 
@@ -43,6 +43,7 @@ WRITER = "t2 p2 zb-v d2"
 SAVED_STEP = 2
 GOING_ON = ("1", "t4", "p2 d2, one layer and three", "p2 interleaved d2 small buckets", "p2 zb-h1 d3 small buckets")
 TIED = {"hidden_size": 16, "bias": False}
+PARTS = ("model", *OptimizerConfig().moments)
 UNTIED = {"hidden_size": 16, "tie_embeddings": False, "kv_heads": 1, "vocabulary_size": 263}
 Whole = dict[str, torch.Tensor]
 
@@ -143,7 +144,7 @@ def test_checkpoint_of_any_layout_is_read_bit_for_bit_by_any_other(first, resave
         readers = set(readers_of(job(corpus, LAYOUTS[name], model=TIED)))
         for writer in (names[place - distance] for distance in distances):
             for rectangles, length in readers:
-                wanted, lengths = (dict.fromkeys(durable.KINDS, value) for value in (rectangles, length))
+                wanted, lengths = (dict.fromkeys(PARTS, value) for value in (rectangles, length))
                 _, parts = durable.load(str(resaved[writer].path), wanted, lengths)
                 for kind, part in parts.items():
                     for rectangle in rectangles:
@@ -176,7 +177,7 @@ def readers_of(document: dict[str, Any]) -> list[tuple[tuple[Rectangle, ...], in
         engine = Engine(spec, Comm(RankGrid(spec.layout), rank, torch.device("cpu")))
         held, index = engine.optimizer.held, engine.comm.index("tensor")
         rectangles = rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=index)
-        readers.append((tuple(rectangles), len(engine.optimizer.exp_avg)))
+        readers.append((tuple(rectangles), engine.optimizer.length))
     return readers
 
 

@@ -13,7 +13,7 @@ small = st.integers(1, 4)
 grids = st.builds(
     lambda t, p, d, c: RankGrid(ParallelConfig(tensor=t, pipeline=p, data=d, context=c)), small, small, small, small
 )
-axes = st.sampled_from(["tensor", "pipeline", "data", "context", "embedding", "world"])
+axes = st.sampled_from(["tensor", "pipeline", "data", "context", "holders", "embedding", "world"])
 
 
 def test_tensor_ranks_are_neighbours_then_stages_then_replicas():
@@ -53,6 +53,19 @@ def test_group_differs_only_along_its_axis(grid, axis):
 
 
 @given(grids)
+def test_holders_of_the_same_parameters_are_the_ranks_of_all_replicas_and_contexts(grid):
+    assert grid.holders == ("data" if grid.context == 1 else "holders")
+    for group in grid.groups("holders"):
+        places = [grid.coordinates(rank) for rank in group]
+        assert group == sorted(group) and len({(place.tensor, place.pipeline) for place in places}) == 1
+        assert len(group) == grid.data * grid.context
+        for rank in group:
+            sharing = {axis: set(grid.group(axis, rank)) for axis in ("data", "context")}
+            assert sharing["data"] | sharing["context"] <= set(group)
+            assert (sharing["data"] == set(group)) == (grid.context == 1)
+
+
+@given(grids)
 def test_embedding_group_is_the_first_and_last_stage(grid):
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
@@ -82,8 +95,10 @@ def test_embedding_group_under_zb_v_is_a_single_rank():
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (2, 3, 1), (2, 3, 4), (1, 1, 5)])
-def test_state_groups_match_the_state_peers_of_each_rank(tensor, pipeline, data, zero):
-    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, zero=zero)
-    group_of = {rank: group for group in state_groups(layout) for rank in group}
+@given(small, small, small, small)
+def test_state_groups_match_the_state_peers_of_each_rank(zero, tensor, pipeline, data, context):
+    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context, zero=zero)
+    groups = state_groups(layout)
+    assert groups == sorted(groups) and all(len(group) == layout.holders // layout.state_shards for group in groups)
+    group_of = {rank: group for group in groups for rank in group}
     assert group_of == {rank: state_peers(layout, rank) for rank in range(layout.world_size)}

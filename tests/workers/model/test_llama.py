@@ -13,6 +13,7 @@ from rank_programs import assemble, run_steps
 
 from manta.workers.model.rotary import Rotary, frequencies_of
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.spec.reading import parse_job_spec
 
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 32, "low_frequency_factor": 1.0}
@@ -168,7 +169,7 @@ def test_a_query_times_a_key_depends_on_their_distance_alone():
     job = parse_job_spec(document(model={"family": "llama"}))
     rotary = Rotary(job.model.rope_or_default, 8, 64)
     q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
-    everywhere = [rotary(x.expand(64, 1, 8).clone(), 8, 1, 1, ForwardPass()) for x in (q, k)]
+    everywhere = [rotary(x.expand(64, 1, 8).clone(), 8, 1, 1, ForwardPass(Positions.of(64))) for x in (q, k)]
     products = torch.einsum("sbd,tbd->st", *everywhere)
     for distance in range(-63, 64):
         diagonal = products.diagonal(distance)

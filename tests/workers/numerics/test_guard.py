@@ -30,7 +30,7 @@ def guard_of(rank: int = 0, data: int = 1) -> NumberGuard:
 def restore(guard: NumberGuard, step: int) -> None:
     """Go on from the state of `step`, which tells its step."""
     guard.finish()
-    guard.engine.optimizer.exp_avg.fill_(step)
+    guard.engine.optimizer.moments["exp_avg"].fill_(step)
     guard.restored(step, NumericsHistory(), [])
 
 
@@ -38,7 +38,7 @@ def commit(guard: NumberGuard, steps: range) -> None:
     """Commit good steps."""
     for step in steps:
         guard.finish()
-        guard.engine.optimizer.exp_avg.fill_(step)
+        guard.engine.optimizer.moments["exp_avg"].fill_(step)
         guard.committed(step, StepStatistics(1.0, 1.0, 0))
 
 
@@ -53,7 +53,7 @@ def test_roll_back_never_returns_to_a_step_that_was_given_up(resumed, bad_step, 
     assert guard.copies.steps == ([step for step in (3, 6) if step <= resumed] or [resumed])
     commit(guard, range(resumed + 1, bad_step))
     assert guard.roll_back(bad_step, [range(8)], BAD).back_to == back_to
-    assert (guard.engine.optimizer.exp_avg == back_to).all()
+    assert (guard.engine.optimizer.moments["exp_avg"] == back_to).all()
     guard.close()
 
 

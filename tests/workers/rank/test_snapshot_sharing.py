@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import torch
+from stepped_snapshots import parts_of
 
 from manta.workers.protocol.messages import Endpoint, StoredSnapshot
 from manta.workers.rank import snapshot_sharing
@@ -33,7 +34,7 @@ def test_snapshot_sharing_without_shared_memory_has_nothing_to_share():
 def test_snapshot_sharing_lists_the_folders_files_and_removes_its_own_on_close(tmp_path):
     async def body():
         for rank in (0, 1):
-            snapshots = Snapshots(tmp_path, rank, [torch.zeros(8)], b"0" * 16, LAYOUT)
+            snapshots = Snapshots(tmp_path, rank, parts_of([torch.zeros(8)]), b"0" * 16, LAYOUT)
             snapshots.save(rank + 4)
             snapshots.close()
         sharing = SnapshotSharing(str(tmp_path))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stepped_snapshots import parts_of
 
 from manta.workers.errors import SharedMemoryError
 from manta.workers.rank.agent import Agent
@@ -42,7 +43,7 @@ class Rank:
 
     def __init__(self, folder: Path, rank: int = 0, size: int = SIZE):
         self.state = [torch.zeros(size), torch.zeros(3)]
-        self.snapshots = Snapshots(folder, rank, self.state, IDENTITY, LAYOUT, {"rank": rank})
+        self.snapshots = Snapshots(folder, rank, parts_of(self.state), IDENTITY, LAYOUT, {"rank": rank})
 
     def commit(self, step: int) -> None:
         """A step: the state tells its number."""

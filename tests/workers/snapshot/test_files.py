@@ -9,6 +9,7 @@ from functools import reduce
 
 import pytest
 import torch
+from stepped_snapshots import parts_of
 
 from manta.workers.config import JobSpec
 from manta.workers.snapshot.files import (
@@ -31,7 +32,7 @@ def state_at(step: int) -> list[torch.Tensor]:
 
 
 def test_committed_steps_needs_no_torch(tmp_path):
-    Snapshots(tmp_path, 3, state_at(5), IDENTITY).save(5)
+    Snapshots(tmp_path, 3, parts_of(state_at(5)), IDENTITY).save(5)
     program = (
         "import sys; from manta.workers.snapshot.files import stored_steps\n"
         "print(stored_steps(sys.argv[1], 3), 'torch' in sys.modules)"
@@ -42,7 +43,7 @@ def test_committed_steps_needs_no_torch(tmp_path):
 
 def test_snapshot_files_of_several_layouts_coexist_until_other_layouts_are_removed(tmp_path):
     for rank, layout in ((0, "0000aaaa"), (1, "0000aaaa"), (0, "0000bbbb")):
-        Snapshots(tmp_path, rank, state_at(0), IDENTITY, layout).save(7 + rank)
+        Snapshots(tmp_path, rank, parts_of(state_at(0)), IDENTITY, layout).save(7 + rank)
     backup_path(tmp_path, 2, "0000aaaa").write_bytes(b"")
     snapshot_path(tmp_path, 1, "0000aaaa").with_name("rank-00001.snapshot.arriving").write_bytes(b"")
     (tmp_path / "rank-00000.else").write_bytes(b"")
@@ -119,10 +120,10 @@ def test_identity_of_snapshots_ignores_default_values_and_options_without_state(
 
 def test_stored_steps_of_a_rank_are_sorted_and_of_its_own_files_only(tmp_path):
     for step in (8, 7):
-        Snapshots(tmp_path, 1, state_at(0), IDENTITY, f"0000000{step}").save(step)
-    Snapshots(tmp_path, 2, state_at(0), IDENTITY).save(33)
+        Snapshots(tmp_path, 1, parts_of(state_at(0)), IDENTITY, f"0000000{step}").save(step)
+    Snapshots(tmp_path, 2, parts_of(state_at(0)), IDENTITY).save(33)
     snapshot_path(tmp_path, 2).rename(backup_path(tmp_path, 1, "0000aaaa"))
     assert stored_steps(tmp_path, 1) == [7, 8]
-    Snapshots(tmp_path, 3, state_at(0), IDENTITY).save(4)
+    Snapshots(tmp_path, 3, parts_of(state_at(0)), IDENTITY).save(4)
     assert [(file.rank, file.layout) for file in snapshot_files(tmp_path) if file.rank == 3] == [(3, "")]
     assert stored_steps(tmp_path, 3, "") == [4]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stepped_snapshots import parts_of
 
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
@@ -95,7 +96,7 @@ class PromisedRank:
 
     def __init__(self, folder: Path, rank: int, every: int):
         self.state = [torch.zeros(4)]
-        self.snapshots = Snapshots(folder, rank, self.state, b"0" * 16)
+        self.snapshots = Snapshots(folder, rank, parts_of(self.state), b"0" * 16)
         self.interval = SnapshotInterval("auto")
         self.interval.every = every
         self.snapshots.save(0)

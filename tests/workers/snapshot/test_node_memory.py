@@ -10,7 +10,7 @@ import pytest
 import torch
 from held_memory import held_bytes
 from rank_processes import begin_process
-from stepped_snapshots import snapshot_and_be_killed
+from stepped_snapshots import parts_of, snapshot_and_be_killed
 
 from manta.workers.errors import SharedMemoryError
 from manta.workers.snapshot import node_memory, snapshot_file
@@ -61,7 +61,7 @@ def test_a_process_that_is_killed_leaves_its_snapshot(tmp_path, folder, server):
     assert process.exitcode == -signal.SIGKILL
     assert stored_steps(folder, 3) == [7] and in_node_memory(snapshot_path(folder, 3))
     state = [torch.zeros(9)]
-    assert Snapshots(folder, 3, state, b"0123456789abcdef").load(7) == b"note"
+    assert Snapshots(folder, 3, parts_of(state), b"0123456789abcdef").load(7) == b"note"
     assert state[0].tolist() == list(range(9))
     server.close()
     assert stored_steps(folder, 3) == [], "with the daemon they are gone"

@@ -16,10 +16,12 @@ import torch
 from checkpoint_programs import RankOutcome, fail_to_load_from_memory, job, load_from_memory, train_and_snapshot
 from hypothesis import given
 from hypothesis import strategies as st
+from stepped_snapshots import parts_of
 
-from manta.workers.checkpoint.durable import FROZEN, KINDS, Rectangle
-from manta.workers.config import ParallelConfig
+from manta.workers.checkpoint.durable import Rectangle
+from manta.workers.config import OptimizerConfig, ParallelConfig
 from manta.workers.errors import CheckpointError
+from manta.workers.parallel.data.state import FROZEN
 from manta.workers.snapshot.files import snapshot_files
 from manta.workers.snapshot.note import read_note
 from manta.workers.snapshot.reshard import ReshardedState, intersection, load_from_snapshots, rest
@@ -199,8 +201,8 @@ def test_resharding_from_a_damaged_snapshot_file_fails_with_the_damaged_byte(wri
 
 def load(paths: Any, step: int, rectangles: Any, length: int) -> ReshardedState:
     """Trained parameters alone."""
-    lengths = dict.fromkeys(KINDS, length) | {FROZEN: 0}
-    return load_from_snapshots(paths, step, dict.fromkeys(KINDS, rectangles) | {FROZEN: []}, lengths)
+    lengths = dict.fromkeys(TRAINED, length) | {FROZEN: 0}
+    return load_from_snapshots(paths, step, dict.fromkeys(TRAINED, rectangles) | {FROZEN: []}, lengths)
 
 
 def test_loading_from_no_snapshot_files_is_refused():
@@ -228,15 +230,17 @@ def test_box_divides_into_its_intersection_with_another_and_the_rest(first, seco
         assert sum(math.prod(box[1]) for box in left) == len(cells(first) - cells(second)), "no overlap"
 
 
+TRAINED = ("model", *OptimizerConfig().moments)
+"""Names of the parts of trained parameters."""
 WEIGHT = Rectangle("weight", (2, 3), (0, 0), (2, 3), 0, 3)
 
 
 def one_weight(folder: Path, note: bytes = b"") -> Snapshots:
     """Snapshots of a rank that has nothing else; that of step 7 is there, with this note."""
-    parts = {kind: {"at": 24 * number, "length": 6, "dtype": "float32"} for number, kind in enumerate(KINDS)}
+    parts = {kind: {"at": 24 * number, "length": 6, "dtype": "float32"} for number, kind in enumerate(TRAINED)}
     parts["loss_scale"] = {"at": 72, "length": 2, "dtype": "float32"}
     table = {"rank": 0, "parts": parts, "pieces": [astuple(WEIGHT)]}
-    snapshots = Snapshots(folder, 0, [torch.ones(6), torch.ones(12), torch.ones(2)], b"0" * 16, table=table)
+    snapshots = Snapshots(folder, 0, parts_of([torch.ones(6), torch.ones(12), torch.ones(2)]), b"0" * 16, table=table)
     snapshots.save(7, note)
     snapshots.wait_for_sums()
     return snapshots
@@ -278,7 +282,7 @@ def test_a_larger_model_s_parameters_are_not_taken_in_part(tmp_path, shape):
     [{}, {"rank": 0, "parts": {}}, {"rank": 0, "parts": {}, "pieces": [1]}, {"rank": 0, "parts": {}, "pieces": [[1]]}],
 )
 def test_snapshot_file_without_a_valid_table_is_refused_by_name(tmp_path, table):
-    snapshots = Snapshots(tmp_path, 0, [torch.ones(6), torch.ones(12), torch.ones(2)], b"0" * 16, table=table)
+    snapshots = Snapshots(tmp_path, 0, parts_of([torch.ones(6), torch.ones(12), torch.ones(2)]), b"0" * 16, table=table)
     snapshots.save(7)
     snapshots.wait_for_sums()
     with pytest.raises(CheckpointError, match=f"{snapshots.path} does not say what it consists of"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import begin_process
-from stepped_snapshots import IDENTITY, bring, holds, opened, save, snapshot_each_step, state_at
+from stepped_snapshots import IDENTITY, bring, holds, opened, parts_of, save, snapshot_each_step, state_at
 
 from manta.workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from manta.workers.errors import CheckpointError
@@ -26,7 +26,7 @@ from manta.workers.system.regular_files import put
 
 def test_changed_constant_in_a_snapshot_file_is_found_after_its_slot_is_summed_again(tmp_path):
     constant = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)
-    snapshots = Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
+    snapshots = Snapshots(tmp_path, 3, parts_of(state_at(0), constant), IDENTITY)
     for step in (1, 2):
         snapshots.save(step)
         snapshots.wait_for_sums()
@@ -35,13 +35,13 @@ def test_changed_constant_in_a_snapshot_file_is_found_after_its_slot_is_summed_a
     snapshots.save(3)
     snapshots.wait_for_sums()
     assert snapshots._file.step(0) == 3
-    fresh = Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
+    fresh = Snapshots(tmp_path, 3, parts_of(state_at(0), constant), IDENTITY)
     with pytest.raises(DamagedCheckpoint, match=f"damaged at byte {at}: these {BLOCK_BYTES} bytes of step 3"):
         fresh.load(3)
     fresh.save(4)
     fresh.save(5)
     fresh.wait_for_sums()
-    assert Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant]).load(5) == b"", "it is written anew"
+    assert Snapshots(tmp_path, 3, parts_of(state_at(0), constant), IDENTITY).load(5) == b"", "it is written anew"
 
 
 def test_a_slot_that_is_overwritten_before_its_sums_are_done_is_not_sealed_with_them(tmp_path, monkeypatch):
@@ -122,7 +122,7 @@ def test_snapshot_file_that_does_not_fit_is_replaced_and_the_reason_given(tmp_pa
     else:
         path.write_bytes(b"something else" * 10)
         said = "damaged at byte 0: its first"
-    fresh = Snapshots(tmp_path, 3, state, identity)
+    fresh = Snapshots(tmp_path, 3, parts_of(state), identity)
     assert committed_steps(path) == []
     with pytest.raises(CheckpointError, match=said):
         fresh.load(5)
@@ -302,7 +302,7 @@ def test_rank_killed_at_any_moment_leaves_only_whole_snapshots(tmp_path, times):
         assert steps, "at least one slot is whole"
         for step in reversed(steps):
             state = [torch.zeros(3_000_000), torch.zeros(7)]
-            reopened = Snapshots(tmp_path, 0, state, IDENTITY)
+            reopened = Snapshots(tmp_path, 0, parts_of(state), IDENTITY)
             assert reopened.load(step) == str(step).encode()
             assert all(bool((tensor == step).all()) for tensor in state)
             reopened.close()

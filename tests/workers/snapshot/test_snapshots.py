@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from held_memory import held_bytes
-from stepped_snapshots import IDENTITY, Held, bring, holds, opened, save, state_at
+from stepped_snapshots import IDENTITY, Held, bring, holds, opened, parts_of, save, state_at
 
 from manta.workers.checkpoint.checksums import BLOCK_BYTES
 from manta.workers.errors import CheckpointError, SharedMemoryError
@@ -29,7 +29,7 @@ def test_constant_state_is_copied_into_each_slot_once_and_restored(tmp_path):
     first = constant.clone()
 
     def with_constant():
-        return Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
+        return Snapshots(tmp_path, 3, parts_of(state_at(0), constant), IDENTITY)
 
     snapshots = with_constant()
     for step in (1, 2):
@@ -238,7 +238,7 @@ def test_snapshot_file_holds_the_table_of_its_state(tmp_path):
     file = SnapshotFile.open(snapshot_path(tmp_path, 3))
     assert file.table() == {"a": "table"}
     file.close()
-    Snapshots(tmp_path, 4, state_at(0), IDENTITY)
+    Snapshots(tmp_path, 4, parts_of(state_at(0)), IDENTITY)
     file = SnapshotFile.open(snapshot_path(tmp_path, 4))
     assert file.table() == {}
     file.close()
@@ -255,15 +255,16 @@ def test_seconds_of_a_copy_and_its_sums_are_measured(tmp_path, monkeypatch):
     assert 0.0 < snapshots.sum_seconds < 10.0
 
 
-def test_slot_tensors_are_those_of_the_step_asked_for_or_none(tmp_path):
+def test_copied_parts_are_those_of_the_step_asked_for_or_none(tmp_path):
     snapshots = opened(tmp_path)
     for step in (5, 6):
         save(snapshots, step)
     for step in (5, 6):
-        assert all(torch.equal(a, b) for a, b in zip(snapshots.slot_tensors(step), state_at(step), strict=True))
-    assert snapshots.slot_tensors(4) is None
+        copied = [tensor for (tensor,) in snapshots.copied_parts(step).values()]
+        assert all(torch.equal(a, b) for a, b in zip(copied, state_at(step), strict=True))
+    assert snapshots.copied_parts(4) is None
     snapshots.forget_after(5)
-    assert snapshots.slot_tensors(6) is None
+    assert snapshots.copied_parts(6) is None
     assert committed_steps(snapshots.path) == [5]
     snapshots.close()
 
@@ -300,7 +301,7 @@ def test_a_file_lost_while_a_job_trains_is_made_anew_with_all_it_held(tmp_path, 
     root = tmp_path / "snapshots"
     keeper = MemoryServer(tmp_path / "memory.sock", root)
     memory = SnapshotMemory(place, tmp_path / "memory.sock")
-    snapshots = Snapshots(root / "job", 3, state_at(0), IDENTITY, table={"a": "table"}, memory=memory)
+    snapshots = Snapshots(root / "job", 3, parts_of(state_at(0)), IDENTITY, table={"a": "table"}, memory=memory)
     for step in (5, 6):
         save(snapshots, step)
     LOSSES[loss](snapshots.path)
@@ -326,7 +327,7 @@ def test_a_lost_file_is_made_anew_after_the_checkpoint_that_is_read_from_it(tmp_
     held = snapshots.protect(5, bytes)
     snapshots.path.unlink()
     save(snapshots, 6)
-    assert not snapshots.path.exists() and torch.equal(held.part(0, 3), torch.cat(state_at(5)))
+    assert not snapshots.path.exists() and torch.equal(held.part("1"), state_at(5)[1])
     before = snapshots.memory_file
     snapshots.unprotect()
     save(snapshots, 7)
@@ -342,7 +343,7 @@ def test_without_room_to_make_a_lost_file_anew_training_goes_on_and_it_is_made_l
         save(snapshots, step)
     said = capsys.readouterr().out
     assert said.count("cannot be recreated yet: no room in shared memory") == said.count("\n") == 1
-    assert torch.equal(snapshots.slot_tensors(6)[0], state_at(6)[0]) and not snapshots.path.exists()
+    assert torch.equal(snapshots.copied_parts(6)["0"][0], state_at(6)[0]) and not snapshots.path.exists()
     monkeypatch.undo()
     snapshots._retry_at = 0.0
     save(snapshots, 7)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from job_cover import FACTORS, SCHEDULES, job_of
 from recorded_jobs import recorded_rank
+from stepped_snapshots import parts_of
 from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pretended_loader, pretended_streams
 
 from manta.workers.checkpoint import checkpointer
@@ -34,7 +35,7 @@ PLAIN = {name: values[0] for name, values in FACTORS.items()}
 
 def opened(folder: Path) -> Snapshots:
     """Of a state of two tensors."""
-    return Snapshots(folder, 0, [torch.zeros(100), torch.zeros(7)], IDENTITY)
+    return Snapshots(folder, 0, parts_of([torch.zeros(100), torch.zeros(7)]), IDENTITY)
 
 
 def update(snapshots: Snapshots) -> None:
@@ -109,7 +110,7 @@ def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(tmp_path, ca
         snapshots = opened(tmp_path)
         update(snapshots)
         snapshots.save(1)
-        assert snapshots.slot_tensors(1)[0][0] == 1.0
+        assert snapshots.copied_parts(1)["0"][0][0] == 1.0
         snapshots.close()
     assert "cannot be pinned (CUDA error 2)" in capsys.readouterr().out
 
@@ -359,7 +360,7 @@ def test_a_slot_that_is_overwritten_while_it_is_saved_is_found(tmp_path, unprote
 
         def read() -> None:
             held.wait()
-            cuda.order.runs("thread checkpoint", [(held.part(0, 1), False)], "thread checkpoint")
+            cuda.order.runs("thread checkpoint", [(held.part("0"), False)], "thread checkpoint")
 
         saving = saver.submit(read)
         if unprotect == "too early":

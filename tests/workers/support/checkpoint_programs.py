@@ -17,7 +17,7 @@ import torch
 from engine_specs import document
 from reported import events_of, rows_of
 
-from manta.workers.checkpoint import catalog, checkpointer, checksums, durable
+from manta.workers.checkpoint import catalog, checkpointer, checksums
 from manta.workers.checkpoint.catalog import MANIFEST, manifest_of, seal
 from manta.workers.checkpoint.checksums import SummingFile
 from manta.workers.checkpoint.contents import CONTENTS
@@ -123,11 +123,10 @@ class RankOutcome:
 
 def _look(trainer: Trainer) -> RankOutcome:
     engine, optimizer = trainer.engine, trainer.engine.optimizer
-    parts = (torch.cat(optimizer.parameters), optimizer.exp_avg, optimizer.exp_avg_sq)
     loaded = [
         each
-        for kind, part in zip(durable.KINDS, parts, strict=True)
-        for each in placed(engine, kind, part, optimizer.held)
+        for part in optimizer.parts()
+        for each in placed(engine, part.name, torch.cat(part.tensors), optimizer.held)
     ]
     loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_stored])
     computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.total_size)])

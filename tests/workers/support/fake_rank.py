@@ -103,8 +103,8 @@ def host_memory_apart() -> Iterator[HostMemory]:
     and copies do nothing."""
     host = HostMemory()
 
-    def state_on_host(elements: int, like: torch.Tensor) -> torch.Tensor:
-        state = torch.empty(offloaded.KINDS, elements, dtype=like.dtype, device="meta")
+    def state_on_host(kinds: int, elements: int, like: torch.Tensor) -> torch.Tensor:
+        state = torch.empty(kinds, elements, dtype=like.dtype, device="meta")
         host.taken += state.nbytes
         return state
 

@@ -113,8 +113,7 @@ def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step:
     def step(*arguments: Any) -> StepStatistics:
         if comm.rank == culprit and trainer.step == at_step - 1:
             trainer.guard.finish()
-            if trainer.state.snapshots is not None:
-                trainer.state.snapshots.finish()
+            trainer.state.snapshots.finish()
             slots = (*trainer.engine.flat.slots, *trainer.engine.flat.frozen)
             start = next(slot.start for slot in slots if slot.entry.name == name)
             bits = trainer.engine.flat.parameters.view(torch.uint8)

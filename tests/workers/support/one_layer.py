@@ -26,6 +26,7 @@ from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute import Recompute
 from manta.workers.parallel.recompute.modules import checkpointed
 from manta.workers.parallel.tensor.dropout import sample_keys
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.products import TorchProducts
 from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.shards import named_shards
@@ -85,7 +86,8 @@ class OneLayer:
 
     def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The layer under the layout's policy, as a chunk runs it."""
-        run = ForwardPass(self.keys, Recompute.of(self.spec.layout), documents=documents)
+        positions, recompute = Positions.of(self.spec.model.sequence_length), Recompute.of(self.spec.layout)
+        run = ForwardPass(positions, self.keys, recompute, documents=documents)
         return checkpointed(self.comm, self.layer, x, run) if run.recompute.full_layer(0) else self.layer(x, run)
 
 

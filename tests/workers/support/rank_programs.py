@@ -29,6 +29,7 @@ from manta.workers.data.packed_conversations import Marks
 from manta.workers.engine import Engine
 from manta.workers.parallel import recompute
 from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.parallel.data.state import tensors_of
 from manta.workers.protocol.messages import Resume
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.standalone import job as standalone
@@ -155,10 +156,11 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
         z_losses.append(statistics.z_loss)
         norms.append(statistics.grad_norm)
     part = rectangles_of(flat, optimizer.held, optimizer.held, owned_only=False, tensor_index=comm.index("tensor"))
+    means = optimizer.moments["exp_avg"]
     return Steps(
         losses,
         norms,
-        [(rectangle.name, rectangle.offsets, rectangle.view(optimizer.exp_avg).clone()) for rectangle in part],
+        [(rectangle.name, rectangle.offsets, rectangle.view(means).clone()) for rectangle in part],
         [(rectangle.name, rectangle.offsets, rectangle.view(flat.parameters).clone()) for rectangle in everything],
         z_losses,
     )
@@ -226,22 +228,18 @@ def train_job(
     while trainer.step < (spec.train.steps if until is None else until):
         step_statistics = trainer.train_step()
         statistics.append((step_statistics.loss, step_statistics.grad_norm))
-    if trainer.state.snapshots is not None:
-        trainer.state.snapshots.finish()
-    if trainer.state.checkpoints is not None:
-        trainer.state.checkpoints.finish()
+    trainer.state.snapshots.finish()
+    trainer.state.checkpoints.finish()
     comm.barrier()
     reporter.close()
     optimizer = trainer.engine.optimizer
-    model = torch.cat(optimizer.parameters)
-    state = {"model": model, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
-    held = optimizer.held
+    held, state = optimizer.held, {part.name: torch.cat(part.tensors) for part in optimizer.parts()}
     rectangles = rectangles_of(optimizer.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
     return Trained(
         rows_of(messages),
         events_of(messages),
         statistics,
-        {kind: part.clone() for kind, part in state.items()},
+        state,
         optimizer.flat.parameters.clone(),
         [
             (kind, rectangle.name, rectangle.offsets, rectangle.view(part).clone())
@@ -308,10 +306,10 @@ def run_precise(
             precise.scales.append(engine.loss_scale.value)
         optimizer = engine.optimizer
         optimizer.wait_for_parameters()
-        masters = torch.cat(optimizer.parameters)
+        masters, means = torch.cat(optimizer.parameters), optimizer.moments["exp_avg"]
         for rectangle in rectangles_of(engine.flat, optimizer.held, optimizer.held, False, comm.index("tensor")):
             precise.masters.append((rectangle.name, rectangle.offsets, rectangle.view(masters).clone()))
-            precise.gradients.append((rectangle.name, rectangle.offsets, rectangle.view(optimizer.exp_avg).clone()))
+            precise.gradients.append((rectangle.name, rectangle.offsets, rectangle.view(means).clone()))
         for rectangle in everything:
             precise.parameters.append(
                 (rectangle.name, rectangle.offsets, rectangle.view(engine.flat.parameters).clone())
@@ -328,7 +326,8 @@ def _step(comm: Comm, engine: Engine, windows: torch.Tensor, number: int) -> Ste
 
 def _bits(engine: Engine) -> torch.Tensor:
     """All that a step may change: parameters, master weights, moments."""
-    return torch.cat([engine.flat.parameters.double(), *(part.double() for part in engine.optimizer.state())])
+    state = (each.double() for each in tensors_of(engine.optimizer.parts()))
+    return torch.cat([engine.flat.parameters.double(), *state])
 
 
 def attempts(

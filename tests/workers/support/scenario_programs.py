@@ -26,6 +26,7 @@ from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid, state_groups, state_peers
 from manta.workers.config import ParallelConfig
 from manta.workers.errors import PeerLost, RestRequested
+from manta.workers.parallel.data.state import tensors_of
 from manta.workers.protocol.messages import Resume, StoredSnapshot
 from manta.workers.protocol.reports import Message
 from manta.workers.protocol.requests import Rest, SaveAndEnd
@@ -324,7 +325,7 @@ class _Process:
         if self._trainer is None or self._built is None:
             return
         state, engine = hashlib.sha256(), self._trainer.engine
-        for tensor in (*engine.state(), *engine.frozen_state(), engine.flat.parameters):
+        for tensor in (*tensors_of(engine.parts()), engine.flat.parameters):
             state.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())  # of any type
         self.record.rank, self.record.state = self._built[1], state.hexdigest()
         self._reporter.close()

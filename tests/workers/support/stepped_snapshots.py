@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from manta.workers.parallel.data.state import StatePart
 from manta.workers.snapshot.node_memory import SnapshotMemory
 from manta.workers.snapshot.snapshots import Snapshots
 
@@ -20,11 +21,18 @@ def state_at(step: int) -> list[torch.Tensor]:
     return [torch.full((size,), 100.0 * step + size) for size in (5, 1025, 3)]
 
 
+def parts_of(state: list[torch.Tensor], *constant: torch.Tensor) -> list[StatePart]:
+    """Each of these tensors as a part of its own, named by its number; no step changes those of `constant`."""
+    tensors = enumerate((*state, *constant))
+    return [StatePart(str(number), (tensor,), changes=number < len(state)) for number, tensor in tensors]
+
+
 def opened(
     folder: Path, step: int = 0, identity: bytes = IDENTITY, state: list[torch.Tensor] | None = None
 ) -> Snapshots:
     """The snapshots of rank 3, over a state of `step`."""
-    return Snapshots(folder, 3, state if state is not None else state_at(step), identity, table={"a": "table"})
+    parts = parts_of(state if state is not None else state_at(step))
+    return Snapshots(folder, 3, parts, identity, table={"a": "table"})
 
 
 def bring(snapshots: Snapshots, step: int) -> None:
@@ -82,7 +90,7 @@ class _Slow:
 def snapshot_each_step(folder: str) -> None:
     """For a process: fill its state with the number of the step, again and again."""
     state = [torch.zeros(3_000_000), torch.zeros(7)]
-    snapshots, step = Snapshots(folder, 0, state, IDENTITY), 0
+    snapshots, step = Snapshots(folder, 0, parts_of(state), IDENTITY), 0
     while True:
         step += 1
         for tensor in state:
@@ -94,5 +102,5 @@ def snapshot_each_step(folder: str) -> None:
 def snapshot_and_be_killed(folder: str, keeper: str) -> None:
     """For a process: a snapshot of step 7 in memory that the keeper at that socket holds."""
     memory = SnapshotMemory("node_memory", Path(keeper))
-    Snapshots(folder, 3, [torch.arange(9.0)], IDENTITY, memory=memory).save(7, b"note")
+    Snapshots(folder, 3, parts_of([torch.arange(9.0)]), IDENTITY, memory=memory).save(7, b"note")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -323,8 +323,8 @@ class _Slots(checkpointer.Checkpointer):
     def _in_slot(self, held: ProtectedSlot) -> Any:
         uses: list[tuple[torch.Tensor, bool]] = []
 
-        def part(first: int, last: int) -> torch.Tensor:
-            uses.append((held.part(first, last), False))
+        def part(name: str) -> torch.Tensor:
+            uses.append((held.part(name), False))
             return uses[-1][0]
 
         def check() -> None:
@@ -377,8 +377,8 @@ def _of_offloaded_state(cuda: PretendedCuda) -> dict[str, Any]:
     def used() -> None:
         cuda.order.runs(COMPUTE, [(each, True) for each in places], _thread())
 
-    def slice_buffer(elements: int, like: torch.Tensor) -> torch.Tensor:
-        places.append(torch.empty(offloaded.KINDS, elements, dtype=like.dtype))
+    def slice_buffer(kinds: int, elements: int, like: torch.Tensor) -> torch.Tensor:
+        places.append(torch.empty(kinds, elements, dtype=like.dtype))
         used()
         return places[-1]
 

@@ -5,38 +5,19 @@ It runs either torch's fused kernel, with one pass before it to scale the gradie
 parameters, or a single pass compiled by torch.compile, which moves 30 bytes of a GPU's memory per element instead of
 42.
 
-Shapes: n elements.
+Its moments are the running means of the gradient and of its square. Shapes: n elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch.optim.adamw import adamw
 
 from manta.workers.config import OptimizerConfig
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A range whose elements have the same weight decay."""
-
-    values: torch.Tensor
-    gradient: torch.Tensor
-    """The range's part of the flat gradient buffer, where the reduction leaves the sum."""
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    steps: torch.Tensor
-    """Steps done, fp32 scalar."""
-    rounded: torch.Tensor | None
-    """Where the values are also stored in 16 bits; None: nowhere, or not by the update."""
-
-
-Groups = Mapping[float, Sequence[Piece]]
-"""Pieces by their weight decay."""
+from manta.workers.parallel.data.state import Groups
 
 
 def update(groups: Groups, config: OptimizerConfig, learning_rate: float, refused: torch.Tensor) -> None:
@@ -45,8 +26,8 @@ def update(groups: Groups, config: OptimizerConfig, learning_rate: float, refuse
         adamw(
             [piece.values for piece in pieces],
             [piece.gradient for piece in pieces],
-            [piece.exp_avg for piece in pieces],
-            [piece.exp_avg_sq for piece in pieces],
+            [piece.moments[0] for piece in pieces],
+            [piece.moments[1] for piece in pieces],
             [],
             [piece.steps for piece in pieces],
             fused=True,
@@ -76,8 +57,7 @@ def update_in_one_pass(
         exact = *scales, torch.full_like(done, 1.0 - learning_rate * decay)
         numbers = [number.to(pieces[0].values.dtype) for number in exact]
         for piece in pieces:
-            tensors = (piece.values, piece.gradient, piece.exp_avg, piece.exp_avg_sq, piece.rounded)
-            run(*tensors, *numbers, refused)
+            run(piece.values, piece.gradient, *piece.moments, piece.rounded, *numbers, refused)
 
 
 def one_pass(beta1: float, beta2: float, epsilon: float) -> Callable[..., None]:

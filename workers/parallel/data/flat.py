@@ -5,15 +5,15 @@ The buffers' order groups parameters by what happens to their gradients at the e
 
     | head: matrices that are split over the tensor group | tail: tied, copied and replicated matrices, vectors |
 
-The head holds nearly everything. It is cut into buckets, whose gradients are reduced over the data group while
-backward still runs. Gradients of the tail first have something else to wait for (other tensor ranks, the other end of
-the pipeline), so it is one bucket, reduced last. Within each bucket, replica r of d answers for the r-th of d equal
-parts. Within each kind what is decayed comes first, so that it lies in a few ranges. Every parameter starts at a
-multiple of ALIGNMENT elements, and so does every part, so that an element meets the same vector instructions on every
-rank and layout.
+The head holds nearly everything. It is cut into buckets, whose gradients are reduced over the n ranks that hold the
+same parameters (`RankGrid.holders`) while backward still runs. Gradients of the tail first have something else to wait
+for (other tensor ranks, the other end of the pipeline), so it is one bucket, reduced last. Within each bucket, holder r
+answers for the r-th of n equal parts. Within each kind what is decayed comes first, so that it lies in a few ranges.
+Every parameter starts at a multiple of ALIGNMENT elements, and so does every part, so that an element meets the same
+vector instructions on every rank and layout.
 
 Parameters that are not trained (`train.frozen`) lie behind all others, where there are no gradients. Of these too,
-replica r of d answers for the r-th of d equal parts.
+holder r answers for the r-th of n equal parts.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class FlatParameters:
     def __init__(
         self,
         shards: list[NamedShard],
-        replicas: int,
+        holders: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         bucket_bytes: float = 25e6,
         decayed_groups: Collection[ParameterGroup] = ("linear", "embedding"),
     ):
-        """`replicas`: data-parallel size (d); `decayed_groups`: groups of parameters to which weight decay applies."""
-        self.replicas = replicas
+        """`holders`: number of ranks that hold the same parameters; `decayed_groups`: groups of parameters to which
+        weight decay applies."""
+        self.holders = holders
         trained = [entry for entry in shards if entry.parameter.requires_grad]
 
         def order(entry: NamedShard) -> tuple[int, bool]:  # stable: else the model's order
@@ -69,7 +70,7 @@ class FlatParameters:
 
         self.slots: list[Slot] = []
         """Parameters that are trained."""
-        unit = ALIGNMENT * replicas
+        unit = ALIGNMENT * holders
         position, head_end = 0, None
         for entry in sorted(trained, key=order):
             if self._class_of(entry) > 0 and head_end is None:
@@ -86,7 +87,7 @@ class FlatParameters:
         self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.buckets = [(0, self.size)]
         """Ranges that are reduced as a whole; the last one is the tail."""
-        if replicas > 1 and head_end is not None:
+        if holders > 1 and head_end is not None:
             self.buckets = _buckets(head_end, self.size, unit, int(bucket_bytes / self.gradients.element_size()))
         for slot in (*self.slots, *self.frozen):
             parameter = slot.entry.parameter
@@ -100,7 +101,7 @@ class FlatParameters:
         for entry in frozen:
             slots.append(Slot(entry, position, position + entry.parameter.numel()))
             position = _aligned(slots[-1].end, ALIGNMENT)
-        return slots, _aligned(position, ALIGNMENT * self.replicas)
+        return slots, _aligned(position, ALIGNMENT * self.holders)
 
     def _give_gradient(self, slot: Slot) -> None:
         parameter = slot.entry.parameter
@@ -129,7 +130,7 @@ class FlatParameters:
         return _joined((slot.start, end) for slot, end in pairs if slot.entry.shard.group in groups)
 
     def head(self) -> list[Slot]:
-        """Parameters whose gradients are only reduced over the data group."""
+        """Parameters whose gradients are only reduced over the holders."""
         return [slot for slot in self.slots if self._class_of(slot.entry) == 0]
 
     def replicated(self) -> list[Slot]:
@@ -151,18 +152,18 @@ class FlatParameters:
         others = [slot for slot in self.slots if not answers_for(slot.entry, tensor_index)]
         return [(slot.start, _aligned(slot.end, ALIGNMENT)) for slot in others]
 
-    def parts(self, replica: int) -> list[Range]:
-        """The part of each bucket that belongs to `replica`."""
-        count = self.replicas
+    def parts(self, holder: int) -> list[Range]:
+        """The part of each bucket that belongs to `holder`, an index among the ranks with the same parameters."""
+        count = self.holders
         return [
-            (start + replica * (end - start) // count, start + (replica + 1) * (end - start) // count)
+            (start + holder * (end - start) // count, start + (holder + 1) * (end - start) // count)
             for start, end in self.buckets
         ]
 
-    def frozen_part(self, replica: int) -> Range:
-        """The part of the frozen parameters that belongs to `replica`."""
-        share = (self.total_size - self.size) // self.replicas
-        return self.size + replica * share, self.size + (replica + 1) * share
+    def frozen_part(self, holder: int) -> Range:
+        """The part of the frozen parameters that belongs to `holder`."""
+        share = (self.total_size - self.size) // self.holders
+        return self.size + holder * share, self.size + (holder + 1) * share
 
     def same_on_tensor_ranks(self) -> list[Range]:
         """Ranges of parameters, frozen or not, that every tensor rank holds as a whole."""

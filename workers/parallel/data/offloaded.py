@@ -1,5 +1,5 @@
-"""The optimizer's state in host memory (`train.optimizer.offload`): weights in fp32 and both moments, in pinned memory
-if a GPU copies them.
+"""The optimizer's state in host memory (`train.optimizer.offload`): weights in fp32 and moments, in pinned memory if a
+GPU copies them.
 
 An update brings the state to the device slice by slice, into one of SLICE_BUFFERS buffers there. The same kernel as for
 state on the device updates the slice; its weights are rounded into the parameters, and it is copied back. On a GPU both
@@ -18,16 +18,14 @@ from dataclasses import dataclass
 
 import torch
 
-from manta.workers.parallel.data import adamw
 from manta.workers.parallel.data.flat import FlatParameters, overlap
+from manta.workers.parallel.data.state import Groups, Piece
 from manta.workers.system.pinned import PinnedMemory, copy_streams
 
 SLICE_ELEMENTS = 2**22
 """Elements of a slice, a multiple of flat.ALIGNMENT: a copy takes a hundred times as long as launching it."""
 SLICE_BUFFERS = 3
 """Slices on the device: one arriving, one being updated, one leaving."""
-KINDS = 3
-"""Kinds of state: weights and both moments."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +67,26 @@ class _Slice:
     parts: tuple[_Part, ...]
 
 
-def host_state(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """Zeros in host memory, [KINDS, elements], of the dtype of `like`."""
-    return torch.zeros(KINDS, elements, dtype=like.dtype, device="cpu")
+def host_state(kinds: int, elements: int, like: torch.Tensor) -> torch.Tensor:
+    """Zeros in host memory, [kinds, elements], of the dtype of `like`."""
+    return torch.zeros(kinds, elements, dtype=like.dtype, device="cpu")
 
 
-def slice_buffer(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """Memory for a slice on the device of `like`, [KINDS, elements], which earlier work there may still use."""
-    return torch.empty(KINDS, elements, dtype=like.dtype, device=like.device)
+def slice_buffer(kinds: int, elements: int, like: torch.Tensor) -> torch.Tensor:
+    """Memory for a slice on the device of `like`, [kinds, elements], which earlier work there may still use."""
+    return torch.empty(kinds, elements, dtype=like.dtype, device=like.device)
 
 
 class OffloadedState:
     """The state of one replica, and its update."""
 
-    def __init__(self, flat: FlatParameters, cuts: Sequence[Cut], rounded_by_update: bool):
-        """`cuts`: all of the state, in order; `rounded_by_update`: whether the kernel rounds into the parameters."""
+    def __init__(self, flat: FlatParameters, cuts: Sequence[Cut], moments: int, rounded_by_update: bool):
+        """`cuts`: all of the state, in order; `moments`: how many the optimizer has; `rounded_by_update`: whether the
+        kernel rounds into the parameters."""
         self._flat, self._rounded_by_update = flat, rounded_by_update
         length = cuts[-1].position + cuts[-1].end - cuts[-1].start
-        self.host = host_state(length, flat.gradients)
-        """[KINDS, elements]."""
+        self.host = host_state(1 + moments, length, flat.gradients)
+        """[1 + moments, elements]: the weights, then each moment."""
         pinned = PinnedMemory(self.host, on_gpu=flat.gradients.is_cuda)
         weakref.finalize(self, pinned.release).atexit = False
         ends = [(start, min(start + SLICE_ELEMENTS, length)) for start in range(0, length, SLICE_ELEMENTS)]
@@ -102,16 +101,17 @@ class OffloadedState:
                 yield _Part(first - start, first + moved, last + moved, cut.decay, steps)
 
     def set_step(self, step: int) -> None:
-        """Tell AdamW that `step` steps are done."""
+        """Tell the optimizer that `step` steps are done."""
         for state_slice in self._slices:
             for part in state_slice.parts:
                 part.steps.fill_(step)
 
-    def update(self, run: Callable[[adamw.Groups], None]) -> None:
+    def update(self, run: Callable[[Groups], None]) -> None:
         """Have `run` update all of the state and round it into the parameters; wait until it is on the host."""
         like = self._flat.gradients
         with torch.no_grad():
-            buffers = [slice_buffer(self._slices[0].end, like) for _ in self._slices[:SLICE_BUFFERS]]
+            kinds, elements = len(self.host), self._slices[0].end
+            buffers = [slice_buffer(kinds, elements, like) for _ in self._slices[:SLICE_BUFFERS]]
             queue = _Queue(like, len(buffers))
             try:
                 for number, state_slice in enumerate(self._slices):
@@ -133,13 +133,13 @@ class OffloadedState:
             for part in state_slice.parts:
                 self._flat.parameters[part.start : part.end].copy_(part.of(weights))
 
-    def _groups(self, state_slice: _Slice, device_slice: torch.Tensor) -> dict[float, list[adamw.Piece]]:
-        groups: dict[float, list[adamw.Piece]] = {}
+    def _groups(self, state_slice: _Slice, device_slice: torch.Tensor) -> Groups:
+        groups: dict[float, list[Piece]] = {}
         for part in state_slice.parts:
-            weights, exp_avg, exp_avg_sq = (part.of(row) for row in device_slice)
+            weights, *moments = (part.of(row) for row in device_slice)
             gradient = self._flat.gradients[part.start : part.end]
             rounded = self._flat.parameters[part.start : part.end] if self._rounded_by_update else None
-            piece = adamw.Piece(weights, gradient, exp_avg, exp_avg_sq, part.steps, rounded)
+            piece = Piece(weights, gradient, tuple(moments), part.steps, rounded)
             groups.setdefault(part.decay, []).append(piece)
         return groups
 

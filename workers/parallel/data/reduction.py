@@ -1,8 +1,8 @@
-"""Reduction of gradients over the data group, bucket by bucket, overlapped with the remaining backward passes; and
-sums, once per step, of gradients that several ranks of a replica compute in parts.
+"""Reduction of gradients over the ranks that hold the same parameters, bucket by bucket, overlapped with the remaining
+backward passes; and sums, once per step, of gradients that several ranks of a replica compute in parts.
 
 A bucket is started once every weight in it has the gradients of all micro-batches. Buckets start in one fixed order,
-from the last layers to the first, so that all replicas agree on it; a sum is over replicas in their order, so its bits
+from the last layers to the first, so that all holders agree on it; a sum is over holders in their order, so its bits
 depend neither on the buckets nor on when they were started.
 """
 
@@ -19,15 +19,15 @@ from manta.workers.parallel.tensor.weight_gradients import clear_forgotten, forg
 
 
 class GradientReduction:
-    """The gradients of one rank's part of each bucket, summed over the data group."""
+    """The gradients of one rank's part of each bucket, summed over the ranks that hold the same parameters."""
 
     def __init__(self, flat: FlatParameters, comm: Comm, shared: SharedGradients, uses: dict[nn.Parameter, int]):
         """`uses`: how many times a micro-batch adds to the gradient of each weight of the head."""
         self.flat, self.comm, self.shared, self.uses = flat, comm, shared, uses
-        self.parts = flat.parts(comm.index("data"))
+        self.parts = flat.parts(comm.index(comm.grid.holders))
         self.reduced = [flat.gradients[start:end] for start, end in self.parts]
         """This rank's part of each bucket, in place: the sum replaces the rank's own gradient."""
-        self.overlaps = comm.size("data") > 1
+        self.overlaps = comm.size(comm.grid.holders) > 1
         self._buckets_of = {
             slot.entry.parameter: [
                 number for number, (start, end) in enumerate(flat.buckets[:-1]) if start < slot.end and slot.start < end
@@ -82,15 +82,15 @@ class GradientReduction:
 
     def _start(self, number: int) -> None:
         start, end = self.flat.buckets[number]
-        _, work = self.comm.start_reduce_scatter("data", self.flat.gradients[start:end], self.reduced[number])
-        self._started.append(work)
+        gradients, axis = self.flat.gradients[start:end], self.comm.grid.holders
+        self._started.append(self.comm.start_reduce_scatter(axis, gradients, self.reduced[number])[1])
 
     def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
-        """Gather every replica's `parts`, one per bucket, into the flat buffer `into`, which has one element for each
+        """Gather every holder's `parts`, one per bucket, into the flat buffer `into`, which has one element for each
         `row` elements of the gradients. They may already be in their final place."""
-        works = []
+        works, axis = [], self.comm.grid.holders
         for part, (start, end) in zip(parts, self.flat.buckets, strict=True):
-            works.append(self.comm.start_all_gather("data", part, into[start // row : end // row])[1])
+            works.append(self.comm.start_all_gather(axis, part, into[start // row : end // row])[1])
         for work in works:
             work.wait()
 

@@ -109,14 +109,15 @@ class ReplicaCheck:
 
     def _of_replicas(self, sound: int) -> tuple[set[int], bool]:
         """Each replica's part is compared separately: the rank that keeps its state can tell whether it has changed."""
-        size = self.comm.size("data")
+        axis = self.comm.grid.holders
+        size = self.comm.size(axis)
         if size == 1:
             return set(), True
         parts = [[*self.flat.parts(replica), self.flat.frozen_part(replica)] for replica in range(size)]
         hashes = [self._hash(ranges) for ranges in parts]
         own_hashes = torch.stack([*hashes, hashes[0].new_tensor(sound)])
-        gathered = self.comm.all_gather("data", own_hashes).view(size, size + 1).tolist()
-        ranks = self.comm.grid.group("data", self.comm.rank)
+        gathered = self.comm.all_gather(axis, own_hashes).view(size, size + 1).tolist()
+        ranks = self.comm.grid.group(axis, self.comm.rank)
         by_certainty: dict[bool, set[int]] = {True: set(), False: set()}
         sharded = self.optimizer.held == self.optimizer.owned
         for part in range(size):

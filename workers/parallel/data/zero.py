@@ -2,7 +2,7 @@
 parts of the flat buffer and updates them; the updated parts are then gathered. Stage 0: every replica keeps and updates
 everything; gradients are reduced in the same way, so both stages give the same bits.
 
-AdamW (`adamw.py`) works on flat ranges in fp32, with decoupled weight decay on some of them. With 16-bit compute the
+The arithmetic (`adamw.py`) works on flat ranges in fp32, with weight decay on some of them. With 16-bit compute the
 parts are fp32 master weights, rounded into the parameters after each step. The state may be in host memory
 (`offloaded.py`), which always includes master weights.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +26,27 @@ from manta.workers.parallel.data.agreement import Agreement, Loss, StepStatistic
 from manta.workers.parallel.data.flat import FlatParameters, Range, overlap
 from manta.workers.parallel.data.offloaded import Cut, OffloadedState
 from manta.workers.parallel.data.reduction import GradientReduction
+from manta.workers.parallel.data.state import FROZEN, MODEL, Groups, Piece, StatePart
 from manta.workers.protocol.requests import ASKED_LENGTH, Asked
+
+
+class UpdateRule(Protocol):
+    """The functions that the file of an optimizer provides; what it keeps is in `OptimizerConfig.moments`."""
+
+    def update(self, groups: Groups, config: OptimizerConfig, learning_rate: float, refused: torch.Tensor) -> None:
+        """One step, for gradients that were multiplied by their factor. Does not round. Changes nothing if the step is
+        `refused`, bool scalar."""
+        ...
+
+    def update_in_one_pass(
+        self, groups: Groups, config: OptimizerConfig, learning_rate: float, factor: torch.Tensor, refused: torch.Tensor
+    ) -> None:
+        """One step by a compiled kernel, which multiplies the gradients by `factor`, fp64 scalar, itself, and
+        rounds."""
+        ...
+
+
+_RULES: dict[str, UpdateRule] = {"adamw": adamw}
 
 
 class ZeroOptimizer:
@@ -47,8 +68,11 @@ class ZeroOptimizer:
         """Ranges of the flat buffer that this replica saves; together the replicas save each element once."""
         self.held = self.owned if stage == 1 else [(0, flat.size)]
         """Ranges of the flat buffer whose state this rank keeps: the vectors below have them one after the other."""
+        self.length = sum(end - start for start, end in self.held)
+        """Number of trained elements whose state this rank keeps."""
         everything = self.held != self.owned
-        self.frozen_owned = flat.frozen_part(comm.index("data"))
+        self._holders = (comm.rank,) if stage == 1 else tuple(comm.grid.group(comm.grid.holders, comm.rank))
+        self.frozen_owned = flat.frozen_part(comm.index(comm.grid.holders))
         self.frozen_stored = (flat.size, flat.total_size) if everything else self.frozen_owned
         """Range of the frozen parameters in the flat buffer whose values this rank keeps, possibly empty;
         `frozen_owned` is the range that this replica saves."""
@@ -62,13 +86,15 @@ class ZeroOptimizer:
         """Whether the update's kernel also rounds the parameters."""
         self.offloaded: OffloadedState | None = None
         """The state, if it is in host memory."""
-        self._groups: dict[float, list[adamw.Piece]] = {}
+        self._groups: dict[float, list[Piece]] = {}
         """The state otherwise, by weight decay."""
         self.parameters = [flat.parameters[start:end] for start, end in self.held]
         """The fp32 weights of the held ranges: views of the parameters, or of the master weights."""
-        masters, self.exp_avg, self.exp_avg_sq = self._make_state()
+        masters, moments = self._make_state()
         if masters is not None:
             self.parameters = list(masters.split([end - start for start, end in self.held]))
+        self.moments = dict(zip(config.moments, moments, strict=True))
+        """Moments of the held ranges, one after the other, by name."""
         self.arriving: ArrivingParameters | None = None
         """Set if the next forward waits for the parameters of other replicas, not the update."""
         self.updating = False
@@ -86,25 +112,25 @@ class ZeroOptimizer:
                 yield Cut(position + first - start, first, last, decay)
             position += end - start
 
-    def _make_state(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Master weights, if there are any, and both moments of the held ranges; also prepares their update."""
+    def _make_state(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Master weights, if there are any, and the moments of the held ranges; also prepares their update."""
         cuts = list(self._cuts())
         if self.config.offload:
-            self.offloaded = OffloadedState(self.flat, cuts, self.rounds_at_once)
-            masters, exp_avg, exp_avg_sq = self.offloaded.host
-            return masters, exp_avg, exp_avg_sq
-        length, flat = sum(end - start for start, end in self.held), self.flat
-        kept = flat.gradients.new_zeros(length) if self.has_masters else None
-        exp_avg, exp_avg_sq = flat.gradients.new_zeros(length), flat.gradients.new_zeros(length)
+            self.offloaded = OffloadedState(self.flat, cuts, len(self.config.moments), self.rounds_at_once)
+            masters, *moments = self.offloaded.host
+            return masters, moments
+        flat = self.flat
+        kept = flat.gradients.new_zeros(self.length) if self.has_masters else None
+        moments = [flat.gradients.new_zeros(self.length) for _ in self.config.moments]
         for cut in cuts:
             where = slice(cut.position, cut.position + cut.end - cut.start)
             values = flat.parameters[cut.start : cut.end] if kept is None else kept[where]
             steps = torch.zeros((), dtype=torch.float32, device=values.device)
             gradient = flat.gradients[cut.start : cut.end]
             rounded = flat.parameters[cut.start : cut.end] if self.rounds_at_once else None
-            piece = adamw.Piece(values, gradient, exp_avg[where], exp_avg_sq[where], steps, rounded)
+            piece = Piece(values, gradient, tuple(moment[where] for moment in moments), steps, rounded)
             self._groups.setdefault(cut.decay, []).append(piece)
-        return kept, exp_avg, exp_avg_sq
+        return kept, moments
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[Range, bool]]:
         """The range divided into pieces with or without weight decay."""
@@ -124,16 +150,25 @@ class ZeroOptimizer:
         return len(self.held) == 1 and self.held[0] == (0, self.flat.size)
 
     def set_step(self, step: int) -> None:
-        """Tell AdamW that `step` steps are done."""
+        """Tell the optimizer that `step` steps are done."""
         if self.offloaded is not None:
             self.offloaded.set_step(step)
         for pieces in self._groups.values():
             for piece in pieces:
                 piece.steps.fill_(step)
 
-    def state(self) -> list[torch.Tensor]:
-        """Everything that makes up this rank's state, as 1-D tensors."""
-        return [*self.parameters, self.exp_avg, self.exp_avg_sq]
+    def parts(self) -> list[StatePart]:
+        """Weights and moments of the trained parameters, as far as this rank keeps them."""
+        held, owned = tuple(self.held), tuple(self.owned)
+        tensors = {MODEL: tuple(self.parameters)} | {name: (moment,) for name, moment in self.moments.items()}
+        return [StatePart(name, each, True, self._holders, held, owned) for name, each in tensors.items()]
+
+    def frozen_parts(self) -> list[StatePart]:
+        """The frozen parameters, as far as this rank keeps them; nothing if there are none."""
+        if not len(self.frozen):
+            return []
+        ranges = (self.frozen_stored,), (self.frozen_owned,)
+        return [StatePart(FROZEN, (self.frozen,), False, self._holders, *ranges)]
 
     def step(
         self, learning_rate: float, loss: Loss, memory_bytes: int, before_update: Callable[[], object] = lambda: None
@@ -153,7 +188,7 @@ class ZeroOptimizer:
             agreed_seconds = self.comm.step_seconds
         with step.phase("optimizer"):
             clipping = clip(agreed, loss.scale, self.config.clip_norm, self.limits)
-            has_parts_alone = sum(map(len, gradient)) < len(self.exp_avg)  # stage 0
+            has_parts_alone = sum(map(len, gradient)) < self.length  # stage 0
             if has_parts_alone or not self.one_pass:
                 torch._foreach_mul_(gradient, clipping.factor)
             if has_parts_alone:
@@ -172,14 +207,16 @@ class ZeroOptimizer:
             return statistics
 
     def _update(self, learning_rate: float, clipping: Clipping, scaled: bool) -> None:
-        """AdamW on the held ranges, whose gradients may have been `scaled`; changes nothing if the step is refused."""
+        """Update the held ranges, whose gradients may have been `scaled`; changes nothing if the step is refused."""
         factor = torch.ones_like(clipping.factor) if scaled and self.one_pass else clipping.factor
 
-        def run(groups: adamw.Groups) -> None:
+        rule = _RULES[self.config.name]
+
+        def run(groups: Groups) -> None:
             if self.one_pass:
-                adamw.update_in_one_pass(groups, self.config, learning_rate, factor, clipping.refused)
+                rule.update_in_one_pass(groups, self.config, learning_rate, factor, clipping.refused)
             else:
-                adamw.update(groups, self.config, learning_rate, clipping.refused)
+                rule.update(groups, self.config, learning_rate, clipping.refused)
 
         if self.offloaded is not None:
             self.offloaded.update(run)
@@ -196,14 +233,14 @@ class ZeroOptimizer:
 
     def forget(self) -> None:
         """Reset the moments to those before the first step."""
-        self.exp_avg.zero_()
-        self.exp_avg_sq.zero_()
+        for moment in self.moments.values():
+            moment.zero_()
 
     def publish_frozen(self) -> None:
         """Gather the frozen parameters that are held by all replicas. Raises PeerLost."""
         if self.frozen_stored != (self.flat.size, self.flat.total_size):
             into = self.flat.parameters[self.flat.size :]
-            self.comm.start_all_gather("data", self.frozen.clone(), into)[1].wait()
+            self.comm.start_all_gather(self.comm.grid.holders, self.frozen.clone(), into)[1].wait()
 
     def publish_parameters(self) -> None:
         """Copy the held weights of all replicas into the parameters, except for frozen ones. Waits first for parameters
@@ -231,7 +268,7 @@ class ZeroOptimizer:
     def start_gather_with_forward(self) -> ArrivingParameters | None:
         """From now on the computation that uses the parameters waits for them, not the update. Returns None if nothing
         is gathered, or if the gathered parameters are the state itself, which snapshots read at that time."""
-        if self.has_masters and self.held == self.owned and self.comm.size("data") > 1:
+        if self.has_masters and self.held == self.owned and self.comm.size(self.comm.grid.holders) > 1:
             self.arriving = ArrivingParameters(self.flat, self.comm)
         return self.arriving
 
@@ -311,11 +348,11 @@ class ArrivingParameters:
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Begin to gather every replica's `parts`, one per bucket, which may be in the flat parameters already."""
         self.wait()
-        numbers = range(len(parts))
+        numbers, axis = range(len(parts)), self._comm.grid.holders
         for number in (*numbers[-1:], *numbers[:-1]):
             start, end = self._flat.buckets[number]
             full = self._flat.parameters[start:end]
-            self._under_way[number] = self._comm.start_all_gather("data", parts[number], full)[1]
+            self._under_way[number] = self._comm.start_all_gather(axis, parts[number], full)[1]
 
     def wait_for(self, module: nn.Module) -> None:
         """Return once the module's parameters have come. Raises PeerLost."""

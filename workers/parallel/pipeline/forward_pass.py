@@ -11,6 +11,7 @@ import torch
 
 from manta.workers.data.batches import Documents
 from manta.workers.parallel.recompute import NOTHING, Recompute
+from manta.workers.parallel.tensor.positions import Positions
 
 
 class KeyValueCache:
@@ -42,6 +43,8 @@ class KeyValueCache:
 class ForwardPass:
     """What a stage needs to know about one micro-batch besides its input."""
 
+    positions: Positions
+    """Positions of the tokens in the sequence, of all tensor ranks together."""
     keys_b: torch.Tensor | None = None
     """Dropout keys of the samples (workers/parallel/tensor/dropout.py); None: no dropout."""
     recompute: Recompute = NOTHING

@@ -34,6 +34,7 @@ from manta.workers.parallel.tensor.cross_entropy import (
 )
 from manta.workers.parallel.tensor.dropout import sample_keys
 from manta.workers.parallel.tensor.layers import VocabularyParallelOutput
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.weight_gradients import Task, WeightGradients
 from manta.workers.schedules.action import Action
 from manta.workers.schedules.action_lists import evaluation_actions, training_actions
@@ -126,6 +127,8 @@ class Pipeline:
         self.spec, self.model, self.comm = spec, model, comm
         self.rank, layout = comm.index("pipeline"), spec.layout
         self.split = layout.tensor if layout.sequence_parallel_on else 1
+        self.positions = Positions.of(spec.model.sequence_length)
+        """Positions of the tokens that this rank computes, together with its tensor group."""
         # Without sequence parallelism every tensor rank has the same boundary tensor: each sends its part of it, and
         # the receiver gathers them (arXiv:2104.04473, section 4.1).
         self.scatters = layout.tensor > 1 and not layout.sequence_parallel_on
@@ -252,7 +255,7 @@ class Pipeline:
         documents = step_state.batch[action.micro_batch].documents
         is_recomputed = (action.micro_batch, action.chunk) in step_state.recomputed
         recompute = Recompute.of(self.spec.layout) if is_recomputed else NOTHING
-        return ForwardPass(keys, recompute, documents=documents, logits=self._loss.head is None)
+        return ForwardPass(self.positions, keys, recompute, documents=documents, logits=self._loss.head is None)
 
     def _backward(self, action: Action, step_state: Step) -> None:
         if not self.needs_gradient[action.chunk]:
@@ -325,7 +328,7 @@ class Pipeline:
     def _receive(self, direction: str, source: ChunkLocation | None, action: Action, step_state: Step) -> None:
         assert source is not None
         samples = len(step_state.batch[action.micro_batch].samples)
-        shape = (self.spec.model.sequence_length // self.split, samples, self.spec.model.hidden_size)
+        shape = (self.positions.length // self.split, samples, self.spec.model.hidden_size)
         message_shape = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
         buffer = torch.empty(message_shape, dtype=self.dtype, device=self.comm.device)
         work = self.comm.receive(source[0], buffer)

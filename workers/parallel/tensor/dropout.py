@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from manta.workers.parallel.tensor.positions import Positions
+
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # as signed 32-bit numbers; integer overflow wraps
 _STRIDE = 0x9E3779B9 - 2**32  # 2^32 / golden ratio: spreads consecutive numbers
 
@@ -74,9 +76,8 @@ class _Dropout(torch.autograd.Function):
         return (grads[0] * mask).mul_(ctx.scale), None, None
 
 
-def dropout(x_sbh: torch.Tensor, keys_b: torch.Tensor, rate: float, first_position: int) -> torch.Tensor:
-    """Dropout of [s or s/t, b, h], whose first row is at `first_position` of the sequence; `keys_b` belong to the
-    samples and the place in the model."""
-    positions = torch.arange(first_position, first_position + x_sbh.shape[0], dtype=torch.int32, device=x_sbh.device)
-    mask = kept(derived_keys(keys_b, positions.unsqueeze(-1)), x_sbh.shape[-1], rate)
+def dropout(x_sbh: torch.Tensor, keys_b: torch.Tensor, rate: float, positions: Positions) -> torch.Tensor:
+    """Dropout of [s or s/t, b, h], whose rows are at these positions of the sequence; `keys_b` belong to the samples
+    and the place in the model."""
+    mask = kept(derived_keys(keys_b, positions.numbers(x_sbh.device).unsqueeze(-1)), x_sbh.shape[-1], rate)
     return _Dropout.apply(x_sbh, mask, 1.0 / (1.0 - rate))

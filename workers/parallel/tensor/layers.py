@@ -19,9 +19,10 @@ from manta.workers.parallel.tensor.linear_autograd import (
     gelu_row_parallel,
     row_parallel,
 )
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.products import APPROXIMATION, Gelu
 from manta.workers.parallel.tensor.region import Region
-from manta.workers.parallel.tensor.sequence_parallel import first_position, leave
+from manta.workers.parallel.tensor.sequence_parallel import leave
 from manta.workers.parallel.tensor.shards import ParameterShard, ShardedModule
 from manta.workers.spec.parameters import padded_rows
 
@@ -164,12 +165,10 @@ class PositionEmbedding(ShardedModule):
         shard = ParameterShard((length, hidden_size), group="embedding", std=std)
         self.weight = self.add_parameter("weight", (length, hidden_size), shard)
 
-    def forward(self, x: torch.Tensor, batch_first: bool = False, first: int = 0) -> torch.Tensor:
-        """[s or s/t, b, h], or [b, s, h] with `batch_first`, from position `first` on, -> the same."""
-        if batch_first:
-            return x + self.weight[first : first + x.shape[1]]
-        start = first_position(self.region, x.shape[0])
-        return x + self.weight[start : start + x.shape[0]].unsqueeze(1)
+    def forward(self, x: torch.Tensor, positions: Positions, batch_first: bool = False) -> torch.Tensor:
+        """[s or s/t, b, h], or [b, s, h] with `batch_first`, of the s `positions`, -> the same."""
+        rows = positions.outside(self.region).rows_of(self.weight)
+        return x + (rows if batch_first else rows.unsqueeze(1))
 
 
 class VocabularyParallelOutput(ShardedModule):

@@ -71,11 +71,6 @@ def leave(x: torch.Tensor, region: Region) -> torch.Tensor:
     return left
 
 
-def first_position(region: Region, length: int) -> int:
-    """Position in the sequence of the first of the `length` rows that this rank holds outside of the regions."""
-    return region.comm.index("tensor") * length if region.sequence_parallel else 0
-
-
 def sum_replicated_gradients(gradients: Sequence[torch.Tensor], comm: Comm) -> None:
     """Sum, in place and in one message, the gradients [n] of parameters that every tensor rank holds as a whole (norms,
     positions, biases of row-parallel products): each rank has seen only its part of the sequence, or of the heads."""

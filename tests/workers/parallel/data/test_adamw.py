@@ -11,6 +11,7 @@ from manta.workers.config import OptimizerConfig
 from manta.workers.engine import Engine
 from manta.workers.parallel.data import adamw
 from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.data.state import Piece
 from manta.workers.parallel.data.zero import ZeroOptimizer
 
 CONFIG = OptimizerConfig(weight_decay=0.2, beta1=0.85, beta2=0.97, epsilon=1e-7)
@@ -22,16 +23,16 @@ def not_compiled(monkeypatch):
     monkeypatch.setattr(adamw, "compiled_pass", adamw.one_pass)
 
 
-def pieces(values: torch.Tensor, rounded: torch.Tensor | None = None) -> dict[float, list[adamw.Piece]]:
+def pieces(values: torch.Tensor, rounded: torch.Tensor | None = None) -> dict[float, list[Piece]]:
     """A decayed half, and one that is not."""
     zeros = torch.zeros_like(values), torch.zeros_like(values)
     cut = len(values) // 2
     return {
         decay: [
-            adamw.Piece(
+            Piece(
                 values[part],
                 torch.zeros_like(values[part]),
-                *(each[part] for each in zeros),
+                tuple(each[part] for each in zeros),
                 torch.zeros((), dtype=torch.float32),
                 None if rounded is None else rounded[part],
             )
@@ -44,7 +45,7 @@ def drawn(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def updated(groups: dict[float, list[adamw.Piece]], seed: int, refused: bool = False) -> None:
+def updated(groups: dict[float, list[Piece]], seed: int, refused: bool = False) -> None:
     for pieces_of_one in groups.values():
         for piece in pieces_of_one:
             piece.gradient.copy_(drawn(len(piece.gradient), seed))
@@ -74,7 +75,7 @@ def test_refused_adamw_step_changes_nothing(not_compiled):
     rounded = torch.zeros(40, dtype=torch.bfloat16)
     groups = pieces(values, rounded)
     updated(groups, 1)
-    everything = [t for each in groups.values() for p in each for t in (p.values, p.exp_avg, p.exp_avg_sq, p.steps)]
+    everything = [t for each in groups.values() for p in each for t in (p.values, *p.moments, p.steps)]
     before, rounded_before = [each.clone() for each in everything], rounded.clone()
     factor = torch.zeros((), dtype=torch.float64)
     for each in groups.values():

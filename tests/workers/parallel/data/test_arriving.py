@@ -15,6 +15,7 @@ from manta.workers.engine import Engine
 from manta.workers.model.stage import Chunk
 from manta.workers.parallel.data.zero import ArrivingParameters
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.tensor.positions import Positions
 
 BUCKETS = {"bucket_megabytes": 0.01}
 """So small that a layer lies in several."""
@@ -80,7 +81,8 @@ def test_forward_waits_for_all_parameters_part_by_part(rank):
     for name, part in (("embedding", chunk.embedding), ("0", chunk.layers["0"]), ("output", chunk.output)):
         part.register_forward_pre_hook(lambda *_, name=name: seen.append((name, len(waited))))
     engine.optimizer.publish_parameters()
-    chunk(torch.zeros(engine.spec.model.sequence_length, 1, dtype=torch.int64), ForwardPass(None))
+    length = engine.spec.model.sequence_length
+    chunk(torch.zeros(length, 1, dtype=torch.int64), ForwardPass(Positions.of(length)))
     counts = dict(seen)
     assert 0 < counts["embedding"] <= counts["0"] < counts["output"] == len(begun)
 

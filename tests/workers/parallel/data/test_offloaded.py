@@ -23,6 +23,7 @@ from manta.workers.engine import Engine
 from manta.workers.parallel.data import adamw, offloaded
 from manta.workers.parallel.data.agreement import Loss
 from manta.workers.parallel.data.replica_check import SOUND, UNSOUND, ReplicaCheck
+from manta.workers.parallel.data.state import tensors_of
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import snapshot_files
 from manta.workers.spec.reading import parse_job_spec
@@ -197,15 +198,15 @@ def test_one_pass_kernel_has_the_same_bits_slice_by_slice(monkeypatch, precision
     there, here = (one_step(offload, precision, parallel, one_pass=True) for offload in (False, True))
     for (start, end), weights in zip(here.optimizer.held, here.optimizer.parameters, strict=True):
         assert torch.equal(here.flat.parameters[start:end], weights.to(here.flat.parameters.dtype))
-    states = [torch.cat(engine.optimizer.state()) for engine in (there, here)]
+    states = [torch.cat(tensors_of(engine.optimizer.parts())) for engine in (there, here)]
     assert torch.equal(*states) and states[0].abs().sum() > 0
 
 
 def test_offloaded_optimizer_uses_at_most_three_device_slices_during_the_update(monkeypatch):
     made: list[weakref.ref[torch.Tensor]] = []
 
-    def noted(elements: int, like: torch.Tensor) -> torch.Tensor:
-        made.append(weakref.ref(place := torch.empty(offloaded.KINDS, elements)))
+    def noted(kinds: int, elements: int, like: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(place := torch.empty(kinds, elements)))
         return place
 
     monkeypatch.setattr(offloaded, "slice_buffer", noted)

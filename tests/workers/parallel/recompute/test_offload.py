@@ -93,7 +93,8 @@ class Recorded(offload.HostBlocks):
 def forward(engine: Engine, recompute: Recompute) -> torch.Tensor:
     """Logits of a micro-batch."""
     batch = micro_batches(engine.spec, 0, WINDOWS)
-    logits: torch.Tensor = engine.model.chunks[0](batch[0].inputs_sb, ForwardPass(recompute=recompute))
+    run = ForwardPass(engine.pipeline.positions, recompute=recompute)
+    logits: torch.Tensor = engine.model.chunks[0](batch[0].inputs_sb, run)
     return logits
 
 

@@ -19,6 +19,7 @@ from rank_programs import assemble, evaluate, light, run_steps
 
 from manta.workers.model.shared import DROPOUTS_PER_LAYER, EMBEDDING_DROPOUT
 from manta.workers.parallel.tensor.dropout import derived_keys, dropout, kept, sample_keys
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.spec.reading import parse_job_spec
 
 CPU = torch.device("cpu")
@@ -140,20 +141,22 @@ def test_samples_far_apart_and_large_seeds_have_keys_of_their_own():
 def test_dropout_of_a_slice_equals_the_slice_of_the_whole():
     keys = derived_keys(sample_keys(1, range(6), CPU), 3)
     x = torch.rand(16, 6, 24) + 1.0
-    whole = dropout(x, keys, 0.2, 0)
+    whole = dropout(x, keys, 0.2, Positions.of(16))
     for rows, samples in itertools.product(
         (slice(0, 4), slice(4, 8), slice(12, 16), slice(3, 11)), (slice(0, 2), slice(2, 5), slice(5, 6))
     ):
-        assert torch.equal(dropout(x[rows, samples], keys[samples], 0.2, rows.start), whole[rows, samples])
+        assert torch.equal(
+            dropout(x[rows, samples], keys[samples], 0.2, Positions(((rows.start, rows.stop),))), whole[rows, samples]
+        )
 
 
 def test_dropout_scales_kept_elements_and_masks_gradients_alike():
     keys = sample_keys(1, range(3), CPU)
     x = (torch.rand(5, 3, 8, dtype=torch.float64) + 1.0).requires_grad_()
-    y = dropout(x, keys, 0.25, 0)
+    y = dropout(x, keys, 0.25, Positions.of(5))
     mask = kept(derived_keys(keys, torch.arange(5, dtype=torch.int32).unsqueeze(-1)), 8, 0.25)
     assert torch.allclose(y, torch.where(mask, x / 0.75, 0.0), rtol=1e-15)
-    assert torch.autograd.gradcheck(lambda x: dropout(x, keys, 0.25, 0), x)
+    assert torch.autograd.gradcheck(lambda x: dropout(x, keys, 0.25, Positions.of(5)), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -166,7 +169,7 @@ def test_dropout_saves_one_byte_per_element_for_backward(dtype):
 
     x = torch.ones(5, 3, 8, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        y = dropout(x, sample_keys(1, range(3), CPU), 0.5, 0)
+        y = dropout(x, sample_keys(1, range(3), CPU), 0.5, Positions.of(len(x)))
     assert y.dtype == dtype
     assert [(tensor.dtype, tensor.nbytes) for tensor in saved] == [(torch.bool, x.numel())]
 

@@ -9,10 +9,10 @@ from engine_specs import layout_of
 from manta.workers.comm.backend import DONE
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.products import TorchProducts
 from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.sequence_parallel import (
-    first_position,
     gather,
     leave,
     sum_partial,
@@ -45,8 +45,8 @@ X = torch.arange(1.0, 9.0).view(4, 1, 2)
 
 def test_sequence_parallel_rank_holds_its_part_of_the_sequence():
     assert (region(True).sequence_split, region(False).sequence_split) == (2, 1)
-    assert first_position(region(True), 4) == 4
-    assert first_position(region(False), 8) == 0
+    assert Positions.of(8).outside(region(True)) == Positions(((4, 8),))
+    assert Positions.of(8).outside(region(False)) == Positions.of(8)
 
 
 def test_sequence_is_gathered_only_if_it_is_split():
