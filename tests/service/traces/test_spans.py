@@ -5,10 +5,11 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.service.ledger import StateEntry
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import TRANSITIONS, JobState
-from manta.service.traces.spans import JobHistory, PastGeneration, PastRecovery, span_id, spans_of, trace_id
+from manta.service.store.tables import StateChange
+from manta.service.traces.spans import JobHistory, span_id, spans_of, trace_id
+from tests.service.traces.histories import JOB, begun, recovered
 
 moments = st.floats(0, 1000)
 maybe = st.none() | moments
@@ -20,24 +21,20 @@ def histories(draw):
     with whatever times its ranks noted."""
     state, states = JobState.QUEUED, []
     for at in sorted(draw(st.lists(moments, min_size=1, max_size=12))):
-        states.append(StateEntry(at, state))
+        states.append(StateChange(time=at, state=state))
         following = sorted(TRANSITIONS[state])
         if not following:
             break
         state = draw(st.sampled_from(following))
-    begun = sorted(draw(st.lists(moments, max_size=6)))
-    steps = [draw(maybe) for _ in begun]
-    generations = [
-        PastGeneration(number, "a cause", at, trained_from=draw(maybe), first_step_at=step, ended_at=draw(maybe))
-        for number, (at, step) in enumerate(zip(begun, steps, strict=True), 1)
-    ]
+    starts = sorted(draw(st.lists(moments, max_size=6)))
+    generations = [begun(number, at, draw(maybe), draw(maybe), draw(maybe)) for number, at in enumerate(starts, 1)]
     recoveries = [
-        PastRecovery(each.number, "killed", "it was killed", 0, RecoveryTimeline(draw(moments), *times))
+        recovered(each.generation, RecoveryTimeline(draw(moments), *times))
         for each in generations[1:]
         if draw(st.booleans())
         for times in [(*(draw(maybe) for _ in range(5)), each.first_step_at)]
     ]
-    return JobHistory("job_1", "small", "default", states, generations, recoveries)
+    return JobHistory(JOB, states, generations, recoveries)
 
 
 @given(histories())
@@ -48,7 +45,7 @@ def test_child_spans_lie_within_their_parent_and_ids_are_unique(job):
     for span in spans:
         whole = span if span.parent_id is None else by_id[span.parent_id]
         assert whole.began_at <= span.began_at <= span.ended_at <= whole.ended_at
-        assert span.trace_id == trace_id(job.id)
+        assert span.trace_id == trace_id(job.job.id)
         assert span.name.startswith(whole.name)
 
 
@@ -62,13 +59,11 @@ def test_child_spans_follow_one_another(job, number):
 
 @given(histories(), st.integers(1, 6))
 def test_spans_of_a_generation_do_not_depend_on_later_history(job, number):
-    until = next((each.began_at for each in job.generations if each.number > number), 1000.0)
+    until = next((each.started_at for each in job.generations if each.generation > number), 1000.0)
     so_far = JobHistory(
-        job.id,
-        job.name,
-        job.project,
-        [entry for entry in job.states if entry.at <= until],
-        [each for each in job.generations if each.number <= number],
+        job.job,
+        [entry for entry in job.states if entry.time <= until],
+        [each for each in job.generations if each.generation <= number],
         [each for each in job.recoveries if each.generation <= number],
     )
     assert spans_of(so_far, number) == spans_of(job, number)
