@@ -12,7 +12,8 @@ from sqlalchemy import event
 from manta.api import caches, schemas, views
 from manta.api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, Store, edits, jobs, tables
+from manta.service.store import Store, edits, jobs, tables
+from manta.service.store.errors import JobNotFound
 from manta.service.store.job_rows import NEWEST_FIRST, JobFilter
 from manta.service.store.paging import Page
 from manta.workers.config import JobSpec
@@ -135,25 +136,17 @@ def test_page_is_newest_first_with_its_filters_and_its_cursor(store, submit, ren
     assert rest.next_cursor is None
 
 
-def test_job_cache_evicts_jobs_no_longer_requested_when_full(store, submit, rendered, clock, put_together, monkeypatch):
+def test_job_cache_evicts_jobs_no_longer_requested_when_full(store, submit, clock, put_together):
     ids = [submit().id for _ in range(3)]
-    one = rendered.one(store, ids[0])
+    one = RenderedJobs(clock).one(store, ids[0])
     size = len(one.body) + len(one.brief)
-    monkeypatch.setattr(caches, "MAX_JOBS_BYTES", 2 * size + size // 2)
-    clock.now += FRESH_SECONDS  # the first one is put together anew, which takes no room twice
-    for job_id in ids[:2]:
-        rendered.one(store, job_id)
-    del put_together[:]
-    for job_id in ids[:2]:
-        rendered.one(store, job_id)
-    assert put_together == []
-    rendered.one(store, ids[2])
-    rendered.one(store, ids[1])
-    assert put_together == [ids[2]]
+    rendered = RenderedJobs(clock, max_bytes=2 * size + size // 2)
     rendered.one(store, ids[0])
-    assert put_together == [ids[2], ids[0]]
-    rendered.one(store, ids[2])
-    assert put_together == [ids[2], ids[0]]
+    clock.now += FRESH_SECONDS  # the first one is put together anew, which takes no room twice
+    del put_together[:]
+    for job_id in (ids[0], ids[1], ids[0], ids[2], ids[1], ids[0], ids[2]):
+        rendered.one(store, job_id)
+    assert put_together == [ids[0], ids[1], ids[2], ids[0]]
 
 
 def test_deleted_job_is_not_found_despite_the_job_cache(store, submit, rendered):
