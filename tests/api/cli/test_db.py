@@ -7,15 +7,11 @@ import pytest
 from sqlalchemy import text
 from typer.testing import CliRunner
 
-from manta.api.cli import main, service
-from manta.api.cli.db import db
+from manta.api.cli import main
 from manta.api.server import lock_home
 from manta.service.store import Store, jobs
 from manta.service.store.database import FIRST_RELEASED, newest_revision
 from manta.workers.spec.reading import parse_job_spec
-
-service.register(main.app)
-main.app.add_typer(db, name="db")
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from manta.api.cli.main import app
 from manta.service.doctor import Finding
 from tests.api.support.keys import add_key
 
-command.register(app)
-
 
 @pytest.fixture
 def doctor(tmp_path, monkeypatch):

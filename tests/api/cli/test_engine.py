@@ -15,8 +15,6 @@ from manta.api.cli.main import app
 from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from manta.workers.checkpoint.checksums import SummedFiles
 
-engine.register(app)
-
 
 @pytest.fixture
 def called(monkeypatch):

@@ -8,62 +8,47 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from manta.api.cli import main
-from manta.api.cli.main import PANELS
+from manta.api.cli.main import COMMANDS
 
 LOADED = "import sys; from manta.api.cli.main import command_line; [command_line(each) for each in sys.argv[1:]]; "
 LOADED += "print(*sys.modules)"
 
 
-def test_commands_that_only_ask_a_service_import_neither_sqlalchemy_nor_torch() -> None:
-    """Together in one process, since it takes longer to start one than to load all of them."""
-    commands = ("status", "ps", "checkpoints", "submit", "compare", "logs", "up")
+def loaded_for(*commands: str) -> set[str]:
+    """Modules that are imported in a process that builds the command line for each of these commands. Together in one
+    process, since it takes longer to start one than to load all of them."""
     output = subprocess.run([sys.executable, "-c", LOADED, *commands], capture_output=True, text=True, check=True)
-    modules = output.stdout.split()
+    return set(output.stdout.split())
+
+
+def test_commands_that_only_ask_a_service_import_neither_sqlalchemy_nor_torch() -> None:
+    commands = {"status", "ps", "checkpoints", "submit", "compare", "logs", "up"}
+    modules = loaded_for(*commands)
     assert {"sqlalchemy", "torch", "ray", "fastapi"}.isdisjoint(modules) and "httpx" in modules
-
-
-def names_of(app: typer.Typer) -> set[str]:
-    commands = {each.name or getattr(each.callback, "__name__", "") for each in app.registered_commands}
-    return {str(name) for name in commands | {each.name for each in app.registered_groups}}
-
-
-def commands_for(wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What the command line has, built for `wanted`."""
-    app = typer.Typer()
-    app.registered_commands = list(OWN)
-    monkeypatch.setattr(main, "app", app)
-    return names_of(main.command_line(wanted))
-
-
-OWN = [each for each in main.app.registered_commands if each.callback and each.callback.__module__ == main.__name__]
-
-
-@pytest.mark.parametrize("file", main._FILES)
-def test_command_line_loads_one_file_for_a_named_command(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {str(each.name or getattr(each.callback, "__name__", "")) for each in OWN}
-    for command in main._FILES[file]:
-        assert commands_for(command, monkeypatch) == own | set(main._FILES[file])
+    others = ("access", "calibrate", "db", "doctor", "engine", "nodes", "plan", "tokenize", "trace", "track")
+    assert modules.isdisjoint({f"manta.api.cli.{module}" for module in others})
 
 
 @pytest.mark.parametrize("wanted", [None, "--help", "no-such-command"])
-def test_command_line_loads_all_commands_when_none_is_named(
-    wanted: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    everything = commands_for(wanted, monkeypatch)
-    assert everything >= {command for commands in main._FILES.values() for command in commands} | {"submit", "status"}
-    assert commands_for("submit", monkeypatch) < everything
+def test_command_line_has_every_command_with_the_module_of_the_table(wanted: str | None) -> None:
+    app = main.command_line(wanted)
+    callbacks = {each.name or getattr(each.callback, "__name__", ""): each.callback for each in app.registered_commands}
+    for each in app.registered_groups:
+        assert each.typer_instance is not None
+        callbacks[str(each.name)] = each.typer_instance.registered_commands[0].callback
+    modules = {command: module for commands in COMMANDS.values() for command, module in commands.items()}
+    assert {name: getattr(callback, "__module__", "") for name, callback in callbacks.items()} == {
+        name: f"manta.api.cli.{module}" for name, module in modules.items()
+    }
+    assert len(app.registered_commands) + len(app.registered_groups) == len(modules)
 
 
-def test_every_command_has_a_panel_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = commands_for(None, monkeypatch)
-    placed = [name for names in PANELS.values() for name in names.split()]
-    assert sorted(placed) == sorted(everything)
-    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-    shown = runner.invoke(main.app, ["--help"]).output
+def test_every_command_has_a_panel_in_the_help() -> None:
+    placed = [name for commands in COMMANDS.values() for name in commands]
+    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(main.command_line(), ["--help"]).output
     at = [re.search(rf"^\W*{name} +[A-Z]", shown, re.MULTILINE) for name in placed]
     assert [each.start() for each in at if each] == sorted(each.start() for each in at if each) and all(at)
     assert max(len(line) for line in shown.splitlines()) <= 200 and len(shown.splitlines()) < len(placed) + 40

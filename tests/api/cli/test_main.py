@@ -8,13 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from manta.api.cli import checkpoints as checkpoint_commands
-from manta.api.cli import jobs as job_commands
-from manta.api.cli import lines as line_commands
 from manta.api.cli import main
-from manta.api.cli import nodes as node_commands
-from manta.api.cli import plan as plan_command
-from manta.api.cli import submit as submit_commands
 from manta.api.cli.main import app
 from manta.api.client import Client
 from manta.service.logs.pages import log_file, log_folder
@@ -22,13 +16,6 @@ from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import checkpoints, events, generations, ranks, recoveries
 from manta.service.store.recoveries import RecoveryStart
 from tests.api.support.silent_service import SilentService
-
-checkpoint_commands.register(app)
-job_commands.register(app)
-line_commands.register(app)
-node_commands.register(app)
-plan_command.register(app)
-submit_commands.register(app)
 
 
 @pytest.fixture
@@ -256,11 +243,7 @@ def test_commands_and_options_are_completed_by_the_shell(words, completion):
 
 def test_failure_of_the_service_exits_with_1(manta, service, monkeypatch):
     """A script must be able to tell what it has to mend from what it may try again."""
-
-    def broken():
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(service.control, "cluster", broken)
+    monkeypatch.setattr(service.control, "cluster", Mock(side_effect=RuntimeError("a defect")))
     assert manta("nodes", code=1).stderr.strip()
 
 

@@ -4,25 +4,15 @@ import json
 import os
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
 import yaml
 
-from manta.api.cli import doctor as doctor_command
-from manta.api.cli import jobs as job_commands
 from manta.api.cli import main
-from manta.api.cli import plan as plan_command
 from manta.api.cli import submit as submit_commands
-from manta.api.cli import tokenize as tokenize_command
-from manta.api.cli.main import app
 from manta.api.cli.submit import read_file
-
-doctor_command.register(app)
-job_commands.register(app)
-plan_command.register(app)
-submit_commands.register(app)
-tokenize_command.register(app)
 
 
 def test_submit_prints_only_the_job_id(manta, service, spec_file):
@@ -119,10 +109,7 @@ def test_following_a_submission_ends_as_the_job_does(manta, service, spec_file, 
 
 
 def test_interrupted_follow_says_that_the_job_continues(manta, service, spec_file, monkeypatch):
-    def stopped_by_hand(client, job_id, console):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(submit_commands, "follow_progress", stopped_by_hand)
+    monkeypatch.setattr(submit_commands, "follow_progress", Mock(side_effect=KeyboardInterrupt))
     shown = manta("submit", spec_file, "--follow", code=main.EXIT_INTERRUPTED).output
     [(_, job_id)] = service.control.asked
     assert f"{job_id} continues to run; `manta status {job_id}` shows it, `manta cancel {job_id}` stops it" in shown

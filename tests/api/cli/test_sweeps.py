@@ -7,12 +7,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from manta.api.cli import compare, submit
-from manta.api.cli.main import app
+from manta.api.cli import compare
 from manta.api.cli.submit import variants
-
-submit.register(app)
-compare.register(app)
 
 
 @pytest.fixture

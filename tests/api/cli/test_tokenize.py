@@ -7,11 +7,8 @@ import yaml
 from tokenizer_files import TEXT, byte_level, plain_tokens
 from typer.testing import CliRunner
 
-from manta.api.cli import tokenize as command
 from manta.api.cli.main import app
 from manta.workers.paths import Paths
-
-command.register(app)
 
 
 @pytest.fixture

@@ -2,11 +2,6 @@
 
 import pytest
 
-from manta.api.cli import track
-from manta.api.cli.main import app
-
-track.register(app)
-
 
 @pytest.fixture
 def manta(manta):
