@@ -10,10 +10,14 @@ from fastapi import APIRouter, Depends
 from manta.api import requests, schemas
 from manta.api.openapi import json_request
 from manta.api.parameters import Control, body_as
-from manta.api.problem_codes import OF_A_JOB, changes
+from manta.api.problems import OF_A_JOB, MalformedJson, changes
 from manta.api.security.access import Caller, Forbidden, JobId
 from manta.api.security.permissions import NEEDS
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
+from manta.service.errors import InvalidParameter
 from manta.service.store import jobs
+from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.protocol.messages import Fault
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
@@ -25,12 +29,12 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
     openapi_extra=json_request(requests.FaultRequest),
     responses=changes(
         *OF_A_JOB,
-        "malformed_json",
-        "invalid_parameter",
-        "faults_not_allowed",
-        "fault_not_possible",
-        "not_understood",
-        "cluster_unavailable",
+        MalformedJson,
+        InvalidParameter,
+        FaultsNotAllowed,
+        FaultNotPossible,
+        SpecNotUnderstood,
+        ClusterUnavailable,
     ),
 )
 def inject_fault(

@@ -7,12 +7,12 @@ from fastapi import APIRouter, Request, Response
 from manta.api import schemas, views
 from manta.api.control import ControlPlane
 from manta.api.parameters import Control
-from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.service.planner.job_plan import NotPlanned, drawn
 from manta.service.store import jobs, plans
-from manta.service.stored_specs import stored_spec
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/plan", tags=["plans"])
 SVG = "image/svg+xml"
@@ -31,7 +31,7 @@ def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
     response_class=Response,
     responses={
         200: {"content": {SVG: {"schema": {"type": "string"}}}},
-        **reads(*OF_A_JOB, "nothing_planned", "not_understood"),
+        **reads(*OF_A_JOB, NotPlanned, SpecNotUnderstood),
     },
 )
 async def get_job_plan_picture(request: Request, control: Control, job_id: JobId) -> Response:

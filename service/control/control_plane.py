@@ -440,7 +440,7 @@ class ControlPlane:
         try:
             problem = self._call(self._cluster.nodes.problem_of_all(), 5.0)
         except ClusterUnavailable as error:
-            return [f"Ray does not answer ({error.kind})"]
+            return [f"Ray does not answer ({error.raised})"]
         return [] if problem is None else [problem]
 
     def stop(self) -> None:

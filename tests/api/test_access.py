@@ -18,17 +18,8 @@ from manta.service.keys.identity import Identity, Scope, digest_of, new_browser_
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import planned
-from manta.service.store import (
-    JobNotFound,
-    checkpoints,
-    events,
-    exports,
-    generations,
-    jobs,
-    keys,
-    plans,
-    trace_requests,
-)
+from manta.service.store import checkpoints, events, exports, generations, jobs, keys, plans, trace_requests
+from manta.service.store.errors import JobNotFound
 from manta.service.store.tables import Base
 from manta.workers.checkpoint.catalog import checkpoint_path
 from manta.workers.paths import Paths

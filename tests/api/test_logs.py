@@ -211,11 +211,7 @@ def test_log_of_an_unknown_rank_is_refused_and_of_a_former_rank_served(service, 
         answer = service.http.get(f"/v1/jobs/{job}/logs", params={"rank": 9, **parameters})
         assert (answer.status_code, answer.json()["code"]) == (404, "rank_not_found")
         assert answer.json()["detail"] == f"{job} has no rank 9; its ranks are 0 to 3"
-
-    def away(self, job_id, fresh=True):
-        raise LogsUnavailable(OSError("the bucket is away"))
-
-    monkeypatch.setattr(LogsInHome, "source", away)
+    monkeypatch.setattr(LogsInHome, "source", Mock(side_effect=LogsUnavailable(OSError("the bucket is away"))))
     answer = service.http.get(f"/v1/jobs/{job}/logs", params={"rank": 9})
     assert answer.json()["code"] == "logs_unavailable", "what cannot be read is not known to be absent"
 

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import logging
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from sqlalchemy.exc import InternalError, OperationalError
 
 from manta.api.problems import FailureResponses
 from manta.api.rest_version import HEADER, REST
-from manta.service.store import OutcomeUnknown
+from manta.service.store.errors import OutcomeUnknown
 
 PROBLEM_KEYS = {"code", "title", "status", "detail", "errors"}
 
@@ -177,10 +178,7 @@ def test_a_bad_last_event_id_is_refused(service):
 
 
 def test_an_internal_error_is_logged_and_kept_from_the_client(service, caplog, monkeypatch):
-    def broken():
-        raise RuntimeError("secret detail")
-
-    monkeypatch.setattr(service.control, "cluster", broken)
+    monkeypatch.setattr(service.control, "cluster", Mock(side_effect=RuntimeError("secret detail")))
     with caplog.at_level(logging.ERROR, logger="manta.api.problems"):
         response = service.http.get("/v1/cluster")
     check(response, 500, "internal_error")
@@ -218,10 +216,11 @@ def test_exception_after_the_start_of_an_answer_breaks_the_answer_off(begun):
 def test_a_database_that_does_not_answer_is_a_503_that_says_when_to_try_again(
     service, document, monkeypatch, kind, said
 ):
-    async def locked(operation):
-        raise kind("BEGIN IMMEDIATE", {}, Exception("database is locked"))
-
-    monkeypatch.setattr(service.control.store, "write_async", locked)
+    monkeypatch.setattr(
+        service.control.store,
+        "write_async",
+        AsyncMock(side_effect=kind("BEGIN IMMEDIATE", {}, Exception("database is locked"))),
+    )
     response = service.http.post("/v1/jobs", json=document)
     check(response, 503, "database_unavailable")
     assert response.headers["Retry-After"] == "5"

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -120,11 +121,7 @@ def test_concurrent_streams_are_limited_and_their_places_freed(tmp_path, store):
 def test_failed_request_frees_its_place(tmp_path, store, monkeypatch):
     add_admin(store)
     control = FakeControl(store, tmp_path)
-
-    def broken():
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(control, "cluster", broken)
+    monkeypatch.setattr(control, "cluster", Mock(side_effect=RuntimeError("a defect")))
     two = RequestLimits(0, requests_at_once=2, anonymous_per_second=0)
     with serving(control, two) as url, httpx.Client(base_url=url, timeout=20, headers=bearer(ADMIN)) as http:
         assert [http.get("/v1/cluster").status_code for _ in range(4)] == [500] * 4

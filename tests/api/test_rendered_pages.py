@@ -8,7 +8,8 @@ from sqlalchemy import event, select
 
 from manta.api.caches import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs, RenderedPages
 from manta.service.states import JobState
-from manta.service.store import InvalidCursor, edits, jobs
+from manta.service.store import edits, jobs
+from manta.service.store.errors import InvalidCursor
 from manta.service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter
 from manta.service.store.tables import Job
 from manta.workers.config import JobSpec

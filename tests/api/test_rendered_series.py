@@ -6,7 +6,8 @@ import pytest
 from sqlalchemy import event, insert
 
 from manta.api.caches import RenderedSeriesOfJobs
-from manta.service.store import JobNotFound, generations, jobs, metric_bins, metrics
+from manta.service.store import generations, jobs, metric_bins, metrics
+from manta.service.store.errors import JobNotFound
 from manta.service.store.tables import METRIC_NAMES, Metric
 from manta.workers.config import JobSpec
 from manta.workers.spec.reading import parse_job_spec

@@ -11,6 +11,7 @@ import threading
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -86,12 +87,9 @@ class FakeControl:
 
 
 def test_service_that_fails_leaves_the_jobs_running(tmp_path, monkeypatch):
-    def disk_is_full(*arguments):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(server, "ControlPlane", FakeControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    monkeypatch.setattr(server, "announce", disk_is_full)
+    monkeypatch.setattr(server, "announce", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     assert FakeControl.left == "jobs run on"
@@ -105,11 +103,8 @@ def test_start_that_times_out_ends_the_service_and_only_a_ray_it_started(tmp_pat
         sleeper.append(real(["sleep", "1000"]))
         return sleeper[0]
 
-    def never(*arguments):
-        raise service.NotStarted("the service is not ready")
-
     monkeypatch.setattr(service.subprocess, "Popen", sleep)
-    monkeypatch.setattr(service, "_wait_until_ready", never)
+    monkeypatch.setattr(service, "_wait_until_ready", Mock(side_effect=service.NotStarted("the service is not ready")))
     monkeypatch.setattr(service, "stop_service", stopped.append)
     monkeypatch.setattr(service.RayHead, "record", lambda head: "a record" if ray_ran else None)
     with pytest.raises(service.NotStarted):

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from unittest.mock import Mock
 
 import pytest
 
@@ -95,10 +96,7 @@ def test_automatic_key_file_that_is_foreign_a_link_or_no_text_is_refused(home, m
 
 
 def test_full_disk_leaves_no_key_file_and_names_the_home(store, home, monkeypatch):
-    def full(_descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(own_files.os, "fsync", full)
+    monkeypatch.setattr(own_files.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(HomeUnusable, match=rf"the home {home} cannot be used .*: No space left on device"):
         ensure_automatic(store, home)
     assert list(home.iterdir()) == []

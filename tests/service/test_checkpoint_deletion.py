@@ -15,7 +15,8 @@ from manta.service.removal.deletion import (
     delete_checkpoint_in_time,
 )
 from manta.service.states import JobState
-from manta.service.store import CheckpointNotFound, JobNotFound, checkpoints, events, exports, generations, jobs
+from manta.service.store import checkpoints, events, exports, generations, jobs
+from manta.service.store.errors import CheckpointNotFound, JobNotFound
 from manta.workers.checkpoint.catalog import MANIFEST, checkpoint_path
 from manta.workers.checkpoint.pruning import remove
 from manta.workers.paths import Paths

@@ -10,20 +10,17 @@ from manta.service.control.data_checks import DataChecks, DataTimeout
 AWAY = {"source": "text", "paths": ["/away"]}
 
 
-def test_data_check_result_is_not_cached(make_spec):
+async def test_data_check_result_is_not_cached(make_spec):
     answers = iter([None, "it is gone", None])
 
     async def check(_spec):
         return next(answers)
 
-    async def body():
-        looks = DataChecks(check)
-        return [await looks.problem("job", make_spec()) for _ in range(3)]
-
-    assert asyncio.run(body()) == [None, "it is gone", None]
+    looks = DataChecks(check)
+    assert [await looks.problem("job", make_spec()) for _ in range(3)] == [None, "it is gone", None]
 
 
-def test_data_checks_of_jobs_that_left_the_queue_are_cancelled(make_spec, monkeypatch):
+async def test_data_checks_of_jobs_that_left_the_queue_are_cancelled(make_spec, monkeypatch):
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.0)
     ended = []
 
@@ -33,17 +30,14 @@ def test_data_checks_of_jobs_that_left_the_queue_are_cancelled(make_spec, monkey
         finally:
             ended.append(spec.name)
 
-    async def body():
-        looks = DataChecks(check)
-        for name in ("kept", "gone"):
-            with pytest.raises(DataTimeout):
-                await looks.problem(name, make_spec(name=name, data={"source": "text", "paths": [f"/{name}"]}))
-            await asyncio.sleep(0)
-        looks.keep_only(["kept"])
+    looks = DataChecks(check)
+    for name in ("kept", "gone"):
+        with pytest.raises(DataTimeout):
+            await looks.problem(name, make_spec(name=name, data={"source": "text", "paths": [f"/{name}"]}))
         await asyncio.sleep(0)
-        return list(ended)
-
-    assert asyncio.run(body()) == ["gone"]
+    looks.keep_only(["kept"])
+    await asyncio.sleep(0)
+    assert list(ended) == ["gone"]
 
 
 def test_second_check_on_a_silent_file_system_loses_its_turn(make_spec, monkeypatch):

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +11,8 @@ from manta.service.file_work import FileWork, StillRunning
 from manta.service.removal import deletion
 from manta.service.removal.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, events, jobs, leases
+from manta.service.store import events, jobs, leases
+from manta.service.store.errors import JobNotFound
 from manta.service.store.tables import Metric
 from manta.workers.node.folders import mark
 from manta.workers.paths import Paths
@@ -152,10 +154,7 @@ def test_deletion_of_a_job_without_checkpoints_or_logs_removes_its_folder(paths,
     ],
 )
 def test_deletion_that_fails_says_what_is_in_the_way(store, paths, job, monkeypatch, error, why):
-    def fail(folder):
-        raise error
-
-    monkeypatch.setattr(deletion.shutil, "rmtree", fail)
+    monkeypatch.setattr(deletion.shutil, "rmtree", Mock(side_effect=error))
     with pytest.raises(FilesNotRemoved) as caught:
         delete_job(store, paths, job, lambda: None, FileWork())
     assert str(caught.value).startswith(why.format(folder=paths.job_folder(job)))

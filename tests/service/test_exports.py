@@ -15,7 +15,8 @@ from sqlalchemy.exc import OperationalError
 from manta.service import exports as module
 from manta.service.exports import MAX_EXPORTS, ExportNotPossible, Exports, InvalidTarget
 from manta.service.file_work import FileWork
-from manta.service.store import CheckpointNotFound, checkpoints, events, exports, generations
+from manta.service.store import checkpoints, events, exports, generations
+from manta.service.store.errors import CheckpointNotFound
 from tests.service.support.waiting import reached
 
 WRITES = """
@@ -145,10 +146,7 @@ def test_export_of_a_missing_checkpoint_fails_with_its_path(store, job, root, en
 
 
 def test_export_that_cannot_start_is_recorded_as_failed(store, job, root, monkeypatch):
-    def refuse(*_arguments):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(module, "_started", refuse)
+    monkeypatch.setattr(module, "_started", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable")))
     with pytest.raises(ExportNotPossible, match=r"cannot be started .*temporarily unavailable.*: try again"):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
     with store.read() as session:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from manta.service.logs.pages import LogCursors, LogFiles, LogsUnavailable, log_file, log_folder, read_page
 from manta.service.logs.tail import read_tail
-from manta.service.store import InvalidCursor
-from manta.service.store.errors import ForeignCursor
+from manta.service.store.errors import ForeignCursor, InvalidCursor
 
 CURSORS = LogCursors("job_000000000001")
 

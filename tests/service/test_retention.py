@@ -20,7 +20,8 @@ from manta.service.removal.retention import (
     modified_since,
 )
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, audit, deletion, events, exports, jobs, pauses_and_retries
+from manta.service.store import audit, deletion, events, exports, jobs, pauses_and_retries
+from manta.service.store.errors import JobNotFound
 from manta.workers.paths import Paths
 from manta.workers.storage.files import LocalFiles
 

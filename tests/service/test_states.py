@@ -20,7 +20,7 @@ from manta.service.states import (
     can,
     is_final,
 )
-from manta.service.store import IllegalTransition
+from manta.service.store.errors import IllegalTransition
 
 states = st.sampled_from(JobState)
 

@@ -1,6 +1,7 @@
 """The demo as a whole: when it kills, and that it leaves nothing running."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,10 +22,6 @@ def test_demo_comparison_begins_at_the_last_checkpoint_before_the_end(steps, eve
 @pytest.mark.parametrize(("error", "status"), [(MantaError("no room"), 1), (KeyboardInterrupt(), 130)])
 def test_demo_that_fails_reports_it_and_stops_its_service(monkeypatch, error, status):
     stopped = []
-
-    def broken(console):
-        raise error
-
-    monkeypatch.setattr(demo, "_demo", broken)
+    monkeypatch.setattr(demo, "_demo", Mock(side_effect=error))
     monkeypatch.setattr(demo, "stop_service", stopped.append)
     assert (demo.main(), stopped) == (status, [demo.HOME])

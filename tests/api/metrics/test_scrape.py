@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -161,10 +162,7 @@ def test_gpus_are_reported_by_node_and_number(service):
 
 
 def test_scrape_reports_a_stuck_control_thread_and_still_reports_jobs(service, running):
-    def measurements():
-        raise ClusterUnavailable(TimeoutError("busy"))
-
-    service.control.measurements = measurements
+    service.control.measurements = Mock(side_effect=ClusterUnavailable(TimeoutError("busy")))
     samples = scraped(service)
     del service.control.measurements
     assert samples["manta_control_thread_up",] == 0

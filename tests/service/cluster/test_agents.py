@@ -109,29 +109,22 @@ def test_snapshots_are_handed_out_on_the_nodes_that_live(agents, wanted, lost, u
 
 
 @pytest.mark.parametrize(("keep", "asked"), [(True, "stop"), (False, "close")])
-def test_agent_ends_its_trainer_first_and_is_dead_in_the_end(agents, keep, asked):
-    async def body():
-        (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
-        await agents.end([agent, None], keep)
-        return agent.actor.calls
-
-    assert asyncio.run(body()) == [asked, "killed", "reports"]
+async def test_agent_ends_its_trainer_first_and_is_dead_in_the_end(agents, keep, asked):
+    (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+    await agents.end([agent, None], keep)
+    assert agent.actor.calls == [asked, "killed", "reports"]
 
 
-def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
+async def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
     monkeypatch.setattr(agents_module, "CLOSE_SECONDS", 0.02)
+    (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
 
-    async def body():
-        (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+    async def silent(method, arguments):
+        await asyncio.Event().wait()
 
-        async def silent(method, arguments):
-            await asyncio.Event().wait()
-
-        agent.actor.call.remote = silent
-        await agents.end([agent], keep_snapshots=True)
-        return agent.actor.dead
-
-    assert asyncio.run(body())
+    agent.actor.call.remote = silent
+    await agents.end([agent], keep_snapshots=True)
+    assert agent.actor.dead
 
 
 async def on_nodes(agents, *nodes):
@@ -183,15 +176,12 @@ def test_silent_agents_are_waited_for_concurrently(agents, monkeypatch):
     in_virtual_time(monkeypatch, body)
 
 
-def test_snapshot_holder_on_a_lost_node_is_never_called(agents):
-    async def body():
-        holder, _ = await agents.start_snapshot_holders("job_1", ["a", "b"])
-        agents._nodes.lost.add("a")
-        with pytest.raises(AgentLost):
-            await holder.describe()
-        return holder.actor.calls
-
-    assert asyncio.run(body()) == []
+async def test_snapshot_holder_on_a_lost_node_is_never_called(agents):
+    holder, _ = await agents.start_snapshot_holders("job_1", ["a", "b"])
+    agents._nodes.lost.add("a")
+    with pytest.raises(AgentLost):
+        await holder.describe()
+    assert holder.actor.calls == []
 
 
 def test_agent_answers_and_silences_are_keyed_by_rank_and_other_errors_raised():
@@ -209,7 +199,7 @@ def test_agent_answers_and_silences_are_keyed_by_rank_and_other_errors_raised():
         asyncio.run(agents_module.query({0: None, 1: "broken"}, question, 10))
 
 
-def test_agents_are_not_asked_if_the_caller_is_cancelled_before_its_turn():
+async def test_agents_are_not_asked_if_the_caller_is_cancelled_before_its_turn():
     asked = []
 
     async def answer():
@@ -219,13 +209,10 @@ def test_agents_are_not_asked_if_the_caller_is_cancelled_before_its_turn():
         asked.append(rank)
         return answer()
 
-    async def body():
-        asking = asyncio.create_task(agents_module.query({0: "a", 1: "b"}, question, 10))
-        await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-
-    asyncio.run(body())
+    asking = asyncio.create_task(agents_module.query({0: "a", 1: "b"}, question, 10))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
     assert asked == [], "their coroutines would never be awaited"
 
 
@@ -240,23 +227,20 @@ def test_agents_are_found_in_order_with_none_for_missing_ones(agents):
     assert asyncio.run(agents.names()) == ["agent/job_2/1/0", "agent/job_1/1/0"]
 
 
-def test_agents_are_killed_by_the_owner_of_their_job_alone(agents):
+async def test_agents_are_killed_by_the_owner_of_their_job_alone(agents):
     asked = []
 
     def epoch(job, method):
         asked.append((job, method))
         raise LeaseLost(job)
 
-    async def body():
-        (ours,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
-        await agents.kill([None, ours])
-        (theirs,) = await agents.start("job_2", 1, {0: Seat("one", 0)}, "manta_slot")
-        agents.epoch = theirs._epoch = epoch
-        with pytest.raises(LeaseLost):
-            await agents.kill([theirs])
-        return ours.actor.dead, theirs.actor.dead
-
-    assert asyncio.run(body()) == (True, False)
+    (ours,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+    await agents.kill([None, ours])
+    (theirs,) = await agents.start("job_2", 1, {0: Seat("one", 0)}, "manta_slot")
+    agents.epoch = theirs._epoch = epoch
+    with pytest.raises(LeaseLost):
+        await agents.kill([theirs])
+    assert (ours.actor.dead, theirs.actor.dead) == (True, False)
     assert asked == [("job_2", None)]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from manta.service.cluster.node_watch import NodeWatch
-from tests.service.support.one_node import one_node, until, watched
+from tests.service.support.one_node import one_node, until, watching
 
 
 @pytest.fixture
@@ -25,54 +25,34 @@ def heard(monkeypatch):
     return noted
 
 
-@pytest.mark.parametrize("seconds", [60.0, 0.0])
-def test_node_watch_reports_a_drain_with_any_time_left(cluster, seconds):
-    cluster.heartbeat.drain(seconds, "it is sold")
-
-    async def story(reports):
-        return await reports.get()
-
-    node, left, reason = watched(cluster, story)
-    assert (node, reason) == ("n1", "it is sold")
-    assert 0 <= left <= seconds
+@pytest.mark.parametrize(("seconds", "reason"), [(60.0, "it is sold"), (0.0, "it is sold"), (None, "it is cordoned")])
+async def test_node_watch_reports_a_drain_with_any_time_left(cluster, seconds, reason):
+    cluster.heartbeat.drain(seconds, reason)
+    async with watching(cluster) as reports:
+        node, left, why = await reports.get()
+    assert (node, why) == ("n1", reason)
+    assert left is None if seconds is None else 0 <= left <= seconds
 
 
-def test_node_watch_reports_a_drain_without_a_deadline(cluster):
-    cluster.heartbeat.drain(None, "it is cordoned")
-
-    async def story(reports):
-        return await reports.get()
-
-    assert watched(cluster, story) == ("n1", None, "it is cordoned")
-
-
-def test_node_watch_reopens_a_node_whose_drain_is_withdrawn(cluster):
+async def test_node_watch_reopens_a_node_whose_drain_is_withdrawn(cluster):
     cluster.heartbeat.drain(60.0, "it is sold", "a cloud")
-
-    async def story(reports):
+    async with watching(cluster) as reports:
         cluster.drain(*(await reports.get())[:2])
         assert (cluster.draining, set(cluster.leave_by)) == ({"n1"}, {"n1"})
         cluster.heartbeat.withdraw("a cloud")
         await until(lambda: not cluster.draining)
         assert not cluster.leave_by
 
-    watched(cluster, story)
 
-
-def test_node_watch_keeps_a_node_drained_whose_daemon_has_forgotten_it(cluster, heard):
+async def test_node_watch_keeps_a_node_drained_whose_daemon_has_forgotten_it(cluster, heard):
     """A daemon that was restarted does not know what was said to the one before it."""
-
-    async def story(reports):
+    async with watching(cluster):
         cluster.draining.add("n1")
         await until(lambda: len(heard) >= 2)
-
-    watched(cluster, story)
     assert cluster.draining == {"n1"}
 
 
-def test_node_watch_reports_no_drain_of_an_undisturbed_node(cluster, heard):
-    async def story(reports):
+async def test_node_watch_reports_no_drain_of_an_undisturbed_node(cluster, heard):
+    async with watching(cluster) as reports:
         await until(lambda: len(heard) >= 2)
-        return reports.empty()
-
-    assert watched(cluster, story)
+        assert reports.empty()

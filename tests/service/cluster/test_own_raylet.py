@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+from unittest.mock import Mock
 
 import pytest
 
@@ -134,10 +135,7 @@ def test_raylet_that_ray_gives_up_is_started_again(ray, tmp_path, listening, mon
 
 
 def test_raylet_refused_by_ray_is_reported_in_one_sentence(tmp_path, monkeypatch):
-    def refuse(address):
-        raise RuntimeError("wrong\ntoken")
-
-    monkeypatch.setattr(module, "raylets", refuse)
+    monkeypatch.setattr(module, "raylets", Mock(side_effect=RuntimeError("wrong\ntoken")))
     with pytest.raises(RayUnavailable, match=f"Ray at {ADDRESS} refused the connection: wrong token"):
         ensure(tmp_path)
 
@@ -173,9 +171,6 @@ def test_raylet_started_here_is_watched_for_its_end(tmp_path, ends):
         assert asyncio.run(noticed()) == "the raylet that was started here has ended"
 
 
-def test_raylet_started_by_others_is_not_watched(tmp_path):
-    async def watched():
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(module.until_raylet_ends(Paths.of(tmp_path)), 0.01)
-
-    asyncio.run(watched())
+async def test_raylet_started_by_others_is_not_watched(tmp_path):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(module.until_raylet_ends(Paths.of(tmp_path)), 0.01)

@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -33,10 +34,9 @@ def agents():
 
 
 def replaced(tmp_path, agents, state="CREATED"):
-    async def states(names):
-        return {"group": state}
-
-    cluster = Cluster(Paths.of(tmp_path), None, SimpleNamespace(states=states), agents, None, None)
+    cluster = Cluster(
+        Paths.of(tmp_path), None, SimpleNamespace(states=AsyncMock(return_value={"group": state})), agents, None, None
+    )
     return asyncio.run(cluster.replace_agents("job_1", 4, SEATS, "manta_slot"))
 
 

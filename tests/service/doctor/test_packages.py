@@ -1,6 +1,7 @@
 """What is installed is compared with what is needed, and with the machine."""
 
 import importlib.metadata
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,10 +30,9 @@ def test_doctor_names_missing_and_outdated_packages(monkeypatch):
 
 
 def test_doctor_warns_of_a_source_folder_without_an_installation(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(packages.importlib.metadata, "requires", missing)
+    monkeypatch.setattr(
+        packages.importlib.metadata, "requires", Mock(side_effect=importlib.metadata.PackageNotFoundError)
+    )
     assert [each.verdict for each in packages.requirements()] == ["warning"]
 
 

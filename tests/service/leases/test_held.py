@@ -1,6 +1,7 @@
 """What a control plane holds, and that it is still while that is not certain."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 from sqlalchemy import text
@@ -125,16 +126,17 @@ def test_lease_that_is_being_claimed_is_not_claimed_by_a_look(planes, job, monke
 def test_lease_that_was_dropped_or_could_not_be_claimed_is_taken_at_the_next_look(planes, job, monkeypatch):
     one, _ = planes
 
-    async def away(_write):
-        raise OperationalError("claim", {}, Exception("the database is away"))
-
     async def body():
         one.leases.drop(await one.leases.claim(job))
         await one.leases.refresh()
         assert one.leases.of(job).epoch == 2
         one.leases.drop(one.leases.of(job))
         with monkeypatch.context() as patch, pytest.raises(OperationalError):
-            patch.setattr(one.store, "write_async", away)
+            patch.setattr(
+                one.store,
+                "write_async",
+                AsyncMock(side_effect=OperationalError("claim", {}, Exception("the database is away"))),
+            )
             await one.leases.claim(job)
         await one.leases.refresh()
         assert one.leases.of(job).epoch == 3

@@ -98,7 +98,7 @@ def test_unresponsive_data_delays_the_queue_one_turn_for_a_whole_sweep(store, su
     assert sorted(placed[1:]) == sorted(each.id for each in (*sweep, beside))
 
 
-def test_unresponsive_data_on_the_nodes_delays_only_its_own_job(store, submit, cluster, monkeypatch):
+async def test_unresponsive_data_on_the_nodes_delays_only_its_own_job(store, submit, cluster, monkeypatch):
     """What a node is asked may take a minute, and the next node is asked then."""
     cluster.is_remote = True
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
@@ -111,17 +111,13 @@ def test_unresponsive_data_on_the_nodes_delays_only_its_own_job(store, submit, c
 
     cluster.daemons.problem_of_data = problem
     scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
-
-    async def body():
-        async with asyncio.timeout(60):
-            assert await scheduler._round() and placed == []
-            monkeypatch.setattr(data_checks, "TURN_SECONDS", 0.0)
-            await until_placed(scheduler, placed, fine)
-            answers.set()
-            while await scheduler._round():
-                await asyncio.sleep(0.001)
-
-    asyncio.run(body())
+    async with asyncio.timeout(60):
+        assert await scheduler._round() and placed == []
+        monkeypatch.setattr(data_checks, "TURN_SECONDS", 0.0)
+        await until_placed(scheduler, placed, fine)
+        answers.set()
+        while await scheduler._round():
+            await asyncio.sleep(0.001)
     assert placed == [fine.id, slow.id]
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -306,23 +307,15 @@ def test_scheduler_with_waiting_jobs_runs_periodically(rounds, monkeypatch):
 
 def test_database_error_stops_the_scheduling_round_without_blaming_a_job(store, submit, look, monkeypatch):
     """Those behind it would fare no better: the whole queue is looked at again."""
-
-    async def locked():
-        raise OSError("the disk is full")
-
     submit()
-    monkeypatch.setattr(store, "until_certain", locked)
+    monkeypatch.setattr(store, "until_certain", AsyncMock(side_effect=OSError("the disk is full")))
     with pytest.raises(OSError, match="the disk is full"):
         look()
 
 
 def test_scheduler_whose_lease_is_lost_ends(store, submit, cluster, monkeypatch):
     scheduler = Scheduler(store, cluster, lambda job, generation: None)
-
-    async def lost():
-        raise LeaseLost("housekeeping")
-
-    monkeypatch.setattr(store, "until_certain", lost)
+    monkeypatch.setattr(store, "until_certain", AsyncMock(side_effect=LeaseLost("housekeeping")))
     submit()
     with pytest.raises(LeaseLost):
         asyncio.run(asyncio.wait_for(scheduler.run(), 10))
@@ -343,11 +336,7 @@ def test_accelerator_auto_is_decided_when_a_job_is_first_placed(store, submit, l
     look()
     assert [job_now(store, each).spec["resources"]["accelerator"] for each in (job, named)] == ["cpu", "cpu"]
     assert "resources" not in job_now(store, job).submitted
-
-    async def has_gpus():
-        return True
-
-    monkeypatch.setattr(cluster.nodes, "has_gpus", has_gpus)
+    monkeypatch.setattr(cluster.nodes, "has_gpus", AsyncMock(return_value=True))
     assert stored_spec(job_now(store, job)).spec.resources.accelerator == "cpu"
     later = submit()
     look()

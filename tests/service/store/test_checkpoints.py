@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from manta.service.store import InvalidCursor, checkpoints, generations
+from manta.service.store import checkpoints, generations
+from manta.service.store.errors import InvalidCursor
 from manta.service.store.paging import Cursors
 from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 

@@ -9,8 +9,9 @@ from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
 from manta.service.states import JobState
-from manta.service.store import Store, StoreOfNewerRelease, StoreUnusable, events, installation_tables, job_rows, jobs
+from manta.service.store import Store, events, installation_tables, job_rows, jobs
 from manta.service.store.database import OLDEST_READER, newest_revision
+from manta.service.store.errors import StoreOfNewerRelease, StoreUnusable
 from manta.service.store.tables import Base
 
 TABLES = {
@@ -116,17 +117,13 @@ def test_a_write_inside_a_write_is_an_error_instead_of_a_deadlock(store):
         store.write(lambda session: store.write(lambda inner: None))
 
 
-def test_write_async_does_not_block_the_event_loop(store):
+async def test_write_async_does_not_block_the_event_loop(store):
     release = threading.Event()
-
-    async def main():
-        writing = asyncio.create_task(store.write_async(lambda session: release.wait(60)))
-        await asyncio.sleep(0)
-        assert not writing.done()
-        release.set()  # reached only if the loop was not blocked by the write
-        return await writing
-
-    assert asyncio.run(main()) is True
+    writing = asyncio.create_task(store.write_async(lambda session: release.wait(60)))
+    await asyncio.sleep(0)
+    assert not writing.done()
+    release.set()  # reached only if the loop was not blocked by the write
+    assert await writing is True
 
 
 def test_database_read_session_does_not_see_later_writes(store, submit):

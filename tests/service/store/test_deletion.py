@@ -8,10 +8,6 @@ from sqlalchemy import delete, func, select
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import (
-    JobBeingDeleted,
-    JobBeingExported,
-    JobNotFinal,
-    JobNotFound,
     checkpoints,
     deletion,
     events,
@@ -25,6 +21,7 @@ from manta.service.store import (
     recoveries,
     trace_requests,
 )
+from manta.service.store.errors import JobBeingDeleted, JobBeingExported, JobNotFinal, JobNotFound
 from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Base, MetricBin
 from manta.workers.liveness.rank_samples import RankSample, packed

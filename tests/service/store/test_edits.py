@@ -3,7 +3,8 @@
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import JobChanged, JobNotFound, edits, events, jobs
+from manta.service.store import edits, events, jobs
+from manta.service.store.errors import JobChanged, JobNotFound
 
 
 def edit(store, job, **changes):

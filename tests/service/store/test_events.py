@@ -4,7 +4,8 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-from manta.service.store import InvalidCursor, events, jobs
+from manta.service.store import events, jobs
+from manta.service.store.errors import InvalidCursor
 from manta.service.store.paging import MAX_INTEGER
 
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import IllegalTransition, generations, jobs, pauses_and_retries
+from manta.service.store import generations, jobs, pauses_and_retries
+from manta.service.store.errors import IllegalTransition
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, checkpoints, generations, jobs, metrics, ranks
+from manta.service.store import checkpoints, generations, jobs, metrics, ranks
+from manta.service.store.errors import JobNotFound
 from manta.service.store.generations import TrainedStep
 
 

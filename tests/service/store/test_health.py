@@ -6,8 +6,9 @@ import sqlite3
 import pytest
 from sqlalchemy import text
 
-from manta.service.store import Store, StoreUnusable, health
+from manta.service.store import Store, health
 from manta.service.store.database import newest_revision
+from manta.service.store.errors import StoreUnusable
 
 
 def run(store, *statements):

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import InvalidCursor, edits, job_rows, jobs
+from manta.service.store import edits, job_rows, jobs
+from manta.service.store.errors import InvalidCursor
 from manta.service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
 from manta.service.store.paging import Cursors
 

@@ -4,7 +4,8 @@ import pytest
 from sqlalchemy import String
 
 from manta.service.states import JobState
-from manta.service.store import InvalidCursor, JobNotFound, edits, job_rows, jobs
+from manta.service.store import edits, job_rows, jobs
+from manta.service.store.errors import InvalidCursor, JobNotFound
 from manta.service.store.job_rows import JobFilter
 from manta.service.store.tables import Job
 from manta.service.store.types import AnyText, Document, Numbers, ShortText

@@ -9,7 +9,8 @@ from sqlalchemy import event, text
 
 from manta.service.ids import is_job_id, next_job_id
 from manta.service.states import JobState
-from manta.service.store import IdempotencyConflict, IllegalTransition, JobNotFound, edits, events, generations, jobs
+from manta.service.store import edits, events, generations, jobs
+from manta.service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
 from manta.service.store.tables import Job
 
 times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)

@@ -6,19 +6,9 @@ import pytest
 from sqlalchemy import text
 
 from manta.service.keys.identity import Scope
-from manta.service.store import (
-    InvalidCursor,
-    KeyNotFound,
-    LinkInvalid,
-    ProjectExists,
-    ProjectNotFound,
-    audit,
-    job_rows,
-    jobs,
-    keys,
-    projects,
-)
+from manta.service.store import audit, job_rows, jobs, keys, projects
 from manta.service.store.audit import AuditRecord
+from manta.service.store.errors import InvalidCursor, KeyNotFound, LinkInvalid, ProjectExists, ProjectNotFound
 from manta.service.store.job_rows import JobFilter
 from manta.service.store.paging import Cursors
 

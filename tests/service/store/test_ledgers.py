@@ -8,7 +8,8 @@ import pytest
 from manta.service.ledger import GRACE_STEPS
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries
+from manta.service.store import events, generations, jobs, ledgers, metrics, recoveries
+from manta.service.store.errors import JobNotFound
 from manta.service.store.recoveries import RecoveryStart
 
 

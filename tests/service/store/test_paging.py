@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.service.store import InvalidCursor, audit, checkpoints, job_rows, keys, projects, recoveries
-from manta.service.store.errors import ForeignCursor
+from manta.service.store import audit, checkpoints, job_rows, keys, projects, recoveries
+from manta.service.store.errors import ForeignCursor, InvalidCursor
 from manta.service.store.job_rows import JobFilter, JobOrder
 from manta.service.store.paging import Cursors, Page
 

@@ -3,7 +3,8 @@
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import IllegalTransition, events, generations, jobs, pauses_and_retries
+from manta.service.store import events, generations, jobs, pauses_and_retries
+from manta.service.store.errors import IllegalTransition
 
 
 def move(store, job, *states):

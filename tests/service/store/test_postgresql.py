@@ -13,9 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from manta.service.states import JobState
 from manta.service.store import (
-    OutcomeUnknown,
     Store,
-    StoreUnusable,
     checkpoints,
     deletion,
     edits,
@@ -27,6 +25,7 @@ from manta.service.store import (
     restored,
 )
 from manta.service.store.database import may_pass, newest_revision
+from manta.service.store.errors import OutcomeUnknown, StoreUnusable
 from manta.service.store.postgresql import unsuitable
 from manta.workers.config import ParallelConfig
 from manta.workers.errors import MantaError

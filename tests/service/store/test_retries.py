@@ -11,8 +11,8 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
 from manta.service.backoff import backoff
 from manta.service.states import JobState
-from manta.service.store import IllegalTransition
 from manta.service.store.database import may_pass, until_done
+from manta.service.store.errors import IllegalTransition
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 

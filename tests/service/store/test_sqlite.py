@@ -8,20 +8,9 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from manta.service.store import (
-    JobNotFound,
-    OutcomeUnknown,
-    Store,
-    StoreUnusable,
-    events,
-    job_numbers,
-    job_rows,
-    jobs,
-    leases,
-    pauses_and_retries,
-)
+from manta.service.store import Store, events, job_numbers, job_rows, jobs, leases, pauses_and_retries
 from manta.service.store.database import may_pass
-from manta.service.store.errors import DatabaseLost
+from manta.service.store.errors import DatabaseLost, JobNotFound, OutcomeUnknown, StoreUnusable
 from manta.service.store.job_rows import JobFilter
 
 

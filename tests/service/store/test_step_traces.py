@@ -3,16 +3,8 @@
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import (
-    TraceNotFound,
-    TraceNotPossible,
-    events,
-    generations,
-    jobs,
-    ranks,
-    step_traces,
-    trace_requests,
-)
+from manta.service.store import events, generations, jobs, ranks, step_traces, trace_requests
+from manta.service.store.errors import TraceNotFound, TraceNotPossible
 from manta.workers.timing.recording import INTERRUPTED, PackedRecording
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from manta.service.planner.hardware import MACHINES
 from manta.workers.calibration import __main__ as program
 from manta.workers.calibration import device, steps
 from manta.workers.calibration.clock import median_seconds
-from manta.workers.calibration.measurements import SMALL, Measurements, StepSeconds, step_job
+from manta.workers.calibration.measurements import SMALL, StepSeconds, step_job
 from manta.workers.errors import MantaError
 
 CPU = torch.device("cpu")
@@ -62,11 +63,8 @@ def test_calibration_measures_the_gpu_if_there_is_one_unless_cpu_is_asked_for(mo
     class Chosen(Exception):
         pass
 
-    def stop(*_: object) -> Measurements:
-        raise Chosen
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    monkeypatch.setattr(program, "measure_gpu", stop)
+    monkeypatch.setattr(program, "measure_gpu", Mock(side_effect=Chosen))
     monkeypatch.setattr(program, "product_times", lambda *_: (_ for _ in ()).throw(LookupError))
     with pytest.raises(Chosen if measured else LookupError):
         program.measure(kind, print)
@@ -80,9 +78,6 @@ def test_calibration_measures_the_gpu_if_there_is_one_unless_cpu_is_asked_for(mo
     ],
 )
 def test_calibration_failure_ends_with_its_error_message(monkeypatch, capsys, error, said):
-    def fails(*_: object) -> Measurements:
-        raise error
-
-    monkeypatch.setattr(program, "measure", fails)
+    monkeypatch.setattr(program, "measure", Mock(side_effect=error))
     assert program.main([]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == said

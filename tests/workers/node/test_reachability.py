@@ -19,14 +19,11 @@ def free():
         return server.getsockname()[1]
 
 
-def test_reachability_check_reports_only_ports_that_refuse(free):
-    async def body():
-        listening = listen_for_a_moment(HERE, None, 3, 60.0)
-        there = [Endpoint(HERE, port) for port in listening.ports]
-        assert listening.host == HERE and len(set(listening.ports)) == 3
-        return await unreached([*there, Endpoint(HERE, free)], 30.0)
-
-    assert asyncio.run(body()) == [Endpoint(HERE, free)]
+async def test_reachability_check_reports_only_ports_that_refuse(free):
+    listening = listen_for_a_moment(HERE, None, 3, 60.0)
+    there = [Endpoint(HERE, port) for port in listening.ports]
+    assert listening.host == HERE and len(set(listening.ports)) == 3
+    assert await unreached([*there, Endpoint(HERE, free)], 30.0) == [Endpoint(HERE, free)]
 
 
 def test_reachability_check_reports_ports_that_do_not_answer_in_time(monkeypatch):

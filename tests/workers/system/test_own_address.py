@@ -1,6 +1,7 @@
 """A machine knows under which address others reach it."""
 
 import socket
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,10 +18,7 @@ def test_outward_address_can_be_listened_on():
 
 
 def test_machine_without_a_network_uses_its_loopback_address(monkeypatch):
-    def unreachable(probe, address):
-        raise OSError("network is unreachable")
-
-    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=OSError("network is unreachable")))
     assert outward_address() == "127.0.0.1"
     with pytest.raises(OSError, match="unreachable"):
         address_facing("10.0.0.1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -45,10 +46,7 @@ def test_safetensors_write_beyond_its_tensor_is_refused(tmp_path):
 
 
 def test_failed_flush_fails_the_whole_write(tmp_path, monkeypatch):
-    def fail(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
     monkeypatch.setattr(folder, "FLUSH_BYTES", 8)
-    monkeypatch.setattr(folder.os, "fdatasync", fail)
+    monkeypatch.setattr(folder.os, "fdatasync", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"), NewFiles(tmp_path, {"file": TENSORS}, "float32") as files:
         files.write("a", 0, bytes(8))
