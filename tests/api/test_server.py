@@ -37,7 +37,7 @@ from manta.workers.storage.locations import ObjectPath
 
 @pytest.fixture(autouse=True)
 def homes_with_keys(monkeypatch):
-    """Homes for which a service has made its key; what it makes is tested in tests/service/test_automatic_key.py."""
+    """Homes for which a service has made its key; what it makes is tested in tests/service/test_keys.py."""
     homes = []
     monkeypatch.setattr(server.installation_keys, "ensure_automatic", lambda store, home: homes.append(home))
     return homes

@@ -1,17 +1,22 @@
-"""A command loads what it needs, and no more."""
+"""A command loads what it needs, and no more; what `--version` says."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from manta.api.cli import main
 from manta.api.cli.main import COMMANDS
+from manta.api.rest_version import REST
+from manta.service.store.database import newest_revision
+from manta.workers.protocol.messages import PROTOCOL
 
 LOADED = "import sys; from manta.api.cli.main import command_line; [command_line(each) for each in sys.argv[1:]]; "
 LOADED += "print(*sys.modules)"
@@ -79,3 +84,32 @@ def test_full_disk_message_is_for_standard_output_only(characters: int) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and NO_ROOM not in ended.stderr
     assert "Traceback" in ended.stderr and ended.stderr.endswith("OSError: [Errno 28] No space left on device\n")
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def app():
+    made = typer.Typer()
+    made.callback()(main._options)
+    for name in ("one", "other"):
+        made.command(name)(lambda: None)
+    return made
+
+
+def test_version_command_prints_release_rest_protocol_and_database_revision(app):
+    said = CliRunner().invoke(app, ["--version"])
+    release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert said.exit_code == 0
+    pattern = r"manta (\S+) \(REST ([\d, ]+); protocol ([\d, ]+); database revision (\d{4})\)\n"
+    stated, rest, protocols, revision = re.fullmatch(pattern, said.output).groups()
+    assert (stated, revision) == (release, newest_revision())
+    assert str(REST) in rest.split(", ") and str(PROTOCOL) in protocols.split(", ")
+
+
+def test_package_version_is_above_the_last_listed_release():
+    last = (ROOT / "releases.txt").read_text().split("\n")[-2].split()[0]
+    here = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    numbers = [tuple(int(part) for part in re.match(r"(\d+)\.(\d+)\.(\d+)", each).groups()) for each in (last, here)]
+    assert numbers[0] < numbers[1]

@@ -1,13 +1,16 @@
-"""Agents in Ray: where they are started, and how they end."""
+"""Agents in Ray: where they are started and replaced, and how they end."""
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
 from manta.service.cluster import agents as agents_module
+from manta.service.cluster import cluster as cluster_module
 from manta.service.cluster.agent_client import AgentError, AgentLost
 from manta.service.cluster.agents import Agents
+from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.connection import RayConnection
 from manta.service.cluster.nodes import Nodes
 from manta.service.cluster.placement import Seat
@@ -271,3 +274,49 @@ def test_agents_describe_themselves_all_or_not_at_all():
     gone = agent("c", AgentError("gone"))
     assert asyncio.run(agents_module.describe([agent("a"), gone])) is None
     assert asyncio.run(agents_module.describe_all({4: agent("a"), 2: gone})) == {4: "about a"}
+
+
+SEATS = {2: Seat("group", 0), 3: Seat("group", 1)}
+
+
+class StartedAgents:
+    """Starts one agent for each seat, and notes which are ended."""
+
+    def __init__(self):
+        self.started, self.killed = [], []
+
+    async def start(self, job, generation, seats, unit):
+        self.started.append((job, generation, list(seats), unit))
+        return ["second", "third"]
+
+    async def kill(self, agents):
+        self.killed += agents
+
+
+@pytest.fixture
+def started_agents():
+    return StartedAgents()
+
+
+def replaced(tmp_path, started_agents, state="CREATED"):
+    groups = SimpleNamespace(states=AsyncMock(return_value={"group": state}))
+    cluster = Cluster(Paths.of(tmp_path), None, groups, started_agents, None, None)
+    return asyncio.run(cluster.replace_agents("job_1", 4, SEATS, "manta_slot"))
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_new_agents_that_do_not_answer_give_their_seats_back(tmp_path, started_agents, monkeypatch, answer):
+    async def describe(asked):
+        assert asked == ["second", "third"]
+        return ["as", "they are"] if answer else None
+
+    monkeypatch.setattr(cluster_module, "describe", describe)
+    assert replaced(tmp_path, started_agents) == (["second", "third"] if answer else None)
+    assert started_agents.started == [("job_1", 4, [2, 3], "manta_slot")]
+    assert started_agents.killed == ([] if answer else ["second", "third"])
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RESCHEDULING"])
+def test_agents_are_not_replaced_in_a_placement_group_that_no_longer_stands(tmp_path, started_agents, state):
+    assert replaced(tmp_path, started_agents, state) is None
+    assert started_agents.started == []

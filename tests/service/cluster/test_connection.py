@@ -1,4 +1,4 @@
-"""Calls into Ray that hang: bounded in time and number, and never mistaken for an answer."""
+"""Calls of Ray: limits, retries, threads."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from manta.service.cluster import placement_groups
-from manta.service.cluster.connection import RayConnection, detached
+from manta.service.cluster.connection import RayConnection, RayThreads, detached
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.node_daemons import NodeDaemons
 from manta.service.cluster.nodes import Nodes
@@ -222,3 +222,36 @@ async def test_placement_group_that_ray_makes_too_late_is_removed(ray):
     may_make.set()
     await reached(lambda: not nodes._ray._threads._abandoned)
     assert made.is_set() and ray.groups == {}
+
+
+LIMIT_SECONDS = 20.0
+
+
+def test_ray_threads_are_bounded_and_answer_every_call():
+    threads = RayThreads(2)
+    calls = [threads.submit(threading.current_thread) for _ in range(5)]
+    assert {call.result(LIMIT_SECONDS).name for call in calls} <= {"ray-0", "ray-1"}
+    assert len(threads._started) == 2
+
+
+def test_threads_hang_once_all_of_their_calls_are_given_up_and_until_one_returns():
+    threads, go_on, begun = RayThreads(2), threading.Event(), threading.Semaphore(0)
+
+    def hang():
+        begun.release()
+        assert go_on.wait(LIMIT_SECONDS)
+
+    calls = [threads.submit(hang) for _ in range(2)]
+    try:
+        assert all(begun.acquire(timeout=LIMIT_SECONDS) for _ in calls)
+        waiting = threads.submit(lambda: "never begun")
+        threads.give_up(waiting)
+        threads.give_up(calls[0])
+        assert waiting.cancelled() and not threads.all_hang, "a call that is not begun takes no thread"
+        threads.give_up(calls[1])
+        assert threads.all_hang
+    finally:
+        go_on.set()
+    after = threads.submit(lambda: "answered")
+    assert after.result(LIMIT_SECONDS) == "answered"
+    assert not threads.all_hang

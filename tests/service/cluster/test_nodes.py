@@ -1,4 +1,4 @@
-"""Which nodes there are, and what of them may be used."""
+"""What is known of nodes: capacity, states, problems."""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from manta.service.cluster import nodes as nodes_module
+from manta.service.cluster.errors import problem_of, problem_of_start
 from manta.service.cluster.nodes import Nodes
 from manta.service.cluster.placement import Capacity
 from manta.service.cluster.placement_groups import PlacementGroups
 from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import NodeDescription
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 
@@ -159,3 +161,30 @@ def test_node_with_a_problem_gets_no_placements(nodes):
     nodes.problems = {"b": "it has no Manta"}
     assert asyncio.run(nodes.capacity("manta_slot")).nodes.keys() == {"a", "c", "d"}
     assert asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes["b"] == (4, 0), "and nothing there is free"
+
+
+def test_node_description_without_problems_has_no_problem_text():
+    assert problem_of(NodeDescription("n", "host-1", "10.0.0.7", 1, 2), other_code=False) is None
+
+
+def test_node_that_does_not_share_the_checkpoint_folder_is_named_with_the_folder():
+    about = NodeDescription("n", "host-1", "10.0.0.7", 1, 2, unshared=("/home/u/.manta",))
+    problem = problem_of(about, other_code=False)
+    assert problem.startswith("node host-1 (10.0.0.7) does not share /home/u/.manta, where the checkpoints would be: ")
+    assert "MANTA_CHECKPOINTS" in problem
+
+
+def test_node_with_another_version_of_the_code_is_named():
+    about = NodeDescription("n", "host-1", "10.0.0.7", 1, 2)
+    problem = problem_of(about, other_code=True)
+    assert problem.startswith("node host-1 (10.0.0.7) runs another Manta") and "MANTA_SHIP_CODE=1" in problem
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    ("ModuleNotFoundError: No module named 'manta'", "node 0123456789ab has no Manta: install the same"),
+    ("ModuleNotFoundError: No module named 'manta.workers.node'", "has no Manta"),
+    ("No module named 'psutil'", "lacks the Python package 'psutil', which Manta needs there: install it"),
+    ("the disk is full", "the daemon of node 0123456789ab does not start: the disk is full"),
+])  # fmt: skip
+def test_daemon_start_error_says_what_is_missing(error, words):
+    assert words in problem_of_start("0123456789abcdef", error)

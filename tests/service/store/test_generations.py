@@ -1,9 +1,11 @@
-"""Generations fence: what an older start of the gang says is refused, whatever it says."""
+"""Generations, and the recoveries that begin some of them."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import checkpoints, generations, jobs, metrics, ranks
+from manta.service.store import checkpoints, generations, jobs, metrics, ranks, recoveries
 from manta.service.store.errors import JobNotFound
 from manta.service.store.generations import TrainedStep
 
@@ -109,3 +111,14 @@ def test_generation_of_an_unknown_job_is_refused(store):
 
 def test_first_step_of_a_generation_that_never_began_is_refused(store, started):
     assert not store.write(lambda session: generations.mark_first_step(session, started.id, 1))
+
+
+def test_recovery_times_are_those_of_the_last_rank_and_fixed_by_the_first_step():
+    row = SimpleNamespace(first_step_at=None, connected_at=None, restored_at=None)
+    session = SimpleNamespace(get=lambda table, key: row)
+    for connected_at, restored_at in ((5.0, None), (3.0, 9.0), (4.0, 8.0)):
+        recoveries.record_latest(session, "job", 2, connected_at=connected_at, restored_at=restored_at)
+    assert (row.connected_at, row.restored_at) == (5.0, 9.0)
+    row.first_step_at = 10.0
+    recoveries.record_latest(session, "job", 2, restored_at=11.0)
+    assert row.restored_at == 9.0

@@ -1,11 +1,17 @@
-"""What is recorded of a rank: its phases and communications, whole steps alone."""
+"""Recordings of steps: orders, contents, storage."""
 
 from contextlib import nullcontext
+from dataclasses import asdict
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manta.workers.liveness.progress import Progress
+from manta.workers.protocol.json_codec import MalformedMessage, from_json, to_json
+from manta.workers.protocol.messages import TraceOrder
 from manta.workers.timing.recorder import DeviceMoments, HostMoments, Recorder
+from manta.workers.timing.recording import KINDS, PackedRecording, Recording, Slice, TracedStep, TraceOrders
 from manta.workers.timing.step_phases import StepPhases
 
 
@@ -171,3 +177,103 @@ def test_times_of_a_device_are_its_events_on_the_hosts_clock(monkeypatch):
     assert forward.end - forward.start == pytest.approx(3)
     # The device passed its first event between 50.5 and 51 by the host's clock.
     assert forward.start == pytest.approx(50.75 + 0.5)
+
+
+MOMENTS = st.floats(0.0, 1e4)
+COUNTS = st.none() | st.integers(0, 2**50)
+SLICES = st.builds(
+    lambda kind, start, length, before, **about: Slice(
+        kind, start, start + length, issued=None if before is None else start - before, **about
+    ),
+    st.sampled_from(KINDS),
+    MOMENTS,
+    MOMENTS,
+    st.none() | st.floats(0.0, 10.0),
+    step=st.integers(1, 2**40),
+    stage=COUNTS,
+    micro_batch=COUNTS,
+    operation=st.none() | st.sampled_from(["all_reduce", "all_gather"]),
+    bytes=COUNTS,
+    axis=st.none() | st.just("tensor"),
+    wait=st.none() | MOMENTS,
+    peer=COUNTS,
+    number=COUNTS,
+)
+
+
+@given(st.lists(SLICES, max_size=20), st.floats(0.0, 1e6), st.booleans(), st.text(max_size=9))
+def test_recording_survives_packing_and_json(slices, began, device, problem):
+    steps = (TracedStep(3, began, began + 1.5), TracedStep(4, began + 1.5, began + 2.5))
+    sent = Recording(steps, tuple(slices), "here", device, 0.125, problem, peak_flops=1e12)
+    packed = from_json(PackedRecording, to_json(sent.pack()))
+    got = packed.unpack()
+    assert packed.count == len(slices)
+    assert (got.steps, got.clock, got.device, got.error_seconds) == (steps, "here", device, 0.125)
+    assert (got.problem, got.peak_flops) == (problem, 1e12)
+    for before, after in zip(slices, got.slices, strict=True):
+        for name, value in before._asdict().items():
+            close = pytest.approx(value, abs=3e-7) if isinstance(value, float) else value
+            assert after._asdict()[name] == close, name
+
+
+def test_packed_recording_of_a_thousand_slices_is_short():
+    slices = tuple(Slice("forward", 0.001 * n, 0.001 * n + 0.0007, 1, 0, n) for n in range(1000))
+    packed = Recording((TracedStep(1, 0.0, 1.0),), slices).pack()
+    assert len(packed.packed) < 20 * 1000
+
+
+@pytest.mark.parametrize("packed", ["", "no base 85 \x7f", "c$|h"])
+def test_malformed_packed_recording_is_refused(packed):
+    with pytest.raises(MalformedMessage, match="recording"):
+        PackedRecording(packed).unpack()
+
+
+def test_a_recording_without_steps_travels_too():
+    empty = Recording((), (), problem="the recording was broken off")
+    assert from_json(PackedRecording, asdict(empty.pack())).unpack() == empty
+
+
+def test_an_order_waits_for_its_step_and_the_first_goes_first():
+    orders = TraceOrders()
+    assert orders.due(1, 5) is None
+    late, soon, later = TraceOrder(1, 1, 2, 9), TraceOrder(2, 1, 2, 0), TraceOrder(3, 1, 1)
+    for each in (later, late, soon):
+        orders.add(each)
+    assert orders.due(1, 5) == soon
+    assert orders.due(1, 5) == soon, "it stays until it begins"
+    assert orders.take(1, 2) == soon
+    assert orders.due(1, 5) == later
+    orders.take(1, 3)
+    assert orders.due(1, 8) is None
+    assert orders.due(1, 9) == late
+
+
+def test_orders_of_other_generations_do_not_count():
+    orders = TraceOrders()
+    orders.add(TraceOrder(1, 1, 2))
+    orders.add(TraceOrder(2, 3, 2))
+    assert orders.due(2, 5) is None
+    assert orders.due(3, 5) == TraceOrder(2, 3, 2)
+    assert orders.due(1, 5) is None, "it was forgotten"
+
+
+def test_trace_order_that_came_too_late_to_profile_is_known():
+    orders = TraceOrders()
+    orders.take(1, 4)
+    orders.add(TraceOrder(4, 1, 2, profiler_ranks=(3,)))
+    assert orders.is_late(4, 3)
+    assert not orders.is_late(4, 0) and not orders.is_late(5, 3)
+    orders.add(TraceOrder(5, 1, 2, profiler_ranks=(3,)))
+    assert not orders.is_late(5, 3)
+
+
+def test_trace_order_that_has_begun_is_not_due_again():
+    """A control plane that takes over asks for all that it does not know to be recorded."""
+    orders = TraceOrders()
+    orders.add(TraceOrder(1, 1, 2))
+    orders.take(1, 1)
+    orders.add(TraceOrder(1, 1, 2))
+    assert orders.due(1, 5) is None
+    orders.add(TraceOrder(1, 2, 2))
+    assert orders.due(2, 5) == TraceOrder(1, 2, 2), "in the next generation it is"
+    assert orders.take(2, 7) is None
