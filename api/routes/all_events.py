@@ -45,8 +45,7 @@ class _Tail:
 
 
 def _page(store: Store, job: str | None, type: str | None, after: int, limit: int, bound: str | None) -> Page[Event]:
-    with store.read() as session:
-        return events.page_of_all(session, job, type, after, limit, bound)
+    return store.query(events.page_of_all, job, type, after, limit, bound)
 
 
 @router.get(

@@ -35,6 +35,5 @@ def list_audit(
 ) -> schemas.Items[access_schemas.AuditEntry]:
     """Requests of the project's keys to change something, including rejected ones, newest first; those of all projects
     if the caller's key is valid for all projects."""
-    with control.store.read() as session:
-        page = audit.page(session, caller.bound, key, target, limit, cursor)
+    page = control.store.query(audit.page, caller.bound, key, target, limit, cursor)
     return schemas.Items(items=[views.audit_view(item) for item in page.items], next_cursor=page.next_cursor)

@@ -43,7 +43,6 @@ async def check_cluster(request: Request, control: Control) -> schemas.ClusterCh
 
 def _remove_ranks_of_other_projects(control: ControlPlane, nodes: Collection[dict[str, Any]], project: str) -> None:
     placed = {rank["job"] for node in nodes for rank in node.get("ranks", ())}
-    with control.store.read() as session:
-        own = jobs.of_project(session, placed, project)
+    own = control.store.query(jobs.of_project, placed, project)
     for node in nodes:
         node["ranks"] = [rank for rank in node.get("ranks", ()) if rank["job"] in own]

@@ -47,8 +47,7 @@ def inject_fault(
     `node` requires a key for all projects, since it also kills other projects' processes on that node."""
     if wanted.kind == "node" and not NEEDS["drain_node"].is_met_by(caller):
         raise Forbidden(NEEDS["drain_node"], caller)
-    with control.store.read() as session:
-        jobs.get(session, job_id)
+    control.store.query(jobs.get, job_id)
     fault = Fault(id=f"fault_{secrets.token_hex(6)}", **wanted.model_dump())
     control.inject(job_id, fault)
     return schemas.Fault(id=fault.id, message=fault.sentence)

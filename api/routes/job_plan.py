@@ -22,8 +22,7 @@ SVG = "image/svg+xml"
 def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
     """The planned time and memory of the job's steps, from when it last started or changed its layout, with
     measurements."""
-    with control.store.read() as session:
-        return views.job_plan_view(plans.newest(session, job_id))
+    return views.job_plan_view(control.store.query(plans.newest, job_id))
 
 
 @router.get(

@@ -81,8 +81,7 @@ def list_keys(
 ) -> schemas.Items[access_schemas.ApiKey]:
     """The project's keys, or all keys if the caller's key is valid for all projects, newest first, including revoked
     and expired ones. The keys themselves are not stored."""
-    with control.store.read() as session:
-        page = keys.page(session, caller.bound, limit, cursor)
+    page = control.store.query(keys.page, caller.bound, limit, cursor)
     return schemas.Items(items=[views.key_view(item) for item in page.items], next_cursor=page.next_cursor)
 
 

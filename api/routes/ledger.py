@@ -24,5 +24,4 @@ def get_ledger(
     intervals: Annotated[bool, Query(description="Whether to include the timeline")] = False,
 ) -> schemas.Ledger:
     """Every second of the job by class, from its submission to its end, or until now."""
-    with control.store.read() as session:
-        return views.ledger_view(ledgers.of_job(session, job_id, time.time()), intervals)
+    return views.ledger_view(control.store.query(ledgers.of_job, job_id, time.time()), intervals)

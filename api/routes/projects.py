@@ -40,6 +40,5 @@ def list_projects(
     control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
 ) -> schemas.Items[access_schemas.Project]:
     """The key's project, or all projects if the key is valid for all projects, sorted by name."""
-    with control.store.read() as session:
-        page = projects.page(session, caller.bound, limit, cursor)
+    page = control.store.query(projects.page, caller.bound, limit, cursor)
     return schemas.Items(items=[views.project_view(item) for item in page.items], next_cursor=page.next_cursor)

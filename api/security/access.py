@@ -182,8 +182,7 @@ class JobProjects:
             raise JobNotFound(job_id)
 
     def _read_project(self, job_id: str) -> str:
-        with self._store().read() as session:
-            return jobs.project_of(session, job_id)
+        return self._store().query(jobs.project_of, job_id)
 
 
 async def own_job_id(request: Request, job_id: Annotated[str, Path(description="Job id")]) -> str:

@@ -478,7 +478,6 @@ def test_series_from_an_older_release_gets_its_bins_on_first_read(service, monke
     path = f"/v1/jobs/{job}/metrics?max_points=10&names=loss"
     before = service.http.get(path).json()
     assert made.wait(20)
-    with service.store.read() as session:
-        assert jobs.get(session, job).binned_until >= 200 - metric_bins.SMALLEST
+    assert service.store.query(jobs.get, job).binned_until >= 200 - metric_bins.SMALLEST
     after = service.http.get(path).json()
     assert before == after and 99 in after["steps"]

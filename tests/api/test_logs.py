@@ -118,8 +118,7 @@ def test_log_stream_of_a_finished_job_waits_briefly_for_late_lines(service, job,
     """A node that was lost may bring what was printed on it later, or never."""
     service.report(job, [{"step": 1, "loss": 2.5}])
     service.move(job, "CANCELLED")
-    with service.store.read() as session:
-        now = [jobs.get(session, job).finished_at + logs._LATE_SECONDS - 1.0]
+    now = [service.store.query(jobs.get, job).finished_at + logs._LATE_SECONDS - 1.0]
     monkeypatch.setattr(logs, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
     monkeypatch.setattr(LogsInHome, "is_complete", lambda self, job_id: False)
     monkeypatch.setattr(LogsInHome, "version", lambda self, job_id: time.monotonic())

@@ -91,8 +91,7 @@ def test_rate_limited_request_gets_retry_after(tmp_path, store):
             assert 1 <= int(refused.headers["Retry-After"]) <= 1000
         assert http.get("/healthz").status_code == 429, "of this address, without a key"
         assert http.get("/v1/jobs", headers=bearer(other)).status_code == 200, "a key is not to blame for that"
-    with store.read() as session:
-        assert audit.page(session, None).items == [], "who asks too often does not fill the database by that"
+    assert store.query(audit.page, None).items == [], "who asks too often does not fill the database by that"
 
 
 def test_concurrent_streams_are_limited_and_their_places_freed(tmp_path, store):

@@ -134,8 +134,7 @@ def test_checkpoint_that_cannot_be_removed_stays_listed(store, paths, job, monke
     monkeypatch.setattr(deletion, "remove", lambda place: False)
     with pytest.raises(CheckpointNotRemoved, match="delete it again"):
         delete_checkpoint(store, paths, job, id_of(job, 5))
-    with store.read() as session:
-        assert checkpoints.get(session, job, id_of(job, 5)).state == "complete"
+    assert store.query(checkpoints.get, job, id_of(job, 5)).state == "complete"
     assert deletions(store, job) == []
 
 

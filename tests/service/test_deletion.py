@@ -48,8 +48,7 @@ def test_job_deletion_removes_files_and_rows_after_the_cluster_released_it(store
     seen = []
 
     def release_job():
-        with store.read() as session:
-            seen.append((jobs.get(session, job).deletion_began_at is not None, paths.job_folder(job).exists()))
+        seen.append((store.query(jobs.get, job).deletion_began_at is not None, paths.job_folder(job).exists()))
 
     deleted = delete_job(store, paths, job, release_job, FileWork())
     assert seen == [(True, True)], "marked, and nothing removed yet"
@@ -124,8 +123,7 @@ def test_deletion_interrupted_at_any_moment_can_be_repeated(store, paths, job, m
             patch.setattr(deletion.shutil if moment == "rmtree" else deletion.deletion, moment, killed)
         with pytest.raises(Killed):
             delete_job(store, paths, job, killed if moment == "release_job" else lambda: None, FileWork())
-    with store.read() as session:
-        assert jobs.get(session, job).deletion_began_at is not None, "it says so"
+    assert store.query(jobs.get, job).deletion_began_at is not None, "it says so"
     delete_job(store, paths, job, lambda: None, FileWork())
     assert not paths.job_folder(job).exists()
 
@@ -192,8 +190,7 @@ def test_job_deletion_in_several_transactions_counts_all_rows(store, paths, job,
 def test_deleted_job_has_no_lease(store, paths, job):
     store.write(lambda session: leases.claim(session, job, "me"))
     delete_job(store, paths, job, lambda: None, FileWork())
-    with store.read() as session:
-        assert leases.owned(session, "me") == set()
+    assert store.query(leases.owned, "me") == set()
 
 
 @pytest.mark.parametrize("place", ["shared", "logs"])

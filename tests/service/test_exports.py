@@ -108,8 +108,7 @@ def ended(monkeypatch):
         with changed:
             assert changed.wait_for(lambda: row.id in over, 60)
         store.write(lambda session: None)  # behind the write that notes the end
-        with store.read() as session:
-            return exports.get(session, job, row.id)
+        return store.query(exports.get, job, row.id)
 
     return wait
 
@@ -125,8 +124,7 @@ def test_export_writes_weights_and_reports_its_progress(store, job, root, writte
     over = ended(store, job, row)
     assert (over.state, over.done_bytes, over.total_bytes, over.message) == ("done", 100, 100, None)
     assert (root / "mine").is_dir()
-    with store.read() as session:
-        assert events.page(session, job, limit=100).items[-1].type == "exported"
+    assert store.query(events.page, job, limit=100).items[-1].type == "exported"
 
 
 def test_export_failure_has_the_message_of_the_exporter(store, job, root, written_by, ended):
@@ -196,8 +194,7 @@ def test_export_refuses_targets_outside_its_folder_and_existing_ones(store, job,
     (root / "there").mkdir()
     with pytest.raises(InvalidTarget):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), to, "hf", None)
-    with store.read() as session:
-        assert exports.of_job(session, job) == []
+    assert store.query(exports.of_job, job) == []
 
 
 def test_export_folder_may_be_a_link(store, job, root, tmp_path, written_by, ended):
@@ -251,8 +248,7 @@ def test_running_export_needs_its_checkpoint_only_until_it_ends_or_falls_silent(
     export = store.write(lambda session: exports.begin(session, job, "ckpt_a", "/out", "hf", None)).id
 
     def runs(checkpoint=None, later=0.0):
-        with store.read() as session:
-            return exports.any_runs(session, job, time.time() + later, checkpoint)
+        return store.query(exports.any_runs, job, time.time() + later, checkpoint)
 
     assert (runs(), runs("ckpt_a"), runs("ckpt_b"), runs(later=exports.ABANDONED_SECONDS)) == (True, True, False, False)
     store.write(lambda session: exports.note(session, export, 7, 9))
@@ -332,8 +328,7 @@ def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root
     asyncio.run(reached(lambda: next(iter(writer._runs.values())).output == ["ready"]))
     writer.close()
     assert started[0].poll() is not None
-    with store.read() as session:
-        over = exports.get(session, job, row.id)
+    over = store.query(exports.get, job, row.id)
     assert (over.state, over.message) == ("failed", "the service ended meanwhile: export it again")
 
 
@@ -346,5 +341,4 @@ def test_export_to_a_hanging_file_system_is_refused(store, job, root, monkeypatc
     ):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
     answers.set()
-    with store.read() as session:
-        assert exports.of_job(session, job) == []
+    assert store.query(exports.of_job, job) == []

@@ -150,8 +150,7 @@ def test_expired_job_is_deleted_with_all_it_holds_if_configured(start, cluster, 
     plane = start(retention_days=30)
 
     def known():
-        with store.read() as session:
-            return set(jobs.states(session, [old.id, young.id]))
+        return set(store.query(jobs.states, [old.id, young.id]))
 
     plane._call(reached(lambda: known() == {young.id}))
     assert let_go_of == [(old.id, old.id)]

@@ -17,8 +17,7 @@ from manta.service.store import audit, keys
 
 
 def row_of(store, key):
-    with store.read() as session:
-        return keys.by_digest(session, digest_of(key))
+    return store.query(keys.by_digest, digest_of(key))
 
 
 @pytest.fixture
@@ -34,8 +33,7 @@ def test_automatic_key_is_created_on_the_first_start_readable_by_its_user_only(s
     row = row_of(store, key)
     assert (row.name, row.scope, row.installation, row.project) == ("automatic", Scope.ADMIN, True, "default")
     assert [path.name for path in home.iterdir()] == ["api.key"]
-    with store.read() as session:
-        (entry,) = audit.page(session, None).items
+    (entry,) = store.query(audit.page, None).items
     assert (entry.operation, entry.target, entry.user) == ("create_key", row.id, "the service")
 
 

@@ -186,8 +186,7 @@ def test_expired_job_that_the_cluster_still_holds_is_retried_in_an_hour(store, c
     assert not is_there(store, second), "the others do not wait for it"
     assert check() == []
     assert check(CONFIRMED_SECONDS) == [first]
-    with store.read() as session:
-        assert len(audit.page(session, None).items) == 2, "begun once for each"
+    assert len(store.query(audit.page, None).items) == 2, "begun once for each"
 
 
 def test_expired_jobs_are_deleted_oldest_first_and_a_limited_number_at_once(store, check, ended, monkeypatch):

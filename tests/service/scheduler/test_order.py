@@ -134,8 +134,7 @@ def test_job_that_cannot_fit_is_read_again_only_after_a_change_or_a_minute(store
     assert reads() == 1
     has(nodes, 2)
     assert not asyncio.run(scheduler._round())
-    with store.read() as session:
-        assert jobs.get(session, job).state == "STARTING"
+    assert store.query(jobs.get, job).state == "STARTING"
 
 
 def test_elastic_job_starts_with_as_many_replicas_as_fit(store, submit, look, nodes):

@@ -21,8 +21,7 @@ def save(store, job, step, generation=1, size=100):
 
 
 def newest(store, job):
-    with store.read() as session:
-        return next(iter(checkpoints.complete_ones(session, job.id)), None)
+    return next(iter(store.query(checkpoints.complete_ones, job.id)), None)
 
 
 def test_job_resumes_from_its_newest_complete_checkpoint(store, started):
@@ -72,8 +71,7 @@ def test_checkpoint_pages_list_the_highest_step_first(store, started):
     save(store, started, 100, generation=2)
     seen, cursor = [], None
     while True:
-        with store.read() as session:
-            page = checkpoints.page(session, started.id, limit=1, cursor=cursor)
+        page = store.query(checkpoints.page, started.id, limit=1, cursor=cursor)
         seen += [(row.step, row.generation) for row in page.items]
         cursor = page.next_cursor
         if cursor is None:
@@ -162,8 +160,7 @@ def test_reconciling_ignores_folders_with_names_that_no_save_gives(store, starte
         50: "complete",
         2**63 - 1: "complete",
     }
-    with store.read() as session:
-        assert checkpoints.find(session, started.id, 1, 50).path == "/x/step-00000050-generation-1"
+    assert store.query(checkpoints.find, started.id, 1, 50).path == "/x/step-00000050-generation-1"
 
 
 def test_failed_save_that_is_found_whole_on_disk_is_complete(store, started, rows):
@@ -180,8 +177,7 @@ def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
 def test_repeated_save_of_a_step_keeps_nothing_of_the_earlier_one(store, started):
     first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/old"))
     assert store.write(lambda session: checkpoints.complete(session, first.id, 100))
-    with store.read() as session:
-        done = checkpoints.find(session, started.id, 1, 50)
+    done = store.query(checkpoints.find, started.id, 1, 50)
     assert done.completed_at >= done.created_at
     again = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/new"))
     assert (again.id, again.state, again.path) == (first.id, "saving", "/new")
@@ -191,8 +187,7 @@ def test_repeated_save_of_a_step_keeps_nothing_of_the_earlier_one(store, started
 
 def test_repeated_save_can_be_told_from_the_one_under_way_before(store, started):
     def under_way():
-        with store.read() as session:
-            return checkpoints.under_way(session, started.id)
+        return store.query(checkpoints.under_way, started.id)
 
     save(store, started, 40)
     assert under_way() == []

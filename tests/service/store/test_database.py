@@ -52,8 +52,7 @@ def test_the_newest_revision_is_the_one_that_migrations_end_at(store):
 def test_second_migration_of_a_database_keeps_its_jobs(store, submit):
     job = submit()
     store.migrate()
-    with store.read() as session:
-        assert jobs.get(session, job.id).name == "small"
+    assert store.query(jobs.get, job.id).name == "small"
 
 
 @pytest.mark.parametrize("revision", ["0005", "0007", "0017"])
@@ -102,8 +101,7 @@ def test_failed_write_operation_is_rolled_back(store, submit):
 
     with pytest.raises(KeyError, match="halfway"):
         store.write(half)
-    with store.read() as session:
-        assert jobs.get(session, job.id).state == "QUEUED"
+    assert store.query(jobs.get, job.id).state == "QUEUED"
 
 
 def test_all_database_writes_run_in_one_background_thread(store):
@@ -142,8 +140,7 @@ def test_database_read_session_does_not_see_later_writes(store, submit):
 def test_database_rows_stay_readable_after_their_session(store, submit):
     job = submit()
     assert job.spec["train"]["steps"] == job.steps == 10
-    with store.read() as session:
-        read = jobs.get(session, job.id)
+    read = store.query(jobs.get, job.id)
     assert (read.id, read.metrics, read.report_cursor) == (job.id, {}, {})
 
 
@@ -264,8 +261,7 @@ def test_documents_come_back_with_all_that_a_database_takes(store, submit, given
         jobs.get(session, job.id).waiting_for = given
 
     store.write(change)
-    with store.read() as session:
-        assert jobs.get(session, job.id).waiting_for == stored
+    assert store.query(jobs.get, job.id).waiting_for == stored
     assert storable(stored) == stored
 
 

@@ -16,8 +16,7 @@ def test_edit_changes_name_and_priority_in_row_spec_and_events(store, submit):
     changed = edit(store, job, name="better", priority=7)
     assert (changed.name, changed.spec["name"]) == ("better", "better")
     assert (changed.priority, changed.spec["priority"]) == (7, 7)
-    with store.read() as session:
-        entry = events.page(session, job.id).items[-1]
+    entry = store.query(events.page, job.id).items[-1]
     assert (entry.type, entry.message) == (
         "edited", "the user changed name from 'small' to 'better' and priority from 0 to 7"
     )  # fmt: skip
@@ -57,8 +56,7 @@ def test_edit_of_a_job_that_was_edited_meanwhile_is_refused(store, submit):
         edit(store, job, priority=2, expected={version})
     with pytest.raises(JobChanged):
         edit(store, job, priority=2, expected=set())
-    with store.read() as session:
-        assert jobs.get(session, job.id).priority == 1
+    assert store.query(jobs.get, job.id).priority == 1
 
 
 def test_edit_of_an_unknown_job_raises_job_not_found(store):
@@ -78,8 +76,7 @@ def test_edit_changes_the_submitted_spec_and_its_event_has_generation_and_step(s
     changed = edit(store, job, name="better")
     assert (changed.submitted, changed.not_default) == ({"name": "better", "more": 1}, {"name": "better"})
     assert changed.updated_at > job.updated_at
-    with store.read() as session:
-        entry = events.page(session, job.id).items[-1]
+    entry = store.query(events.page, job.id).items[-1]
     assert (entry.generation, entry.step) == (3, 7)
 
 

@@ -28,8 +28,7 @@ def test_training_of_a_generation_lasts_until_the_latest_of_its_reports(store, s
     for at in (12.0, 20.0, 15.0):  # a rank whose clock was set back, or a copy by a peer
         trained = TrainedStep.of({"wall": 1.0}, at)
         store.write(lambda session, trained=trained: generations.add_training(session, started.id, number, trained))
-    with store.read() as session:
-        (row,) = generations.of_job(session, started.id)
+    (row,) = store.query(generations.of_job, started.id)
     assert (row.trained_from, row.trained_until, row.committed_steps) == (11.0, 20.0, 3)
 
 
@@ -51,8 +50,7 @@ def test_generation_keeps_its_first_reported_first_step_and_end(store, started):
     for at in (5.0, 6.0):
         store.write(lambda session, at=at: generations.mark_first_step(session, started.id, number, at))
         store.write(lambda session, at=at: generations.end(session, started.id, number, at))
-    with store.read() as session:
-        row = generations.of_job(session, started.id)[0]
+    row = store.query(generations.of_job, started.id)[0]
     assert (row.first_step_at, row.ended_at) == (5.0, 5.0)
 
 
@@ -96,8 +94,7 @@ def test_ranks_are_replaced_as_a_whole(store, started):
     assert store.write(lambda session: ranks.set_state(session, started.id, 2, 1, "running", pid=41))
     assert not store.write(lambda session: ranks.set_state(session, started.id, 2, 3, "running"))
     assert store.write(lambda session: ranks.set_state(session, started.id, 2, 0, "exited"))
-    with store.read() as session:
-        listed = ranks.of_job(session, started.id)
+    listed = store.query(ranks.of_job, started.id)
     assert [(row.rank, row.state, row.pid) for row in listed] == [(0, "exited", None), (1, "running", 41)]
     store.write(lambda session: ranks.end_all(session, started.id))
     with store.read() as session:

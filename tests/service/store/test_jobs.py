@@ -94,8 +94,7 @@ def test_event_of_a_state_change_has_generation_and_step(store, started):
 
     store.write(reach)
     store.write(lambda session: jobs.transition(session, started.id, JobState.RUNNING))
-    with store.read() as session:
-        last = events.page(session, started.id).items[-1]
+    last = store.query(events.page, started.id).items[-1]
     assert (last.generation, last.step) == (1, 7)
 
 
@@ -108,8 +107,7 @@ def test_state_change_clears_the_reason_of_the_state_before(store, started):
 def test_requested_size_is_stored_and_reported_as_an_event(store, submit):
     job = submit(parallel={"data": 2}, elastic={"min_data": 1})
     assert store.write(lambda session: jobs.request_resize(session, job.id, 1)).wanted_replicas == 1
-    with store.read() as session:
-        last = events.page(session, job.id).items[-1]
+    last = store.query(events.page, job.id).items[-1]
     assert (last.type, last.data, last.message) == (
         "resize_requested", {"data": 1}, "the user asked for 1 replica"
     )  # fmt: skip
@@ -119,8 +117,7 @@ def test_illegal_state_transition_is_refused_and_leaves_the_job_unchanged(store,
     job = submit()
     with pytest.raises(IllegalTransition, match="QUEUED"):
         store.write(lambda session: jobs.transition(session, job.id, JobState.RUNNING))
-    with store.read() as session:
-        assert jobs.get(session, job.id).state == "QUEUED"
+    assert store.query(jobs.get, job.id).state == "QUEUED"
 
 
 def test_requeued_job_keeps_the_time_of_its_first_start(store, started):
@@ -166,8 +163,7 @@ def test_specs_of_unchanged_queued_jobs_are_not_read_again(store, submit, monkey
     def queue(before):
         asked.clear()
         event.listen(store.database.readers, "before_cursor_execute", note)
-        with store.read() as session:
-            read = jobs.queued(session, before)
+        read = store.query(jobs.queued, before)
         event.remove(store.database.readers, "before_cursor_execute", note)
         return read
 
@@ -197,8 +193,7 @@ def test_a_waiting_job_says_what_it_lacks_until_it_starts(store, submit):
 
 def test_jobs_are_counted_by_state(store, submit, started):
     submit()
-    with store.read() as session:
-        counts = jobs.count_by_state(session)
+    counts = store.query(jobs.count_by_state)
     assert {state: count for state, count in counts.items() if count} == {JobState.QUEUED: 1, JobState.STARTING: 1}
     assert set(counts) == set(JobState)
 
@@ -209,8 +204,7 @@ def test_unfinished_jobs_can_be_read_from_the_database_of_another_release(store,
     store.write(lambda session: jobs.request_cancel(session, over.id))
     for column in ("submitted", "not_default", "deletion_began_at"):
         store.write(lambda session, column=column: session.execute(text(f"ALTER TABLE jobs DROP COLUMN {column}")))
-    with store.read() as session:
-        in_brief = jobs.unfinished_summaries(session)
+    in_brief = store.query(jobs.unfinished_summaries)
     assert [(job.id, job.name, job.state, job.step, job.steps) for job in in_brief] == [
         (second.id, "small", "QUEUED", 0, 10),
         (first.id, "small", "QUEUED", 0, 10),
@@ -219,8 +213,7 @@ def test_unfinished_jobs_can_be_read_from_the_database_of_another_release(store,
 
 def test_created_job_has_all_columns_as_stored(store, make_spec):
     known = store.write(lambda session: jobs.create(session, make_spec(priority=3), "key", "digest", "lab"))[0]
-    with store.read() as session:
-        stored = jobs.get(session, known.id)
+    stored = store.query(jobs.get, known.id)
     columns = [column.key for column in Job.__table__.columns]
     assert {name: getattr(known, name) for name in columns} == {name: getattr(stored, name) for name in columns}
 
@@ -232,8 +225,7 @@ def test_a_new_job_can_be_changed_in_the_transaction_that_stores_it(store, make_
         return job.id
 
     job_id = store.write(submit_and_cancel)
-    with store.read() as session:
-        assert jobs.get(session, job_id).state == JobState.CANCELLED
+    assert store.query(jobs.get, job_id).state == JobState.CANCELLED
 
 
 def test_a_job_says_that_it_is_held_unless_it_has_another_reason(store, started):

@@ -192,15 +192,13 @@ def test_audit_is_read_in_pages_and_by_target(store):
 
 def test_audit_entry_of_the_service_itself_has_no_key_or_user(store):
     store.write(lambda session: audit.append_of_service(session, "default", RECORD))
-    with store.read() as session:
-        (entry,) = audit.page(session, "default").items
+    (entry,) = store.query(audit.page, "default").items
     assert (entry.key_id, entry.key_name, entry.user, entry.project) == (None, "the service", None, "default")
 
 
 def test_administration_needs_a_valid_admin_key_of_the_installation(store):
     def may(now=1000.0):
-        with store.read() as session:
-            return keys.may_administrate(session, now)
+        return store.query(keys.may_administrate, now)
 
     def add(digest, scope, installation, **more):
         return store.write(lambda session: keys.create(session, digest, "a", scope, installation=installation, **more))

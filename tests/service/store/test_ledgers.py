@@ -23,8 +23,7 @@ def move(store, job, *states):
 
 
 def book(store, job, now=None):
-    with store.read() as session:
-        return ledgers.of_job(session, job.id, now or time.time())
+    return store.query(ledgers.of_job, job.id, now or time.time())
 
 
 def test_job_state_changes_are_recorded_with_their_times(store, started):
@@ -47,8 +46,7 @@ def test_ledger_closes_when_the_job_ends_and_adds_up_to_its_wall_time(store, sta
     store.write(lambda session: metrics.record(session, started.id, 1, 0, 1, [row]))
     move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
     account = book(store, started, at + 1000)
-    with store.read() as session:
-        job = jobs.get(session, started.id)
+    job = store.query(jobs.get, started.id)
     assert account.closed
     assert (account.began_at, account.until) == (job.created_at, job.finished_at)
     assert sum(account.seconds.values()) == pytest.approx(account.wall_seconds)
@@ -137,8 +135,7 @@ def recovering(store, started):
 
 
 def row_of(store, job):
-    with store.read() as session:
-        (row,) = recoveries.of_job(session, job.id)
+    (row,) = store.query(recoveries.of_job, job.id)
     return row
 
 
@@ -173,8 +170,7 @@ def test_generation_without_a_failure_has_no_recovery(store, started):
     begin(store, started, False)
     store.write(lambda session: recoveries.record_latest(session, started.id, 1, restored_at=1.0))
     assert store.write(lambda session: recoveries.end(session, started.id, 1, 2.0, 0)) is None
-    with store.read() as session:
-        assert recoveries.page(session, started.id).items == []
+    assert store.query(recoveries.page, started.id).items == []
 
 
 def test_recoveries_of_a_job_are_paged_in_the_order_of_generations(store, recovering):

@@ -87,8 +87,7 @@ def failed(store, started):
 
 
 def row(store, job):
-    with store.read() as session:
-        return jobs.get(session, job.id)
+    return store.query(jobs.get, job.id)
 
 
 def test_retry_requeues_a_failed_job_and_forgets_how_it_ended(store, failed):
@@ -97,8 +96,7 @@ def test_retry_requeues_a_failed_job_and_forgets_how_it_ended(store, failed):
     assert (now.state, now.reason, now.finished_at, now.memory_kept_until) == ("QUEUED", "retried_by_user", None, None)
     assert "a sentence" in now.message
     assert now.retried_at == now.updated_at
-    with store.read() as session:
-        (life,) = generations.of_job(session, failed.id)
+    (life,) = store.query(generations.of_job, failed.id)
     assert "outcome" not in life.data
 
 
@@ -115,8 +113,7 @@ def test_retry_is_dated_between_two_generations_even_if_the_clock_is_wrong(store
     real = time.time
     monkeypatch.setattr(generations, "time", SimpleNamespace(time=lambda: real() + ahead))
     store.write(lambda s: generations.begin(s, failed.id, "tried again by the user", False))
-    with store.read() as session:
-        before, after = generations.of_job(session, failed.id)
+    before, after = store.query(generations.of_job, failed.id)
     assert before.started_at <= row(store, failed).retried_at < after.started_at
 
 
@@ -145,8 +142,7 @@ def test_snapshots_of_a_failed_job_are_released_once_after_their_time(store, fai
     assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1001.0)), (
         "nothing is kept any more"
     )
-    with store.read() as session:
-        assert pauses_and_retries.holding_memory(session, [failed.id]) == set()
+    assert store.query(pauses_and_retries.holding_memory, [failed.id]) == set()
 
 
 def test_snapshots_of_a_retried_job_are_kept_past_their_time(store, failed):
@@ -161,6 +157,5 @@ def test_snapshots_of_an_unfinished_job_are_kept_past_their_time(store, started)
 
 
 def test_snapshots_of_a_failed_job_are_still_kept_at_the_very_end_of_their_time(store, failed):
-    with store.read() as session:
-        assert pauses_and_retries.memory_expired(session, 1000.0) == []
+    assert store.query(pauses_and_retries.memory_expired, 1000.0) == []
     assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1000.0))

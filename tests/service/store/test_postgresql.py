@@ -98,8 +98,7 @@ def test_locking_a_job_reads_it_afresh_and_keeps_changes_of_the_transaction(open
         assert jobs.get(session, job.id, lock=True).step == 7
 
     store.write(operation)
-    with store.read() as session:
-        assert jobs.get(session, job.id).step == 7
+    assert store.query(jobs.get, job.id).step == 7
 
 
 CHANGES = {

@@ -64,8 +64,7 @@ def test_ranks_that_run_are_those_with_a_process_of_jobs_that_are_not_over(store
     store.write(lambda s: ranks.replace(s, second, [{**row, "node": "n0"} for row in rows(1, 1)]))
     store.write(lambda s: setattr(s.get(Rank, (first, 1)), "pid", None))
     store.write(lambda s: setattr(jobs.get(s, second), "priority", 1))
-    with store.read() as session:
-        assert ranks.running(session) == [(second, 0, "n0"), (first, 0, "n0"), (first, 2, "n2")]
+    assert store.query(ranks.running) == [(second, 0, "n0"), (first, 0, "n0"), (first, 2, "n2")]
     store.write(lambda s: jobs.request_cancel(s, second))
     with store.read() as session:
         assert [job for job, *_ in ranks.running(session)] == [first, first]
@@ -90,13 +89,11 @@ def keep(store, job, *samples, generation=1):
 
 
 def history(store, job, *bounds):
-    with store.read() as session:
-        return ranks.history(session, job, *bounds)
+    return store.query(ranks.history, job, *bounds)
 
 
 def newest(store, job):
-    with store.read() as session:
-        return ranks.newest_numbers(session, job)
+    return store.query(ranks.newest_numbers, job)
 
 
 def test_newest_rank_numbers_are_those_of_the_running_generation(store, job):

@@ -59,8 +59,7 @@ def test_generation_of_a_checkpoint_on_disk_raises_the_jobs_and_never_lowers_it(
     job = submit()
     for known, number in ((3, 3), (2, 3), (5, 5)):
         store.write(lambda s, known=known: restored.know_generation(s, job.id, known))
-        with store.read() as session:
-            assert jobs.get(session, job.id).generation == number
+        assert store.query(jobs.get, job.id).generation == number
 
 
 def test_gang_unknown_to_a_restored_database_is_recorded_rank_by_rank(store, submit):
@@ -110,5 +109,4 @@ def test_restored_job_adopts_a_newer_gang_unless_it_succeeded_or_was_cancelled(s
     store.write(remember)
     gang = restored.NewerGang(2, 1, 1, 1, {})
     assert store.write(lambda s: restored.take_over(s, job.id, gang)) is (becomes is not None)
-    with store.read() as session:
-        assert jobs.get(session, job.id).state == (becomes or known)
+    assert store.query(jobs.get, job.id).state == (becomes or known)

@@ -75,8 +75,7 @@ def for_the_next_loop(agents):
 
 
 def log(store, job):
-    with store.read() as session:
-        listed = events.page(session, job.id, limit=1000).items
+    listed = store.query(events.page, job.id, limit=1000).items
     return [event.data["to"] if event.type == "state_changed" else event.type for event in listed[1:]]
 
 
