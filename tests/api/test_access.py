@@ -52,17 +52,11 @@ NEEDS = {
     **dict.fromkeys(("check_cluster", "drain_node", "undrain_node", "create_project"), ("admin", "installation")),
 }  # fmt: skip
 BODIES = {
-    "export_checkpoint": {"to": "somewhere"},
-    "submit_job": DOCUMENT,
-    "edit_job": {"priority": 7},
-    "resize_job": {"data": 1},
-    "inject_fault": {"kind": "kill", "rank": 0},
-    "request_trace": {"steps": 1},
-    "drain_node": {"deadline_seconds": 1},
-    "make_plans": {"model": DOCUMENT["model"], "cluster": {"current": True}},
-    "create_project": {"name": "another"},
-    "create_key": {"name": "a key", "scope": "read"},
-}
+    "export_checkpoint": {"to": "somewhere"}, "submit_job": DOCUMENT, "edit_job": {"priority": 7},
+    "resize_job": {"data": 1}, "inject_fault": {"kind": "kill", "rank": 0}, "request_trace": {"steps": 1},
+    "drain_node": {"deadline_seconds": 1}, "make_plans": {"model": DOCUMENT["model"], "cluster": {"current": True}},
+    "create_project": {"name": "another"}, "create_key": {"name": "a key", "scope": "read"},
+}  # fmt: skip
 QUERIES = {"list_sparklines": "?jobs={job_id}"}
 """Parameters that an operation cannot do without."""
 STATES = {
@@ -147,15 +141,9 @@ class Theirs:
     def ask(self, key=None, job=None, **headers):
         """The operation, about their job, key or node."""
         places = {
-            "job_id": job or self.job,
-            "rank": 0,
-            "checkpoint_id": self.checkpoint,
-            "export_id": self.export,
-            "key_id": self.key,
-            "node_id": "abcd",
-            "token": "nothing",
-            "trace_id": "trace_1",
-        }
+            "job_id": job or self.job, "rank": 0, "checkpoint_id": self.checkpoint, "export_id": self.export,
+            "key_id": self.key, "node_id": "abcd", "token": "nothing", "trace_id": "trace_1",
+        }  # fmt: skip
         shown = {} if key is None else bearer(key)
         path = self.operation.path.format(**places)
         path += QUERIES.get(self.operation.id, "").format(**places)

@@ -34,15 +34,11 @@ def test_fault_reaches_the_control_plane_with_all_its_fields(service, address):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"kind": "eat"}, "kill"),
-        ({"rank": -1}, "at least"),
-        ({"phase": "lunch"}, "data"),
-        ({"step": 3}, "step"),
-        ({"seconds": 2.0}, "slow and partition only"),
-        ({"kind": "slow"}, "slow needs seconds"),
+        ({"kind": "eat"}, "kill"), ({"rank": -1}, "at least"), ({"phase": "lunch"}, "data"), ({"step": 3}, "step"),
+        ({"seconds": 2.0}, "slow and partition only"), ({"kind": "slow"}, "slow needs seconds"),
         ({"kind": "stop", "hold_gil": True}, "hang only"),
     ],
-)
+)  # fmt: skip
 def test_invalid_fault_is_refused_with_a_reason(service, address, wrong, said):
     service.control.allow_faults = True
     response = service.http.post(address, json={"kind": "kill", "rank": 0, **wrong})

@@ -84,15 +84,9 @@ def test_openapi_describes_refusals_that_happen_before_routing(api):
 def test_openapi_lists_exactly_the_errors_of_each_operation(api):
     errors = {operation.id: operation.errors for operation in api.operations}
     assert errors["get_health"] == {
-        400: ["other_release"],
-        403: ["unknown_host"],
-        408: ["body_too_slow"],
-        413: ["body_too_large"],
-        429: ["too_many_requests"],
-        431: ["head_too_large"],
-        500: ["internal_error"],
-        503: ["too_many_connections"],
-    }
+        400: ["other_release"], 403: ["unknown_host"], 408: ["body_too_slow"], 413: ["body_too_large"],
+        429: ["too_many_requests"], 431: ["head_too_large"], 500: ["internal_error"], 503: ["too_many_connections"],
+    }  # fmt: skip
     assert errors["list_jobs"][401] == ["unauthenticated"]
     assert errors["get_job"][404] == ["job_not_found"]
     assert errors["submit_job"][422] == ["invalid_parameter", "invalid_spec", "unsupported"]
@@ -112,17 +106,11 @@ def test_openapi_describes_bodies_that_routes_parse_themselves(api):
         if "requestBody" in operation.document
     }
     assert bodies == {
-        "submit_job": "JobSpec",
-        "edit_job": "JobChanges",
-        "resize_job": "Resize",
-        "export_checkpoint": "ExportRequest",
-        "request_trace": "TraceRequest",
-        "inject_fault": "FaultRequest",
-        "drain_node": "DrainRequest",
-        "make_plans": "PlanDocument",
-        "create_project": "NewProject",
+        "submit_job": "JobSpec", "edit_job": "JobChanges", "resize_job": "Resize",
+        "export_checkpoint": "ExportRequest", "request_trace": "TraceRequest", "inject_fault": "FaultRequest",
+        "drain_node": "DrainRequest", "make_plans": "PlanDocument", "create_project": "NewProject",
         "create_key": "NewKey",
-    }
+    }  # fmt: skip
 
 
 def test_openapi_references_resolve_and_default_validation_errors_are_absent(api):

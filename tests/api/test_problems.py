@@ -122,25 +122,16 @@ def test_wrong_method_is_refused_with_the_allowed_ones(service):
 @pytest.mark.parametrize(
     ("path", "field"),
     [
-        ("/v1/jobs?limit=0", "limit"),
-        ("/v1/jobs?limit=many", "limit"),
-        ("/v1/jobs?limit=99999", "limit"),
-        ("/v1/jobs?state=ASLEEP", "state"),
-        ("/v1/jobs?cursor=%21", "cursor"),
-        ("/v1/jobs?cursor=", "cursor"),
-        ("/v1/jobs/{id}/logs?cursor=", "cursor"),
-        ("/v1/jobs?cursor=AAAA", "cursor"),
-        ("/v1/jobs/{id}/metrics?max_points=0", "max_points"),
-        ("/v1/jobs/{id}/metrics?after_step=-1", "after_step"),
+        ("/v1/jobs?limit=0", "limit"), ("/v1/jobs?limit=many", "limit"), ("/v1/jobs?limit=99999", "limit"),
+        ("/v1/jobs?state=ASLEEP", "state"), ("/v1/jobs?cursor=%21", "cursor"), ("/v1/jobs?cursor=", "cursor"),
+        ("/v1/jobs/{id}/logs?cursor=", "cursor"), ("/v1/jobs?cursor=AAAA", "cursor"),
+        ("/v1/jobs/{id}/metrics?max_points=0", "max_points"), ("/v1/jobs/{id}/metrics?after_step=-1", "after_step"),
         ("/v1/jobs/{id}/metrics?after_step=99999999999999999999", "after_step"),
-        ("/v1/jobs/{id}/metrics?names=loss%3B--", "names"),
-        ("/v1/jobs/{id}/metrics?names=", "names"),
-        ("/v1/jobs/{id}/logs?rank=-1", "rank"),
-        ("/v1/jobs/{id}/logs?cursor=AAAA", "cursor"),
-        ("/v1/jobs/{id}/events?cursor=AAAA", "cursor"),
-        ("/v1/jobs/{id}/checkpoints?cursor=AAAA", "cursor"),
+        ("/v1/jobs/{id}/metrics?names=loss%3B--", "names"), ("/v1/jobs/{id}/metrics?names=", "names"),
+        ("/v1/jobs/{id}/logs?rank=-1", "rank"), ("/v1/jobs/{id}/logs?cursor=AAAA", "cursor"),
+        ("/v1/jobs/{id}/events?cursor=AAAA", "cursor"), ("/v1/jobs/{id}/checkpoints?cursor=AAAA", "cursor"),
     ],
-)
+)  # fmt: skip
 def test_invalid_query_parameter_is_named(service, path, field):
     job = service.submit()
     problem = check(service.http.get(path.replace("{id}", job["id"])), 422, "invalid_parameter")

@@ -69,18 +69,9 @@ def test_checkpoint_is_shown_with_its_place_and_size():
 
 def test_recovery_is_shown_with_its_causes_and_its_phases():
     fields = {
-        "generation": 2,
-        "kind": "crash",
-        "rank": 3,
-        "node": "n",
-        "cause": "killed",
-        "forked": [4],
-        "kept": 5,
-        "source": "memory",
-        "resume_step": 6,
-        "steps_redone": 7,
-        "wait_seconds": 8.0,
-    }
+        "generation": 2, "kind": "crash", "rank": 3, "node": "n", "cause": "killed", "forked": [4], "kept": 5,
+        "source": "memory", "resume_step": 6, "steps_redone": 7, "wait_seconds": 8.0,
+    }  # fmt: skip
     times = {"failed_at": 100.0, "noticed_at": 101.0, "rested_at": 103.0, "launched_at": 106.0, "connected_at": 110.0}
     row = tables.Recovery(job_id="job_1", restored_at=115.0, first_step_at=121.0, **times, **fields)
     answer = shown(views.recovery_view(row))

@@ -156,14 +156,10 @@ def test_data_roots_always_allow_the_standard_library(make_spec):
 @pytest.mark.parametrize(
     ("set_to", "host", "folders"),
     [
-        (None, "127.0.0.1", None),
-        (None, "localhost", None),
-        (None, "0.0.0.0", ()),
-        (None, "10.1.2.3", ()),
-        ((Path("/data"),), "127.0.0.1", (Path("/data"),)),
-        ((Path("/data"),), "0.0.0.0", (Path("/data"),)),
+        (None, "127.0.0.1", None), (None, "localhost", None), (None, "0.0.0.0", ()), (None, "10.1.2.3", ()),
+        ((Path("/data"),), "127.0.0.1", (Path("/data"),)), ((Path("/data"),), "0.0.0.0", (Path("/data"),)),
     ],
-)
+)  # fmt: skip
 def test_default_data_roots_are_everything_on_loopback_and_nothing_elsewhere(set_to, host, folders):
     assert roots_of(set_to, host).folders == folders
 

@@ -398,15 +398,10 @@ async def test_housekeeping_stops_when_another_control_plane_has_it(kept, done_h
 @pytest.mark.parametrize(
     ("state", "saved", "needed"),
     [
-        ("PAUSED", 5, False),
-        ("PAUSED", 3, True),
-        ("QUEUED", 5, False),
-        ("QUEUED", None, True),
-        ("RUNNING", None, False),
-        ("RECOVERING", None, True),
-        ("SUCCEEDED", None, False),
+        ("PAUSED", 5, False), ("PAUSED", 3, True), ("QUEUED", 5, False), ("QUEUED", None, True),
+        ("RUNNING", None, False), ("RECOVERING", None, True), ("SUCCEEDED", None, False),
     ],
-)
+)  # fmt: skip
 def test_memory_of_a_node_without_ranks_is_needed_while_nothing_else_has_the_state(store, submit, state, saved, needed):
     job = submit()
 

@@ -283,17 +283,10 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("entries", "now", "since", "seconds"),
     [
-        (0, 50.0, 0.0, 0.0),
-        (1, 5.0, 0.0, 0.0),
-        (3, 20.0, 0.0, 10.0),
-        (5, 80.0, 0.0, 25.0),
-        (8, 110.0, 0.0, 35.0),
-        (11, 215.0, 0.0, 50.0),
-        (11, 215.0, 200.0, 5.0),
-        (3, 20.0, 15.0, 5.0),
-        (3, 11.0, 0.0, 2.0),
+        (0, 50.0, 0.0, 0.0), (1, 5.0, 0.0, 0.0), (3, 20.0, 0.0, 10.0), (5, 80.0, 0.0, 25.0), (8, 110.0, 0.0, 35.0),
+        (11, 215.0, 0.0, 50.0), (11, 215.0, 200.0, 5.0), (3, 20.0, 15.0, 5.0), (3, 11.0, 0.0, 2.0),
     ],
     ids=["nothing", "queue", "running", "paused", "resumed", "retried", "since_retry", "in_between", "clock_set_back"],
-)
+)  # fmt: skip
 def test_job_duration_counts_time_in_states_that_hold_places(entries, now, since, seconds):
     assert seconds_taken(CHANGES[:entries], now, since) == seconds

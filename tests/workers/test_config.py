@@ -102,16 +102,13 @@ def test_a_parsed_spec_parses_again_to_the_same():
 
 WRONG_VALUES = [
     ("model.layers", "4", "must be an integer, not a string ('4')", "4"),
-    ("model.layers", 4.2, "must be an integer", "4"),
-    ("model.layers", 4.7, "must be an integer", "5"),
+    ("model.layers", 4.2, "must be an integer", "4"), ("model.layers", 4.7, "must be an integer", "5"),
     ("model.layers", True, "must be an integer, not a boolean", "4"),
     ("model.layers", "four", "must be an integer, not a string ('four')", "4"),
-    ("model.layers", 0, "must be above 0, not 0", "1"),
-    ("model.layers", -3.7, "must be an integer", None),
+    ("model.layers", 0, "must be above 0, not 0", "1"), ("model.layers", -3.7, "must be an integer", None),
     ("model.layers", 10**12, "must be at most 10000", "10000"),
     ("model.hidden_size", 10**12, "must be at most 1000000", "1000000"),
-    ("model.bias", "yes", "must be true or false", "true"),
-    ("model.dropout", 1.0, "must be below 1", "0.0"),
+    ("model.bias", "yes", "must be true or false", "true"), ("model.dropout", 1.0, "must be below 1", "0.0"),
     ("model.family", "gtp", "must be one of gpt, llama, qwen, custom, not 'gtp'", "gpt"),
     ("train.optimizer.learning_rate", -1.0, "must be above 0", "0.001"),
     ("train.optimizer.learning_rate", 0, "must be above 0", "0.001"),
@@ -125,8 +122,7 @@ WRONG_VALUES = [
     ("parallel.zero", 2, "must be one of 0, 1, not 2", "1"),
     ("parallel.recompute", {"a": "b"}, "must be one of none, selective, full, not a mapping", None),
     ("data.paths", "corpus.txt", "must be a list", "[corpus.txt]"),
-    ("name", "../up", "must be letters, digits", "up"),
-    ("name", 7, "must be a string", "'7'"),
+    ("name", "../up", "must be letters, digits", "up"), ("name", 7, "must be a string", "'7'"),
     ("name", "", "must have at least 1 character", "my-model"),
     ("name", "n" * 101, "must have at most 100 characters", "my-model"),
     ("max_duration", "1h", "must be a number, not a string ('1h')", "3600"),
@@ -136,14 +132,13 @@ WRONG_VALUES = [
     ("labels.team", 1.1, "must be a string, not a number (1.1): in quotes it stays as it was written", None),
     ("labels.team", date(2026, 1, 2), "must be a string, not a date: in quotes it stays as it was written", None),
     ("labels.team", True, "must be a string, not a boolean (True): without quotes yes, no, on, off", "'yes'"),
-    ("name", False, "are booleans in YAML", "'no'"),
-    ("priority", 5000, "must be at most 1000", "1000"),
+    ("name", False, "are booleans in YAML", "'no'"), ("priority", 5000, "must be at most 1000", "1000"),
     ("train", 5, "must be a mapping, not an integer (5)", None),
     ("labels.team", "a & b", "must be letters, digits, '.', '_' or '-', the first and the last", "a---b"),
     ("parallel.bucket_megabytes", "x", "must be a number, not a string ('x')", "auto"),
     ("parallel.bucket_megabytes", -1, "must be above 0", "auto"),
     ("model.options", {"a": [1]}, "must be a number, a string, true or false, not a list", None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -186,22 +181,14 @@ def test_suggested_job_name_is_valid(value):
 @pytest.mark.parametrize(
     ("key", "closest"),
     [
-        ("model.layer", "layers"),
-        ("model.hiden_size", "hidden_size"),
-        ("train.optimizer.lr_rate", None),
-        ("train.optimizer.learning_rte", "learning_rate"),
-        ("train.learning_rate", "train.optimizer.learning_rate"),
-        ("modell", "model"),
-        ("parallel.tensors", "tensor"),
-        ("train.lr", "train.optimizer.learning_rate"),
-        ("train.optimizer.lr", "learning_rate"),
-        ("train.batch_size", "global_batch_size"),
-        ("batch_size", "train.global_batch_size"),
-        ("parallel.TP", "tensor"),
-        ("train.dtype", "precision"),
+        ("model.layer", "layers"), ("model.hiden_size", "hidden_size"), ("train.optimizer.lr_rate", None),
+        ("train.optimizer.learning_rte", "learning_rate"), ("train.learning_rate", "train.optimizer.learning_rate"),
+        ("modell", "model"), ("parallel.tensors", "tensor"), ("train.lr", "train.optimizer.learning_rate"),
+        ("train.optimizer.lr", "learning_rate"), ("train.batch_size", "global_batch_size"),
+        ("batch_size", "train.global_batch_size"), ("parallel.TP", "tensor"), ("train.dtype", "precision"),
         ("model.n_layer", "layers"),
     ],
-)
+)  # fmt: skip
 def test_unknown_spec_keys_are_reported_with_the_closest_known_ones(key, closest):
     (problem,) = problems_of(with_value(key, 1))
     assert (problem.path, problem.rule) == (key, "unknown key")
@@ -327,15 +314,10 @@ def test_words_and_urls_are_not_taken_for_relative_paths():
 
 
 NO_SPECS = {
-    "open brace": b"model: {",
-    "not UTF-8": b"\xff\xfe\x00",
-    "unknown alias": b"a: *nobody",
-    "no date": b"name: 2001-99-99",
-    "a Python object": b"x: !!python/object:os.system {}",
-    "a mapping as key": b"? {a: b}\n: c",
-    "huge number": b"steps: " + b"9" * 5000,
-    "deep": b"[" * 5000,
-}
+    "open brace": b"model: {", "not UTF-8": b"\xff\xfe\x00", "unknown alias": b"a: *nobody",
+    "no date": b"name: 2001-99-99", "a Python object": b"x: !!python/object:os.system {}",
+    "a mapping as key": b"? {a: b}\n: c", "huge number": b"steps: " + b"9" * 5000, "deep": b"[" * 5000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", NO_SPECS.values(), ids=NO_SPECS)

@@ -232,19 +232,11 @@ def test_a_row_counts_the_tokens_and_the_work_of_its_own_step():
     rows = StepRows(job, BatchPlan(job.train), peak_flops=1e9)
     row = rows.row(3, StepStatistics(loss=2.5, grad_norm=0.5, memory_bytes=77), learning_rate=1e-3, seconds=0.5)
     assert row == {
-        "step": 3,
-        "loss": 2.5,
-        "grad_norm": 0.5,
-        "learning_rate": 1e-3,
-        "tokens": (4 + 4 + 6) * 8,
-        "tokens_per_second": 6 * 8 / 0.5,
-        "step_seconds": 0.5,
-        "mfu_full": flops.model_full / 0.5e9,
-        "mfu_causal": flops.model_causal / 0.5e9,
-        "hfu_full": flops.hardware_full / 0.5e9,
-        "hfu_paper": flops.hardware_paper / 0.5e9,
-        "memory_bytes": 77,
-    }
+        "step": 3, "loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens": (4 + 4 + 6) * 8,
+        "tokens_per_second": 6 * 8 / 0.5, "step_seconds": 0.5, "mfu_full": flops.model_full / 0.5e9,
+        "mfu_causal": flops.model_causal / 0.5e9, "hfu_full": flops.hardware_full / 0.5e9,
+        "hfu_paper": flops.hardware_paper / 0.5e9, "memory_bytes": 77,
+    }  # fmt: skip
 
 
 def test_step_row_has_a_z_loss_only_if_there_is_one():

@@ -144,19 +144,8 @@ def test_waits_and_stack_commands_show_culprits_and_where_a_rank_stands(manta, j
     lines = manta("waits", job).stdout.splitlines()
     assert lines[0] == "the job stands still because of rank 0: it waits for nobody"
     assert lines[-1].split() == [
-        "1",
-        "7",
-        "2.0",
-        "backward,",
-        "waiting",
-        "for",
-        "rank",
-        "0",
-        "to",
-        "send",
-        "a",
-        "message",
-    ]
+        "1", "7", "2.0", "backward,", "waiting", "for", "rank", "0", "to", "send", "a", "message",
+    ]  # fmt: skip
     assert json.loads(manta("waits", job, "--json").stdout)["culprits"] == [0]
     assert manta("stack", job, 1).stdout == "Current thread (most recent call first)\n"
     assert "its ranks are 0 to 1" in manta("stack", job, 2, code=2).stderr

@@ -130,17 +130,10 @@ def test_invalid_spec_is_reported_key_by_key_with_suggestions(manta, spec_file, 
 @pytest.mark.parametrize(
     "content",
     [
-        b"a: [",
-        b"\xff\xfe\x00",
-        b"",
-        b"- a\n- b",
-        b"name: 2024-01-01\n",
-        b"x: .nan",
-        b"1: 2",
-        b"a: &a [*a]",
+        b"a: [", b"\xff\xfe\x00", b"", b"- a\n- b", b"name: 2024-01-01\n", b"x: .nan", b"1: 2", b"a: &a [*a]",
         b"2020-01-01: x",
     ],
-)
+)  # fmt: skip
 def test_submit_refuses_a_file_that_is_no_spec_with_a_sentence(manta, tmp_path, content):
     path = tmp_path / "odd.yaml"
     path.write_bytes(content)

@@ -192,13 +192,9 @@ async def test_all_nodes_are_marked_for_a_sweep_if_ray_failed_during_a_release(m
     daemons, nodes, _ = made
     await daemons.of("well")
     cluster = Cluster(
-        Paths.of("/nowhere"),
-        nodes,
-        None,
-        SimpleNamespace(names=AsyncMock(side_effect=ClusterUnavailable("Ray does not answer"))),
-        daemons,
-        None,
-    )
+        Paths.of("/nowhere"), nodes, None,
+        SimpleNamespace(names=AsyncMock(side_effect=ClusterUnavailable("Ray does not answer"))), daemons, None,
+    )  # fmt: skip
     with pytest.raises(ClusterUnavailable):
         await cluster.end_job("job")
     assert nodes.unswept == {"well"}

@@ -45,42 +45,21 @@ def lane(*slices):
 def test_trace_slices_of_every_kind_belong_to_a_budget_part():
     tensor, data, world = ({"axis": axis, "number": 1} for axis in ("tensor", "data", "world"))
     trace = lane(
-        ("loader", 0, 1, {}),
-        ("forward", 1, 21, {}),
-        ("collective", 2, 4, tensor),
-        ("backward", 21, 61, {}),
-        ("recompute", 22, 30, {}),
-        ("collective", 23, 24, tensor),
-        ("reduction", 61, 66, {}),
-        ("collective", 62, 65, data),
-        ("snapshot", 66, 68, {}),
-        ("agreement", 68, 71, {}),
-        ("collective", 69, 71, world),
-        ("optimizer", 71, 80, {}),
-        ("gather", 75, 79, {}),
-        ("collective", 76, 79, data),
-        ("validation", 80, 90, {}),
-        ("validation", 81, 89, {}),
-        ("collective", 82, 85, tensor),
-        ("checkpoint", 90, 94, {}),
-    )
+        ("loader", 0, 1, {}), ("forward", 1, 21, {}), ("collective", 2, 4, tensor), ("backward", 21, 61, {}),
+        ("recompute", 22, 30, {}), ("collective", 23, 24, tensor), ("reduction", 61, 66, {}),
+        ("collective", 62, 65, data), ("snapshot", 66, 68, {}), ("agreement", 68, 71, {}),
+        ("collective", 69, 71, world), ("optimizer", 71, 80, {}), ("gather", 75, 79, {}),
+        ("collective", 76, 79, data), ("validation", 80, 90, {}), ("validation", 81, 89, {}),
+        ("collective", 82, 85, tensor), ("checkpoint", 90, 94, {}),
+    )  # fmt: skip
     ideal = step_flops(JOB).model_causal / (1e6 * JOB.layout.world_size)
     passes = 60 - 2 - 8
     assert seconds_of(budget.of_trace(trace, JOB)) == pytest.approx(
         {
-            "arithmetic": ideal,
-            "products": passes - ideal,
-            "recomputation": 7,
-            "bubble": 0,
-            "tensor": 3,
-            "pipeline": 0,
-            "data": 5 + 2 + 4,
-            "optimizer": 1 + 5,
-            "loader": 1,
-            "snapshot": 2 + 4,
-            "rest": 10 + 6,
+            "arithmetic": ideal, "products": passes - ideal, "recomputation": 7, "bubble": 0, "tensor": 3,
+            "pipeline": 0, "data": 5 + 2 + 4, "optimizer": 1 + 5, "loader": 1, "snapshot": 2 + 4, "rest": 10 + 6,
         }
-    )
+    )  # fmt: skip
 
 
 def test_budget_of_an_empty_trace_has_no_parts():
@@ -100,19 +79,11 @@ def test_parts_of_phases_are_the_mean_step():
     parts = budget.of_phases([ROW, {"step_seconds": 7.0}, slower], JOB)
     assert seconds_of(parts) == pytest.approx(
         {
-            "arithmetic": 0.2 * 15,
-            "products": 7.5 - 0.2 * 15,
-            "recomputation": 0.75,
-            "bubble": 1.5,
-            "tensor": 1.5,
-            "pipeline": 0.375,
-            "data": 1.125,
-            "optimizer": 0.75,
-            "loader": 0.75,
-            "snapshot": 0.1875,
+            "arithmetic": 0.2 * 15, "products": 7.5 - 0.2 * 15, "recomputation": 0.75, "bubble": 1.5, "tensor": 1.5,
+            "pipeline": 0.375, "data": 1.125, "optimizer": 0.75, "loader": 0.75, "snapshot": 0.1875,
             "rest": 15 - 7.5 - 0.75 - 1.5 - 1.5 - 0.375 - 1.125 - 0.75 - 0.75 - 0.1875,
         }
-    )
+    )  # fmt: skip
     assert "2 steps that were measured" in parts[0].how or "peak" in parts[0].how
     assert budget.of_phases([{"step_seconds": 7.0}], JOB) == ()
     stalled = seconds_of(budget.of_phases([{**ROW, "snapshot_seconds": 1e3}], JOB))

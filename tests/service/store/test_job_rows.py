@@ -158,24 +158,16 @@ def check_order(store, some, sort, descending):
 
 
 FILTERED = [
-    (JobFilter(states=("CANCELLED",)), {0, 3, 6}),
-    (JobFilter(states=("CANCELLED", "QUEUED")), set(range(9))),
-    (JobFilter(name="Run 1"), {1, 4, 7}),
-    (JobFilter(name="run 1"), set()),
-    (JobFilter(search="rUN 1"), {1, 4, 7}),
-    (JobFilter(search="JOB_"), set(range(9))),
-    (JobFilter(search="%"), set()),
-    (JobFilter(search="R_n"), set()),
-    (JobFilter(search="/"), set()),
-    (JobFilter(labels=(("team", "t1"),)), {1, 3, 5, 7}),
+    (JobFilter(states=("CANCELLED",)), {0, 3, 6}), (JobFilter(states=("CANCELLED", "QUEUED")), set(range(9))),
+    (JobFilter(name="Run 1"), {1, 4, 7}), (JobFilter(name="run 1"), set()), (JobFilter(search="rUN 1"), {1, 4, 7}),
+    (JobFilter(search="JOB_"), set(range(9))), (JobFilter(search="%"), set()), (JobFilter(search="R_n"), set()),
+    (JobFilter(search="/"), set()), (JobFilter(labels=(("team", "t1"),)), {1, 3, 5, 7}),
     (JobFilter(labels=(("team", None), ("n", ""))), set(range(9))),
-    (JobFilter(labels=(("team", "t1"), ("team", "t0"))), set()),
-    (JobFilter(labels=(("other", None),)), set()),
-    (JobFilter(owner="ada", name="Run 1"), {1, 7}),
-    (JobFilter(owner="ada", labels=(("team", "t0"),)), set()),
+    (JobFilter(labels=(("team", "t1"), ("team", "t0"))), set()), (JobFilter(labels=(("other", None),)), set()),
+    (JobFilter(owner="ada", name="Run 1"), {1, 7}), (JobFilter(owner="ada", labels=(("team", "t0"),)), set()),
     (JobFilter(bound="other"), set()),
     (JobFilter(bound="default", states=("QUEUED",), search="n 2", labels=(("n", None),)), {2, 5, 8}),
-]
+]  # fmt: skip
 """Filters, and the jobs that they leave. What is searched for has a blank, since ids have digits and letters too."""
 
 

@@ -89,16 +89,10 @@ def test_gang_unknown_to_a_restored_database_is_recorded_rank_by_rank(store, sub
 @pytest.mark.parametrize(
     ("known", "becomes"),
     [
-        ("QUEUED", "STARTING"),
-        ("PAUSING", "STARTING"),
-        ("PAUSED", "STARTING"),
-        ("FAILED", "STARTING"),
-        ("RESIZING", "RECOVERING"),
-        ("RUNNING", "RUNNING"),
-        ("SUCCEEDED", None),
-        ("CANCELLED", None),
+        ("QUEUED", "STARTING"), ("PAUSING", "STARTING"), ("PAUSED", "STARTING"), ("FAILED", "STARTING"),
+        ("RESIZING", "RECOVERING"), ("RUNNING", "RUNNING"), ("SUCCEEDED", None), ("CANCELLED", None),
     ],
-)
+)  # fmt: skip
 def test_restored_job_adopts_a_newer_gang_unless_it_succeeded_or_was_cancelled(store, submit, known, becomes):
     job = submit()
 

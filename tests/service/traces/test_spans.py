@@ -98,43 +98,35 @@ def test_submitted_placed_launched_and_stepped():
     ("states", "generations", "expected"),
     [
         pytest.param(
-            "0 QUEUED, 5 STARTING, 9 QUEUED, 12 STARTING, 20 RUNNING",
-            [(14, 18, 20, None)],
+            "0 QUEUED, 5 STARTING, 9 QUEUED, 12 STARTING, 20 RUNNING", [(14, 18, 20, None)],
             {"": (0, 20), "queued": (0, 12), "placing": (12, 14), "launching": (14, 18), "first_step": (18, 20)},
             id="what could not be placed has waited all the time",
         ),
         pytest.param(
-            "0 QUEUED, 3 PAUSED, 50 QUEUED, 55 STARTING, 70 RUNNING",
-            [(58, 68, 70, None)],
+            "0 QUEUED, 3 PAUSED, 50 QUEUED, 55 STARTING, 70 RUNNING", [(58, 68, 70, None)],
             {"": (50, 70), "queued": (50, 55), "placing": (55, 58), "launching": (58, 68), "first_step": (68, 70)},
             id="a pause is no waiting",
         ),
         pytest.param(
-            ONCE,
-            [(8, None, None, 12), (12, 18, 20, None)],
+            ONCE, [(8, None, None, 12), (12, 18, 20, None)],
             {"": (0, 20), "queued": (0, 5), "placing": (5, 8), "launching": (8, 18), "first_step": (18, 20)},
             id="a launch that had to be done again is a part of the start",
         ),
         pytest.param(
-            "0 QUEUED, 5 STARTING, 10 QUEUED, 12 STARTING, 20 RUNNING",
-            [(8, None, None, 14), (14, 18, 20, None)],
+            "0 QUEUED, 5 STARTING, 10 QUEUED, 12 STARTING, 20 RUNNING", [(8, None, None, 14), (14, 18, 20, None)],
             {"": (0, 20), "queued": (0, 12), "placing": (12, 14), "launching": (14, 18), "first_step": (18, 20)},
             id="what was launched before its places were lost is a part of the waiting",
         ),
         pytest.param(
-            ONCE,
-            [(8, None, 20, None)],
-            {"": (0, 20), "queued": (0, 5), "placing": (5, 8), "first_step": (8, 20)},
+            ONCE, [(8, None, 20, None)], {"": (0, 20), "queued": (0, 5), "placing": (5, 8), "first_step": (8, 20)},
             id="a phase whose end is not known counts with the next",
         ),
         pytest.param(
-            ONCE,
-            [(8, 18, 7, None)],
-            {"": (0, 7), "queued": (0, 5), "placing": (5, 7)},
+            ONCE, [(8, 18, 7, None)], {"": (0, 7), "queued": (0, 5), "placing": (5, 7)},
             id="a rank whose clock is wrong makes no phase negative",
         ),
     ],
-)
+)  # fmt: skip
 def test_start_span_has_the_phases_queued_placing_launch_and_first_step(states, generations, expected):
     assert phases(spans_of(history(states, generations), len(generations))) == expected
 

@@ -34,12 +34,8 @@ def test_a_rank_that_is_slow_for_long_is_named_once_with_the_evidence():
     assert (straggler.rank, straggler.own_seconds, straggler.usual_seconds) == (1, 0.5, 0.2)
     assert "rank 1 holds up the others" in straggler.sentence
     assert straggler.to_json() == {
-        "straggler": 1,
-        "own_seconds": 0.5,
-        "usual_seconds": 0.2,
-        "slow_steps": SLOW_STEPS,
-        "window": WINDOW,
-    }
+        "straggler": 1, "own_seconds": 0.5, "usual_seconds": 0.2, "slow_steps": SLOW_STEPS, "window": WINDOW,
+    }  # fmt: skip
 
 
 def test_a_stage_that_has_more_to_do_is_no_straggler():

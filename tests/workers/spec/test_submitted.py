@@ -246,15 +246,10 @@ def test_allowed_environment_variables_are_kept_and_distinguish_specs():
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
-        ("NCCL_NET_PLUGIN", None),
-        ("NCCL_DEBUG_FILE", "NCCL_DEBUG"),
-        ("NCCL_TOPO_DUMP_FILE", None),
-        ("LD_PRELOAD", None),
-        ("CUDA_VISIBLE_DEVICES", None),
-        ("nccl_algo", "NCCL_ALGO"),
-        ("MANTA_HOME", None),
+        ("NCCL_NET_PLUGIN", None), ("NCCL_DEBUG_FILE", "NCCL_DEBUG"), ("NCCL_TOPO_DUMP_FILE", None),
+        ("LD_PRELOAD", None), ("CUDA_VISIBLE_DEVICES", None), ("nccl_algo", "NCCL_ALGO"), ("MANTA_HOME", None),
     ],
-)
+)  # fmt: skip
 def test_environment_variables_that_are_not_allowed_are_refused_by_name(name, suggestion):
     with pytest.raises(SpecError) as refused:
         parse_job_spec(environment(**{name: "x"}))
