@@ -16,6 +16,7 @@ from manta.service.control import control_plane, housekeeping, owners, scheduler
 from manta.service.control.control_plane import ControlPlane
 from manta.service.control.options import ControlPlaneOptions
 from manta.service.control.takeover import CannotTakeOver
+from manta.service.home import home_of_jobs
 from manta.service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
 from manta.service.job.supervisor import Supervisor
 from manta.service.leases.decisions import RayMismatch
@@ -425,3 +426,22 @@ def test_control_plane_measurements_count_jobs_nodes_units_and_lag(start, cluste
     assert {node.id for node in seen.nodes} == set(cluster.nodes.slots)
     total, free = seen.units["manta_slot"]
     assert free < total
+
+
+def test_folder_of_checkpoints_that_does_not_answer_keeps_no_service_from_starting(tmp_path, monkeypatch, caplog):
+    answers, marked, shared = threading.Event(), [], tmp_path / "shared"
+
+    def mark(folder, installation):
+        assert folder != shared or answers.wait(60)
+        marked.append(folder)
+
+    def soon_given_up(seconds, name, work):
+        return answered_within(0.05 if work.args[0] == shared else 6 * seconds, name, work)
+
+    answered_within = home_of_jobs.answered_within
+    monkeypatch.setattr(home_of_jobs, "mark", mark)
+    monkeypatch.setattr(home_of_jobs, "answered_within", soon_given_up)
+    HomeOfJobs(tmp_path / "home", shared, None).mark("manta-1")
+    assert marked == [tmp_path / "home"]
+    assert f"{shared} cannot be marked as belonging to this service: no answer" in caplog.text
+    answers.set()

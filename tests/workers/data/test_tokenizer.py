@@ -1,13 +1,15 @@
-"""Tokenizers, and corpora that are tokenized."""
+"""Tokenizers, corpora that are tokenized, and what the documentation says of both."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from chat_files import chat_file, said
+from documented import ROOT, blocks_of, run_blocks
 from engine_specs import document
 from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like, split_as_llama_3
 from tokenizers import AddedToken, Tokenizer, models
@@ -15,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from manta.workers.config import DataConfig
 from manta.workers.data import tokenize
 from manta.workers.data import trained_tokenizer as module
+from manta.workers.data.conversations import conversation_in
 from manta.workers.data.corpus_record import with_digests
 from manta.workers.data.indexed_dataset import IndexedTokens, read_index
 from manta.workers.data.prepare import open_corpus
@@ -22,7 +25,7 @@ from manta.workers.data.sources import CorpusFile, corpus_files
 from manta.workers.data.token_cache import Watcher
 from manta.workers.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from manta.workers.errors import DataError, DataNotStored
-from manta.workers.spec.reading import load_job_spec
+from manta.workers.spec.reading import load_job_spec, parse_job_spec
 from manta.workers.spec.submitted import with_vocabulary
 
 
@@ -343,3 +346,48 @@ def test_progress_on_a_terminal_overwrites_one_line():
     watcher.report("data_progress", "20%", {})
     watcher.report("data_prepared", "done", {})
     assert out.text == "begins\n10%\r\x1b[K20%\r\x1b[Kdone\n"
+
+
+CHAT = blocks_of("training.md", "Fine-tune on chat data")
+MEGATRON = blocks_of("data.md", "To and from Megatron-LM")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
+def test_example_jobs_are_valid_specs(path):
+    assert load_job_spec(path).name == path.stem
+
+
+@pytest.mark.parametrize("block", [text for kind, text in [*CHAT, *MEGATRON] if kind == "yaml"])
+def test_jobs_in_the_pages_are_valid_specs(block):
+    job = yaml.safe_load(block)
+    # Of weights the shape is in their folder.
+    shape = {"layers": 4, "hidden_size": 64, "heads": 4, "vocabulary_size": 320, **job.pop("model")}
+    shape.pop("from", None)
+    assert parse_job_spec({**document(), **job, "model": shape}).name == job["name"]
+
+
+def test_conversation_shown_in_the_page_is_valid():
+    ((_, row),) = [block for block in blocks_of("data.md", "Conversations") if block[0] == "json"]
+    assert [each["role"] for each in conversation_in(json.loads(row), "messages", "the page").messages] == [
+        "user", "assistant",
+    ]  # fmt: skip
+
+
+@pytest.mark.soak
+def test_a_model_is_fine_tuned_on_conversations_as_the_page_says(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    _, trained, used = run_blocks(CHAT, tmp_path)
+    losses = [float(each) for each in re.findall(r"  loss (\S+)", trained)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert re.search(r"^conversations +200$", used, re.M)
+    assert "What comes after 41?\n" in used
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+    assert asked == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.soak
+def test_tokens_are_converted_for_megatron_and_read_back_as_the_page_says(tmp_path):
+    assert "step 20/20" in run_blocks(MEGATRON, tmp_path)[-1]
