@@ -34,8 +34,8 @@ def manta(tmp_path, database_url):
 
 def test_db_upgrade_makes_a_missing_database_that_check_and_backup_refuse(manta, tmp_path):
     new = {"MANTA_DATABASE_URL": f"sqlite:///{tmp_path}/new.db"}
-    for command in (["check"], ["backup", tmp_path / "backup.db"]):
-        assert "there is no such file (`manta up` and `manta db upgrade` make one)" in manta(*command, code=2, **new)
+    for words in (["check"], ["backup", tmp_path / "backup.db"]):
+        assert "there is no such file (`manta up` and `manta db upgrade` make one)" in manta(*words, code=2, **new)
     assert not (tmp_path / "new.db").exists() and not (tmp_path / "backup.db").exists()
     made = f"new.db was brought from revision none and is at revision {newest_revision()}.\n"
     assert manta("upgrade", **new).endswith(made)
