@@ -204,17 +204,14 @@ def test_paused_job_is_not_scheduled(store, submit, look):
     assert look() == [(waiting.id, 1)]
 
 
-def test_scheduler_looks_at_the_queue_again_after_an_error_of_ray(store, cluster, nodes, submit):
-    async def body():
-        placed = asyncio.Event()
-        scheduler = Scheduler(store, cluster, lambda job, generation: placed.set())
-        running = asyncio.create_task(scheduler.run())
-        await placed.wait()
-        running.cancel()
-
+async def test_scheduler_looks_at_the_queue_again_after_an_error_of_ray(store, cluster, nodes, submit):
     nodes.error = ClusterUnavailable(OSError())
     submit()
-    asyncio.run(asyncio.wait_for(body(), 60))
+    placed = asyncio.Event()
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.set())
+    running = asyncio.create_task(scheduler.run())
+    await placed.wait()
+    running.cancel()
 
 
 def test_job_waiting_for_gpus_reports_insufficient_gpus(store, submit, look, nodes):
