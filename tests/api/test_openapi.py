@@ -145,9 +145,10 @@ def test_openapi_validation_rejects_a_wrong_answer(api):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"\xff\xfe", b'{"data": NaN}', b'{"\\ud800": 1}', b"[" * 100_000, b"1" * 5000]
+    "body",
+    [b"", b"{", b"\xff\xfe", b'{"data": NaN}', b'{"a": Infinity}', b'{"\\ud800": 1}', b"[" * 100_000, b"1" * 5000],
 )
-@pytest.mark.parametrize("path", ["/v1/jobs/{id}/resize", "/v1/jobs/{id}/faults", "/v1/nodes/abcd/drain"])
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/jobs/{id}/resize", "/v1/jobs/{id}/faults", "/v1/nodes/abcd/drain"])
 def test_malformed_json_body_is_refused_by_every_operation(service, path, body):
     path = path.replace("{id}", service.submit()["id"])
     response = service.http.post(path, content=body, headers={"Content-Type": "application/json"})
