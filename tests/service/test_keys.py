@@ -37,13 +37,6 @@ def test_automatic_key_is_created_on_the_first_start_readable_by_its_user_only(s
     assert (entry.operation, entry.target, entry.user) == ("create_key", row.id, "the service")
 
 
-def test_automatic_key_is_kept_on_the_next_start(store, home):
-    ensure_automatic(store, home)
-    before = read_key(home)
-    ensure_automatic(store, home)
-    assert read_key(home) == before
-
-
 def test_automatic_key_is_added_to_another_database(store, home):
     (home / "api.key").write_text("manta_from-before\n")
     (home / "api.key").chmod(0o600)
@@ -51,9 +44,11 @@ def test_automatic_key_is_added_to_another_database(store, home):
     assert read_key(home) == "manta_from-before" and row_of(store, "manta_from-before").installation
 
 
-def test_automatic_key_that_was_revoked_is_replaced(store, home):
+def test_automatic_key_is_kept_on_the_next_start_and_replaced_once_revoked(store, home):
     ensure_automatic(store, home)
     before = read_key(home)
+    ensure_automatic(store, home)
+    assert read_key(home) == before
     store.write(lambda session: keys.revoke(session, None, keys.by_digest(session, digest_of(before)).id))
     ensure_automatic(store, home)
     assert read_key(home) != before and row_of(store, read_key(home)).revoked_at is None
