@@ -154,9 +154,8 @@ def test_eta_of_a_training_job_is_that_of_its_remaining_steps(store, job):
 
 def test_layout_is_the_one_in_use_with_nothing_left_open(store, job):
     store.write(lambda session: setattr(jobs.get(session, job.id), "replicas", 3))
-    with store.read() as session:
-        row = jobs.get(session, job.id)
-        layout = layout_in_use(ParallelConfig.model_validate(row.spec["parallel"]), row)
+    row = store.query(jobs.get, job.id)
+    layout = layout_in_use(ParallelConfig.model_validate(row.spec["parallel"]), row)
     parallel = viewed(store, job.id).parallel
     assert (parallel["data"], parallel["world_size"]) == (3, 12)
     assert parallel["sequence_parallel"] is layout.sequence_parallel_on

@@ -147,9 +147,8 @@ def test_export_that_cannot_start_is_recorded_as_failed(store, job, root, monkey
     monkeypatch.setattr(module, "_started", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable")))
     with pytest.raises(ExportNotPossible, match=r"cannot be started .*temporarily unavailable.*: try again"):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
-    with store.read() as session:
-        (row,) = exports.of_job(session, job)
-        assert (row.state, exports.any_runs(session, job, row.updated_at)) == ("failed", False)
+    (row,) = store.query(exports.of_job, job)
+    assert (row.state, store.query(exports.any_runs, job, row.updated_at)) == ("failed", False)
 
 
 def test_exports_are_limited_in_number_and_end_with_the_service(store, job, root, written_by, ended):
@@ -254,9 +253,8 @@ def test_running_export_needs_its_checkpoint_only_until_it_ends_or_falls_silent(
     store.write(lambda session: exports.note(session, export, 7, 9))
     store.write(lambda session: exports.end(session, export, "the disk is full"))
     store.write(lambda session: exports.note(session, export, 9, 9))  # what was read of it late
-    with store.read() as session:
-        row = exports.get(session, job, export)
-        assert (row.state, row.done_bytes, row.total_bytes, runs()) == ("failed", 7, 9, False)
+    row = store.query(exports.get, job, export)
+    assert (row.state, row.done_bytes, row.total_bytes, runs()) == ("failed", 7, 9, False)
 
 
 def test_export_that_stands_still_is_given_up_and_leaves_its_place(store, job, root, written_by, ended, monkeypatch):

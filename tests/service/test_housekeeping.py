@@ -412,6 +412,5 @@ def test_memory_of_a_node_without_ranks_is_needed_while_nothing_else_has_the_sta
             checkpoints.complete(session, checkpoints.begin(session, job.id, 1, saved, "/c").id, 1)
 
     store.write(write)
-    with store.read() as session:
-        assert housekeeping._needing_memory(session, [job.id]) == ({job.id} if needed else set())
-        assert housekeeping._needing_memory(session, ["unknown"]) == {"unknown"}
+    assert store.query(housekeeping._needing_memory, [job.id]) == ({job.id} if needed else set())
+    assert store.query(housekeeping._needing_memory, ["unknown"]) == {"unknown"}

@@ -40,9 +40,8 @@ def test_job_resumes_from_its_newest_complete_checkpoint(store, started):
 def test_job_resumes_from_the_checkpoint_made_last_even_if_others_have_later_steps(store, started):
     save(store, started, 100)
     last = save(store, started, 50, generation=2)
-    with store.read() as session:
-        assert checkpoints.newest(session, started.id).id == last
-        assert checkpoints.kept_because(session, started)[last].startswith("it is the newest")
+    assert store.query(checkpoints.newest, started.id).id == last
+    assert store.query(checkpoints.kept_because, started)[last].startswith("it is the newest")
 
 
 def test_failed_save_of_a_step_becomes_complete_when_repeated(store, started):
@@ -141,9 +140,8 @@ def test_checkpoints_unknown_to_a_restored_database_are_found_on_disk(store, sta
     assert reconciled(store, started, *there, on_disk(250, Condition.UNKNOWN)) == {
         50: "complete", 100: "complete", 150: "complete", 200: "complete"
     }  # fmt: skip
-    with store.read() as session:
-        found = checkpoints.find(session, started.id, 1, 200)
-        assert checkpoints.newest(session, started.id).id == found.id
+    found = store.query(checkpoints.find, started.id, 1, 200)
+    assert store.query(checkpoints.newest, started.id).id == found.id
     assert (found.path, found.bytes, found.completed_at) == ("/x/step-00000200-generation-1", 7, None)
     assert reconciled(store, started, *there)[200] == "complete"
     assert reconciled(store, started, *there[:3])[200] == "deleted"

@@ -16,9 +16,8 @@ def begin(store, job, restart=False):
 
 def test_generations_count_up_and_only_recoveries_count_as_restarts(store, started):
     assert [begin(store, started), begin(store, started, restart=True)] == [1, 2]
-    with store.read() as session:
-        job = jobs.get(session, started.id)
-        first, second = generations.of_job(session, started.id)
+    job = store.query(jobs.get, started.id)
+    first, second = store.query(generations.of_job, started.id)
     assert (job.generation, job.restarts) == (2, 1)
     assert first.ended_at is not None and second.ended_at is None
 
@@ -39,10 +38,9 @@ def test_a_generation_begins_in_the_same_transaction_as_a_transition(store, star
         return generations.begin(session, started.id, "rank_died", True, "snapshot", 7)
 
     assert store.write(recover) == 1
-    with store.read() as session:
-        job = jobs.get(session, started.id)
-        assert (job.state, job.reason, job.generation) == ("RECOVERING", "rank_died", 1)
-        assert generations.of_job(session, started.id)[0].resume_step == 7
+    job = store.query(jobs.get, started.id)
+    assert (job.state, job.reason, job.generation) == ("RECOVERING", "rank_died", 1)
+    assert store.query(generations.of_job, started.id)[0].resume_step == 7
 
 
 def test_generation_keeps_its_first_reported_first_step_and_end(store, started):
@@ -69,10 +67,9 @@ def test_reports_and_checkpoints_of_an_older_generation_are_refused(store, start
         )
 
     assert store.write(late) == (0, False, None, False)
-    with store.read() as session:
-        job = jobs.get(session, started.id)
-        assert (job.generation, job.step, job.metrics, job.report_cursor) == (new, 0, {}, {})
-        assert ranks.of_job(session, started.id)[0].state == "starting"
+    job = store.query(jobs.get, started.id)
+    assert (job.generation, job.step, job.metrics, job.report_cursor) == (new, 0, {}, {})
+    assert store.query(ranks.of_job, started.id)[0].state == "starting"
 
 
 def test_a_new_generation_takes_reports_numbered_from_one_again(store, started):

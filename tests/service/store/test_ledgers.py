@@ -28,10 +28,9 @@ def book(store, job, now=None):
 
 def test_job_state_changes_are_recorded_with_their_times(store, started):
     move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
-    with store.read() as session:
-        changes = jobs.states_over_time(session, started.id)
-        job = jobs.get(session, started.id)
-        listed = events.page(session, started.id).items
+    changes = store.query(jobs.states_over_time, started.id)
+    job = store.query(jobs.get, started.id)
+    listed = store.query(events.page, started.id).items
     assert [change.state for change in changes] == ["QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
     assert (changes[0].time, changes[1].time, changes[-1].time) == (job.created_at, job.started_at, job.finished_at)
     assert [event.time for event in listed if event.type == "state_changed"] == [change.time for change in changes[1:]]
@@ -178,9 +177,8 @@ def test_recoveries_of_a_job_are_paged_in_the_order_of_generations(store, recove
         number = begin(store, recovering, True)
         known = RecoveryStart("killed", 0, "again", RecoveryTimeline(1.0))
         store.write(lambda session, n=number, k=known: recoveries.begin(session, recovering.id, n, k))
-    with store.read() as session:
-        first = recoveries.page(session, recovering.id, limit=3)
-        rest = recoveries.page(session, recovering.id, limit=3, cursor=first.next_cursor)
+    first = store.query(recoveries.page, recovering.id, limit=3)
+    rest = store.query(recoveries.page, recovering.id, limit=3, cursor=first.next_cursor)
     assert [row.generation for row in (*first.items, *rest.items)] == [2, 3, 4, 5]
     assert (first.next_cursor is None, rest.next_cursor) == (False, None)
 

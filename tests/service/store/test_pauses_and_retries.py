@@ -67,9 +67,8 @@ def test_resume_notes_itself_and_forgets_that_the_generation_was_to_end_in_a_pau
 
     store.write(pause)
     store.write(lambda s: pauses_and_retries.request_resume(s, started.id))
-    with store.read() as session:
-        (life,) = generations.of_job(session, started.id)
-        assert life.data == {pauses_and_retries.RESUMED: True}
+    (life,) = store.query(generations.of_job, started.id)
+    assert life.data == {pauses_and_retries.RESUMED: True}
 
 
 @pytest.fixture
@@ -126,16 +125,14 @@ def test_retry_of_a_job_that_has_not_failed_is_refused(store, submit):
 def test_snapshots_are_held_by_unfinished_jobs_and_failed_ones_that_may_be_retried(store, failed, submit):
     waiting, over = submit(), submit()
     store.write(lambda s: jobs.request_cancel(s, over.id))
-    with store.read() as session:
-        every = [failed.id, waiting.id, over.id]
-        assert pauses_and_retries.holding_memory(session, every) == {failed.id, waiting.id}
-        assert pauses_and_retries.holding_memory(session, [over.id, waiting.id]) == {waiting.id}
+    every = [failed.id, waiting.id, over.id]
+    assert store.query(pauses_and_retries.holding_memory, every) == {failed.id, waiting.id}
+    assert store.query(pauses_and_retries.holding_memory, [over.id, waiting.id]) == {waiting.id}
 
 
 def test_snapshots_of_a_failed_job_are_released_once_after_their_time(store, failed):
-    with store.read() as session:
-        assert pauses_and_retries.memory_expired(session, 999.0) == []
-        assert pauses_and_retries.memory_expired(session, 1001.0) == [failed.id]
+    assert store.query(pauses_and_retries.memory_expired, 999.0) == []
+    assert store.query(pauses_and_retries.memory_expired, 1001.0) == [failed.id]
     assert not store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 999.0))
     assert store.write(lambda s: pauses_and_retries.release_snapshots(s, failed.id, 1001.0))
     assert row(store, failed).memory_kept_until is None
