@@ -6,7 +6,6 @@ import json
 import typing
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
 
 import pytest
 
@@ -20,7 +19,6 @@ from manta.service.cluster.agent_client import (
     RayNodeDaemon,
     within,
 )
-from manta.service.cluster.agents import CallsToNodes
 from manta.service.leases.decisions import LeaseLost, LeaseUncertain
 from manta.workers.node.daemon import NodeDaemon
 from manta.workers.protocol import messages
@@ -38,7 +36,6 @@ from manta.workers.protocol.messages import (
 from manta.workers.protocol.remote_call import EPOCH, StaleOwner, serve
 from manta.workers.rank.agent import Agent
 from tests.service.support.fake_agents import FakeAgent
-from tests.service.support.virtual_time import in_virtual_time
 
 
 class RayError(Exception):
@@ -67,10 +64,13 @@ def over_ray(target, client=RayAgent):
 
 
 def raising(error):
-    return RayAgent(RAY, SimpleNamespace(call=SimpleNamespace(remote=AsyncMock(side_effect=error))))
+    async def carry(method, arguments):
+        raise error
+
+    return RayAgent(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)))
 
 
-async def test_calls_go_to_the_node_that_the_agent_has_described():
+def test_calls_go_to_the_node_that_the_agent_has_described():
     """A rank that is placed again has another agent, so an agent stays where it is."""
     asked = []
 
@@ -79,24 +79,30 @@ async def test_calls_go_to_the_node_that_the_agent_has_described():
             asked.append(node)
             return await call()
 
-    agent = over_ray(FakeAgent(node="n1"))
-    agent._calls = Calls()
-    await agent.snapshot_steps()
-    await agent.describe()
-    await agent.snapshot_steps()
+    async def body():
+        agent = over_ray(FakeAgent(node="n1"))
+        agent._calls = Calls()
+        await agent.snapshot_steps()
+        await agent.describe()
+        await agent.snapshot_steps()
+
+    asyncio.run(body())
     assert asked == [None, None, "n1"]
 
 
-async def test_orders_reports_and_answers_cross_with_their_types():
-    there = FakeAgent()
-    agent = over_ray(there)
-    order = LaunchOrder("job-1", 2, 0, {"any": 1}, faults=(Fault("f", "kill", 0),))
-    assert await agent.launch(order) == Launched(there._pid)
-    assert there.orders == [order]
-    (report,) = await agent.reports(0, 1.0)
-    assert report == there._reports[0]
-    assert await agent.describe() == await there.describe()
-    assert await agent.progress() is None
+def test_orders_reports_and_answers_cross_with_their_types():
+    async def body():
+        there = FakeAgent()
+        agent = over_ray(there)
+        order = LaunchOrder("job-1", 2, 0, {"any": 1}, faults=(Fault("f", "kill", 0),))
+        assert await agent.launch(order) == Launched(there._pid)
+        assert there.orders == [order]
+        (report,) = await agent.reports(0, 1.0)
+        assert report == there._reports[0]
+        assert await agent.describe() == await there.describe()
+        assert await agent.progress() is None
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize(
@@ -153,11 +159,14 @@ def test_errors_of_ray_are_translated_with_their_last_line():
         assert caught.value.kind == type(error).__name__
 
 
-async def test_agent_answer_that_is_late_raises_agent_timeout():
-    silent = FakeAgent()
-    silent.silence()
-    with pytest.raises(AgentTimeout, match=r"no answer in 0.01 s"):
-        await within(0.01, silent.describe())
+def test_agent_answer_that_is_late_raises_agent_timeout():
+    async def body():
+        silent = FakeAgent()
+        silent.silence()
+        with pytest.raises(AgentTimeout, match=r"no answer in 0.01 s"):
+            await within(0.01, silent.describe())
+
+    asyncio.run(body())
 
 
 def test_client_refuses_an_agent_or_daemon_of_another_protocol():
@@ -174,17 +183,21 @@ def test_client_refuses_an_agent_or_daemon_of_another_protocol():
         asyncio.run(over_ray(Newer(), RayNodeDaemon).start())
 
 
-async def test_orders_use_the_protocol_of_the_receiving_agent(monkeypatch):
+def test_orders_use_the_protocol_of_the_receiving_agent(monkeypatch):
     monkeypatch.setattr(messages, "SPOKEN", (1, messages.PROTOCOL))
-    there = FakeAgent()
-    there.description = replace(there.description, protocol=1)
-    agent = over_ray(there)
-    await agent.describe()
-    await agent.launch(LaunchOrder("job", 1, 0, {}))
-    await agent.prepare(LaunchOrder("job", 2, 0, {}))
-    assert [order.protocol for order in (*there.orders, *there.prepared)] == [1, 1]
-    await over_ray(there).launch(LaunchOrder("job", 3, 0, {}))
-    assert there.orders[-1].protocol == messages.PROTOCOL
+
+    async def body():
+        there = FakeAgent()
+        there.description = replace(there.description, protocol=1)
+        agent = over_ray(there)
+        await agent.describe()
+        await agent.launch(LaunchOrder("job", 1, 0, {}))
+        await agent.prepare(LaunchOrder("job", 2, 0, {}))
+        assert [order.protocol for order in (*there.orders, *there.prepared)] == [1, 1]
+        await over_ray(there).launch(LaunchOrder("job", 3, 0, {}))
+        assert there.orders[-1].protocol == messages.PROTOCOL
+
+    asyncio.run(body())
 
 
 class _RaysStaleOwner(RayTaskError, StaleOwner):
@@ -233,64 +246,3 @@ def test_agent_with_a_later_owner_makes_the_client_raise_lease_lost(error):
     agent, _, _ = owned_agent(7, error)
     with pytest.raises(LeaseLost, match="job_1"):
         asyncio.run(agent.stop_backups())
-
-
-@pytest.fixture
-def nodes():
-    return SimpleNamespace(lost=set())
-
-
-async def never():
-    await asyncio.Event().wait()
-
-
-async def soon():
-    await asyncio.sleep(1)
-    return "answer"
-
-
-def test_node_calls_in_progress_fail_when_their_node_is_lost(nodes, monkeypatch):
-    async def body():
-        calls, loop = CallsToNodes(nodes), asyncio.get_running_loop()
-        gone = [asyncio.create_task(calls.answer("a", never)) for _ in range(3)]
-        others = [asyncio.create_task(calls.answer(node, soon)) for node in ("b", None)]
-        await asyncio.sleep(0.5)
-        calls.fail("a")
-        calls.fail("a")
-        outcomes = await asyncio.gather(*gone, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [AgentLost] * 3 and loop.time() == 0.5
-        assert (outcomes[0].kind, str(outcomes[0])) == ("NodeLost", "node a is lost")
-        assert await asyncio.gather(*others) == ["answer"] * 2
-        assert calls._waiting == {}
-
-    in_virtual_time(monkeypatch, body)
-
-
-def test_node_calls_fail_without_being_made_while_the_node_is_lost(nodes, monkeypatch):
-    async def body():
-        calls = CallsToNodes(nodes)
-        nodes.lost = {"a"}
-        with pytest.raises(AgentLost):
-            await calls.answer("a", lambda: pytest.fail("it was called"))
-        nodes.lost.clear()
-        calls.fail("b")
-        assert await calls.answer("a", soon) == "answer"
-
-    in_virtual_time(monkeypatch, body)
-
-
-@pytest.mark.parametrize("error", [TimeoutError, ValueError])
-def test_node_calls_raise_the_error_of_the_call_itself(nodes, error):
-    async def wrong():
-        raise error
-
-    with pytest.raises(error):
-        asyncio.run(CallsToNodes(nodes).answer("a", wrong))
-
-
-def test_node_calls_without_an_answer_in_time_raise_agent_timeout(nodes, monkeypatch):
-    async def body():
-        with pytest.raises(AgentTimeout):
-            await within(10, CallsToNodes(nodes).answer("a", never))
-
-    in_virtual_time(monkeypatch, body)

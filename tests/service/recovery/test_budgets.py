@@ -23,10 +23,15 @@ from manta.service.recovery.budgets import (
 
 KINDS = ("killed", "agent_lost", "hung", "exception", "bad_checkpoint", "peer_lost")
 failures = st.builds(
-    PastFailure, kind=st.sampled_from(KINDS), at=st.floats(0, 10_000),
-    step=st.one_of(st.none(), st.integers(1, 20)), exception=st.sampled_from([None, "ValueError", "KeyError"]),
-    node=st.sampled_from([None, "a", "b", "c"]), committed=st.integers(0, 20), progressed=st.booleans(),
-)  # fmt: skip
+    PastFailure,
+    kind=st.sampled_from(KINDS),
+    at=st.floats(0, 10_000),
+    step=st.one_of(st.none(), st.integers(1, 20)),
+    exception=st.sampled_from([None, "ValueError", "KeyError"]),
+    node=st.sampled_from([None, "a", "b", "c"]),
+    committed=st.integers(0, 20),
+    progressed=st.booleans(),
+)
 histories = st.lists(failures, max_size=20)
 
 
@@ -163,14 +168,21 @@ def test_fault_history_is_read_from_the_generations():
         (
             "machine",
             [
-                "killed", "hung", "straggler", "agent_lost", "peer_lost", "corrupt", "device_lost",
-                "unreadable_data", "node_exhausted",
+                "killed",
+                "hung",
+                "straggler",
+                "agent_lost",
+                "peer_lost",
+                "corrupt",
+                "device_lost",
+                "unreadable_data",
+                "node_exhausted",
             ],
         ),
         ("user", ["exception", "bad_data", "not_finite", "spike"]),
         ("checkpoint", ["bad_checkpoint", "unreadable_checkpoint", "not_saved"]),
     ],
-)  # fmt: skip
+)
 def test_fault_kinds_all_have_a_cause(cause, kinds):
     assert {stuck(kind).cause for kind in kinds} == {cause}
 

@@ -1,9 +1,8 @@
-"""Products of parallel layers, sequence parallelism, compiled operators."""
+"""Other kernels take the place of torch's by one argument of the engine, and torch's accumulate as they are told."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,23 +11,11 @@ from dispatch_mode import DispatchMode, FakeMode
 from engine_specs import layout_of, spec
 from rank_programs import micro_batches
 
-from manta.workers.comm.backend import DONE
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.engine import Engine
-from manta.workers.model.stage import linear_layers
-from manta.workers.parallel.tensor import compiled_operators as operators
 from manta.workers.parallel.tensor import products as products_module
-from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from manta.workers.parallel.tensor.products import TorchProducts
-from manta.workers.parallel.tensor.region import Region
-from manta.workers.parallel.tensor.sequence_parallel import (
-    first_position,
-    gather,
-    leave,
-    sum_partial,
-    sum_replicated_gradients,
-)
 
 
 class Counted(TorchProducts):
@@ -139,108 +126,3 @@ def test_the_gradient_of_gelu_is_autograds(kind, approximate):
     F.gelu(x, approximate=approximate).backward(torch.ones_like(x))
     gradient = TorchProducts().gelu_gradient(torch.ones(20, dtype=torch.float64), x.detach(), kind)
     torch.testing.assert_close(gradient, x.grad, rtol=1e-12, atol=1e-12)
-
-
-class OfTwo(Comm):
-    """Tensor rank 1 of two; the other one has the same numbers, ten times as large."""
-
-    def start_all_reduce(self, axis, tensor, largest=False):
-        assert axis == "tensor"
-        tensor.mul_(11.0)
-        return DONE
-
-    def start_all_gather(self, axis, tensor, out=None):
-        return torch.cat([10.0 * tensor, tensor]), DONE
-
-    def start_reduce_scatter(self, axis, tensor, out=None):
-        return 11.0 * tensor[len(tensor) // 2 :], DONE
-
-
-def region(sequence_parallel: bool) -> Region:
-    comm = OfTwo(RankGrid(layout_of(tensor=2)), 1, torch.device("cpu"))
-    return Region(comm, sequence_parallel, TorchProducts())
-
-
-X = torch.arange(1.0, 9.0).view(4, 1, 2)
-
-
-def test_sequence_parallel_rank_holds_its_part_of_the_sequence():
-    assert (region(True).sequence_split, region(False).sequence_split) == (2, 1)
-    assert first_position(region(True), 4) == 4
-    assert first_position(region(False), 8) == 0
-
-
-def test_sequence_is_gathered_only_if_it_is_split():
-    assert torch.equal(gather(X, region(True)), torch.cat([10 * X, X]))
-    assert gather(X, region(False)) is X
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_leaving_a_tensor_region_sums_and_its_gradient_returns_to_all_ranks(sequence_parallel):
-    x = X.clone().requires_grad_()
-    left = leave(x, region(sequence_parallel))
-    assert torch.equal(left, 11 * (X[2:] if sequence_parallel else X))
-    assert torch.equal(x.detach(), X), "what is summed is a copy"
-    left.backward(torch.ones_like(left))
-    expected = (
-        torch.cat([torch.full((2, 1, 2), 10.0), torch.ones(2, 1, 2)]) if sequence_parallel else torch.ones_like(X)
-    )
-    assert torch.equal(x.grad, expected)
-
-
-def test_partial_results_are_summed_in_place_without_sequence_parallelism():
-    x = X.clone()
-    assert sum_partial(x, region(False)) is x
-    assert torch.equal(x, 11 * X)
-
-
-def test_replicated_gradients_are_summed_in_place():
-    gradients = [torch.full((2,), 1.0), torch.full((3,), 2.0)]
-    sum_replicated_gradients(gradients, region(True).comm)
-    assert [each.tolist() for each in gradients] == [[11.0] * 2, [22.0] * 3]
-    sum_replicated_gradients([], region(True).comm)
-
-
-Layers = dict[str, ColumnParallelLinear | RowParallelLinear]
-TOKENS = (8, 2)
-
-
-def column(layers: Layers, x: torch.Tensor, grads: dict[str, torch.Tensor]) -> None:
-    operators.column_parallel_backward(grads["gate"], x, layers["gate"].weight, 1)
-
-
-def pair(layers: Layers, x: torch.Tensor, grads: dict[str, torch.Tensor]) -> None:
-    weights = (layers["gate"].weight, layers["up"].weight)
-    operators.column_parallel_pair_backward(grads["gate"], grads["up"], x, *weights)
-
-
-def row(layers: Layers, x: torch.Tensor, grads: dict[str, torch.Tensor]) -> None:
-    operators.row_parallel_backward(grads["output"], x, layers["output"].weight, 1)
-
-
-@pytest.mark.parametrize(("backward", "names"), [(column, ["gate"]), (pair, ["gate", "up"]), (row, ["output"])])
-@pytest.mark.parametrize("put_off", [False, True])
-def test_compiled_operators_have_gradients_of_the_given_tensors(
-    backward: Callable[..., None], names: list[str], put_off: bool
-) -> None:
-    engine = Engine(spec(model={"family": "llama", "layers": 1}), Comm(RankGrid(layout_of()), 0, torch.device("cpu")))
-    engine.initialise(1)
-    layers = {name.rpartition(".")[2]: layer for name, layer in linear_layers(engine.model)}
-    for layer in layers.values():
-        operators.enter(layer)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(*TOKENS, 32, generator=generator)
-    grads = {name: torch.randn(*TOKENS, layers[name].weight.shape[0], generator=generator) for name in names}
-    expected = {name: grad.flatten(0, 1).t() @ x.flatten(0, 1) for name, grad in grads.items()}
-    store = engine.model.weight_gradients
-    if put_off:
-        with store.deferred() as tasks:
-            backward(layers, x, grads)
-        for tensor in (x, *grads.values()):
-            tensor.zero_()
-        for task in tasks:
-            task()
-    else:
-        backward(layers, x, grads)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(layers[name].weight.main_grad, gradient)
