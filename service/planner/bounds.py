@@ -11,12 +11,13 @@ from manta.service.planner.communication import groups_of
 from manta.service.planner.engine_passes import layer_time
 from manta.service.planner.hardware import Cluster, with_threads
 from manta.service.planner.layer_kinds import FrozenSizes, StagePasses
-from manta.service.planner.memory import RankMemory, layers_with_room, step_peak_on, usable_bytes, worst_rank
+from manta.service.planner.memory import layers_with_room, step_peak_on, usable_bytes, worst_rank
 from manta.service.planner.pipeline import StageTimes, min_pipeline_seconds, shape_of
 from manta.service.planner.software import Software
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.service.planner.step_time import StepModel, StepTime, min_backward_seconds, slowest_of, threads_in
 from manta.workers.accounting.activation_bytes import saved_terms
+from manta.workers.accounting.device_bytes import DeviceBytes
 from manta.workers.accounting.flops import ParameterCounts, parameter_counts
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, ParallelConfig
@@ -46,7 +47,7 @@ class Bounds:
         self.job, self.cluster, self.software = job, cluster, software
         self._parts: dict[tuple[int, int, str, int, int], StagePasses] = {}
         self._frozen = FrozenSizes(job) if job.train.frozen else None
-        self._memory: dict[Candidate, RankMemory] = {}
+        self._memory: dict[Candidate] = {}
         self._room: dict[tuple[Candidate, float], tuple[int, ...]] = {}
         self._times: dict[Candidate, StepTime] = {}
         self._least: dict[Candidate, float] = {}
@@ -164,7 +165,7 @@ class Bounds:
             self._layer_bytes[key] = sum(saved_terms(self._alone(candidate), 0, candidate.recompute).values())
         return self._layer_bytes[key]
 
-    def memory(self, candidate: Candidate) -> RankMemory:
+    def memory(self, candidate: Candidate) -> DeviceBytes:
         """Memory of the rank that needs most; if a rank does not fit, of the first such rank found."""
         if candidate not in self._memory:
             machine, usable, spec = self.cluster.machine, usable_bytes(self.cluster), candidate.spec(self.job)

@@ -12,7 +12,7 @@ from manta.service.planner.beside_steps import BesideSteps, beside_steps
 from manta.service.planner.budget import Share, sentences, step_shares
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
-from manta.service.planner.memory import RankMemory, by_stage, fits
+from manta.service.planner.memory import by_stage, fits
 from manta.service.planner.pipeline import PASS_NAMES, Bar
 from manta.service.planner.search import Plan, placement_problem
 from manta.service.planner.step_time import step_model
@@ -38,7 +38,7 @@ class Explanation:
     shares: tuple[Share, ...]
     """Parts of a step, starting from the device's peak rate."""
     changes: tuple[WhatIf, ...]
-    memory: tuple[RankMemory, ...]
+    memory: tuple[...]
     """Memory of one rank of each pipeline stage."""
     usable_bytes: tuple[float, ...]
     """Usable memory of a device in each of these stages."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from manta.service.planner.hardware import GIB, Cluster, Machine, parts_of
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
-from manta.workers.accounting.device_bytes import bytes_of_stage
+from manta.workers.accounting.device_bytes import DeviceBytes, bytes_of_stage
 from manta.workers.accounting.flops import stages_on_rank
 from manta.workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
 from manta.workers.accounting.step_peak import StepPeak
@@ -32,32 +32,6 @@ HEAD_TOKENS = 1024
 """The value suggested for `train.head_tokens`: large enough for a GPU's matrix products."""
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes that one rank needs on its device."""
-
-    rank: int
-    """Pipeline index of the rank."""
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    """Kept from forward to backward, logits included."""
-    buffers: float
-    """Temporary: gradients of activations, a layer that is being recomputed, copies of parameters on their way to other
-    replicas."""
-
-    @property
-    def total(self) -> float:
-        """All parts together."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
-
-    def parts(self) -> dict[str, int]:
-        """Bytes of each part by name, and the total."""
-        names = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-        return {name: round(getattr(self, name)) for name in names}
-
-
 def usable_bytes(cluster: Cluster) -> float:
     """Bytes of a device's memory that a rank may use."""
     return cluster.machine.accelerator.memory_bytes * (1 - RESERVE)
@@ -65,7 +39,7 @@ def usable_bytes(cluster: Cluster) -> float:
 
 def worst_rank(
     spec: JobSpec, machine: Machine | None = None, usable: float = math.inf, known: StepPeak | None = None
-) -> RankMemory:
+) -> DeviceBytes:
     """The rank that needs most; if one needs more than `usable` bytes, the first such rank found. `machine`: what ranks
     run on, which changes some tensors; by default a GPU. `known`: of a job as `StepPeak.with_stages` takes it."""
     passes, memories = step_peak_on(spec, machine) if known is None else known.with_stages(spec), []
@@ -76,7 +50,7 @@ def worst_rank(
     return max(memories, key=lambda each: each.total)
 
 
-def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
+def tightest(spec: JobSpec, cluster: Cluster) -> tuple[DeviceBytes, float]:
     """The rank with the least memory to spare, and the bytes that it may use. Raises UnknownMachine if the layout asks
     for nodes that the cluster does not have."""
     parts = parts_of(spec, cluster)
@@ -89,7 +63,7 @@ def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
     return rank_with_least_room(memories)
 
 
-def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[RankMemory, float]]:
+def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[DeviceBytes, float]]:
     """Memory of a rank of each pipeline stage, and what it may take; on the nodes with least room where the layout does
     not say on which it is. Raises UnknownMachine as `tightest`."""
     parts: list[tuple[Cluster, ...]] = [(part,) for part in parts_of(spec, cluster)]
@@ -101,12 +75,12 @@ def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[RankMemory, float]]:
     ]
 
 
-def rank_with_least_room(memories: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
+def rank_with_least_room(memories: Sequence[tuple[DeviceBytes, float]]) -> tuple[DeviceBytes, float]:
     """The rank with the fewest bytes left; each comes with the bytes that it may use."""
     return max(memories, key=lambda each: each[0].total - each[1])
 
 
-def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[RankMemory, float]]:
+def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[DeviceBytes, float]]:
     """Memory of the ranks that may need most, and the bytes that each may use; `parts`: the nodes of each stage."""
     ranks = _candidates(spec, [part.type for part in parts])
     return [(memory_of(spec, rank, parts[rank].machine), usable_bytes(parts[rank])) for rank in ranks]
@@ -143,7 +117,7 @@ def _layers_of(spec: JobSpec, rank: int) -> tuple[int, ...]:
     return tuple(counts[virtual_stage(kind, p, v, rank, chunk)] for chunk in range(v))
 
 
-def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> RankMemory:
+def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> DeviceBytes:
     """What pipeline rank `rank` needs; `machine` as in `worst_rank`."""
     return _memory(step_peak_on(spec, machine), rank)
 
@@ -153,10 +127,8 @@ def step_peak_on(spec: JobSpec, machine: Machine | None) -> StepPeak:
     return StepPeak(spec) if machine is None else StepPeak(spec, machine.has_gpus, machine.sums_apart)
 
 
-def _memory(passes: StepPeak, rank: int) -> RankMemory:
-    stage = bytes_of_stage(passes, rank, _enough(passes.spec))
-    state = (stage.parameters, stage.gradients, stage.optimizer)
-    return RankMemory(rank, *state, stage.activations, stage.workspace)
+def _memory(passes: StepPeak, rank: int) -> DeviceBytes:
+    return bytes_of_stage(passes, rank, _enough(passes.spec))
 
 
 def _enough(spec: JobSpec) -> int:
@@ -236,7 +208,7 @@ def _growth(passes: StepPeak, rank: int) -> tuple[float, float]:
 class Fit:
     """Whether a job fits, and if not, by how much it misses and what would help."""
 
-    memory: RankMemory
+    memory: DeviceBytes
     usable: float
     """Bytes of a device that a rank may take."""
     change: str | None = None

@@ -27,7 +27,7 @@ from manta.service.planner.candidates import (
     schedules,
 )
 from manta.service.planner.hardware import Cluster
-from manta.service.planner.memory import RankMemory, by_kind, rank_with_least_room
+from manta.service.planner.memory import by_kind, rank_with_least_room
 from manta.service.planner.pipeline import StageTimes, min_pipeline_seconds
 from manta.service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
 from manta.service.planner.software import engine_on
@@ -331,7 +331,7 @@ class _Step:
         return self.model.seconds_with(self.stages.min_pipeline_seconds())
 
     @property
-    def memory(self) -> list[tuple[RankMemory, float]]:
+    def memory(self) -> list[tuple[float]]:
         """Memory of the ranks of which one needs most, and the bytes that each may use."""
         return by_kind(self.model.spec, self._parts)
 

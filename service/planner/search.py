@@ -17,10 +17,11 @@ from itertools import islice
 from manta.service.planner.bounds import SLACK, Bounds
 from manta.service.planner.candidates import RECOMPUTE, SIMPLEST, Candidate, axes, candidates, micro_batch_sizes
 from manta.service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
-from manta.service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
+from manta.service.planner.memory import Fit, fits, tightest, usable_bytes, worst_rank
 from manta.service.planner.software import MANTA, Software, engine_on
 from manta.service.planner.step_time import StepTime, step_model, threads_in
 from manta.service.planner.uneven import fitted, refined
+from manta.workers.accounting.device_bytes import DeviceBytes
 from manta.workers.accounting.flops import StepFlops, step_flops
 from manta.workers.config import JobSpec
 from manta.workers.spec.rules import find_problems
@@ -41,7 +42,7 @@ class Plan:
     spec: JobSpec
     """The job with the layout and the micro-batch size."""
     time: StepTime
-    memory: RankMemory
+    memory: DeviceBytes
     """Of the rank that needs most."""
     peak_flops: float
     """Peak rate of one rank at the job's precision."""
@@ -79,7 +80,7 @@ def plan_of(
     cluster: Cluster,
     software: Software | None = None,
     time: StepTime | None = None,
-    memory: RankMemory | None = None,
+    memory: DeviceBytes | None = None,
 ) -> Plan:
     """The plan of a job with a layout, whether it fits or not. `software`: by default this engine; `time`, `memory`: if
     already known. Raises UnknownMachine if the layout asks for nodes that the cluster does not have."""

@@ -41,6 +41,8 @@ WIDE = 4
 class DeviceBytes:
     """Memory of one rank."""
 
+    rank: int
+    """Pipeline index of the rank."""
     parameters: int
     """In the precision of compute; with train.fp8 also the 8-bit copies of weights, in both orientations."""
     gradients: int
@@ -57,6 +59,11 @@ class DeviceBytes:
     def total(self) -> int:
         """The peak of a step."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part, by the names that users see, and the total."""
+        names = ("parameters", "gradients", "optimizer", "activations")
+        return {name: getattr(self, name) for name in names} | {"buffers": self.workspace, "total": self.total}
 
 
 def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
@@ -88,7 +95,7 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     most = max(passes.of_rank(stage, micro_batches), copies, incoming)
     parameters = width * stages + weight_bytes(spec, stage)
     workspace = max(0, most - activations) + _recorded_bytes(passes, stage)
-    return DeviceBytes(parameters, gradients, optimizer, activations, workspace)
+    return DeviceBytes(stage, parameters, gradients, optimizer, activations, workspace)
 
 
 def _recorded_bytes(passes: StepPeak, stage: int) -> int:
