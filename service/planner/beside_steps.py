@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manta.service.planner.hardware import HOST_COPY, HOST_CORE_COPY
-from manta.service.planner.layer_kinds import StagePasses
 from manta.service.planner.operations import host_wait, memory_seconds
-from manta.service.planner.step_time import StepModel, StepTime, slowest_of
+from manta.service.planner.step_time import StagePasses, StepModel, StepTime, slowest_of
 from manta.workers.accounting.flops import trained_parameters
 from manta.workers.accounting.state_costs import bytes_per_parameter, checkpoint_bytes, steps_between
 from manta.workers.config import CheckpointConfig, JobSpec

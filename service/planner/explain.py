@@ -16,6 +16,7 @@ from manta.service.planner.memory import by_stage, fits
 from manta.service.planner.pipeline import PASS_NAMES, Bar
 from manta.service.planner.search import Plan, placement_problem
 from manta.service.planner.step_time import step_model
+from manta.workers.accounting.device_bytes import DeviceBytes
 from manta.workers.config import JobSpec
 from manta.workers.schedules import RUN_BY_ENGINE, SCHEDULES
 from manta.workers.schedules.stages import even_counts, layer_counts
@@ -38,7 +39,7 @@ class Explanation:
     shares: tuple[Share, ...]
     """Parts of a step, starting from the device's peak rate."""
     changes: tuple[WhatIf, ...]
-    memory: tuple[...]
+    memory: tuple[DeviceBytes, ...]
     """Memory of one rank of each pipeline stage."""
     usable_bytes: tuple[float, ...]
     """Usable memory of a device in each of these stages."""

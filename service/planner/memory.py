@@ -14,12 +14,12 @@ from manta.service.planner.hardware import GIB, Cluster, Machine, parts_of
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
 from manta.workers.accounting.device_bytes import DeviceBytes, bytes_of_stage
-from manta.workers.accounting.flops import stages_on_rank
+from manta.workers.accounting.flops import layers_of_rank, stages_on_rank
 from manta.workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.stages import layer_counts, layers_of, virtual_stage
+from manta.workers.schedules.stages import layer_counts, layers_of
 from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer
 from manta.workers.spec.rules import broken_keys
 
@@ -103,18 +103,9 @@ def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> lis
 
 def _kind_of(spec: JobSpec, rank: int) -> tuple[object, ...]:
     """A key that is equal for ranks that are alike: number of layers of each chunk, and which parts are frozen."""
-    if not spec.train.frozen:
-        return _layers_of(spec, rank)
     first, by_layer = first_trained_layer(spec.model, spec.train.frozen), frozen_by_layer(spec)
     chunks = (layers_of(spec.model.layers, spec.layout, index) for index in stages_on_rank(spec, rank))
     return tuple((len(layers), by_layer[max(first, layers.start) : layers.stop]) for layers in chunks)
-
-
-def _layers_of(spec: JobSpec, rank: int) -> tuple[int, ...]:
-    """Layers of each chunk."""
-    layout, counts = spec.layout, layer_counts(spec.model.layers, spec.layout)
-    kind, p, v = layout.schedule, layout.pipeline, layout.virtual_stages
-    return tuple(counts[virtual_stage(kind, p, v, rank, chunk)] for chunk in range(v))
 
 
 def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> DeviceBytes:
@@ -193,9 +184,9 @@ def _growth(passes: StepPeak, rank: int) -> tuple[float, float]:
     layers."""
     spec = passes.spec
     layout, counts = spec.layout, list(layer_counts(spec.model.layers, spec.layout))
-    now = sum(_layers_of(spec, rank))
-    for chunk in range(layout.virtual_stages):
-        counts[virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, chunk)] += 1
+    now = layers_of_rank(spec, rank)
+    for index in stages_on_rank(spec, rank):
+        counts[index] += 1
     model = spec.model.model_copy(update={"layers": sum(counts)})
     more = layout.model_copy(update={"stage_layers": tuple(counts)})
     larger = spec.model_copy(update={"model": model, "parallel": more})

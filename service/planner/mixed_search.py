@@ -33,6 +33,7 @@ from manta.service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, n
 from manta.service.planner.software import engine_on
 from manta.service.planner.stage_shares import Counts, chunks_of, shared_out
 from manta.service.planner.step_time import MixedStepModel, slowest_of
+from manta.workers.accounting.device_bytes import DeviceBytes
 from manta.workers.config import JobSpec
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import find_problems
@@ -200,8 +201,8 @@ class _Rates:
         counted = micro_batches if self.timed[part].software.counts_kernels else 0
         key = part, shape.tensor, shape.micro_batch, shape.recompute, counted
         if key not in self._layer:
-            of = self.timed[part].stage
-            self._layer[key] = of(shape, 2).seconds - of(shape, 1).seconds
+            of = self.timed[part].passes(shape).times_of
+            self._layer[key] = of(2).seconds - of(1).seconds
         return self._layer[key]
 
 
@@ -299,7 +300,7 @@ class _Stages:
         for index, layers in enumerate(self.counts or ()):
             behind += layers
             timed, own = self._rates.timed[self._part[index]], range(behind - layers, behind)
-            yield timed.stage_of(self.mixed.shape, own, index == 0, index == last)
+            yield timed.passes(self.mixed.shape).times(own, index == 0, index == last)
 
     def step(self, cluster: Cluster) -> _Step | None:
         """A step of this layout; None if the rules forbid it."""
@@ -331,7 +332,7 @@ class _Step:
         return self.model.seconds_with(self.stages.min_pipeline_seconds())
 
     @property
-    def memory(self) -> list[tuple[float]]:
+    def memory(self) -> list[tuple[DeviceBytes, float]]:
         """Memory of the ranks of which one needs most, and the bytes that each may use."""
         return by_kind(self.model.spec, self._parts)
 

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from manta.workers.calibration.clock import Run, joint_seconds, release
+from manta.workers.calibration.device import layout_document
 from manta.workers.calibration.local_ranks import LocalRanks, RankDevice
 from manta.workers.calibration.measurements import CollectiveTime, ExchangeKind
-from manta.workers.calibration.steps import layout_document
 from manta.workers.comm.backend import Handle
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import Axis

@@ -73,7 +73,7 @@ class HuggingFaceTensor:
 
 def huggingface_tensors(spec: JobSpec) -> list[HuggingFaceTensor]:
     """All tensors of the job's model with the names of transformers, in the model's order. The model must exist there
-    (`config_export.huggingface_config` says whether it does)."""
+    (`config.huggingface_config` says whether it does)."""
     model, vocabulary, h = spec.model, spec.vocabulary_size, spec.model.hidden_size
     is_gpt2 = model.family == "gpt"
     groups, them = (_GPT2, "transformer.h") if is_gpt2 else (_LLAMA, "model.layers")

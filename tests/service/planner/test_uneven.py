@@ -7,16 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from manta.service.planner import uneven
 from manta.service.planner.bounds import Bounds
 from manta.service.planner.candidates import Candidate
 from manta.service.planner.explain import explain
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.memory import fits, layers_with_room, memory_of, usable_bytes, worst_rank
-from manta.service.planner.search import evaluate, fastest, search
+from manta.service.planner.search import evaluate, fastest, fitted, refined, search
 from manta.service.planner.software import MANTA
 from manta.service.planner.step_time import StepModel
-from manta.service.planner.uneven import fitted, refined
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import layer_counts
 from tests.service.support.planned import a100s, job
@@ -164,7 +162,9 @@ class Distance:
 )
 def test_uneven_layers_move_to_the_fastest_list_that_has_room(best, monkeypatch):
     memory, asked = SimpleNamespace(total=1.0), []
-    monkeypatch.setattr(uneven, "worst_rank", lambda spec, _: asked.append(spec.layout.stage_layers) or memory)
+    monkeypatch.setattr(
+        "manta.service.planner.search.worst_rank", lambda spec, _: asked.append(spec.layout.stage_layers) or memory
+    )
     bounds = Distance(best)
     even = Candidate(len(best), 1, 1, 1, "1f1b", 1, "none")
     moved = refined(even, bounds.min_seconds(even), bounds, 1.0)
@@ -186,7 +186,7 @@ def test_uneven_lists_that_seem_to_fit_are_tried_a_few_times(monkeypatch):
     bounds.min_seconds_uneven, bounds.room = (lambda _: 0.0), (lambda *_: (5, 6))
     bounds.shared_out = lambda _, room: asked.append(tuple(room)) or next(lists)
     bounds.layers_of_rank = lambda candidate, rank: candidate.stage_layers[rank]
-    monkeypatch.setattr(uneven, "worst_rank", lambda *_: SimpleNamespace(total=2.0, rank=0))
+    monkeypatch.setattr("manta.service.planner.search.worst_rank", lambda *_: SimpleNamespace(total=2.0, rank=0))
     assert fitted(Candidate(2, 1, 1, 1, "1f1b", 1, "none"), 1.2, bounds, 1.0) is None
     assert asked == [(5, 6), (2, 6), (1, 6)]
 

@@ -34,7 +34,7 @@ from manta.workers.spec.submitted import with_shape_of_weights
 from manta.workers.storage.locations import parse_location
 from manta.workers.weights import folder
 from manta.workers.weights.companions import add_tokenizer, byte_tokenizer, companion_files
-from manta.workers.weights.config_import import read_config
+from manta.workers.weights.config import read_config
 from manta.workers.weights.export import new_folder
 from manta.workers.weights.folder import (
     INDEX,
