@@ -211,12 +211,10 @@ class Bounds:
         least = min_pipeline_seconds(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)
         return least, min_backward_seconds(built)
 
-    def _min_message_seconds(self, candidate: Candidate, model: StepModel) -> float:
-        """Seconds of a message between two stages, where all that follow one another are on two nodes."""
-        if model.groups.stages_share_node(0, 1) or candidate.pipeline * candidate.tensor < 16:
-            return 0.0
-        key = "message", candidate.tensor, candidate.micro_batch
-        return self._once(key, lambda: self.model(candidate).message_to(same_node=False))
+    def message(self, candidate: Candidate, same_node: bool) -> float:
+        """Seconds of a message between two stages, on one node or on two."""
+        key = "message", candidate.tensor, candidate.micro_batch, same_node
+        return self._once(key, lambda: self.model(candidate).message_to(same_node))
 
     def _min_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
         """Lower bound for the seconds of the pipeline, and the shortest backward of a virtual stage.
@@ -236,7 +234,9 @@ class Bounds:
         backward = min(first.backward, last.backward)
         if p * v > 2:
             backward = min(backward, parts.times_of(shape.fewest).backward)
-        message = self._min_message_seconds(candidate, model)
+        message = 0.0
+        if p * candidate.tensor >= 16 and not model.groups.stages_share_node(0, 1):  # all of them are on two nodes
+            message = self.message(candidate, same_node=False)
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
         late = 0.0

@@ -4,7 +4,7 @@ would do, the pipeline's timeline and the memory of each stage. Pure Python."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from manta.service.cluster.sizes import sizes_of
@@ -13,7 +13,7 @@ from manta.service.planner.budget import Share, sentences, step_shares
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import by_stage, fits
-from manta.service.planner.pipeline import PASS_NAMES, Bar
+from manta.service.planner.pipeline import Bar
 from manta.service.planner.search import Plan, placement_problem
 from manta.service.planner.step_time import step_model
 from manta.workers.accounting.device_bytes import DeviceBytes
@@ -113,10 +113,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         run, said = None, [*said, f"Of the whole training: {run}."]
     return {
         "sentences": said,
-        "shares": [
-            {"name": share.name, "seconds": share.seconds, "what": share.what, "help": share.help}
-            for share in explanation.shares
-        ],
+        "shares": [asdict(share) for share in explanation.shares],
         "changes": [
             {
                 "change": change.change,
@@ -130,19 +127,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "usable_bytes": round(max(explanation.usable_bytes)),
         "usable_by_stage": [round(each) for each in explanation.usable_bytes],
         "run": None if run is None else _run_to_json(run),
-        "timeline": None
-        if explanation.bars is None
-        else [
-            {
-                "rank": bar.rank,
-                "kind": PASS_NAMES[bar.kind],
-                "stage": bar.stage,
-                "micro_batch": bar.micro_batch,
-                "begin": bar.begin,
-                "end": bar.end,
-            }
-            for bar in explanation.bars
-        ],
+        "timeline": None if explanation.bars is None else [bar._asdict() for bar in explanation.bars],
     }
 
 

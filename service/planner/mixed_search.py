@@ -157,15 +157,13 @@ class _Rates:
     def __init__(self, job: JobSpec, parts: Sequence[Cluster]):
         self._job = job
         self.timed = [Bounds(job, part, engine_on(part.machine)) for part in parts]
-        self._layer: dict[tuple[int, int, int, str, int], float] = {}
-        self._messages: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._updates: dict[tuple[int, int, int, int, int], float] = {}
 
     def balanced_seconds(self, mixed: _Mixed) -> float:
         """Lower bound: the layers, if they could be divided so that no stage waits for another, and the update, times
         the wait for the slowest replica."""
         frame, m = mixed.frame, mixed.shape.micro_batches(self._job)
-        rate = sum(n / self._seconds(part, mixed.shape, m) for part, n in zip(frame.order, frame.stages, strict=True))
+        rate = sum(n / self._seconds(part, mixed.shape) for part, n in zip(frame.order, frame.stages, strict=True))
         update = min(self._update(part, mixed.shape, n) for part, n in zip(frame.order, frame.stages, strict=True))
         slowest = min(slowest_of(frame.data, self.timed[part].cluster) for part in frame.order)
         return (m * self._job.model.layers / rate + update) * slowest
@@ -183,27 +181,15 @@ class _Rates:
 
     def message(self, part: int, other: int, shape: Candidate) -> float:
         """Lower bound for a message between two stages."""
-        inside, between = self._messages_of(part, shape)
-        if part != other:
-            return max(between, self._messages_of(other, shape)[1])
-        return min(inside, between) if 2 * shape.tensor <= self.timed[part].cluster.gpus_per_node else between
+        between = max(self.timed[each].message(shape, same_node=False) for each in (part, other))
+        if part != other or 2 * shape.tensor > self.timed[part].cluster.gpus_per_node:
+            return between
+        return min(self.timed[part].message(shape, same_node=True), between)
 
-    def _messages_of(self, part: int, shape: Candidate) -> tuple[float, float]:
-        """Seconds of a message within a node, and between two."""
-        key = part, shape.tensor, shape.micro_batch
-        if key not in self._messages:
-            model = self.timed[part].model(shape)
-            self._messages[key] = model.message_to(same_node=True), model.message_to(same_node=False)
-        return self._messages[key]
-
-    def _seconds(self, part: int, shape: Candidate, micro_batches: int) -> float:
+    def _seconds(self, part: int, shape: Candidate) -> float:
         """Seconds of one layer."""
-        counted = micro_batches if self.timed[part].software.counts_kernels else 0
-        key = part, shape.tensor, shape.micro_batch, shape.recompute, counted
-        if key not in self._layer:
-            of = self.timed[part].passes(shape).times_of
-            self._layer[key] = of(2).seconds - of(1).seconds
-        return self._layer[key]
+        of = self.timed[part].passes(shape).times_of
+        return of(2).seconds - of(1).seconds
 
 
 def _is_complete(job: JobSpec, parts: Sequence[Cluster]) -> bool:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import groupby
 
-from manta.workers.schedules.stages import virtual_stage
+from manta.workers.schedules.stages import stages_of_rank
 
 Cost = tuple[float, float]
 """Seconds of a virtual stage, for all passes of one micro-batch: of each layer (positive), and of everything else.
@@ -24,13 +23,9 @@ FEW_STAGES = 8
 """Most virtual stages for which every move of a layer is tried; with more, only moves between some of them."""
 
 
-@lru_cache(maxsize=1024)
 def chunks_of(kind: str, pipeline: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
     """The virtual stages of each pipeline rank."""
-    return tuple(
-        tuple(virtual_stage(kind, pipeline, virtual_stages, rank, chunk) for chunk in range(virtual_stages))
-        for rank in range(pipeline)
-    )
+    return tuple(stages_of_rank(kind, pipeline, virtual_stages, rank) for rank in range(pipeline))
 
 
 def shared_out(

@@ -373,9 +373,11 @@ class StepModel:
         layout, model = self.spec.layout, self.spec.model
         if not model.tie_embeddings or len(end_ranks(layout)) == 1 or TOKEN_EMBEDDING in frozen_names(self.spec):
             return 0.0
-        size = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size * self.software.gradient_bytes
-        together = self.groups.stages_share_node(0, layout.pipeline - 1)
-        return reduce_seconds(Group(2, 2 if together else 1), self.cluster, size)
+        return self._sum_of_tables(padded_vocabulary(self.spec) // layout.tensor * model.hidden_size)
+
+    def _sum_of_tables(self, elements: int) -> float:
+        together = self.groups.stages_share_node(0, self.spec.layout.pipeline - 1)
+        return reduce_seconds(Group(2, 2 if together else 1), self.cluster, elements * self.software.gradient_bytes)
 
 
 class _Part(StepModel):
@@ -434,12 +436,7 @@ class MixedStepModel(StepModel):
         """The update and its distribution to all replicas, where that takes longest."""
         return max(part.optimizer_seconds() for part in self._parts)
 
-    def tied_seconds(self) -> float:
-        """Summing the gradients of an embedding that two stages on different nodes share."""
-        layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings or len(end_ranks(layout)) == 1 or TOKEN_EMBEDDING in frozen_names(self.spec):
-            return 0.0
-        elements = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size
+    def _sum_of_tables(self, elements: int) -> float:
         ends = self._stages[0], self._stages[-1]
         return max(reduce_seconds(Group(2, 1), end.cluster, elements * end.software.gradient_bytes) for end in ends)
 

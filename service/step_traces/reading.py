@@ -16,7 +16,7 @@ from manta.service.errors import ErrorKind, ServiceError
 from manta.service.planner.budget import step_shares
 from manta.service.planner.explain import MAX_PASSES
 from manta.service.planner.hardware import Cluster, UnknownMachine
-from manta.service.planner.pipeline import PASS_NAMES, Bar
+from manta.service.planner.pipeline import Bar
 from manta.service.planner.search import plan_of
 from manta.service.planner.step_time import StepModel, StepTime, step_model
 from manta.service.step_traces import budget
@@ -308,4 +308,4 @@ def _kind(bar: Bar) -> SliceKind:
         "backward_input": "backward_input",
         "backward_weight": "backward_weight",
     }
-    return kinds[PASS_NAMES[bar.kind]]
+    return kinds[bar.kind]

@@ -251,22 +251,16 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
     tokens, outside = tokens_of(spec)
     first = first_trained_layer(model, spec.train.frozen)
     layers = [layer for layer in layers_of(model.layers, layout, index) if layer >= first]
-    total = len(layers) * deferred_layer_bytes(spec)
+    total = 0
+    for each in layer_table(model, layout.tensor).products:
+        results = each.ys
+        if each.sums:  # the gradient of the sum is gathered
+            results = (each.ys[0]._replace(own=False), *(each.ys if layout.sequence_parallel_on else ()))
+        total += len(layers) * sum(bytes_of(spec, tensor) for tensor in (each.x, *results))
     if index == 0 and first < 0:
         total += width * tokens * h
     if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:
         total += width * (outside * h + tokens * padded_vocabulary(spec) // layout.tensor)
-    return total
-
-
-def deferred_layer_bytes(spec: JobSpec) -> int:
-    """The part of `deferred_bytes` that one layer holds."""
-    total = 0
-    for each in layer_table(spec.model, spec.layout.tensor).products:
-        results = each.ys
-        if each.sums:  # the gradient of the sum is gathered
-            results = (each.ys[0]._replace(own=False), *(each.ys if spec.layout.sequence_parallel_on else ()))
-        total += sum(bytes_of(spec, tensor) for tensor in (each.x, *results))
     return total
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.support.timeline import PassTimes
-from manta.service.planner.pipeline import FORWARD, Pipeline, StageTimes
+from manta.service.planner.pipeline import Pipeline, StageTimes
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import even_counts
 
@@ -88,7 +88,7 @@ def test_evaluation_in_a_pipeline_is_consecutive_forwards(kind):
     evaluated = Pipeline(kind, stages, rounds, times, (0.0,) * (len(times) - 1), blocking=False, trains=False)
     bars = evaluated.bars(m)
     assert {(bar.stage, bar.micro_batch) for bar in bars} == {(s, i) for s in range(len(times)) for i in range(m)}
-    assert {bar.kind for bar in bars} == {FORWARD}
+    assert {bar.kind for bar in bars} == {"forward"}
     assert m * rounds + stages - 1 <= evaluated.seconds(m) <= m * rounds + 2 * stages
     slope = evaluated.seconds(400) - evaluated.seconds(396)
     assert slope == pytest.approx(4 * rounds)
