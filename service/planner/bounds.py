@@ -3,6 +3,7 @@ its stages would share the layers by time. Pure Python."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from manta.service.planner.communication import groups_of
 from manta.service.planner.engine_passes import layer_time
 from manta.service.planner.hardware import Cluster, with_threads
 from manta.service.planner.memory import layers_with_room, step_peak_on, usable_bytes, worst_rank
-from manta.service.planner.pipeline import min_pipeline_seconds, shape_of
+from manta.service.planner.pipeline import min_pipeline_seconds
 from manta.service.planner.software import Software
 from manta.service.planner.stage_shares import Counts, chunks_of, shared_out
 from manta.service.planner.step_time import (
@@ -228,12 +229,12 @@ class Bounds:
         if p == 1:
             only = parts.times_of(counts[0], True, True)
             return m * only.seconds, only.backward
-        shape, schedule = shape_of(counts, p, candidate.schedule), SCHEDULES[candidate.schedule]
+        schedule = SCHEDULES[candidate.schedule]
         first, last = parts.times_of(counts[0], first=True), parts.times_of(counts[-1], last=True)
-        between = [(parts.times_of(layers), times) for layers, times in shape.between]
+        between = [(parts.times_of(layers), times) for layers, times in Counter(counts[1 : p - 1]).items()]
         backward = min(first.backward, last.backward)
         if p * v > 2:
-            backward = min(backward, parts.times_of(shape.fewest).backward)
+            backward = min(backward, parts.times_of(min(counts[1:-1])).backward)
         message = 0.0
         if p * candidate.tensor >= 16 and not model.groups.stages_share_node(0, 1):  # all of them are on two nodes
             message = self.message(candidate, same_node=False)
@@ -245,14 +246,14 @@ class Bounds:
             busy_first, busy_last = m * (first.seconds + last.seconds), m * sum(each.seconds for each in turn)
             late = min(m, p) * sum(each.backward_weight for each in turn)
         else:
-            busy_first = m * (first.seconds + parts.seconds(shape.with_first))
-            busy_last = m * (last.seconds + parts.seconds(shape.with_last))
+            busy_first = m * (first.seconds + parts.seconds(counts[p::p]))
+            busy_last = m * (last.seconds + parts.seconds(counts[p - 1 : -1 : p]))
             if schedule.splits_backward:
                 late = min(m, p) * last.backward_weight
             else:
                 back += first.backward_weight + sum(times * each.backward_weight for each, times in between)
         # One that is not the first begins when something has come from there.
-        busy = m * parts.times_of(shape.fullest).seconds + first.forward
+        busy = m * parts.times_of(max(self._totals(candidate)[1:-1], default=0)).seconds + first.forward
         return max(busy_first, busy, there + busy_last, there + busy_last - late + back), backward
 
     def counts(self, candidate: Candidate) -> tuple[int, ...]:
@@ -261,7 +262,6 @@ class Bounds:
         return candidate.stage_layers or even_counts(self.job.model.layers, even)
 
     def _totals(self, candidate: Candidate) -> tuple[int, ...]:
-        """Layers of each rank."""
         return rank_totals(self.counts(candidate), candidate.pipeline, candidate.schedule)
 
     def balanced(self, candidate: Candidate) -> Candidate | None:

@@ -159,7 +159,6 @@ def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
 
 
 def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each change, and the job's document with it."""
     document = spec.model_dump(mode="json")
     train, parallel = document["train"], document["parallel"]
 
@@ -215,7 +214,6 @@ def _lists(spec: JobSpec) -> Iterator[list[int] | None]:
 
 
 def _schedules(parallel: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Other schedules, and other numbers of virtual stages."""
     if parallel["pipeline"] == 1:
         return
     now = parallel["schedule"], parallel["virtual_stages"]

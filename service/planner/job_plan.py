@@ -128,12 +128,9 @@ def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
 
 def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
     """As JSON."""
-    return _one_kind(cluster) | {"type": cluster.type, "others": [cluster_to_json(other) for other in cluster.others]}
-
-
-def _one_kind(cluster: Cluster) -> dict[str, Any]:
-    machine = cluster.machine
+    machine, others = cluster.machine, [cluster_to_json(other) for other in cluster.others]
     record: dict[str, Any] = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    record |= {"type": cluster.type, "others": others}
     if (refined := machine.refined) is not None:
         record["refined"] = {"jobs": refined.jobs, "before": dict(refined.before), "after": constants_of(machine)}
     if machine.core is None:

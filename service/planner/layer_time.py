@@ -23,8 +23,8 @@ from manta.service.planner.operations import (
     product_seconds,
 )
 from manta.service.planner.software import Software
-from manta.workers.accounting.activation_bytes import offloaded, saved_terms
-from manta.workers.accounting.flops import padded_vocabulary, recomputed_layer_passes
+from manta.workers.accounting.activation_bytes import offloaded, saved_terms, tokens_of, width_of
+from manta.workers.accounting.flops import recomputed_layer_passes, vocabulary_rows
 from manta.workers.config import JobSpec
 from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Tensor, layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
@@ -57,14 +57,12 @@ class LayerTime:
         return replace(self, frozen=frozen)
 
     def __post_init__(self) -> None:
-        spec, t = self.spec, self.spec.layout.tensor
-        model = spec.model
+        spec, model = self.spec, self.spec.model
         self.machine = self.groups.cluster.machine
-        self.width = 4 if spec.train.precision == "fp32" else 2
+        self.width, self._vocabulary = width_of(spec), vocabulary_rows(spec)
         self.linear_width = self.width if spec.train.fp8 == "off" else 1
-        self.tokens = spec.train.micro_batch_size * model.sequence_length
-        self.outside = self.tokens // t if spec.layout.sequence_parallel_on else self.tokens
-        self.hidden, self.table = model.hidden_size, layer_table(model, t)
+        self.tokens, self.outside = tokens_of(spec)
+        self.hidden, self.table = model.hidden_size, layer_table(model, spec.layout.tensor)
         self.attention, self.has_dropout = self.table.attention, model.dropout > 0
         self.projects_at_once = True
         """Whether queries, keys and values are one product."""
@@ -383,10 +381,6 @@ class LayerTime:
         budget = Budget()
         self._elements(budget, 6 * self.width * self.tokens * self.hidden)
         return budget
-
-    @property
-    def _vocabulary(self) -> int:
-        return padded_vocabulary(self.spec) // self.spec.layout.tensor
 
     def output_forward(self) -> Budget:
         """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` only the norm."""

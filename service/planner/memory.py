@@ -264,17 +264,18 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
     def with_layout(**values: object) -> JobSpec:
         return spec.model_copy(update={"parallel": layout.model_copy(update=values)})
 
+    def with_train(**values: object) -> JobSpec:
+        return spec.model_copy(update={"train": spec.train.model_copy(update=values)})
+
     if layout.holders > 1 and not layout.zero:
         yield "parallel.zero: 1", with_layout(zero=1)
     if layout.recompute == "none" and spec.attention_is_explicit:
         yield "parallel.recompute: selective", with_layout(recompute="selective")
     if not spec.train.head_tokens and spec.train.micro_batch_size * spec.model.sequence_length > HEAD_TOKENS:
-        few = spec.train.model_copy(update={"head_tokens": HEAD_TOKENS})
-        yield f"train.head_tokens: {HEAD_TOKENS}", spec.model_copy(update={"train": few})
+        yield f"train.head_tokens: {HEAD_TOKENS}", with_train(head_tokens=HEAD_TOKENS)
     while size > 1:
         size //= 2
-        smaller = spec.train.model_copy(update={"micro_batch_size": size})
-        yield f"train.micro_batch_size: {size}", spec.model_copy(update={"train": smaller})
+        yield f"train.micro_batch_size: {size}", with_train(micro_batch_size=size)
     is_placed = layout.stage_accelerators is not None
     counts = None if is_placed else _within_room(spec, usable, machine)
     if counts is not None:
@@ -286,8 +287,7 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
         yield f"parallel.offload_layers: {layers}", with_layout(offload_layers=layers)
     if not spec.train.optimizer.offload:
         there = spec.train.optimizer.model_copy(update={"offload": True})
-        train = spec.train.model_copy(update={"optimizer": there})
-        yield "train.optimizer.offload: true", spec.model_copy(update={"train": train})
+        yield "train.optimizer.offload: true", with_train(optimizer=there)
     for times in (2, 4, 8, 16, 32, 64):
         tensor, pipeline = layout.tensor * times, layout.pipeline * times
         yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)

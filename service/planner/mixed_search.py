@@ -187,7 +187,6 @@ class _Rates:
         return min(self.timed[part].message(shape, same_node=True), between)
 
     def _seconds(self, part: int, shape: Candidate) -> float:
-        """Seconds of one layer."""
         of = self.timed[part].passes(shape).times_of
         return of(2).seconds - of(1).seconds
 
@@ -281,7 +280,6 @@ class _Stages:
         )
 
     def _times(self) -> Iterator[StageTimes]:
-        """Times of each virtual stage."""
         behind, last = 0, len(self._part) - 1
         for index, layers in enumerate(self.counts or ()):
             behind += layers
@@ -302,8 +300,6 @@ class _Stages:
 
 
 class _Step:
-    """A whole step of a layout."""
-
     def __init__(self, stages: _Stages, model: MixedStepModel, parts: Sequence[Cluster]):
         self.stages, self.model, self._parts = stages, model, parts
 

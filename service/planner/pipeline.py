@@ -10,13 +10,11 @@ simulation of processor sharing (the ideal that a kernel's fair scheduler approx
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from manta.service.planner.candidates import rank_totals
 from manta.service.planner.stage_shares import chunks_of
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.action import Action, Kind
@@ -269,8 +267,6 @@ class Pipeline:
 
 @dataclass
 class _Clocks:
-    """State of a simulation."""
-
     now: list[float]
     """Time of each rank."""
     reached: list[int]
@@ -304,7 +300,6 @@ def _alike(kind: str, stages: int, virtual_stages: int, fewer: int, more: int, t
 def _orders(
     kind: str, stages: int, virtual_stages: int, micro_batches: int, trains: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """The passes of each rank in order."""
     if trains:
         return tuple(passes_of_rank(kind, rank, stages, virtual_stages, micro_batches) for rank in range(stages))
     evaluated = evaluation_actions(kind, stages, virtual_stages, micro_batches)
@@ -332,34 +327,6 @@ def min_pipeline_seconds(
         came += times[rank].forward + message
         back += message + (times[rank].backward_input if apart else times[rank].backward)
     return least
-
-
-class Shape(NamedTuple):
-    """The distribution of layers over virtual stages, as far as bounds depend on it."""
-
-    between: tuple[tuple[int, int], ...]
-    """(number of layers, how many of the ranks between the first and the last have that many on their first chunk)."""
-    with_first: tuple[int, ...]
-    """Layers of each chunk of the first rank except its first chunk, if chunks are assigned round-robin."""
-    with_last: tuple[int, ...]
-    """Layers of each chunk of the last rank except its last chunk, likewise."""
-    fewest: int
-    """Fewest layers of an inner virtual stage; 0: there is none."""
-    fullest: int
-    """Most layers of a rank between the first and the last."""
-
-
-@lru_cache(maxsize=4096)
-def shape_of(counts: tuple[int, ...], pipeline: int, schedule: str) -> Shape:
-    """The shape of virtual stages with these numbers of layers."""
-    p, totals = pipeline, rank_totals(counts, pipeline, schedule)
-    return Shape(
-        tuple(Counter(counts[1 : p - 1]).items()),
-        counts[p::p],
-        counts[p - 1 : -1 : p],
-        min(counts[1:-1], default=0),
-        max(totals[1:-1], default=0),
-    )
 
 
 @dataclass(frozen=True)

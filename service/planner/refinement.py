@@ -205,7 +205,7 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
     known = movable(machine), measured_of(machine)
     usable = sorted((each for each in seen if (each.before, each.measured) == known), key=lambda each: each.job)
     before, usable = known[0], usable[-MAX_JOBS:]
-    names = [name for name in before if _is_observed(name, usable)]
+    names = [name for name in before if sum(each.depends_on(name) for each in usable) >= MIN_JOBS]
     if machine.refined is not None or not names:
         return machine
     slower = _fitted([row for each in usable for row in _rows(each)], names)
@@ -215,14 +215,9 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
 
 
 def _rows(seen: Observation) -> tuple[Row, ...]:
-    """The rows of one job, with their weights."""
     if seen.whole is None:
         return seen.rows
     return (seen.whole, *(replace(row, share=PART_WEIGHT * row.share) for row in seen.rows))
-
-
-def _is_observed(name: str, seen: Sequence[Observation]) -> bool:
-    return sum(each.depends_on(name) for each in seen) >= MIN_JOBS
 
 
 def _moved(name: str, value: float, slower: float) -> float:

@@ -28,7 +28,7 @@ from manta.service.planner.layer_time import CAST_BOTH, LayerTime
 from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
 from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import padded_vocabulary, trained_parameters
+from manta.workers.accounting.flops import trained_parameters, vocabulary_rows
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import chunk_location, end_ranks, layer_counts, layers_of
@@ -80,11 +80,6 @@ def threads_in(spec: JobSpec, cluster: Cluster) -> int:
         return 1
     most = layout.world_size // layout.data * (spec.elastic.max_data or layout.data)
     return decided_threads(spec, [(machine.cores, min(most, cluster.gpus_per_node))])
-
-
-def max_trained_parameters(spec: JobSpec) -> int:
-    """Parameters with gradients of the rank that has most; at least one."""
-    return max(1, *trained_parameters(spec))
 
 
 def min_backward_seconds(pipeline: Pipeline) -> float:
@@ -191,7 +186,7 @@ class StepModel:
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or StagePasses(self.layer)
-        self.parameters = parameters or max_trained_parameters(spec)
+        self.parameters = parameters or max(1, *trained_parameters(spec))
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
@@ -370,10 +365,10 @@ class StepModel:
 
     def tied_seconds(self) -> float:
         """Summing the gradients of an embedding that two stages hold."""
-        layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings or len(end_ranks(layout)) == 1 or TOKEN_EMBEDDING in frozen_names(self.spec):
+        spec, model = self.spec, self.spec.model
+        if not model.tie_embeddings or len(end_ranks(spec.layout)) == 1 or TOKEN_EMBEDDING in frozen_names(spec):
             return 0.0
-        return self._sum_of_tables(padded_vocabulary(self.spec) // layout.tensor * model.hidden_size)
+        return self._sum_of_tables(vocabulary_rows(spec) * model.hidden_size)
 
     def _sum_of_tables(self, elements: int) -> float:
         together = self.groups.stages_share_node(0, self.spec.layout.pipeline - 1)

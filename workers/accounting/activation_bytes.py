@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import accumulate
 
-from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
+from manta.workers.accounting.flops import stages_on_rank, vocabulary_rows
 from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, total_of_passes
 from manta.workers.config import JobSpec
 from manta.workers.parallel import recompute as recompute_policy
@@ -202,7 +202,7 @@ def output_bytes(spec: JobSpec) -> int:
         return inputs + vector
     if output_weight(model) not in frozen:
         inputs += vector
-    return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * width_of(spec)
+    return inputs + tokens * vocabulary_rows(spec) * width_of(spec)
 
 
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
@@ -260,7 +260,7 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
     if index == 0 and first < 0:
         total += width * tokens * h
     if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:
-        total += width * (outside * h + tokens * padded_vocabulary(spec) // layout.tensor)
+        total += width * (outside * h + tokens * vocabulary_rows(spec))
     return total
 
 

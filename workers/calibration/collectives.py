@@ -70,7 +70,6 @@ def _added_seconds(comm: Comm, work: Run, collective: Run) -> float:
 
 
 def _seconds(comm: Comm, run: Run) -> float:
-    """Mean seconds of a run, over CPU_TIMES runs on all ranks."""
     comm.barrier()
     began = time.perf_counter()
     for _ in range(CPU_TIMES):

@@ -87,7 +87,6 @@ def add_tokenizer(spec: JobSpec, checkpoint: Location, folder: Path) -> None:
 
 
 def _named(spec: JobSpec) -> Path | None:
-    """The tokenizer's file that the spec names."""
     return None if spec.data.tokenizer_file is None else tokenizer_path(spec.data.tokenizer_file)
 
 

@@ -42,25 +42,23 @@ class Keys:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1. Raises WeightsError, also if it is missing and has no default."""
-        if self.values.get(key) is None and default is not None:
-            return default
-        if key not in self.values:
-            raise WeightsError(f"{self.where}: {key} is missing")
-        value = self.values[key]
+        value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, "must be a whole number of at least 1")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0. Raises WeightsError."""
-        if self.values.get(key) is None and default is not None:
-            return default
-        if key not in self.values:
-            raise WeightsError(f"{self.where}: {key} is missing")
-        value = self.values[key]
+        value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self.wrong(key, "must be a number above 0")
         return float(value)
+
+    def _required(self, key: str, default: float | None) -> Any:
+        value = self.values.get(key, default)
+        if value is None and key not in self.values:
+            raise WeightsError(f"{self.where}: {key} is missing")
+        return default if value is None and default is not None else value
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false. Raises WeightsError."""
@@ -170,8 +168,6 @@ _GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_ta
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Defaults of a class of transformers."""
-
     kv_heads: int | None
     """None: the number of heads."""
     head_dim: int | None

@@ -137,7 +137,6 @@ def _source_dtype(spec: JobSpec) -> str:
 
 
 def _our_tensors(contents: Contents) -> list[HuggingFaceTensor]:
-    """Our tensors with their own names."""
     names = [name for name in contents.tensors if name.startswith("model.")]
     shapes = {name.removeprefix("model."): contents.tensors[name].shape for name in names}
     return [unchanged(name, name, *shape) for name, shape in shapes.items()]
