@@ -19,7 +19,6 @@ from manta.service.planner.fitting import (
     step_seconds,
 )
 from manta.service.planner.hardware import (
-    HOPPER,
     MACHINES,
     Cluster,
     Core,
@@ -187,14 +186,6 @@ def test_gpu_name_of_the_driver_maps_to_a_known_accelerator(device, gibibytes, n
 def test_fit_of_an_unknown_gpu_is_refused_by_name():
     with pytest.raises(UnknownMachine, match=r"\(Abacus\); known are v100-32gb"):
         machine_measured(Measurements("Abacus", 1, gpu_memory_bytes=1))
-
-
-def test_machine_with_a_measured_gpu_still_has_assumed_links():
-    machine = measured(ASSUMED, GPU)
-    assert ASSUMED.is_assumed and not ASSUMED.links_are_assumed and ASSUMED.constants == HOPPER
-    assert not machine.is_assumed and machine.links_are_assumed
-    assert machine.constants.inside == HOPPER.inside
-    assert not measured(MACHINES["a100-80gb"], GPU).links_are_assumed
 
 
 def test_products_with_few_tiles_and_long_sums_are_split_along_the_sum():
