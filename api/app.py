@@ -10,32 +10,21 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from manta.api import problems
 from manta.api.app_state import AppState, attach_state
 from manta.api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
-from manta.api.metrics.control_plane import ControlPlaneCollector
-from manta.api.metrics.requests import RequestTimer
+from manta.api.metrics.control_plane import ControlPlaneCollector, RequestTimer
 from manta.api.openapi import describe, operation_id
 from manta.api.routes import (
-    all_events,
-    audit,
+    access,
     checkpoints,
     cluster,
     events,
     faults,
     health,
-    job_lists,
-    job_plan,
+    history,
     jobs,
-    keys,
-    ledger,
-    links,
     logs,
-    machines,
-    me,
     metrics,
-    nodes,
     plans,
-    projects,
     ranks,
-    recoveries,
     traces,
 )
 from manta.api.security.access import JobProjects, authorize
@@ -44,7 +33,7 @@ from manta.api.security.credentials import Identities
 from manta.api.security.identification import Identification
 from manta.api.security.rate_limits import CallerLimits
 from manta.api.security.request_guard import RequestGuard, VersionHeader
-from manta.api.streams.changes import Changes, StateWaits, StoredVersions
+from manta.api.streams import Changes, StateWaits, StoredVersions
 from manta.api.threads import ReadThreads
 from manta.service.control.control_plane import ControlPlane
 from manta.service.settings import RequestLimits
@@ -52,30 +41,9 @@ from manta.service.step_traces.reading import TraceReader
 from manta.service.store import jobs as store_jobs
 
 _RESOURCES = (
-    job_lists,  # before the routes that would take the next part of its path for a job's id
-    jobs,
-    metrics,
-    events,
-    all_events,
-    logs,
-    ranks,
-    checkpoints,
-    ledger,
-    job_plan,
-    recoveries,
-    traces,
-    faults,
-    cluster,
-    nodes,
-    plans,
-    machines,
-    projects,
-    keys,
-    audit,
-    links,
-    me,
-    health,
-)
+    jobs, metrics, events, logs, ranks, checkpoints, history, traces, faults, cluster, plans, access, health,
+)  # fmt: skip
+"""In the order of the API's description."""
 
 
 def create_app(

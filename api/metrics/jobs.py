@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from manta.api.metrics.families import Family, Samples, counter, gauge
+from manta.api.metrics import Family, Samples, counter, gauge
 from manta.service.states import FINAL, SUPERVISED
 from manta.service.store import Store, job_numbers
 from manta.service.store.job_numbers import RECENT_TYPES, FleetNumbers, JobNumbers

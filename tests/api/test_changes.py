@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from manta.api.streams.changes import POLL_SECONDS, Changes, StoredVersions, Watched
+from manta.api.streams import POLL_SECONDS, Changes, StoredVersions, Watched
 from manta.service.logs.pages import LogsInHome, log_folder
 from manta.service.states import JobState
 from manta.service.store import Store, deletion, events, jobs

@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
+from manta.api import streams
 from manta.api.client import Client
-from manta.api.streams import changes
-from manta.api.streams.changes import StateWaits
+from manta.api.streams import StateWaits
 from manta.service.keys.identity import digest_of
 from manta.service.store.installation_tables import ApiKey
 from tests.api.support.keys import add_key, bearer
@@ -31,7 +31,7 @@ def test_state_wait_is_answered_when_the_state_changes(service):
     job = service.submit()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask, service, job, wait=LONG, state="QUEUED")
-        time.sleep(2 * changes.POLL_SECONDS)
+        time.sleep(2 * streams.POLL_SECONDS)
         assert not waiting.done()
         service.move(job["id"], "STARTING")
         response, seconds = waiting.result()
@@ -49,7 +49,7 @@ async def test_state_wait_without_a_state_waits_for_a_change_of_the_current_one(
 
     wait = asyncio.create_task(StateWaits(states_of).until_changed("job", None, LONG))
     await asyncio.to_thread(looked.wait)
-    await asyncio.sleep(2 * changes.POLL_SECONDS)
+    await asyncio.sleep(2 * streams.POLL_SECONDS)
     assert not wait.done()
     states["job"] = "RUNNING"
     async with asyncio.timeout(LONG / 2):
@@ -111,11 +111,11 @@ def test_concurrent_state_waits_share_one_database_query():
         return dict.fromkeys(job_ids, "QUEUED")
 
     async def main():
-        waits, seconds = StateWaits(states_of), 2.5 * changes.POLL_SECONDS
+        waits, seconds = StateWaits(states_of), 2.5 * streams.POLL_SECONDS
         await asyncio.gather(*(waits.until_changed(f"job {n}", None, seconds) for n in range(20)))
-        await asyncio.sleep(2 * changes.POLL_SECONDS)
+        await asyncio.sleep(2 * streams.POLL_SECONDS)
         before = len(looks)
-        await asyncio.sleep(2 * changes.POLL_SECONDS)
+        await asyncio.sleep(2 * streams.POLL_SECONDS)
         assert len(looks) == before, "nobody waits, and it still looks"
 
     run_with_answers_at_once(main())

@@ -9,7 +9,7 @@ import pytest
 
 from manta.api import threads
 from manta.api.caches import RenderedPages
-from manta.api.routes import job_plan, jobs, plans
+from manta.api.routes import history, jobs, plans
 from manta.api.security.rate_limits import CallerLimits
 from manta.api.threads import LONG_READS
 from manta.service.cluster.errors import ClusterUnavailable
@@ -74,7 +74,7 @@ def test_slow_operations_do_not_block_other_requests(service, monkeypatch, ask):
                         *((FakeControl, name) for name in ("cluster", "drain", "undrain", "waits", "stack")),
                         (NotedExports, "begin"), (plans, "read_request"), (jobs, "with_layout"),
                         (jobs, "plan_of_layout"), (jobs, "with_shape_of_weights"),
-                        (job_plan, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
+                        (history, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
         monkeypatch.setattr(owner, name, stand_still)
     job = service.submit()
     monkeypatch.setattr(CallerLimits, "begin_request", begin)
