@@ -15,8 +15,8 @@ PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
 from manta.api.app_state import state_of
-from manta.api.cli import restarts
-restarts.PAUSE_SECONDS = 0.0
+from manta.api.cli import service
+service.RESTART_PAUSE_SECONDS = 0.0
 file, ending, says = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "says"
 
 def run(again):
@@ -38,7 +38,7 @@ def run(again):
         sys.exit(3)
     os.kill(os.getpid(), getattr(signal, ending))
 
-restarts.restart_when_ended_by_ray(run, file)
+service.restart_when_ended_by_ray(run, file)
 """
 
 
