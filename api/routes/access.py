@@ -58,7 +58,9 @@ def create_project(
 ) -> access_schemas.Project:
     """Create a project. Keys of the project can only access its jobs."""
     request_of_caller(request).target = wanted.name
-    return control.store.write(lambda session: views.project_view(projects.create(session, wanted.name)))
+    return control.store.write(
+        lambda session: views.answer(access_schemas.Project, projects.create(session, wanted.name))
+    )
 
 
 @router.get("/v1/projects", responses=reads(InvalidParameter))
@@ -67,7 +69,8 @@ def list_projects(
 ) -> schemas.Items[access_schemas.Project]:
     """The key's project, or all projects if the key is valid for all projects, sorted by name."""
     page = control.store.query(projects.page, caller.bound, limit, cursor)
-    return schemas.Items(items=[views.project_view(item) for item in page.items], next_cursor=page.next_cursor)
+    items = [views.answer(access_schemas.Project, item) for item in page.items]
+    return schemas.Items(items=items, next_cursor=page.next_cursor)
 
 
 @router.post(
@@ -107,7 +110,7 @@ def create_key(
     )
     request_of_caller(request).target = made.id
     response.headers["Cache-Control"] = "no-store"
-    return access_schemas.NewApiKey(**views.key_view(made).model_dump(), key=secret)
+    return views.answer(access_schemas.NewApiKey, made, key=secret)
 
 
 def _refuse_wider_scope(caller: Identity, wanted: requests.NewKey, project: str) -> None:
@@ -126,14 +129,17 @@ def list_keys(
     """The project's keys, or all keys if the caller's key is valid for all projects, newest first, including revoked
     and expired ones. The keys themselves are not stored."""
     page = control.store.query(keys.page, caller.bound, limit, cursor)
-    return schemas.Items(items=[views.key_view(item) for item in page.items], next_cursor=page.next_cursor)
+    items = [views.answer(access_schemas.ApiKey, item) for item in page.items]
+    return schemas.Items(items=items, next_cursor=page.next_cursor)
 
 
 @router.delete("/v1/keys/{key_id}", responses=changes(KeyNotFound))
 def revoke_key(request: Request, control: Control, caller: Caller, key_id: KeyId) -> access_schemas.ApiKey:
     """Revoke a key, immediately in this process and within a second in others. Browsers signed in with it are signed
     out, and its streams end. It remains in the list."""
-    revoked = control.store.write(lambda session: views.key_view(keys.revoke(session, caller.bound, key_id)))
+    revoked = control.store.write(
+        lambda session: views.answer(access_schemas.ApiKey, keys.revoke(session, caller.bound, key_id))
+    )
     state_of(request.app).identities.forget()
     return revoked
 
@@ -159,7 +165,7 @@ def create_link(response: Response, control: Control, caller: Caller) -> access_
     token = new_browser_token()
     link = control.store.write(lambda session: keys.add_link(session, caller.key_id, digest_of(token)))
     response.headers["Cache-Control"] = "no-store"
-    return access_schemas.OneTimeLink(path=f"{LINK_PATH}{token}", expires_at=views.moment(link.expires_at))
+    return access_schemas.OneTimeLink(path=f"{LINK_PATH}{token}", expires_at=link.expires_at)
 
 
 @router.get(

@@ -259,7 +259,7 @@ async def delete_job(request: Request, control: Control, job_id: JobId) -> schem
     """Delete a finished job permanently, with its database rows, checkpoints, logs and snapshots in memory. If
     something cannot be removed, the job remains and can be deleted again."""
     deletion = await read_threads_of(request).deletions.run(lambda: control.delete(job_id))
-    return views.deletion_view(job_id, deletion)
+    return views.answer(schemas.DeletedJob, deletion.files, id=job_id, rows=deletion.rows)
 
 
 @router.post("/{job_id}/cancel", status_code=202, responses=_ACTION)

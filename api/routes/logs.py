@@ -118,7 +118,7 @@ async def list_logs(
     page = await threads.run(lambda: _page(control.logs.source(job_id), position, rank, limit, test))
     after = cursors.encode(page.position)
     return schemas.LogLines(
-        items=[views.log_view(line) for line in page.lines],
+        items=[views.answer(schemas.LogLine, line) for line in page.lines],
         next_cursor=after if page.more else None,
         resume_cursor=after,
     )
@@ -133,7 +133,7 @@ def _test_of(wanted: LogFilter) -> LineTest | None:
 
 
 def _tail_view(last_lines: LogTail, cursors: LogCursors) -> schemas.LogLines:
-    items = [views.log_view(line) for line in last_lines.lines]
+    items = [views.answer(schemas.LogLine, line) for line in last_lines.lines]
     earlier = cursors.encode(last_lines.earlier) if last_lines.more else None
     return schemas.LogLines(
         items=items, resume_cursor=cursors.encode(last_lines.end), earlier=last_lines.more, earlier_cursor=earlier
@@ -204,5 +204,5 @@ class _Live:
         place, entries = dict(position), []
         for line in lines:
             place[line.rank] = line.end
-            entries.append(Entry(self.cursors.encode(place), views.log_view(line).model_dump_json()))
+            entries.append(Entry(self.cursors.encode(place), views.answer(schemas.LogLine, line).model_dump_json()))
         return entries
