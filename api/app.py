@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from fastapi import Depends, FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -11,7 +11,7 @@ from manta.api import problems
 from manta.api.app_state import AppState, attach_state
 from manta.api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
 from manta.api.metrics.control_plane import ControlPlaneCollector, RequestTimer
-from manta.api.openapi import describe, operation_id
+from manta.api.openapi import describe
 from manta.api.routes import (
     access,
     checkpoints,
@@ -67,7 +67,7 @@ def create_app(
         openapi_url=None,  # our own route, which requires a key
         redirect_slashes=False,  # one address per resource; all others get a problem document
         dependencies=[Depends(authorize)],
-        generate_unique_id_function=operation_id,
+        generate_unique_id_function=lambda route: route.name,
     )
     registry = CollectorRegistry()
     registry.register(ControlPlaneCollector(control))
@@ -76,7 +76,7 @@ def create_app(
     state = AppState(
         control=control,
         registry=registry,
-        waits=StateWaits(lambda job_ids: _states(control, job_ids)),
+        waits=StateWaits(lambda job_ids: control.store.query(store_jobs.states, job_ids)),
         changes=Changes(StoredVersions(lambda: control.store, lambda: control.logs)),
         read_threads=ReadThreads(),
         rendered_jobs=rendered_jobs,
@@ -105,7 +105,3 @@ def create_app(
         app.include_router(resource.router)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
-
-
-def _states(control: ControlPlane, job_ids: Collection[str]) -> Mapping[str, str]:
-    return control.store.query(store_jobs.states, job_ids)

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from manta.api.app_state import state_of
 from manta.api.problems import DATABASE_ERRORS
 from manta.api.security.access import begin_stream, is_still_authorized
-from manta.api.threads import LongReads, long_reads_of
+from manta.api.threads import LongReads, read_threads_of
 from manta.service.logs.pages import JobLogs
 from manta.service.states import is_final
 from manta.service.store import Store, events, jobs
@@ -270,7 +270,7 @@ def stream(request: Request, poll: Poll, position: object, watched: Watched) -> 
     ends. It waits for a database that is away. Raises TooManyRequests."""
     begin_stream(request)
     return StreamingResponse(
-        _events(request, poll, position, state_of(request.app).changes, watched, long_reads_of(request)),
+        _events(request, poll, position, state_of(request.app).changes, watched, read_threads_of(request).long),
         media_type=MEDIA_TYPE,
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )

@@ -115,21 +115,20 @@ class Client:
 
     def send(self, call: Call[T]) -> T:
         """Send a call and read its answer. Raises ApiError, ServiceUnreachable."""
-        call = self._by_id(call)
-        try:
-            return call.read(self._http.send(call.request(self._http)))
-        except httpx.TransportError as error:
-            raise ServiceUnreachable(self.url, error) from error
+        return call.read(self._answered(call))
 
     def download(self, call: Call[bytes]) -> bytes:
         """Send a call whose answer is a file. Raises ApiError, ServiceUnreachable."""
-        call = self._by_id(call)
-        try:
-            response = self._http.send(call.request(self._http))
-        except httpx.TransportError as error:
-            raise ServiceUnreachable(self.url, error) from error
+        response = self._answered(call)
         raise_for_problem(response)
         return response.content
+
+    def _answered(self, call: Call[Any]) -> httpx.Response:
+        request = self._by_id(call).request(self._http)
+        try:
+            return self._http.send(request)
+        except httpx.TransportError as error:
+            raise ServiceUnreachable(self.url, error) from error
 
     def stream(self, call: Call[T]) -> Iterator[T]:
         """Send a call that answers with a stream, and yield its items until the job is final. An interrupted stream is

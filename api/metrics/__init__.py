@@ -3,12 +3,13 @@ that all that can be scraped is known without a scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, ParamSpec
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+P = ParamSpec("P")
 Samples = Iterable[tuple[Sequence[str], float]]
 """Values of the labels, and the number."""
 
@@ -41,3 +42,13 @@ def counter(name: str, text: str, *labels: str) -> Family:
 def gauge(name: str, text: str, *labels: str) -> Family:
     """A number as it is now."""
     return Family(name, text, labels)
+
+
+def if_known(value: Callable[P, float | None]) -> Callable[P, Samples]:
+    """A function that returns the value as the only sample; none if it is not known."""
+
+    def samples(*of: P.args, **more: P.kwargs) -> Samples:
+        known = value(*of, **more)
+        return [] if known is None else [((), known)]
+
+    return samples

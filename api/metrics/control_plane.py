@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manta.api.metrics import Family, Samples, counter, gauge
+from manta.api.metrics import Family, Samples, counter, gauge, if_known
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.control_plane import ControlPlane
 from manta.service.monitoring.cluster_view import NODE_STATES, Measurements, NodeMeasurements
@@ -97,14 +97,6 @@ def _of_nodes(measurements: Measurements) -> Sequence[Metric]:
     ]
 
 
-def _if_known(value: Callable[[GpuReading], float | None]) -> Read:
-    def samples(gpu: GpuReading) -> Samples:
-        known = value(gpu)
-        return [] if known is None else [((), known)]
-
-    return samples
-
-
 def _memory_errors(gpu: GpuReading) -> Samples:
     errors = {"corrected": gpu.ecc_corrected, "uncorrected": gpu.ecc_uncorrected}
     return [((kind,), count) for kind, count in errors.items() if count is not None]
@@ -114,15 +106,15 @@ _OF_GPU: tuple[tuple[Family, Read], ...] = (
     (gauge("manta_gpu_up", "1 where the driver reaches the GPU, else 0", *_GPU), lambda gpu: [((), gpu.answers)]),
     (
         gauge("manta_gpu_utilization_ratio", "Part of the time in which a kernel ran, 0 to 1", *_GPU),
-        _if_known(lambda gpu: gpu.busy_ratio),
+        if_known(lambda gpu: gpu.busy_ratio),
     ),
-    (gauge("manta_gpu_memory_used_bytes", "Memory in use", *_GPU), _if_known(lambda gpu: gpu.memory_used_bytes)),
-    (gauge("manta_gpu_memory_bytes", "Memory of the GPU", *_GPU), _if_known(lambda gpu: gpu.memory_total_bytes)),
+    (gauge("manta_gpu_memory_used_bytes", "Memory in use", *_GPU), if_known(lambda gpu: gpu.memory_used_bytes)),
+    (gauge("manta_gpu_memory_bytes", "Memory of the GPU", *_GPU), if_known(lambda gpu: gpu.memory_total_bytes)),
     (
         gauge("manta_gpu_temperature_celsius", "Temperature of the GPU", *_GPU),
-        _if_known(lambda gpu: gpu.temperature_celsius),
+        if_known(lambda gpu: gpu.temperature_celsius),
     ),
-    (gauge("manta_gpu_power_watts", "Power that the GPU draws", *_GPU), _if_known(lambda gpu: gpu.power_watts)),
+    (gauge("manta_gpu_power_watts", "Power that the GPU draws", *_GPU), if_known(lambda gpu: gpu.power_watts)),
     (
         counter("manta_gpu_ecc_errors_total", "Memory errors since the driver was loaded", *_GPU, "kind"),
         _memory_errors,
