@@ -57,7 +57,7 @@ SAFE = {
         service/cluster/ray_head.py:_wait_for_address
     """,
     "a file of the kernel, of the container or of the installation": """
-        api/ui/mounting.py:_read
+        api/ui/__init__.py:_read
         service/cluster/processes.py:start_of
         service/doctor/packages.py:driver_version
         workers/checkpoint/upload_process.py:_leave

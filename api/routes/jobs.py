@@ -27,7 +27,7 @@ from manta.api.parameters import (
     refused,
     versions_in,
 )
-from manta.api.planning import current_cluster, plan_of_layout
+from manta.api.planning import current_cluster, plan_of_layout, with_shape
 from manta.api.problems import DATABASE_UNAVAILABLE, INVALID_SPEC, OF_A_JOB, UNSUPPORTED, MalformedJson, changes, reads
 from manta.api.security.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
 from manta.api.security.auditing import append_with_change
@@ -57,7 +57,7 @@ from manta.workers.config import JobSpec
 from manta.workers.data.roots import named_paths
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
+from manta.workers.spec.submitted import with_vocabulary
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -340,8 +340,7 @@ async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: R
 
 async def _checked(document: Any, control: ControlPlane, files: FileReads) -> JobSpec:
     """The JobSpec in `document`. Raises SpecError."""
-    if _begins_with_weights(document):
-        document = await files.run(partial(with_shape_of_weights, document, control.data_roots))
+    document = await with_shape(document, control, files)
     spec = await run_in_threadpool(parse_job_spec, document)  # a document of a megabyte takes a while
     if foreign := control.model_packages.problems(spec):
         raise SpecError(foreign)
@@ -358,11 +357,6 @@ async def _problem_of_data(spec: JobSpec, control: ControlPlane, threads: ReadTh
         return await threads.files.run(lambda: control.problem_of_data(spec))
     except ClusterUnavailable:
         return None
-
-
-def _begins_with_weights(document: Any) -> bool:
-    model = document.get("model") if isinstance(document, dict) else None
-    return isinstance(model, dict) and "from" in model
 
 
 def _states(given: list[str]) -> tuple[str, ...]:

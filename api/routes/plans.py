@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from manta.api import requests, schemas, views
 from manta.api.openapi import json_request
 from manta.api.parameters import Body, Control
-from manta.api.planning import cpu_node, current_cluster, gpus, job_measurements, refined_cluster
+from manta.api.planning import cpu_node, current_cluster, gpus, job_measurements, refined_cluster, with_shape
 from manta.api.problems import DATABASE_UNAVAILABLE, INVALID_SPEC, UNSUPPORTED, MalformedJson, changes, reads
 from manta.api.security.access import request_of_caller
 from manta.api.threads import FilesTimeout, read_threads_of
@@ -21,7 +21,6 @@ from manta.service.planner.answer import to_json
 from manta.service.planner.machines import kept
 from manta.service.planner.request import read_request
 from manta.workers.paths import Paths
-from manta.workers.spec.submitted import with_shape_of_weights
 from manta.workers.system.resources import node_type
 
 router = APIRouter(prefix="/v1", tags=["plans"])
@@ -38,8 +37,7 @@ async def make_plans(request: Request, control: Control, document: Body) -> sche
     request_of_caller(request).changes_nothing = True
 
     threads = read_threads_of(request)
-    if isinstance(document, dict) and isinstance(document.get("model"), dict) and "from" in document["model"]:
-        document = await threads.files.run(partial(with_shape_of_weights, document, control.data_roots))
+    document = await with_shape(document, control, threads.files)
 
     def plans(document: Any) -> schemas.Plans:
         wanted = read_request(document, current_cluster(control), cpu_node(control), gpus(control))
