@@ -1,5 +1,5 @@
-"""The service in one process: control plane, REST, dashboard. `python -m manta.api.server` is what `manta up`
-starts."""
+"""The service in one process: control plane, REST, dashboard. `manta serve` runs it, which `manta up` starts in the
+background."""
 
 from __future__ import annotations
 
