@@ -39,6 +39,7 @@ from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.liveness.rank_samples import unpacked
 
 Shown = TypeVar("Shown", bound=schemas.Answer)
+_ABSENT = object()
 MAX_RANKS_LISTED = 4096
 LikeJob = tables.Job | Row[Any]
 """A job, or a row of `job_rows.understood`."""
@@ -53,8 +54,8 @@ def moment(seconds: float) -> datetime:
 def answer(kind: type[Shown], row: object, **other: Any) -> Shown:
     """An answer with the values of `row` under the names of its fields, and with `other` in fields that `row` does not
     have, or not in this form."""
-    same = {name: getattr(row, name) for name in kind.model_fields if name not in other and hasattr(row, name)}
-    return kind(**same, **other)
+    same = {name: getattr(row, name, _ABSENT) for name in kind.model_fields if name not in other}
+    return kind(**{name: value for name, value in same.items() if value is not _ABSENT}, **other)
 
 
 def job_view(session: Session, job: tables.Job) -> schemas.Job:
@@ -249,8 +250,9 @@ def _numbers_by_rank(numbers: tables.RankNumbers) -> list[dict[str, Any]]:
 
 def ledger_view(ledger: Ledger, with_intervals: bool = False) -> schemas.Ledger:
     """A ledger."""
+    shown = ledger.intervals if with_intervals else ()
+    line = [answer(schemas.LedgerInterval, each, seconds=_by_class(each.seconds)) for each in shown]
     seconds = _by_class(ledger.seconds)
-    line = [answer(schemas.LedgerInterval, each, seconds=_by_class(each.seconds)) for each in ledger.intervals]
     return answer(schemas.Ledger, ledger, seconds=seconds, intervals=line if with_intervals else None)
 
 
