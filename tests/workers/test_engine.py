@@ -11,10 +11,9 @@ from engine_specs import spec
 from one_layer import lone_rank
 
 from manta.workers.comm.grid import state_peers
-from manta.workers.engine import Engine
+from manta.workers.engine import INITIAL, Engine
 from manta.workers.errors import PeerLost
 from manta.workers.parallel.data.agreement import Loss
-from manta.workers.parallel.data.loss_scaling import INITIAL
 from manta.workers.parallel.data.state import same_state
 
 

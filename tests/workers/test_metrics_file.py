@@ -12,7 +12,7 @@ import pytest
 
 from manta.workers.errors import MantaError
 from manta.workers.protocol.reports import Event, Finished, Message, Metrics
-from manta.workers.standalone.job import MetricsFile
+from manta.workers.standalone import MetricsFile
 
 ROW = {"step": 2, "loss": float("nan"), "grad_norm": 0.5, "tokens_per_second": 100.0, "mfu_causal": 0.25}
 

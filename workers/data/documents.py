@@ -15,8 +15,7 @@ from manta.workers.errors import DataError
 from manta.workers.system.regular_files import open_regular
 
 if TYPE_CHECKING:
-    from manta.workers.data.chat_template import ChatTemplate
-    from manta.workers.data.conversations import Conversation
+    from manta.workers.data.chat_template import ChatTemplate, Conversation
 
 MAX_UNSPLIT_BYTES = 2**30
 """Maximum size of a text that must not be split: tokenizing it takes up to a hundred times as much memory."""
@@ -49,8 +48,7 @@ def texts_of(
     """The documents of `section`; those of source `text` come in pieces if they may be split. Empty documents are left
     out. `template`: for conversations, if already opened. Raises DataError."""
     if data.source == "chat":
-        from manta.workers.data.chat_template import open_template
-        from manta.workers.data.conversations import as_text
+        from manta.workers.data.chat_template import as_text, open_template
 
         template = template or open_template(data)
         for conversation in conversations_of(section, data):
@@ -71,7 +69,7 @@ def texts_of(
 
 def conversations_of(section: Section, data: DataConfig) -> Iterator[Conversation]:
     """The conversations of `section`. Raises DataError."""
-    from manta.workers.data.conversations import conversation_in
+    from manta.workers.data.chat_template import conversation_in
 
     if kind_of_file(section.path, data.source) == "parquet":
         from manta.workers.data.rows import rows_of

@@ -73,6 +73,9 @@ class Tokenizer(Protocol):
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Sequence[int], Marks]]:
         """For each text the ids of its tokens, and which of these contain a character of its `spans`."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, without that of special tokens."""
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -97,6 +100,10 @@ class ByteTokenizer:
                 marks[first : first + len(text[start:stop].encode())] = True
             encoded.append((content, marks))
         return encoded
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Invalid UTF-8, such as half a character at the end, is shown as a replacement character."""
+        return bytes(token for token in tokens if token < BYTE_VOCABULARY).decode(errors="replace")
 
 
 class FileTokenizer:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from manta.workers.errors import MantaError
 from manta.workers.paths import RUNTIME_FOLDERS
-from manta.workers.system.unix_listener import UnixListener
+from manta.workers.system.sockets import UnixListener
 
 ANSWER_SECONDS = 5.0
 LINE_BYTES = 4096

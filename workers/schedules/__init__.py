@@ -14,17 +14,8 @@ from manta.workers.schedules.zero_bubble_h1 import ZERO_BUBBLE_H1
 from manta.workers.schedules.zero_bubble_h2 import ZERO_BUBBLE_H2
 from manta.workers.schedules.zero_bubble_v import ZERO_BUBBLE_V
 
-SCHEDULES: dict[str, Schedule] = {
-    schedule.name: schedule
-    for schedule in (
-        GPIPE,
-        ONE_FORWARD_ONE_BACKWARD,
-        INTERLEAVED,
-        ZERO_BUBBLE_H1,
-        ZERO_BUBBLE_H2,
-        ZERO_BUBBLE_V,
-    )
-}
+_ALL = (GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED, ZERO_BUBBLE_H1, ZERO_BUBBLE_H2, ZERO_BUBBLE_V)
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
 """All schedules by name."""
 RUN_BY_ENGINE = tuple(name for name, schedule in SCHEDULES.items() if schedule.runs)
 """Names of those that a job may have."""

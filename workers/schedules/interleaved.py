@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from manta.workers.schedules.action import Action, forwards_by_groups, of_all
 from manta.workers.schedules.one_forward_one_backward import alternate, one_forward_one_backward
-from manta.workers.schedules.schedule import Schedule
+from manta.workers.schedules.schedule import Action, Schedule, forwards_by_groups, of_all
 
 
 def interleaved(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:

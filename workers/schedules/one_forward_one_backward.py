@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from manta.workers.schedules.action import Action, of_all
-from manta.workers.schedules.schedule import Schedule
+from manta.workers.schedules.schedule import Action, Schedule, of_all
 
 
 def one_forward_one_backward(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:

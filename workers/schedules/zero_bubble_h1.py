@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from manta.workers.schedules.action import Action, of_all
 from manta.workers.schedules.one_forward_one_backward import one_forward_one_backward
-from manta.workers.schedules.schedule import Schedule
+from manta.workers.schedules.schedule import Action, Schedule, of_all
 
 
 def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:

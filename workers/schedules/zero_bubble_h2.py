@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from manta.workers.schedules.action import Action
 from manta.workers.schedules.one_forward_one_backward import alternate
-from manta.workers.schedules.schedule import Schedule
+from manta.workers.schedules.schedule import Action, Schedule, of_all
 from manta.workers.schedules.zero_bubble_h1 import with_late_weights
 
 
@@ -19,9 +18,8 @@ def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: i
 
     The warm-up's forwards fill the bubble at the start, the deferred weights' halves the one at the end.
     """
-    forwards = [Action("forward", index) for index in range(micro_batches)]
-    backwards = [Action("backward", index) for index in range(micro_batches)]
-    return with_late_weights(alternate(forwards, backwards, 2 * (stages - rank - 1)), 2 * rank, micro_batches)
+    passes = alternate(of_all("forward", micro_batches), of_all("backward", micro_batches), 2 * (stages - rank - 1))
+    return with_late_weights(passes, 2 * rank, micro_batches)
 
 
 ZERO_BUBBLE_H2 = Schedule(name="zb-h2", passes=zero_bubble_h2, splits_backward=True, runs=False)

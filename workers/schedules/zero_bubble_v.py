@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from manta.workers.schedules.action import Action, Kind, of_all
-from manta.workers.schedules.schedule import Schedule
+from manta.workers.schedules.schedule import Action, Kind, Schedule, of_all
 
 _HALVES: tuple[Kind, Kind, Kind] = ("forward", "backward_input", "backward_weight")
 
@@ -33,14 +32,7 @@ def _passes(rank: int, stages: int, micro_batches: int) -> Iterator[tuple[Kind, 
     yield from [(forward, 1), (forward, 0)] * rank
     yield from [(forward, 1), (backward, 1), (weight, 1)] * behind
     # Steady: every pass of both chunks in turn, as long as there are micro-batches left to go forward.
-    steady: list[tuple[Kind, int]] = [
-        (forward, 0),
-        (backward, 0),
-        (weight, 0),
-        (forward, 1),
-        (backward, 1),
-        (weight, 1),
-    ]
+    steady = [(kind, chunk) for chunk in range(2) for kind in _HALVES]
     new = micro_batches - (2 * stages - 1 - rank)
     yield from steady * new
     yield from steady[1:] * (micro_batches - stages - new)
@@ -62,10 +54,5 @@ def forwards(rank: int, stages: int, virtual_stages: int, micro_batches: int) ->
 
 
 ZERO_BUBBLE_V = Schedule(
-    name="zb-v",
-    passes=zero_bubble_v,
-    forwards=forwards,
-    virtual_stages=2,
-    turns_back=True,
-    splits_backward=True,
+    name="zb-v", passes=zero_bubble_v, forwards=forwards, virtual_stages=2, turns_back=True, splits_backward=True
 )

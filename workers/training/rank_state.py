@@ -1,7 +1,7 @@
 """The state of one rank: which committed step it belongs to, and the copies of it from which the job can continue.
 
 The state itself is in the engine. The copies are snapshots in the node's shared memory, durable checkpoints, and those
-in host memory that a rollback needs (`numerics/guard.py`).
+in host memory that a rollback needs (`number_guard.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointNotSaved
-from manta.workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
-from manta.workers.numerics.guard import NumberGuard
 from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.state import FROZEN, MODEL, same_state
 from manta.workers.protocol.messages import Resume
@@ -32,6 +30,8 @@ from manta.workers.snapshot.note import RowJournal, read_note
 from manta.workers.snapshot.reshard import describe, restore_from_snapshots
 from manta.workers.snapshot.snapshots import NoSnapshots, Snapshots
 from manta.workers.storage.locations import Location
+from manta.workers.training.bad_numbers import BadStep, NumericsHistory, RollBack
+from manta.workers.training.number_guard import NumberGuard
 from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
 
 

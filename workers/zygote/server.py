@@ -40,8 +40,8 @@ from typing import NoReturn, TextIO
 from manta.workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 from manta.workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
 from manta.workers.system.processes import ParentDeathSignal, kill_group
+from manta.workers.system.sockets import POLL_SECONDS, UnixListener
 from manta.workers.system.threads import OF_COMPUTATION
-from manta.workers.system.unix_listener import POLL_SECONDS, UnixListener
 
 DEFAULT_ENTRIES = {
     "trainer": "manta.workers.rank.trainer_process:run",

@@ -13,7 +13,7 @@ from manta.service.cluster.existing_ray import ensure_raylet
 from manta.service.cluster.ray_head import RayUnavailable
 from manta.service.cluster.ray_private import Raylet
 from manta.workers.paths import Paths
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 from tests.service.support.stand_in_ray import ray_processes
 
 ADDRESS = "127.0.0.1:6379"

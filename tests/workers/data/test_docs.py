@@ -11,7 +11,7 @@ import yaml
 from documented import ROOT, blocks_of, run_blocks
 from engine_specs import document
 
-from manta.workers.data.conversations import conversation_in
+from manta.workers.data.chat_template import conversation_in
 from manta.workers.spec.reading import load_job_spec, parse_job_spec
 
 CHAT = blocks_of("training.md", "Fine-tune on chat data")

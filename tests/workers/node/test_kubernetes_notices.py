@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 import pytest
 from kubernetes_api import KubernetesApi, make_certificate
 
-from manta.workers.node import kubernetes_notices
-from manta.workers.node.kubernetes_notices import CONDITIONS, TAINTS, KubernetesSource, node_notice
+from manta.workers.node import notice_sources
+from manta.workers.node.notice_sources import CONDITIONS, TAINTS, KubernetesSource, node_notice
 from manta.workers.node.notices import NOTICE_SECONDS, Notice, SourceUnavailable
 
 NOW = datetime(2026, 11, 24, 12, 0, 0, tzinfo=UTC)
@@ -22,7 +22,7 @@ def api(tmp_path, monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(made.port))
     monkeypatch.setenv("MANTA_NODE_NAME", "n1")
-    monkeypatch.setattr(kubernetes_notices, "ANSWER_SECONDS", 30.0)  # however busy the machine is
+    monkeypatch.setattr(notice_sources, "ANSWER_SECONDS", 30.0)  # however busy the machine is
     yield made
     made.close()
 

@@ -3,8 +3,7 @@
 import pytest
 
 from manta.workers.node.cloud_notices import MetadataSource
-from manta.workers.node.kubernetes_notices import KubernetesSource
-from manta.workers.node.notice_sources import SlurmSource, UnknownSource, notice_sources
+from manta.workers.node.notice_sources import KubernetesSource, SlurmSource, UnknownSource, notice_sources
 
 
 def test_notice_sources_have_default_settings_that_can_be_overridden():

@@ -7,7 +7,7 @@ import pytest
 
 from manta.workers.node.host import listen_for_a_moment, unreached
 from manta.workers.protocol.messages import Endpoint
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 
 HERE = "127.0.0.1"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manta.workers.system.connections import Connection, break_connections, open_connections
+from manta.workers.system.sockets import Connection, break_connections, open_connections
 
 OPEN = Path("/proc/self/fd")
 

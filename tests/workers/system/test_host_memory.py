@@ -2,7 +2,7 @@
 
 import pytest
 
-from manta.workers.system.host_memory import killed_for_memory, memory_available
+from manta.workers.system.resources import killed_for_memory, memory_available
 
 KIB = 1024
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from manta.workers.system.ports import address_facing, outward_address
+from manta.workers.system.sockets import address_facing, outward_address
 
 
 def test_own_address_towards_loopback_is_loopback():

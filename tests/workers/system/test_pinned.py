@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from manta.workers.system.pinned import PinnedMemory
+from manta.workers.system.gpu import PinnedMemory
 
 
 class Runtime:

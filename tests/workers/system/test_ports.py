@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from manta.workers.system.ports import InvalidPortRange, PortRange, listen
+from manta.workers.system.sockets import InvalidPortRange, PortRange, listen
 
 HOST = "127.0.0.1"
 

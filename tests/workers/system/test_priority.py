@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from manta.workers.system import priority
-from manta.workers.system.priority import AUTOGROUP, NICENESS
+from manta.workers.system import processes
+from manta.workers.system.processes import AUTOGROUP, NICENESS
 
 SCRIPT = """
 import os, threading
-from manta.workers.system.priority import lower_priority
+from manta.workers.system.processes import lower_priority
 os.nice({before})
 lower_priority(), lower_priority()
 late = []
@@ -23,7 +23,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), *late)
 
 OF_A_SESSION = """
 import threading
-from manta.workers.system.priority import AUTOGROUP, lower_priority
+from manta.workers.system.processes import AUTOGROUP, lower_priority
 lower_priority()
 for thread in threading.enumerate()[1:]:
     thread.join()  # it asks again: somebody else on this machine has just asked
@@ -69,11 +69,11 @@ def test_lower_priority_is_retried_while_the_kernel_is_busy(monkeypatch):
             if answer := answers.pop(0):
                 raise answer
 
-    monkeypatch.setattr(priority, "AUTOGROUP", Autogroup())
-    monkeypatch.setattr(priority, "PAUSE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(processes, "AUTOGROUP", Autogroup())
+    monkeypatch.setattr(processes, "PAUSE_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: None)
     before = set(threading.enumerate())
-    priority.lower_priority()
+    processes.lower_priority()
     for thread in set(threading.enumerate()) - before:
         thread.join()
     assert not answers

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from manta.workers.system.unix_listener import UnixListener
+from manta.workers.system.sockets import UnixListener
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import torch
 
 from manta.workers.parallel.data.flat import FlatParameters, overlap
 from manta.workers.parallel.data.state import Groups, Piece
-from manta.workers.system.pinned import PinnedMemory, copy_streams
+from manta.workers.system.gpu import PinnedMemory, copy_streams
 
 SLICE_ELEMENTS = 2**22
 """Elements of a slice, a multiple of flat.ALIGNMENT: a copy takes a hundred times as long as launching it."""

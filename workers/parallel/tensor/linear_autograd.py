@@ -17,8 +17,7 @@ from torch import nn
 from manta.workers.comm.backend import DONE, Handle
 from manta.workers.parallel.recompute.modules import Recomputation, in_backward
 from manta.workers.parallel.tensor.products import Gelu
-from manta.workers.parallel.tensor.region import Region
-from manta.workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
+from manta.workers.parallel.tensor.sequence_parallel import Region, gather, start_gather, start_sum, sum_partial
 from manta.workers.parallel.tensor.weight_gradients import WeightGradients
 
 Weights = Sequence[nn.Parameter]
