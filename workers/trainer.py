@@ -137,7 +137,7 @@ class Trainer:
         self.comm.progress.commit(step, self.comm.device_step_seconds)
         self._report_ranks(step, statistics)
         self._report_not_recorded(step)
-        more = mean_part_seconds(self.comm, self.state.stall_seconds) if self._measures(step) else {}
+        more = mean_part_seconds(self.comm, self.state.snapshots.stall_seconds) if self._measures(step) else {}
         if self.validation.due(step):
             more |= self.validation.losses()
         self.state.commit(step, statistics)
@@ -148,7 +148,7 @@ class Trainer:
 
         self.state.keep(step, row)
         self.state.save_checkpoint(step)
-        self.state.note_step_seconds(step, time.perf_counter() - began)
+        self.state.interval.note_step(step, time.perf_counter() - began, self.comm)
         return statistics
 
     def _measures(self, step: int) -> bool:

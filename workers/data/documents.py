@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from manta.workers.config import DataConfig
 from manta.workers.data.read_errors import read_error
-from manta.workers.data.rows import kind_of, lines_of, object_in
+from manta.workers.data.rows import kind_of, lines_of, object_in, rows_of, texts_of_rows
 from manta.workers.data.shards import CHUNK_BYTES, Section, pieces_of
 from manta.workers.data.sources import is_compressed, kind_of_file
 from manta.workers.errors import DataError
@@ -56,8 +56,6 @@ def texts_of(
             for each in _checked(text, conversation.where):
                 yield replace(each, learned=learned)
     elif data.source == "parquet":
-        from manta.workers.data.rows import texts_of_rows
-
         for where, text in texts_of_rows(section, data.key):
             yield from _checked(text, where)
     elif data.source == "jsonl":
@@ -72,8 +70,6 @@ def conversations_of(section: Section, data: DataConfig) -> Iterator[Conversatio
     from manta.workers.data.chat_template import conversation_in
 
     if kind_of_file(section.path, data.source) == "parquet":
-        from manta.workers.data.rows import rows_of
-
         for where, row in rows_of(section, data.key, ("tools",)):
             yield conversation_in(row, data.key, where)
     else:

@@ -110,11 +110,7 @@ class FileTokenizer:
     """A tokenizer.json."""
 
     def __init__(
-        self,
-        path: str | Path,
-        end_of_document: str | None = None,
-        content: bytes | None = None,
-        needs_end: bool = True,
+        self, path: str | Path, end_of_document: str | None = None, content: bytes | None = None, needs_end: bool = True
     ):
         """`end_of_document`: the token's text, `none`, or None for the first of `ENDS` that is one of its special
         tokens (it may have none unless it `needs_end`); `content`: of the file, if it was already read. Raises

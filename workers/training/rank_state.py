@@ -245,15 +245,6 @@ class RankState:
                 self.checkpoints.finish_copy()
         self.comm.requests.saving = self.checkpoints.writing
 
-    def note_step_seconds(self, step: int, seconds: float) -> None:
-        """Step `step` took `seconds`, which the interval between snapshots depends on. Raises PeerLost."""
-        self.interval.note_step(step, seconds, self.comm)
-
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds by which the last snapshot delayed the training thread."""
-        return self.snapshots.stall_seconds
-
     def snapshot_parameters(self) -> list[torch.Tensor] | None:
         """This rank's weights of the last committed step, read from its snapshot, frozen ones last; None if it has no
         snapshot of that step."""
@@ -268,7 +259,7 @@ class RankState:
             return {}
         protected_step = self.snapshots.protected_step
         every = self.interval.every if protected_step is None else max(self.interval.every, self.step - protected_step)
-        return {"snapshot_every_steps": every, "snapshot_stall_seconds": self.stall_seconds}
+        return {"snapshot_every_steps": every, "snapshot_stall_seconds": self.snapshots.stall_seconds}
 
     def roll_back(self, step: int, samples: list[range], bad: BadStep, sentence: str) -> None:
         """Continue from a step before `step`, which is bad and would have used `samples`.

@@ -303,9 +303,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--owner-pipe", type=int, required=True, help="descriptor whose closing ends the zygote")
     parser.add_argument("--entry", action="append", help="NAME=module:function; replaces the built-in table")
     parser.add_argument(
-        "--warm",
-        action="append",
-        help="MODULE[:FUNCTION] to import (and call) at start; replaces the built-in list",
+        "--warm", action="append", help="MODULE[:FUNCTION] to import (and call) at start; replaces the built-in list"
     )
     return parser.parse_args(arguments)
 

@@ -107,7 +107,7 @@ def _trained(spec: JobSpec, device: torch.device, places: StatePaths, steps: int
         settle(device)
         if number >= warm_up:
             seconds.append(time.perf_counter() - began)
-            stalls.append(trainer.state.stall_seconds if waits else 0.0)
+            stalls.append(trainer.state.snapshots.stall_seconds if waits else 0.0)
             copies.append(snapshots.copy_seconds)
     began = time.perf_counter()
     if isinstance(checkpoints, Checkpointer):

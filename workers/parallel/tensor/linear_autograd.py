@@ -166,10 +166,8 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        recompute_input, ctx.recompute_input = (
-            ctx.recompute_input,
-            None,
-        )  # it refers to memory that is not needed any more
+        recompute_input = ctx.recompute_input
+        ctx.recompute_input = None  # it refers to memory that is not needed any more
         recomputes = recompute_input is not None and _trained(ctx.weights)
         x = in_backward(recompute_input, ctx.region.comm) if recomputes else ctx.saved_tensors[0]
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)

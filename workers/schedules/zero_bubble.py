@@ -1,11 +1,52 @@
-"""ZB-V, zero-bubble pipelining over two chunks a rank that form a V (Qi et al., arXiv:2401.10241, section 6). Pure
-Python."""
+"""Zero-bubble pipelining (Qi et al., arXiv:2401.10241): in the memory of 1F1B (ZB-H1, section 2.1), in twice that
+(ZB-H2, section 2.2), and over two chunks a rank that form a V (ZB-V, section 6). Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from manta.workers.schedules.one_forward_one_backward import alternate, one_forward_one_backward
 from manta.workers.schedules.schedule import Action, Kind, Schedule, of_all
+
+
+def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B in which rank r does the weights' half of backward r micro-batches later.
+
+    Gradients therefore reach the preceding ranks sooner, no rank holds more activations than 1F1B's first rank, and the
+    deferred weights' halves fill what was 1F1B's bubble at the end.
+    """
+    return with_late_weights(one_forward_one_backward(rank, stages, virtual_stages, micro_batches), rank, micro_batches)
+
+
+def with_late_weights(actions: Iterable[Action], late: int, micro_batches: int) -> Iterator[Action]:
+    """`actions`, with each backward replaced by its inputs' half; the weights' comes `late` micro-batches later."""
+    inputs, weights = of_all("backward_input", micro_batches), of_all("backward_weight", micro_batches)
+    for action in actions:
+        if action.kind == "forward":
+            yield action
+            continue
+        yield inputs[action.micro_batch]
+        if action.micro_batch >= late:
+            yield weights[action.micro_batch - late]
+    yield from weights[max(0, micro_batches - late) :]
+
+
+ZERO_BUBBLE_H1 = Schedule(name="zb-h1", passes=zero_bubble_h1, splits_backward=True)
+
+
+def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B with twice the warm-up, in which rank r does the weights' half 2 r micro-batches later.
+
+    The warm-up's forwards fill the bubble at the start, the deferred weights' halves the one at the end. The engine
+    does not run it, since its first rank holds 2p - 1 micro-batches where that of 1F1B and ZB-H1 holds p. It exists for
+    comparing its time with the others.
+    """
+    passes = alternate(of_all("forward", micro_batches), of_all("backward", micro_batches), 2 * (stages - rank - 1))
+    return with_late_weights(passes, 2 * rank, micro_batches)
+
+
+ZERO_BUBBLE_H2 = Schedule(name="zb-h2", passes=zero_bubble_h2, splits_backward=True, runs=False)
+
 
 _HALVES: tuple[Kind, Kind, Kind] = ("forward", "backward_input", "backward_weight")
 
